@@ -1,0 +1,28 @@
+"""Keras callbacks for training on several processes.
+
+Imported as ``hvd_keras.callbacks``. Order matters in ``fit``: first
+``BroadcastGlobalVariablesCallback``, then ``MetricAverageCallback``, then those that read metrics.
+"""
+
+if __name__ != "hvd_keras.callbacks":
+    raise ImportError(
+        f"This package is hvd_keras.callbacks, but was imported as {__name__!r} from its source "
+        "folder, which would make second copies of its classes. Use 'import hvd_keras as hvd' and "
+        "hvd.callbacks."
+    )
+
+from hvd_keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
+from hvd_keras.callbacks.checkpoint import ModelCheckpoint
+from hvd_keras.callbacks.learning_rate import (
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+)
+from hvd_keras.callbacks.metric_average import MetricAverageCallback
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "ModelCheckpoint",
+]

@@ -1,0 +1,45 @@
+"""Same start for all ranks."""
+
+from typing import Any
+
+import keras
+
+from hvd_keras import runtime, variables
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Gives all ranks the root's model and optimizer state before the first step.
+
+    Weights, moving statistics, optimizer slots, iteration counts and the learning rate become
+    equal. Random generators (dropout, augmentation) get the root's seed mixed with the rank: every
+    rank draws other masks, and a rerun draws the same ones again.
+
+    Broadcasts once; a later ``fit`` with the same instance does not repeat it.
+
+    Args:
+        root_rank: the rank whose state all get.
+
+    Raises:
+        ValueError: (in ``fit``) there is no such rank.
+        tf.errors.FailedPreconditionError: (in ``fit``) the ranks' models differ; on every rank.
+
+    Example:
+        model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    """
+
+    def __init__(self, root_rank: int) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._done = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """After Keras has built the model and the optimizer."""
+        if self._done:
+            return
+        optimizer = self.model.optimizer
+        own = [] if optimizer is None else optimizer.variables
+        variables.broadcast_variables([*self.model.variables, *own], self.root_rank)
+        if runtime.size() > 1:
+            layers = self.model._flatten_layers()
+            variables.give_each_rank_its_own_randomness(variables.seed_states(layers))
+        self._done = True

@@ -1,0 +1,76 @@
+"""Data-parallel training for Keras: Horovod's API on today's TensorFlow and Keras.
+
+    import hvd_keras as hvd
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
+    model.compile(optimizer=optimizer, loss=...)
+    model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+
+    $ hvdrun -np 4 python train.py
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvd_keras import callbacks as callbacks
+    from hvd_keras.ops import Average as Average
+    from hvd_keras.ops import Max as Max
+    from hvd_keras.ops import Min as Min
+    from hvd_keras.ops import Product as Product
+    from hvd_keras.ops import ReduceOp as ReduceOp
+    from hvd_keras.ops import Sum as Sum
+    from hvd_keras.ops import allgather as allgather
+    from hvd_keras.ops import allreduce as allreduce
+    from hvd_keras.ops import broadcast as broadcast
+    from hvd_keras.ops import grouped_allreduce as grouped_allreduce
+    from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
+    from hvd_keras.runtime import cross_rank as cross_rank
+    from hvd_keras.runtime import cross_size as cross_size
+    from hvd_keras.runtime import init as init
+    from hvd_keras.runtime import is_initialized as is_initialized
+    from hvd_keras.runtime import local_rank as local_rank
+    from hvd_keras.runtime import local_size as local_size
+    from hvd_keras.runtime import rank as rank
+    from hvd_keras.runtime import shutdown as shutdown
+    from hvd_keras.runtime import size as size
+    from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
+    from hvd_keras.variables import broadcast_variables as broadcast_variables
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Loaded when first used, so that hvdrun, which lives in this package
+# too, starts without TensorFlow.
+_HOME = {
+    **dict.fromkeys(("Average", "Max", "Min", "Product", "ReduceOp", "Sum"), "ops"),
+    **dict.fromkeys(("allgather", "allreduce", "broadcast", "grouped_allreduce"), "ops"),
+    "DistributedOptimizer": "optimizer",
+    **dict.fromkeys(("init", "is_initialized", "shutdown", "rank", "size"), "runtime"),
+    **dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"), "runtime"),
+    "DistributedGradientTape": "tape",
+    "broadcast_variables": "variables",
+}
+
+__all__ = ["callbacks", *_HOME]  # noqa: PLE0604
+
+if importlib.util.find_spec("hvd_keras.callbacks") is None:
+    raise ImportError(
+        f"hvd_keras was imported from its source folder, {__path__[0]}, where it is not complete. "
+        "Run 'pip install -e .' there, or start Python from another directory."
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name == "callbacks":
+        return importlib.import_module("hvd_keras.callbacks")
+    if name not in _HOME:
+        raise AttributeError(f"module 'hvd_keras' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hvd_keras.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,161 @@
+"""Joining and leaving the job, and this process's place in it."""
+
+import atexit
+import ctypes
+import sys
+import time
+from types import TracebackType
+from typing import NamedTuple
+
+from hvd_keras import _library, settings
+
+# How long a rank that fails waits for the others to hear of it, and then for them to say so on their
+# own output, before it ends the job for all.
+_HEARD_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 1.0
+
+_LEFT_TOGETHER, _LEFT_ALONE = 0, 1
+
+_guards_installed = False
+
+
+class _Place(NamedTuple):
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def init() -> None:
+    """Joins the job: starts MPI if nobody has, and the engine of this process.
+
+    Call it once at the top of the script, on every rank. A second call does nothing. Without a
+    launcher the process is a world of size 1, in which everything works.
+
+    Raises:
+        RuntimeError: MPI cannot be used (it was finalised, gives fewer threads than
+            ``MPI_THREAD_MULTIPLE``, or mpi4py uses another MPI library than hvd_keras).
+        ValueError: an ``HVD_`` environment variable has an impossible value.
+        ImportError: the native libraries are missing or do not fit this TensorFlow.
+    """
+    core = _library.core()
+    if core.hvd_initialized():
+        return
+    _library.tensorflow_ops()
+    _use_one_mpi()
+    if core.hvd_init() != 0:
+        raise RuntimeError(core.hvd_error().decode())
+    _install_guards()
+
+
+def shutdown() -> None:
+    """Leaves the job; waits until all ranks have. ``init()`` may follow.
+
+    Runs by itself when the script ends. If other ranks still wait for a collective of this rank,
+    they get an error that says that it has left.
+    """
+    core = _library.core()
+    if core.hvd_initialized():
+        core.hvd_leave(b"it called hvd.shutdown()", -1.0)
+
+
+def is_initialized() -> bool:
+    """Whether ``init()`` was called (and not ``shutdown()`` after it)."""
+    return bool(_library.core().hvd_initialized())
+
+
+def rank() -> int:
+    """This process's number in the job, from 0 to ``size() - 1``."""
+    return _place().rank
+
+
+def size() -> int:
+    """How many processes train together."""
+    return _place().size
+
+
+def local_rank() -> int:
+    """This process's number among those of its host, from 0 to ``local_size() - 1``."""
+    return _place().local_rank
+
+
+def local_size() -> int:
+    """How many processes of the job run on this host."""
+    return _place().local_size
+
+
+def cross_rank() -> int:
+    """The number of this host among those that have a process with this ``local_rank()``."""
+    return _place().cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have a process with this ``local_rank()``."""
+    return _place().cross_size
+
+
+def _place() -> _Place:
+    core = _library.core()
+    if not core.hvd_initialized():
+        raise ValueError(
+            "hvd_keras is not initialised in this process. Call hvd.init() first, once, at the "
+            "top of the script."
+        )
+    six = (ctypes.c_int * 6)()
+    core.hvd_place(six)
+    return _Place(*six)
+
+
+def _use_one_mpi() -> None:
+    """Two MPI libraries in one process would know nothing of each other."""
+    core = _library.core()
+    if "mpi4py.MPI" not in sys.modules:
+        # If the script imports mpi4py later, it must take the library that is loaded already.
+        settings.point_mpi4py_at(core.hvd_mpi_file().decode())
+        return
+    theirs = sys.modules["mpi4py.MPI"].Get_library_version()
+    ours = core.hvd_mpi_version().decode()
+    if theirs.strip("\0\n ") != ours.strip("\0\n "):
+        raise RuntimeError(
+            f"mpi4py uses {theirs.splitlines()[0]!r}, hvd_keras was built with "
+            f"{ours.splitlines()[0]!r}: one process needs one MPI. Call hvd.init() before "
+            "importing mpi4py, or build hvd_keras with HVD_MPICXX set to the other's mpicxx."
+        )
+
+
+def _install_guards() -> None:
+    """An error or an end of one rank must reach all: the others would wait for it for ever."""
+    global _guards_installed
+    if _guards_installed:
+        return
+    _guards_installed = True
+    previous_hook = sys.excepthook
+
+    def abort_all(
+        kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
+        previous_hook(kind, value, traceback)
+        core = _library.core()
+        if not core.hvd_initialized() or size() == 1:
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reason = f"{kind.__name__}: {value}".splitlines()[0]
+        if core.hvd_leave(reason.encode(), _HEARD_SECONDS) == _LEFT_ALONE:
+            time.sleep(_LAST_WORDS_SECONDS)
+        core.hvd_abort(1)
+
+    sys.excepthook = abort_all
+    atexit.register(_at_exit)
+
+
+def _at_exit() -> None:
+    core = _library.core()
+    if core.hvd_initialized():
+        sys.stdout.flush()
+        if core.hvd_leave(b"its script has ended", -1.0) == _LEFT_ALONE:
+            # The launcher ends the job as soon as this process does.
+            time.sleep(_LAST_WORDS_SECONDS)
+    core.hvd_finalize()

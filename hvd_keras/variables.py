@@ -1,0 +1,68 @@
+"""One rank's variables for all."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import exchange, ops, runtime, settings
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
+    """Assigns the root's values to the variables of every rank.
+
+    Args:
+        variables: Keras variables or ``tf.Variable``s, the same ones in the same order on all ranks.
+        root_rank: the rank whose values all get.
+
+    Raises:
+        ValueError: there is no such rank.
+        TypeError: a variable has a dtype that cannot travel.
+        tf.errors.FailedPreconditionError: the ranks' variables differ in dtype, shape or number; on
+            every rank.
+    """
+    bucket: list[Any] = []
+    size = number = 0
+    for variable in variables:
+        bucket.append(variable)
+        size += exchange.size_in_bytes(exchange.entry(variable))
+        if size >= settings.read().bucket_bytes:
+            _broadcast(bucket, root_rank, number)
+            bucket, size, number = [], 0, number + 1
+    _broadcast(bucket, root_rank, number)
+
+
+def _broadcast(variables: list[Any], root_rank: int, number: int) -> None:
+    if not variables:
+        return
+    values = ops.grouped_broadcast(
+        [tf.convert_to_tensor(v) for v in variables], root_rank, f"variables {number}"
+    )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """The state of each random generator (dropout, augmentation) in the layers, without repeats."""
+    found: dict[int, Any] = {}
+    for layer in layers:
+        for generator in getattr(layer, "_seed_generators", ()):
+            found[id(generator.state)] = generator.state
+    return list(found.values())
+
+
+def give_each_rank_its_own_randomness(states: Iterable[Any]) -> None:
+    """Makes equal seed states differ by rank, in a way that a rerun repeats.
+
+    Equal dropout masks on all ranks would waste the ranks. The root rank's own state, rank 0's, is
+    left as it is.
+    """
+    if runtime.rank() == 0:
+        return
+    for state in states:
+        seed, *rest = np.asarray(state)
+        # A seed sequence gives well-mixed words, where seed + rank would collide with another seed.
+        mixed = np.random.SeedSequence([int(seed), runtime.rank()]).generate_state(1, np.uint32)[0]
+        state.assign(np.array([mixed >> 1, *rest], dtype=state.dtype))

@@ -1,0 +1,61 @@
+// The flat surface of the core, for ctypes. Functions that can fail return 0 or leave a text in hvd_error().
+#include <dlfcn.h>
+#include <mpi.h>
+
+#include <string>
+
+#include "core/world.h"
+
+namespace {
+thread_local std::string error;
+}
+
+extern "C" {
+
+HVD_EXPORT const char* hvd_error() { return error.c_str(); }
+
+// 0, or 1 with hvd_error().
+HVD_EXPORT int hvd_init() {
+  const hvd::Status status = hvd::World::instance().init();
+  error = status.message;
+  return status.ok() ? 0 : 1;
+}
+
+HVD_EXPORT int hvd_initialized() { return hvd::World::instance().initialized(); }
+
+// rank, size, local_rank, local_size, cross_rank, cross_size.
+HVD_EXPORT void hvd_place(int* six) {
+  const hvd::Place& place = hvd::World::instance().place();
+  six[0] = place.rank;
+  six[1] = place.size;
+  six[2] = place.local_rank;
+  six[3] = place.local_size;
+  six[4] = place.cross_rank;
+  six[5] = place.cross_size;
+}
+
+// Says that this rank submits nothing more; waits at most `seconds` (< 0: for ever).
+// 0: all ranks have left. 1: others still waited for this rank; they have been told. 2: no answer in time.
+HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
+  return static_cast<int>(hvd::World::instance().leave(reason, seconds));
+}
+
+HVD_EXPORT void hvd_finalize() { hvd::World::instance().finalize(); }
+
+// Ends all ranks of the job.
+HVD_EXPORT void hvd_abort(int exit_status) { MPI_Abort(MPI_COMM_WORLD, exit_status); }
+
+// The version text and the file of the MPI library in use; valid before hvd_init().
+HVD_EXPORT const char* hvd_mpi_version() {
+  static char text[MPI_MAX_LIBRARY_VERSION_STRING];
+  int length;
+  MPI_Get_library_version(text, &length);
+  return text;
+}
+
+HVD_EXPORT const char* hvd_mpi_file() {
+  static Dl_info info;
+  return dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &info) ? info.dli_fname : "";
+}
+
+}  // extern "C"

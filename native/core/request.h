@@ -1,0 +1,68 @@
+// A collective as it travels from a framework's kernel through the engine to a transport.
+// Nothing but this crosses the border between a framework and the core.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "core/status.h"
+
+namespace hvd {
+
+enum class DType : uint8_t {
+  boolean,
+  uint8,
+  int8,
+  uint16,
+  int16,
+  uint32,
+  int32,
+  uint64,
+  int64,
+  float16,
+  bfloat16,
+  float32,
+  float64,
+};
+
+size_t size_of(DType dtype);
+const char* name_of(DType dtype);
+
+enum class Kind : uint8_t { allreduce, allgather, broadcast };
+
+enum class Reduction : uint8_t { average, sum, min, max, product };
+
+using Shape = std::vector<int64_t>;
+
+int64_t elements(const Shape& shape);
+
+struct Input {
+  const void* data = nullptr;
+  DType dtype = DType::float32;
+  Shape shape;
+
+  size_t bytes() const { return static_cast<size_t>(elements(shape)) * size_of(dtype); }
+};
+
+struct Request {
+  Kind kind = Kind::allreduce;
+  std::string name;
+  std::vector<Input> inputs;
+
+  // One buffer per input. Set by the kernel where the output has the input's shape (it may then be
+  // the input's own memory); otherwise the transport asks `allocate` for it, once per input.
+  std::vector<void*> outputs;
+  std::function<Status(size_t index, const Shape& shape, void** data)> allocate;
+
+  Reduction reduction = Reduction::sum;  // allreduce
+  double prescale = 1.0;                 // allreduce: factor on every rank's input
+  double postscale = 1.0;                // allreduce: factor on the result
+  int root = 0;                          // broadcast
+
+  // Called exactly once, on the engine's thread (or in submit, if the engine has stopped).
+  std::function<void(const Status&)> done;
+};
+
+}  // namespace hvd

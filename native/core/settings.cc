@@ -1,0 +1,28 @@
+#include "core/settings.h"
+
+#include <cmath>
+#include <cstdlib>
+
+namespace hvd {
+namespace {
+
+Status read_seconds(const char* name, double* value) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return {};
+  char* end = nullptr;
+  const double parsed = std::strtod(text, &end);
+  if (*end != '\0' || !std::isfinite(parsed) || parsed < 0) {
+    return Status::error(Code::invalid_argument, std::string(name) + " is '" + text +
+                                                     "', expected a number of seconds, 0 or more. Correct or unset it.");
+  }
+  *value = parsed;
+  return {};
+}
+
+}  // namespace
+
+Status read_settings(Settings* settings) {
+  return read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds);
+}
+
+}  // namespace hvd

@@ -1,0 +1,15 @@
+// The only place where the core reads its environment: once, at init.
+#pragma once
+
+#include "core/status.h"
+
+namespace hvd {
+
+struct Settings {
+  // HVD_STALL_WARNING_SECONDS: how long requests may wait for other ranks before a warning names them; 0: never.
+  double stall_warning_seconds = 60.0;
+};
+
+Status read_settings(Settings* settings);
+
+}  // namespace hvd

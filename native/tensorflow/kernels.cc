@@ -1,0 +1,124 @@
+// One asynchronous kernel for every collective: it wraps its tensors in a Request, submits it and
+// returns; the engine calls back. No TensorFlow thread waits meanwhile.
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/request.h"
+#include "core/world.h"
+#include "tensorflow/core/framework/op_kernel.h"
+
+namespace hvd {
+namespace {
+
+using tensorflow::AsyncOpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+
+absl::Status to_absl(const Status& status) {
+  switch (status.code) {
+    case Code::ok:
+      return absl::OkStatus();
+    case Code::invalid_argument:
+      return absl::InvalidArgumentError(status.message);
+    case Code::failed_precondition:
+      return absl::FailedPreconditionError(status.message);
+    case Code::unimplemented:
+      return absl::UnimplementedError(status.message);
+    case Code::aborted:
+      return absl::AbortedError(status.message);
+    case Code::internal:
+      break;
+  }
+  return absl::InternalError(status.message);
+}
+
+DType to_dtype(tensorflow::DataType dtype) {
+  static const std::map<tensorflow::DataType, DType> table = {
+      {tensorflow::DT_BOOL, DType::boolean},   {tensorflow::DT_UINT8, DType::uint8},
+      {tensorflow::DT_INT8, DType::int8},      {tensorflow::DT_UINT16, DType::uint16},
+      {tensorflow::DT_INT16, DType::int16},    {tensorflow::DT_UINT32, DType::uint32},
+      {tensorflow::DT_INT32, DType::int32},    {tensorflow::DT_UINT64, DType::uint64},
+      {tensorflow::DT_INT64, DType::int64},    {tensorflow::DT_HALF, DType::float16},
+      {tensorflow::DT_BFLOAT16, DType::bfloat16}, {tensorflow::DT_FLOAT, DType::float32},
+      {tensorflow::DT_DOUBLE, DType::float64},
+  };
+  return table.at(dtype);  // the ops' type lists hold nothing else
+}
+
+Shape to_shape(const TensorShape& shape) {
+  Shape dims;
+  for (int i = 0; i < shape.dims(); ++i) dims.push_back(shape.dim_size(i));
+  return dims;
+}
+
+class CollectiveKernel : public AsyncOpKernel {
+ public:
+  explicit CollectiveKernel(OpKernelConstruction* c) : AsyncOpKernel(c) {
+    static const std::map<std::string, Kind> kinds = {
+        {"HvdAllreduce", Kind::allreduce}, {"HvdAllgather", Kind::allgather}, {"HvdBroadcast", Kind::broadcast}};
+    static const std::map<std::string, Reduction> reductions = {
+        {"Average", Reduction::average}, {"Sum", Reduction::sum},         {"Min", Reduction::min},
+        {"Max", Reduction::max},         {"Product", Reduction::product},
+    };
+    call_.kind = kinds.at(c->def().op());
+    OP_REQUIRES_OK(c, c->GetAttr("tensor_name", &call_.name));
+    if (c->HasAttr("reduction")) {
+      std::string reduction;
+      OP_REQUIRES_OK(c, c->GetAttr("reduction", &reduction));
+      call_.reduction = reductions.at(reduction);
+    }
+    if (c->HasAttr("prescale_factor")) {
+      std::string prescale, postscale;
+      OP_REQUIRES_OK(c, c->GetAttr("prescale_factor", &prescale));
+      OP_REQUIRES_OK(c, c->GetAttr("postscale_factor", &postscale));
+      call_.prescale = std::strtod(prescale.c_str(), nullptr);
+      call_.postscale = std::strtod(postscale.c_str(), nullptr);
+    }
+    if (c->HasAttr("root_rank")) OP_REQUIRES_OK(c, c->GetAttr("root_rank", &call_.root));
+  }
+
+  void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
+    Request request = call_;
+    const int n = c->num_inputs();
+    for (int i = 0; i < n; ++i) {
+      const Tensor& input = c->input(i);
+      request.inputs.push_back({input.data(), to_dtype(input.dtype()), to_shape(input.shape())});
+    }
+    if (keeps_shape(call_.kind)) {
+      for (int i = 0; i < n; ++i) {
+        Tensor* output = nullptr;
+        OP_REQUIRES_OK_ASYNC(c, c->forward_input_or_allocate_output({i}, i, c->input(i).shape(), &output), done);
+        request.outputs.push_back(output->data());
+      }
+    } else {
+      request.allocate = [c](size_t index, const Shape& shape, void** data) {
+        Tensor* output = nullptr;
+        const absl::Status status = c->allocate_output(static_cast<int>(index), TensorShape(shape), &output);
+        if (!status.ok()) return Status::error(Code::internal, std::string(status.message()));
+        *data = output->data();
+        return Status();
+      };
+    }
+    request.done = [c, done = std::move(done)](const Status& status) {
+      c->SetStatus(to_absl(status));
+      done();
+    };
+    submit(std::move(request));
+  }
+
+ private:
+  Request call_;  // all but the tensors
+};
+
+REGISTER_KERNEL_BUILDER(Name("HvdAllreduce").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdAllgather").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdBroadcast").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+
+}  // namespace
+}  // namespace hvd

@@ -1,0 +1,51 @@
+"""The examples, run as a reader of the documentation runs them: by the launcher, on two ranks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name, *options):
+    """Run an example on two ranks; return its test accuracy, printed once, and its output."""
+    program = [sys.executable, EXAMPLES / name, *options]
+    command = [sys.executable, "-m", "hvd_keras.launch", "-np", "2", "--oversubscribe", *program]
+    result = subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    accuracies = re.findall(r"Test accuracy: ([0-9.]+)", result.stdout)
+    assert len(accuracies) == 1, result.stdout
+    return float(accuracies[0]), result.stdout
+
+
+def test_mnist(tmp_path):
+    pytest.importorskip("sklearn")
+    checkpoint = tmp_path / "new folder" / "mnist.keras"
+    accuracy, output = run("keras_mnist.py", "--epochs", "8", "--checkpoint", checkpoint)
+    assert accuracy >= 0.93  # 30 epochs, the default, give 0.98
+    assert "Ranks: 2 " in output
+    assert re.search(r"Rate: [0-9]+ samples/s", output)
+    # The script left a file that plain Keras reads, and nothing of its writing beside it.
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+    assert keras.models.load_model(checkpoint).count_params() > 0
+
+
+def test_text_embedding(tmp_path):
+    checkpoint = tmp_path / "text.keras"
+    accuracy, output = run("keras_text_embedding.py", "--epochs", "3", "--checkpoint", checkpoint)
+    baseline = float(re.search(r"always the largest class: ([0-9.]+)", output)[1])
+    assert accuracy > baseline + 0.25  # 0.75 against 0.35
+    assert "Ranks: 2 " in output
+    assert re.search(r"Rate: [0-9]+ samples/s", output)
+    assert list(tmp_path.iterdir()) == [checkpoint]
+    assert keras.models.load_model(checkpoint).count_params() > 0
