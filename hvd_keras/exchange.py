@@ -100,6 +100,8 @@ class Plan:
             return tf.IndexedSlices(none, tf.zeros(0, tf.int64), tf.constant(e.shape, tf.int64))
         if kind == "dense":
             return tf.convert_to_tensor(gradient)
+        if not isinstance(gradient, tf.IndexedSlices):
+            gradient = tf.IndexedSlices(gradient, tf.range(e.shape[0]))
         return tf.IndexedSlices(
             gradient.values, tf.cast(gradient.indices, tf.int64), tf.constant(e.shape, tf.int64)
         )

@@ -211,7 +211,7 @@ def _allreduce_dense(
 
     # The others' gradients compare inputs with outputs, so TensorFlow does the scaling, outside.
     def scaled(values: list[tf.Tensor], factor: float) -> list[tf.Tensor]:
-        return values if factor == 1.0 else [v * tf.cast(factor, v.dtype) for v in values]
+        return values if factor == 1.0 else [v * tf.constant(factor, v.dtype) for v in values]
 
     reduced = _raw.hvd_allreduce(
         scaled(tensors, prescale), tensor_name=name, reduction=reduction.value
@@ -228,7 +228,7 @@ def _allreduce_sparse(
     for i, one in enumerate(slices):
         values, indices = gathered[2 * i], gathered[2 * i + 1]
         if factor != 1.0:
-            values *= tf.cast(factor, values.dtype)
+            values *= tf.constant(factor, values.dtype)
         results.append(tf.IndexedSlices(values, indices, one.dense_shape))
     return results
 

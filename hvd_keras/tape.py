@@ -78,14 +78,15 @@ class DistributedGradientTape:
         if self._as_dense:
             flat = [g if g is None else tf.convert_to_tensor(g) for g in flat]
         entries = tuple(exchange.entry(source) for source in tf.nest.flatten(sources))
-        if entries not in _plans():
-            _plans()[entries] = exchange.Plan("tape", entries, flat)
-        plan = _plans()[entries]
+        key = entries, self._as_dense
+        if key not in _plans():
+            _plans()[key] = exchange.Plan("tape", entries, flat)
+        plan = _plans()[key]
         flat = plan.exchange(plan.complete(flat), self._op)
         return tf.nest.pack_sequence_as(sources, flat)
 
 
 @functools.cache
-def _plans() -> dict[tuple[exchange.Entry, ...], exchange.Plan]:
+def _plans() -> dict[tuple[tuple[exchange.Entry, ...], bool], exchange.Plan]:
     """Across tapes: a loop makes a new tape in every step."""
     return {}

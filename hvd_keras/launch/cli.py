@@ -14,7 +14,7 @@ from typing import NoReturn
 import hvd_keras
 from hvd_keras.launch import UsageError, program, worker
 from hvd_keras.launch.cores import thread_settings, usable_cores
-from hvd_keras.launch.mpirun import Mpirun, find_mpirun
+from hvd_keras.launch.mpirun import find_mpirun
 from hvd_keras.launch.supervise import Job, job_directory, signals_as_bytes
 
 USAGE = "hvdrun -np N [options] command [arguments ...]"
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-np", "--num-proc", metavar="N", dest="size", help="number of ranks (default: none)")
+    add("-np", "-n", "--num-proc", metavar="N", dest="size", help="number of ranks (no default)")
     add(
         "--oversubscribe",
         action="store_true",
@@ -112,10 +112,11 @@ def _extra(text: str) -> list[str]:
         ) from error
 
 
-def _worker_command(directory: Path, command: Sequence[str]) -> list[str]:
+def _worker_command(directory: Path, hvdrun: str, command: Sequence[str]) -> list[str]:
     # As one JSON text the command is safe from mpirun, which would split it at a ":" for example.
     # -I -S: the worker needs nothing of the user's environment and starts in half the time.
-    return [sys.executable, "-I", "-S", worker.__file__, str(directory), json.dumps(command)]
+    python = [sys.executable, "-I", "-S"]
+    return [*python, worker.__file__, str(directory), hvdrun, json.dumps(command)]
 
 
 def _describe(settings: dict[str, str], command: Sequence[str]) -> str:
@@ -130,23 +131,23 @@ def _launch(options: argparse.Namespace) -> int:
         raise UsageError(f"the command is missing; expected a program, for example: {EXAMPLE}")
     command = program.resolve(words)
     extra = _extra(options.mpi_args)
-    mpirun: Mpirun = find_mpirun(options.mpirun)
+    mpirun = find_mpirun(options.mpirun)
     threads = thread_settings(size, os.environ)
 
-    def plan(directory: Path) -> tuple[dict[str, str], list[str]]:
+    def plan(directory: Path, hvdrun: str) -> tuple[dict[str, str], list[str]]:
         return threads | mpirun.settings(directory), mpirun.command(
             size,
             oversubscribe=options.oversubscribe,
             variables=threads,
             extra=extra,
-            program=_worker_command(directory, command),
+            program=_worker_command(directory, hvdrun, command),
         )
 
     if options.dry_run:
-        print(_describe(*plan(Path("JOB_DIRECTORY"))))
+        print(_describe(*plan(Path("JOB_DIRECTORY"), "HVDRUN_PID")))
         return 0
     with signals_as_bytes() as signals, job_directory() as directory:
-        settings, mpirun_command = plan(directory)
+        settings, mpirun_command = plan(directory, str(os.getpid()))
         if options.verbose:
             print(_describe(settings, mpirun_command), file=sys.stderr, flush=True)
         job = Job(
@@ -160,8 +161,16 @@ def _launch(options: argparse.Namespace) -> int:
         return job.run(signals).status
 
 
+def _open_standard_streams() -> None:
+    """Put the null device where the caller has closed one, lest another file takes its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hvdrun` with these arguments (default: the process's own); returns the exit status."""
+    _open_standard_streams()
     try:
         return _launch(_parser().parse_args(arguments))
     except UsageError as error:

@@ -50,14 +50,17 @@ class Mpirun:
         """
         command = [self.path, "-n", str(size)]
         if self.major is None:
-            # hydra passes its whole environment on and does not count cores.
-            return [*command, "-bind-to", "none", *extra, *program]
+            # hydra passes its whole environment on, does not count cores and does not bind.
+            return [*command, *extra, *program]
         # Hardware threads count as cores, as in the affinity mask that hvdrun checks against.
+        choices = {"--bind-to": "none"}
         if self.major < 5:
             command += ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
         else:
-            command += ["--map-by", ":HWTCPUS" + ":OVERSUBSCRIBE" * oversubscribe]
-        command += ["--bind-to", "none"]
+            choices["--map-by"] = ":HWTCPUS" + ":OVERSUBSCRIBE" * oversubscribe
+        for option, value in choices.items():
+            if option not in extra:  # mpirun refuses to get one twice
+                command += [option, value]
         if os.geteuid() == 0:
             command.append("--allow-run-as-root")
         for name in variables:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch import UsageError, stdin
 from hvd_keras.launch.output import Destination, Stream, Terminal
 from hvd_keras.launch.verdict import Verdict, first_failure, judge, read_reports
 from hvd_keras.launch.worker import (
@@ -120,16 +120,20 @@ class Job:
         strangers = _children()  # a shell's `exec hvdrun` hands its own children over
         self._watch(signals, self._take_signals)
         self._open_streams()
+        input_reader, input_writer = stdin.make_pipe(self._directory)
+        self._files.callback(os.close, input_reader)
         hvdrun = os.getpid()
         mpirun = subprocess.Popen(
             self._command,
             env=self._environment,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             # A session of its own keeps the terminal's Ctrl-C to us.
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(hvdrun),
         )
+        stdin.pump(input_writer)  # not before the fork, which wants a single thread
         self._mpirun = mpirun
         assert mpirun.stdout is not None
         try:

@@ -1,9 +1,9 @@
 """Runs the command of one rank and records how it ended.
 
 mpirun starts this file by its path in an isolated interpreter, once per rank, so it uses the
-standard library only. The command's output goes to hvdrun through two named pipes and not through
-mpirun, which joins pieces of lines and mixes its own messages in. How the command ended is written
-to a file, because mpirun's exit status can be 0 for a job that was killed.
+standard library only. The command's input and output go through named pipes to hvdrun and not
+through mpirun, which joins pieces of lines and mixes its own messages in. How the command ended is
+written to a file, because mpirun's exit status can be 0 for a job that was killed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def report_path(directory: Path, rank: int) -> Path:
 
 
 def stream_path(directory: Path, rank: int, stream: str) -> Path:
-    """The named pipe that carries a rank's `stream`: "out" or "err"."""
+    """The named pipe that carries a rank's `stream`: "in" (of rank 0 only), "out" or "err"."""
     return directory / f"rank-{rank}.{stream}"
 
 
@@ -83,19 +83,23 @@ def find_rank(environment: Mapping[str, str]) -> int:
 
 
 def open_stream(directory: Path, rank: int, stream: str) -> int:
-    """Open the pipe to hvdrun for writing."""
-    # Without O_NONBLOCK this would wait for ever for a reader if hvdrun is gone.
-    descriptor = os.open(stream_path(directory, rank, stream), os.O_WRONLY | os.O_NONBLOCK)
+    """Open the command's end of one of its standard streams."""
+    if stream == "in" and rank != 0:
+        return os.open(os.devnull, os.O_RDONLY)
+    flags = os.O_RDONLY if stream == "in" else os.O_WRONLY
+    # Without O_NONBLOCK this would wait for hvdrun for ever if it is gone.
+    descriptor = os.open(stream_path(directory, rank, stream), flags | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
-def wait_for_end(child: subprocess.Popen[bytes], parent: int) -> bool:
+def wait_for_end(child: subprocess.Popen[bytes], parent: int, hvdrun: int) -> bool:
     """Wait for the child, passing requests to end on to it; True if there was one while it ran.
 
-    The signals must be blocked. A changed parent (mpirun died) is such a request too; it is looked
-    up now and then because Linux's death signal comes from the *thread* that started this process,
-    and mpirun starts many ranks from helper threads, which end early.
+    The signals must be blocked. The death of mpirun, which has started this process, is such a
+    request too: the parent changes then, to hvdrun, perhaps before `parent` was looked up. It is
+    looked up now and then because Linux's death signal comes from the *thread* that started this
+    process, and mpirun starts many ranks from helper threads, which end early.
     """
     stopped = False
     kill_time = float("inf")
@@ -103,7 +107,8 @@ def wait_for_end(child: subprocess.Popen[bytes], parent: int) -> bool:
         wait = min(PARENT_CHECK, max(0.0, kill_time - time.monotonic()))
         arrived = signal.sigtimedwait(SIGNALS, wait)
         request = arrived.si_signo if arrived and arrived.si_signo != signal.SIGCHLD else None
-        if request is None and not stopped and os.getppid() != parent:
+        orphan = os.getppid() != parent or parent == hvdrun
+        if request is None and orphan and not stopped:
             request = signal.SIGTERM
         # A child that ended before the request reached it ended by itself.
         if request is not None and child.poll() is None:
@@ -113,13 +118,17 @@ def wait_for_end(child: subprocess.Popen[bytes], parent: int) -> bool:
             os.killpg(child.pid, request)
         if time.monotonic() >= kill_time and child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
+            kill_time = float("inf")
     return stopped
 
 
-def run(directory: Path, rank: int, command: Sequence[str]) -> int:
-    """Run the command as this rank to its end; returns the status to exit with."""
+def run(directory: Path, hvdrun: int, rank: int, command: Sequence[str]) -> int:
+    """Run the command as this rank to its end; returns the status to exit with.
+
+    `hvdrun` is the number of the process that has made `directory`.
+    """
     parent, worker = os.getppid(), os.getpid()
-    out, err = (open_stream(directory, rank, stream) for stream in ("out", "err"))
+    in_, out, err = (open_stream(directory, rank, stream) for stream in ("in", "out", "err"))
     # If ignored, as a parent may have left it, the child's status would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -134,7 +143,7 @@ def run(directory: Path, rank: int, command: Sequence[str]) -> int:
     try:
         child = subprocess.Popen(
             command,
-            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdin=in_,
             stdout=out,
             stderr=err,
             close_fds=False,  # MPICH talks to its ranks through an inherited descriptor
@@ -145,12 +154,13 @@ def run(directory: Path, rank: int, command: Sequence[str]) -> int:
         status = 127 if error.errno == errno.ENOENT else 126  # a shell's numbers for the two
         write_report(directory, rank, status)
         return status
-    os.close(out)  # hvdrun shall see the end of the output when the command ends
-    os.close(err)
-    stopped = wait_for_end(child, parent)
+    for descriptor in (in_, out, err):  # their ends shall be seen when the command ends
+        os.close(descriptor)
+    stopped = wait_for_end(child, parent, hvdrun)
     write_report(directory, rank, child.returncode, stopped)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 if __name__ == "__main__":
-    sys.exit(run(Path(sys.argv[1]), find_rank(os.environ), json.loads(sys.argv[2])))
+    _, directory_, hvdrun_, command_ = sys.argv
+    sys.exit(run(Path(directory_), int(hvdrun_), find_rank(os.environ), json.loads(command_)))

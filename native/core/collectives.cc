@@ -1,6 +1,7 @@
 #include "core/collectives.h"
 
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <sstream>
 
@@ -105,6 +106,7 @@ std::string identity(const Request& request) {
 std::string describe(const Request& request) {
   const Collective& row = collective(request.kind);
   std::ostringstream out;
+  out.precision(std::numeric_limits<double>::max_digits10);  // different factors, different texts
   if (row.reduces) {
     out << "op=" << name_of(request.reduction) << " ";
     if (request.prescale != 1.0) out << "prescale_factor=" << request.prescale << " ";

@@ -32,7 +32,7 @@ def test_mnist(tmp_path):
     pytest.importorskip("sklearn")
     checkpoint = tmp_path / "new folder" / "mnist.keras"
     accuracy, output = run("keras_mnist.py", "--epochs", "8", "--checkpoint", checkpoint)
-    assert accuracy >= 0.93  # 30 epochs, the default, give 0.98
+    assert accuracy >= 0.93  # 40 epochs, the default, give 0.98 and more
     assert "Ranks: 2 " in output
     assert re.search(r"Rate: [0-9]+ samples/s", output)
     # The script left a file that plain Keras reads, and nothing of its writing beside it.
@@ -44,7 +44,7 @@ def test_text_embedding(tmp_path):
     checkpoint = tmp_path / "text.keras"
     accuracy, output = run("keras_text_embedding.py", "--epochs", "3", "--checkpoint", checkpoint)
     baseline = float(re.search(r"always the largest class: ([0-9.]+)", output)[1])
-    assert accuracy > baseline + 0.25  # 0.75 against 0.35
+    assert accuracy > baseline + 0.25  # 0.79 against 0.35
     assert "Ranks: 2 " in output
     assert re.search(r"Rate: [0-9]+ samples/s", output)
     assert list(tmp_path.iterdir()) == [checkpoint]

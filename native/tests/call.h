@@ -1,0 +1,172 @@
+// A collective as a test sees it: inputs that differ by rank, tensor and element, and a result to wait for.
+#pragma once
+
+#include <mpi.h>
+
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <future>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/engine.h"
+#include "core/mpi_transport.h"
+#include "tests/check.h"
+#include "tests/small_floats.h"
+
+namespace hvd::test {
+
+inline int rank = 0;
+inline int size = 1;
+
+// Small whole numbers: sums and products over a few ranks are exact in every dtype but bool.
+inline int value(int of_rank, size_t tensor, int64_t index) {
+  return static_cast<int>((index * 3 + static_cast<int64_t>(tensor)) % 5) + 2 * of_rank + (index % 2 ? 1 : 0);
+}
+
+inline void store(DType dtype, double number, void* data, int64_t index) {
+  const auto put = [&](auto stored) { static_cast<decltype(stored)*>(data)[index] = stored; };
+  switch (dtype) {
+    case DType::boolean: return put(static_cast<uint8_t>(static_cast<int>(number) % 3 == 0));
+    case DType::uint8: return put(static_cast<uint8_t>(number));
+    case DType::int8: return put(static_cast<int8_t>(number));
+    case DType::uint16: return put(static_cast<uint16_t>(number));
+    case DType::int16: return put(static_cast<int16_t>(number));
+    case DType::uint32: return put(static_cast<uint32_t>(number));
+    case DType::int32: return put(static_cast<int32_t>(number));
+    case DType::uint64: return put(static_cast<uint64_t>(number));
+    case DType::int64: return put(static_cast<int64_t>(number));
+    case DType::float16: return put(nearest(kFloat16, number));
+    case DType::bfloat16: return put(nearest(kBFloat16, number));
+    case DType::float32: return put(static_cast<float>(number));
+    case DType::float64: return put(number);
+  }
+}
+
+inline std::unique_ptr<Engine> new_engine(const Settings& settings = {}) {
+  return std::make_unique<Engine>(std::make_unique<MpiTransport>(MPI_COMM_WORLD), settings);
+}
+
+class Call {
+ public:
+  Call(Kind kind, std::string name) : result_(promise_.get_future()) {
+    request.kind = kind;
+    request.name = std::move(name);
+  }
+
+  Call& add(DType dtype, Shape shape) {
+    const size_t tensor = request.inputs.size();
+    const int64_t n = elements(shape);
+    inputs_.emplace_back(static_cast<size_t>(n) * size_of(dtype));
+    for (int64_t i = 0; i < n; ++i) store(dtype, value(rank, tensor, i), inputs_.back().data(), i);
+    request.inputs.push_back({inputs_.back().data(), dtype, std::move(shape)});
+    return *this;
+  }
+
+  void submit(Engine& engine) {
+    shapes.resize(request.inputs.size());
+    outputs.resize(request.inputs.size());
+    if (request.kind == Kind::allgather) {
+      request.allocate = [this](size_t index, const Shape& shape, void** data) {
+        if (refuse_memory) return Status::error(Code::internal, "no memory");
+        shapes[index] = shape;
+        outputs[index].assign(static_cast<size_t>(elements(shape)) * size_of(request.inputs[index].dtype), '\x55');
+        *data = outputs[index].data();
+        return Status();
+      };
+    } else {
+      for (size_t i = 0; i < request.inputs.size(); ++i) {
+        outputs[i].assign(request.inputs[i].bytes(), '\x55');
+        request.outputs.push_back(in_place ? inputs_[i].data() : outputs[i].data());
+      }
+    }
+    request.done = [this](const Status& status) {
+      ++times_done;
+      if (then) then();
+      promise_.set_value(status);
+    };
+    engine.submit(request);
+  }
+
+  // A collective that never ends would be killed with the whole test, and nobody knew which it was.
+  Status wait() {
+    if (result_.wait_for(std::chrono::seconds(60)) != std::future_status::ready) {
+      std::printf("rank %d: %s is not done after 60 s; %s\n", rank, request.name.c_str(), context.c_str());
+      std::fflush(stdout);
+      MPI_Abort(MPI_COMM_WORLD, 1);
+    }
+    return result_.get();
+  }
+
+  void expect_ok() {
+    const Status status = wait();
+    CHECK_EQ(status.message, "");
+    CHECK(status.ok());
+    CHECK_EQ(times_done.load(), 1);
+  }
+
+  void expect_error(Code code, const std::vector<std::string>& parts) {
+    const Status status = wait();
+    CHECK_EQ(status.code, code);
+    for (const std::string& part : parts) CHECK_CONTAINS(status.message, part);
+    CHECK_EQ(times_done.load(), 1);
+  }
+
+  // Bit for bit; `expected` gives the number at an index of a tensor.
+  template <typename Expected>
+  void expect_output(const Expected& expected) {
+    expect_ok();
+    for (size_t tensor = 0; tensor < outputs.size(); ++tensor) {
+      const DType dtype = request.inputs[tensor].dtype;
+      const std::vector<char>& got = in_place ? inputs_[tensor] : outputs[tensor];
+      std::vector<char> wanted(got.size());
+      const int64_t n = static_cast<int64_t>(got.size() / size_of(dtype));
+      for (int64_t i = 0; i < n; ++i) store(dtype, expected(tensor, i), wanted.data(), i);
+      if (got == wanted) continue;
+      int64_t at = 0;
+      while (got[at] == wanted[at]) ++at;
+      report(false, __FILE__, __LINE__,
+             "rank " + std::to_string(rank) + ": " + request.name + ", tensor " + std::to_string(tensor) + ", " +
+                 name_of(dtype) + ", differs from element " + std::to_string(at / static_cast<int64_t>(size_of(dtype))) +
+                 " of " + std::to_string(n));
+    }
+  }
+
+  void expect_sum() {
+    expect_output([](size_t tensor, int64_t index) {
+      int sum = 0;
+      for (int r = 0; r < size; ++r) sum += value(r, tensor, index);
+      return sum;
+    });
+  }
+
+  Request request;
+  std::vector<Shape> shapes;  // as allocated
+  std::vector<std::vector<char>> outputs;
+  bool in_place = false;
+  bool refuse_memory = false;
+  std::function<void()> then;  // in done()
+  std::atomic<int> times_done{0};
+
+ private:
+  std::deque<std::vector<char>> inputs_;
+  std::promise<Status> promise_;
+  std::future<Status> result_;
+};
+
+// main() of a test that runs under mpirun.
+inline int run_with_mpi(const std::vector<Test>& tests) {
+  int level;
+  MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
+  CHECK_EQ(level, static_cast<int>(MPI_THREAD_MULTIPLE));
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  const int status = run(tests);
+  MPI_Finalize();
+  return status;
+}
+
+}  // namespace hvd::test

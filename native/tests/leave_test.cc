@@ -1,0 +1,180 @@
+// How engines end, and what waiting costs; on any number of ranks.
+#include <sys/resource.h>
+
+#include <thread>
+
+#include "tests/call.h"
+
+namespace hvd {
+namespace {
+
+using test::Call;
+using test::rank;
+using test::size;
+
+using Farewell = Engine::Farewell;
+
+bool is_last() { return rank == size - 1; }
+
+void expect_sum_of(Engine& engine, const std::string& name) {
+  Call call(Kind::allreduce, name);
+  call.add(DType::float32, {4}).submit(engine);
+  call.expect_sum();
+}
+
+void together_when_all_leave() {
+  const auto engine = test::new_engine();
+  expect_sum_of(*engine, "before");
+  CHECK_EQ(engine->leave("", 60), Farewell::together);
+  Call late(Kind::allreduce, "late");
+  late.add(DType::float32, {4}).submit(*engine);
+  late.expect_error(Code::aborted, {"allreduce 'late' cannot run", "hvd.init()"});
+  CHECK_EQ(engine->leave("", -1), Farewell::together);  // again, at once
+}
+
+void together_when_nothing_was_ever_submitted() {
+  CHECK_EQ(test::new_engine()->leave("", -1), Farewell::together);
+}
+
+void who_leaves_early_fails_the_others_requests() {
+  const auto engine = test::new_engine();
+  expect_sum_of(*engine, "before");
+  if (size == 1) {
+    CHECK_EQ(engine->leave("the script ended", -1), Farewell::together);
+    return;
+  }
+  const std::string why = "rank " + std::to_string(size - 1) + " has left the job: the script ended";
+  if (is_last()) {
+    CHECK_EQ(engine->leave("the script ended", -1), Farewell::alone);
+  } else {
+    std::deque<Call> pending;
+    for (const char* name : {"a", "b", "c"}) {
+      pending.emplace_back(Kind::allreduce, name);
+      pending.back().add(DType::float32, {4}).submit(*engine);
+    }
+    for (Call& call : pending) call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", why});
+    CHECK_EQ(engine->leave("me too", -1), Farewell::alone);
+  }
+  Call late(Kind::broadcast, "late");
+  late.add(DType::float32, {4}).submit(*engine);
+  late.expect_error(Code::aborted, {"broadcast 'late' cannot run", why});
+}
+
+// Each rank pairs off what the leaving rank has submitted, in whatever order, before it is gone.
+void who_leaves_is_served_first() {
+  const auto engine = test::new_engine();
+  Call a(Kind::allreduce, "a"), b(Kind::allreduce, "b");
+  a.add(DType::float32, {4});
+  b.add(DType::float32, {5});
+  if (is_last()) {
+    b.submit(*engine);
+    a.submit(*engine);
+    CHECK_EQ(engine->leave("early", -1), Farewell::together);
+  } else {
+    a.submit(*engine);
+    b.submit(*engine);
+  }
+  a.expect_sum();
+  b.expect_sum();
+  if (!is_last()) CHECK_EQ(engine->leave("late", -1), Farewell::together);
+}
+
+// A rank that leaves with a request nobody shares fails with it.
+void leaving_ranks_own_requests_fail_too() {
+  const auto engine = test::new_engine();
+  Call call(Kind::allreduce, "of rank " + std::to_string(rank));
+  call.add(DType::float32, {4}).submit(*engine);
+  if (size == 1) {
+    call.expect_sum();
+    CHECK_EQ(engine->leave("", -1), Farewell::together);
+    return;
+  }
+  if (rank == 0) CHECK_EQ(engine->leave("impatient", -1), Farewell::alone);
+  call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", "rank 0 has left the job: impatient"});
+  if (rank != 0) CHECK_EQ(engine->leave("", -1), Farewell::alone);
+}
+
+void unheard_in_time_and_together_later() {
+  const auto engine = test::new_engine();
+  if (size > 1 && rank == 0) {
+    const auto start = std::chrono::steady_clock::now();
+    CHECK_EQ(engine->leave("first", 0.3), Farewell::unheard);
+    const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    CHECK(waited >= 0.3);
+    CHECK(waited < 10);
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+  CHECK_EQ(engine->leave("second", -1), Farewell::together);
+}
+
+double cpu_seconds() {
+  rusage usage;
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& time) { return static_cast<double>(time.tv_sec) + time.tv_usec * 1e-6; };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+// The rank's own share of a core, all its threads together.
+class Share {
+ public:
+  Share() : cpu_(cpu_seconds()), start_(std::chrono::steady_clock::now()) {}
+  void expect_below(double limit) const {
+    const double wall = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    const double share = (cpu_seconds() - cpu_) / wall;
+    test::context = "rank " + std::to_string(rank) + " used " + test::shown(share) + " of a core";
+    CHECK(share < limit);
+  }
+
+ private:
+  double cpu_;
+  std::chrono::steady_clock::time_point start_;
+};
+
+// The last rank comes two seconds late. The others wait for it in the agreement; it has nothing to do.
+void waiting_burns_no_core() {
+  Settings settings;
+  settings.stall_warning_seconds = 0.5;
+  const auto engine = test::new_engine(settings);
+  expect_sum_of(*engine, "before");
+  MPI_Barrier(MPI_COMM_WORLD);
+  const Share share;
+  if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(2));
+  expect_sum_of(*engine, "late");
+  share.expect_below(0.2);
+  CHECK_EQ(engine->leave("", -1), Farewell::together);
+}
+
+// All ranks have submitted, but different things: they compare again and again.
+void disagreeing_burns_no_core() {
+  const auto engine = test::new_engine();
+  expect_sum_of(*engine, "before");
+  MPI_Barrier(MPI_COMM_WORLD);
+  const Share share;
+  Call shared(Kind::allreduce, "shared"), own(Kind::allreduce, "of the others");
+  shared.add(DType::float32, {4});
+  own.add(DType::float32, {5});
+  (is_last() ? shared : own).submit(*engine);
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  (is_last() ? own : shared).submit(*engine);
+  shared.expect_sum();
+  own.expect_sum();
+  share.expect_below(0.2);
+  CHECK_EQ(engine->leave("", -1), Farewell::together);
+}
+
+}  // namespace
+}  // namespace hvd
+
+int main() {
+  using namespace hvd;
+  return test::run_with_mpi({
+      {"together when all leave", together_when_all_leave},
+      {"together when nothing was ever submitted", together_when_nothing_was_ever_submitted},
+      {"who leaves early fails the others' requests", who_leaves_early_fails_the_others_requests},
+      {"who leaves is served first", who_leaves_is_served_first},
+      {"a leaving rank's own requests fail too", leaving_ranks_own_requests_fail_too},
+      {"unheard in time and together later", unheard_in_time_and_together_later},
+      {"waiting burns no core", waiting_burns_no_core},
+      {"disagreeing burns no core", disagreeing_burns_no_core},
+  });
+}

@@ -1,0 +1,17 @@
+"""Settings of all tests."""
+
+import os
+
+# No GPU, one thread a process: results do not depend on the machine, and ranks share it fairly.
+for name, value in {
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HVD_STALL_WARNING_SECONDS": "10",
+}.items():
+    os.environ.setdefault(name, value)
+
+# Tests in parallel/ are run by all ranks of a job at once; unit/test_parallel.py starts such jobs.
+collect_ignore = [] if "HVD_TEST_PARALLEL" in os.environ else ["parallel"]

@@ -1,0 +1,63 @@
+"""Starts real jobs of several ranks, and ends them."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+
+MPIRUN = pathlib.Path(sys.executable).parent / "mpirun"
+
+
+@dataclass
+class Job:
+    """What became of a job."""
+
+    status: int
+    output: str
+
+
+def mpirun(
+    size: int, *command: str, timeout: float = 120, env: dict[str, str] | None = None
+) -> Job:
+    """Runs a command on ``size`` ranks under the plain mpirun, without hvdrun.
+
+    A job that outlives ``timeout`` (seconds) is killed with all its processes, and is a failure
+    whose message shows what the ranks printed until then.
+    """
+    arguments = [str(MPIRUN), "-np", str(size), "--bind-to", "none"]
+    arguments += ["--map-by", ":OVERSUBSCRIBE", "--output", "tag"]
+    if os.geteuid() == 0:
+        arguments.append("--allow-run-as-root")
+    process = subprocess.Popen(
+        [*arguments, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env={**os.environ, **(env or {})},
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        raise AssertionError(f"{size} ranks did not end within {timeout} s:\n{output}") from None
+    return Job(process.returncode, output)
+
+
+def run_script(
+    directory: pathlib.Path, size: int, script: str, timeout: float = 120, **env: str
+) -> Job:
+    """Runs the text of a Python script on ``size`` ranks."""
+    path = directory / "script.py"
+    path.write_text(textwrap.dedent(script))
+    return mpirun(size, sys.executable, "-u", str(path), timeout=timeout, env=env)

@@ -1,0 +1,104 @@
+"""One model, trained by all ranks and by one process with the whole batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvd_keras as hvd
+
+BATCH = 4  # per rank
+STEPS = 6
+WORDS = 30
+
+
+def dense_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(7, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def sparse_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            keras.layers.Embedding(WORDS, 4),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def data(model: keras.Model, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """For ``size`` ranks: step s takes rows [s * size * BATCH, (s + 1) * size * BATCH)."""
+    random = np.random.default_rng(7)
+    rows = size * BATCH * STEPS
+    if model.inputs[0].dtype == "int32":
+        x = random.integers(0, WORDS, (rows, 3)).astype("int32")
+    else:
+        x = random.normal(size=(rows, 5)).astype("float32")
+    return x, random.normal(size=(rows, 1)).astype("float32")
+
+
+def shard(array: np.ndarray, rank: int, size: int) -> np.ndarray:
+    """Rank r's rows of each step, so that together the ranks see what one process would."""
+    return array.reshape(STEPS, size, BATCH, *array.shape[1:])[:, rank].reshape(
+        -1, *array.shape[1:]
+    )
+
+
+def set_weights(model: keras.Model, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    model.set_weights([random.normal(size=w.shape, scale=0.3) for w in model.get_weights()])
+
+
+def flat(model: keras.Model) -> np.ndarray:
+    return np.concatenate([w.ravel() for w in model.get_weights()])
+
+
+def assert_bit_identical_on_all_ranks(model: keras.Model) -> None:
+    mine = flat(model)
+    everyone = hvd.allgather(mine[np.newaxis].view(np.uint8)).numpy()
+    assert all((theirs == everyone[0]).all() for theirs in everyone)
+
+
+def assert_trains_like_one_process(
+    make_model: Callable[[], keras.Model],
+    make_optimizer: Callable[[], keras.optimizers.Optimizer],
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    sparse_as_dense: bool = False,
+    **compile_arguments: Any,
+) -> keras.Model:
+    """The promise: N ranks with batch B give the weights of one process with batch N * B."""
+    rank, size = hvd.rank(), hvd.size()
+    alone = make_model()
+    set_weights(alone, seed=0)
+    start = flat(alone)
+    x, y = data(alone, size)
+    alone.compile(optimizer=make_optimizer(), loss="mse", **compile_arguments)
+    alone.fit(x, y, batch_size=size * BATCH, epochs=2, shuffle=False, verbose=0)
+
+    together = make_model()
+    set_weights(together, seed=rank)  # the broadcast must make them equal
+    optimizer = hvd.DistributedOptimizer(make_optimizer(), sparse_as_dense=sparse_as_dense)
+    together.compile(optimizer=optimizer, loss="mse", **compile_arguments)
+    together.fit(
+        shard(x, rank, size),
+        shard(y, rank, size),
+        batch_size=BATCH,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
+    assert np.abs(flat(alone) - start).max() > 10 * atol, "training did nothing"
+    np.testing.assert_allclose(flat(together), flat(alone), rtol=rtol, atol=atol)
+    assert_bit_identical_on_all_ranks(together)
+    return together

@@ -1,0 +1,23 @@
+"""Every rank runs every test, in one order; the first failure anywhere ends the job."""
+
+import sys
+
+import hvd_keras as hvd
+from hvd_keras import _library
+
+hvd.init()
+
+
+def pytest_report_header() -> str:
+    return f"rank {hvd.rank()} of {hvd.size()}"
+
+
+def pytest_runtest_logreport(report) -> None:
+    if report.failed:
+        # The others may wait for this rank for ever: end the whole job.
+        sys.stdout.flush()
+        sys.stderr.write(
+            f"\nrank {hvd.rank()} failed in {report.nodeid}:\n{report.longreprtext}\n"
+        )
+        sys.stderr.flush()
+        _library.core().hvd_abort(1)

@@ -1,0 +1,107 @@
+"""Wrong calls: the same clear error on every rank, and the next collective is right."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot disagree with itself")
+
+
+@pytest.fixture(autouse=True)
+def _next_collective_is_right():
+    yield
+    np.testing.assert_array_equal(hvd.allreduce([RANK + 1], op=hvd.Sum), [SIZE * (SIZE + 1) // 2])
+
+
+@several
+@pytest.mark.parametrize(
+    ("first", "other", "texts"),
+    [
+        (lambda: hvd.allreduce(tf.ones(2)), lambda: hvd.allreduce(tf.ones(3)), ["[2]", "[3]"]),
+        (
+            lambda: hvd.allreduce(tf.ones(2)),
+            lambda: hvd.allreduce(tf.ones(2, tf.float64)),
+            ["float32[2]", "float64[2]"],
+        ),
+        (
+            lambda: hvd.allreduce(tf.ones(2), op=hvd.Sum),
+            lambda: hvd.allreduce(tf.ones(2), op=hvd.Max),
+            ["op=Sum", "op=Max"],
+        ),
+        (
+            lambda: hvd.allreduce(tf.ones(2), prescale_factor=0.25),
+            lambda: hvd.allreduce(tf.ones(2), prescale_factor=0.5),
+            ["prescale_factor=0.25", "prescale_factor=0.5"],
+        ),
+        (lambda: hvd.broadcast(1, 0), lambda: hvd.broadcast(1, 1), ["root_rank=0", "root_rank=1"]),
+        (
+            lambda: hvd.allgather(tf.ones((1, 2))),
+            lambda: hvd.allgather(tf.ones((1, 3))),
+            ["[*,2]", "[*,3]"],
+        ),
+        (
+            lambda: hvd.grouped_allreduce([tf.ones(2), tf.ones(2)]),
+            lambda: hvd.grouped_allreduce([tf.ones(2)]),
+            ["float32[2], float32[2]"],
+        ),
+    ],
+)
+def test_ranks_that_differ(first, other, texts) -> None:
+    with pytest.raises(tf.errors.FailedPreconditionError) as error:
+        (first if RANK == 0 else other)()
+    for text in [*texts, *(f"rank {r}: " for r in range(SIZE))]:
+        assert text in str(error.value)
+
+
+def test_string_tensor() -> None:
+    for call in (hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast(x, 0)):
+        with pytest.raises(TypeError, match="dtype string, expected one of"):
+            call(tf.constant(["text"]))
+
+
+def test_unsupported_dtype() -> None:
+    with pytest.raises(TypeError, match="complex64"):
+        hvd.allreduce(tf.constant([1j], tf.complex64))
+
+
+@pytest.mark.parametrize("root", [-1, SIZE, 1.5, None])
+def test_root_rank_out_of_range(root) -> None:
+    with pytest.raises(ValueError, match=f"expected a rank of this job: 0 to {SIZE - 1}"):
+        hvd.broadcast(tf.ones(2), root)
+
+
+def test_average_of_integers() -> None:
+    with pytest.raises(ValueError, match=r"int32 with op=hvd.Average.*Use op=hvd.Sum"):
+        hvd.allreduce(tf.constant([1, 2]))
+
+
+def test_scaled_integers_and_summed_bools() -> None:
+    with pytest.raises(ValueError, match="prescale_factor"):
+        hvd.allreduce(tf.constant([1]), op=hvd.Sum, prescale_factor=0.5)
+    with pytest.raises(ValueError, match="logical"):
+        hvd.allreduce(tf.constant([True]), op=hvd.Sum)
+
+
+def test_op_that_is_none() -> None:
+    with pytest.raises(ValueError, match="expected hvd.Average"):
+        hvd.allreduce(tf.ones(1), op="sum")
+    with pytest.raises(ValueError, match="Give op alone"):
+        hvd.allreduce(tf.ones(1), average=True, op=hvd.Sum)
+
+
+def test_allgather_of_scalars() -> None:
+    with pytest.raises(ValueError, match="expand_dims"):
+        hvd.allgather(tf.constant(1.0))
+
+
+def test_slices_with_max() -> None:
+    with pytest.raises(ValueError, match="IndexedSlices"):
+        hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0], [3, 2]), op=hvd.Max)
+
+
+def test_jit_compiled_function_says_what_is_wrong() -> None:
+    with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="Hvd"):
+        tf.function(lambda: hvd.allreduce(tf.ones(2)), jit_compile=True)()

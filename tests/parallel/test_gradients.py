@@ -1,0 +1,105 @@
+"""Gradients of the collectives, against finite differences over all ranks' inputs.
+
+The loss of the job is the sum of the ranks' losses, so a rank's gradient must be the slope of that
+sum along its own input.
+"""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+def point(rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    return np.cos(1.0 + index + 1.7 * rank) + 0.3 * rank
+
+
+def weights(rank: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.sin(2.0 + np.arange(np.prod(shape, dtype=int)).reshape(shape) * (rank + 1))
+
+
+def check(collective, alone, points, *, compiled: bool) -> None:
+    """``alone`` computes from all ranks' inputs what ``collective`` gives each rank."""
+    mine = tf.Variable(points[RANK])
+    shape = alone(points).shape
+
+    def gradient():
+        with tf.GradientTape() as tape:
+            y = collective(mine)
+            loss = tf.reduce_sum(y * tf.constant(weights(RANK, shape)))
+        return tape.gradient(loss, mine)
+
+    got = (tf.function(gradient, autograph=False) if compiled else gradient)()
+
+    def total_loss(inputs):
+        return sum(np.sum(alone(inputs) * weights(r, shape)) for r in range(SIZE))
+
+    step = 1e-6
+    expected = np.zeros_like(points[RANK])
+    for i in np.ndindex(expected.shape):
+        up, down = [p.copy() for p in points], [p.copy() for p in points]
+        up[RANK][i] += step
+        down[RANK][i] -= step
+        expected[i] = (total_loss(up) - total_loss(down)) / (2 * step)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("op", ["Average", "Sum", "Min", "Max", "Product"])
+def test_allreduce(op: str, compiled: bool) -> None:
+    combine = {"Average": np.mean, "Sum": np.sum, "Min": np.min, "Max": np.max}
+    combine["Product"] = np.prod
+    check(
+        lambda x: hvd.allreduce(
+            x, op=getattr(hvd, op), prescale_factor=0.5, postscale_factor=3.0, name=f"g {op}"
+        ),
+        lambda inputs: combine[op](0.5 * np.stack(inputs), axis=0) * 3.0,
+        [point(r, (2, 3)) for r in range(SIZE)],
+        compiled=compiled,
+    )
+
+
+def test_product_with_zeros() -> None:
+    points = [point(r, (4,)) for r in range(SIZE)]
+    points[0][1] = 0.0  # one rank's factor is 0
+    for p in points:
+        p[2] = 0.0  # all ranks' are
+    check(
+        lambda x: hvd.allreduce(x, op=hvd.Product),
+        lambda inputs: np.prod(np.stack(inputs), axis=0),
+        points,
+        compiled=False,
+    )
+
+
+def test_ties_for_the_maximum_share_its_gradient() -> None:
+    x = tf.Variable([1.0, float(RANK)])
+    with tf.GradientTape() as tape:
+        y = hvd.allreduce(x, op=hvd.Max)
+    # Every rank's loss counts y once, so the total upstream is SIZE.
+    np.testing.assert_allclose(tape.gradient(y, x), [1.0, SIZE if RANK == SIZE - 1 else 0.0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_allgather(compiled: bool) -> None:
+    check(
+        lambda x: hvd.allgather(x, name="g"),
+        np.concatenate,
+        [point(r, (r + 1, 2)) for r in range(SIZE)],
+        compiled=compiled,
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_broadcast(compiled: bool) -> None:
+    root = SIZE - 1
+    check(
+        lambda x: hvd.broadcast(x, root, name="g"),
+        lambda inputs: inputs[root],
+        [point(r, (3,)) for r in range(SIZE)],
+        compiled=compiled,
+    )

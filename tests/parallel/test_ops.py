@@ -1,0 +1,211 @@
+"""The collectives, against values that every rank computes for itself."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from tests.harness import inputs
+
+RANK, SIZE = hvd.rank(), hvd.size()
+INTEGERS = ["uint8", "int8", "int32", "int64"]
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+
+
+def as_tensor(array: np.ndarray, dtype: str) -> tf.Tensor:
+    return tf.cast(tf.constant(array), dtype)
+
+
+def numpy(tensor: tf.Tensor) -> np.ndarray:
+    return tf.cast(tensor, tf.float64).numpy()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + FLOATS)
+@pytest.mark.parametrize("op", ["Sum", "Min", "Max", "Product"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (33, 7)])
+def test_allreduce(dtype: str, op: str, shape: tuple[int, ...]) -> None:
+    combine = {"Sum": np.sum, "Min": np.min, "Max": np.max, "Product": np.prod}[op]
+    if op == "Product" and dtype in ("int8", "uint8", "bfloat16"):
+        shape = shape[:1]  # products of few ranks fit
+    mine = as_tensor(inputs.tensor(RANK, shape) % 5, dtype)
+    result = hvd.allreduce(mine, op=getattr(hvd, op))
+    assert result.dtype == mine.dtype
+    expected = combine(inputs.of_all_ranks(SIZE, shape) % 5, axis=0)
+    np.testing.assert_array_equal(numpy(result), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_allreduce_averages_by_default(dtype: str) -> None:
+    mine = as_tensor(inputs.tensor(RANK, (40,)) * SIZE, dtype)
+    np.testing.assert_array_equal(
+        numpy(hvd.allreduce(mine)), inputs.of_all_ranks(SIZE, (40,)).sum(0)
+    )
+
+
+@pytest.mark.parametrize("op", ["Min", "Max"])
+def test_allreduce_of_bools(op: str) -> None:
+    everyone = inputs.of_all_ranks(SIZE, (20,)) % 2 == 0
+    combine = {"Min": np.all, "Max": np.any}[op]
+    result = hvd.allreduce(tf.constant(everyone[RANK]), op=getattr(hvd, op))
+    np.testing.assert_array_equal(result.numpy(), combine(everyone, axis=0))
+
+
+def test_large_tensors_are_cut_into_chunks_without_loss() -> None:
+    shape = (3_000_001,)  # 12 MB, no multiple of anything
+    result = hvd.allreduce(tf.constant(inputs.tensor(RANK, shape)), op=hvd.Sum)
+    np.testing.assert_array_equal(result.numpy(), inputs.of_all_ranks(SIZE, shape).sum(0))
+
+
+def test_half_precision_is_accumulated_in_float32() -> None:
+    # In float16, 2048 + 1 is 2048, so a sum that is rounded at each step loses all the ones.
+    mine = tf.constant([2048.0 if RANK == 0 else 1.0], tf.float16)
+    total = hvd.allreduce(mine, op=hvd.Sum)
+    np.testing.assert_array_equal(total, np.array([2048.0 + (SIZE - 1)], np.float16))
+
+
+def test_all_ranks_hold_the_same_bits() -> None:
+    mine = tf.random.stateless_normal((10_001,), seed=(RANK, 1))
+    result = hvd.allreduce(mine)
+    everyone = hvd.allgather(result[tf.newaxis]).numpy()
+    assert all((row == everyone[0]).all() for row in everyone)
+    terms = [tf.random.stateless_normal((10_001,), seed=(r, 1)).numpy() for r in range(SIZE)]
+    np.testing.assert_allclose(result, np.mean(terms, axis=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", ["Average", "Sum", "Max", "Product"])
+def test_scale_factors(op: str) -> None:
+    combine = {"Average": np.mean, "Sum": np.sum, "Max": np.max, "Product": np.prod}[op]
+    result = hvd.allreduce(
+        tf.constant(inputs.tensor(RANK, (9,), "float64")),
+        op=getattr(hvd, op),
+        prescale_factor=0.1,
+        postscale_factor=3.0,
+    )
+    everyone = inputs.of_all_ranks(SIZE, (9,), "float64") * 0.1
+    np.testing.assert_allclose(result, combine(everyone, axis=0) * 3.0, rtol=1e-14)
+
+
+def test_horovods_average_argument() -> None:
+    total = inputs.of_all_ranks(SIZE, (3,)).sum(0)
+    mine = tf.constant(inputs.tensor(RANK, (3,)))
+    np.testing.assert_array_equal(hvd.allreduce(mine, average=False), total)
+    np.testing.assert_allclose(hvd.allreduce(mine, average=True), total / SIZE, rtol=1e-6)
+
+
+def test_grouped_allreduce_of_mixed_dtypes_and_slices_in_any_order() -> None:
+    slices = tf.IndexedSlices(
+        tf.constant(inputs.tensor(RANK, (RANK + 1, 2))), tf.range(RANK + 1), tf.constant([10, 2])
+    )
+    tensors = [
+        tf.constant(inputs.tensor(RANK, (3,))),
+        slices,
+        tf.constant(inputs.tensor(RANK, (4, 2), "int32")),
+        tf.constant(inputs.tensor(RANK, (), "float64")),
+    ]
+    a, b, c, d = hvd.grouped_allreduce(tensors, op=hvd.Sum)
+    np.testing.assert_array_equal(a, inputs.of_all_ranks(SIZE, (3,)).sum(0))
+    np.testing.assert_array_equal(c, inputs.of_all_ranks(SIZE, (4, 2), "int32").sum(0))
+    np.testing.assert_array_equal(d, inputs.of_all_ranks(SIZE, (), "float64").sum(0))
+    expected = np.zeros((10, 2))
+    for r in range(SIZE):
+        expected[: r + 1] += inputs.tensor(r, (r + 1, 2))
+    np.testing.assert_array_equal(tf.convert_to_tensor(b), expected)
+    assert b.dense_shape.numpy().tolist() == [10, 2]
+
+
+def test_average_of_slices() -> None:
+    slices = tf.IndexedSlices(tf.ones((2, 3)) * (RANK + 1), [RANK, 5], [SIZE + 6, 3])
+    result = tf.convert_to_tensor(hvd.allreduce(slices)).numpy()
+    expected = np.zeros((SIZE + 6, 3))
+    for r in range(SIZE):
+        expected[r] += (r + 1) / SIZE
+        expected[5] += (r + 1) / SIZE
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, "bool"])
+def test_allgather_of_different_first_dimensions(dtype: str) -> None:
+    parts = [inputs.tensor(r, ((r * 2) % 3, 4)) for r in range(SIZE)]  # rank 0 has no rows
+    result = hvd.allgather(as_tensor(parts[RANK], dtype))
+    expected = numpy(as_tensor(np.concatenate(parts), dtype))
+    np.testing.assert_array_equal(numpy(result), expected)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, "bool"])
+@pytest.mark.parametrize("shape", [(), (0,), (5, 3)])
+def test_broadcast(dtype: str, shape: tuple[int, ...]) -> None:
+    for root in range(SIZE):
+        result = hvd.broadcast(as_tensor(inputs.tensor(RANK, shape), dtype), root)
+        np.testing.assert_array_equal(
+            numpy(result), numpy(as_tensor(inputs.tensor(root, shape), dtype))
+        )
+
+
+def test_inputs_are_not_overwritten() -> None:
+    mine = tf.constant(inputs.tensor(RANK, (50,)))
+    hvd.allreduce(mine)
+    hvd.broadcast(mine, 0)
+    np.testing.assert_array_equal(mine, inputs.tensor(RANK, (50,)))
+
+
+def test_collectives_in_a_function_run_in_the_order_written() -> None:
+    @tf.function
+    def many(x):
+        return [hvd.allreduce(x * i, op=hvd.Sum) for i in range(30)]
+
+    for _ in range(5):
+        results = many(tf.constant(inputs.tensor(RANK, (4,))))
+        for i, result in enumerate(results):
+            np.testing.assert_array_equal(result, i * inputs.of_all_ranks(SIZE, (4,)).sum(0))
+
+
+def test_unnamed_calls_match_although_one_rank_has_traced_more() -> None:
+    @tf.function
+    def step(x):
+        return hvd.allreduce(x[:2], op=hvd.Sum) + hvd.allreduce(x[:2] * 10, op=hvd.Sum)
+
+    if RANK == 0:
+        for length in (3, 4, 5):
+            step.get_concrete_function(tf.TensorSpec([length]))
+    np.testing.assert_array_equal(step(tf.ones(6 + RANK)), [11 * SIZE, 11 * SIZE])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_named_requests_from_several_threads_in_any_order(compiled: bool) -> None:
+    """TensorFlow has one inter-op thread here: kernels that waited in it would lock up the job."""
+    count = 12
+    results: dict[int, np.ndarray] = {}
+
+    def collective(i: int):
+        def call(x):
+            return hvd.allreduce(x, op=hvd.Sum, name=f"tensor {i}")
+
+        return tf.function(call) if compiled else call
+
+    def run(i: int) -> None:
+        results[i] = collective(i)(tf.constant(inputs.tensor(RANK, (i + 1,)))).numpy()
+
+    order = np.random.default_rng(RANK).permutation(count)
+    threads = [threading.Thread(target=run, args=(int(i),)) for i in order]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i in range(count):
+        np.testing.assert_array_equal(results[i], inputs.of_all_ranks(SIZE, (i + 1,)).sum(0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_collectives_in_loops_and_branches(compiled: bool) -> None:
+    def loop(x):
+        for _ in tf.range(3):
+            if tf.reduce_sum(x) < 1e30:
+                x = hvd.allreduce(x, op=hvd.Sum) / float(SIZE)
+        return x
+
+    function = tf.function(loop) if compiled else loop
+    result = function(tf.constant(inputs.tensor(RANK, (4,), "float64")))
+    expected = inputs.of_all_ranks(SIZE, (4,), "float64").mean(0)
+    np.testing.assert_allclose(result, expected, rtol=1e-12)

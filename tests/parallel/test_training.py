@@ -1,0 +1,250 @@
+"""The project's reason: N ranks with batch B train as one process with batch N * B."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+optimizers = keras.optimizers
+
+MAIN = {
+    "sgd": lambda: optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: optimizers.Adam(0.01),
+    "adagrad": lambda: optimizers.Adagrad(0.1),
+}
+OTHERS = {
+    "adadelta": lambda: optimizers.Adadelta(1.0),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+    "adamax": lambda: optimizers.Adamax(0.01),
+    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.05),
+    "ftrl": lambda: optimizers.Ftrl(0.05),
+    "lamb": lambda: optimizers.Lamb(0.01),
+    "lion": lambda: optimizers.Lion(0.001),
+    "muon": lambda: optimizers.Muon(0.01),
+    "nadam": lambda: optimizers.Nadam(0.01),
+    "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5),
+    "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.01),
+    "multi": lambda: optimizers.MultiOptimizer(
+        optimizers.OptimizerMap(optimizers.Adam(0.01), {".*bias": optimizers.SGD(0.1)})
+    ),
+    "clipnorm": lambda: optimizers.SGD(0.1, clipnorm=0.1),
+    "global_clipnorm": lambda: optimizers.SGD(0.1, global_clipnorm=0.2),
+    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.05),
+    "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4),
+    "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
+    "scaled": lambda: optimizers.SGD(0.1, loss_scale_factor=128.0),
+    "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01)),
+}
+MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("optimizer", MAIN)
+def test_equals_one_process(optimizer: str, model: str, eagerly: bool) -> None:
+    training.assert_trains_like_one_process(
+        MODELS[model], MAIN[optimizer], run_eagerly=eagerly
+    )
+
+
+@pytest.mark.parametrize("optimizer", OTHERS)
+def test_every_optimizer_and_option(optimizer: str) -> None:
+    training.assert_trains_like_one_process(training.dense_model, OTHERS[optimizer], atol=1e-4)
+
+
+def test_several_steps_per_execution() -> None:
+    training.assert_trains_like_one_process(
+        training.dense_model, MAIN["sgd"], steps_per_execution=4
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_buckets_smaller_than_a_gradient(model: str, monkeypatch) -> None:
+    from hvd_keras import settings
+
+    monkeypatch.setattr(settings, "read", lambda: settings.Settings(bucket_bytes=16))
+    training.assert_trains_like_one_process(MODELS[model], MAIN["adam"])
+
+
+def test_sparse_as_dense() -> None:
+    """With plain SGD, whose dense and sparse updates are the same in Keras (Adam's are not)."""
+    training.assert_trains_like_one_process(
+        training.sparse_model, lambda: optimizers.SGD(0.1), sparse_as_dense=True
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradient_accumulation_sends_only_real_updates(model: str) -> None:
+    training.assert_trains_like_one_process(
+        MODELS[model], lambda: optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
+    )
+
+
+def test_sum_instead_of_average() -> None:
+    model = training.dense_model()
+    training.set_weights(model, seed=0)
+    before = training.flat(model)
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), op=hvd.Sum)
+    optimizer.build(model.trainable_variables)
+    optimizer.apply([tf.ones_like(v) * (RANK + 1) for v in model.trainable_variables])
+    expected = before - SIZE * (SIZE + 1) / 2
+    np.testing.assert_allclose(training.flat(model), expected, rtol=1e-5)
+
+
+def test_variable_without_a_gradient_on_one_rank() -> None:
+    """The others' gradient counts, divided by the number of all ranks; sparse ones too."""
+    variables = [
+        keras.Variable(np.zeros((6, 2), "float32"), name=name)
+        for name in ("dense", "sparse", "nobody", "all")
+    ]
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0))
+
+    @tf.function
+    def step():
+        row = tf.ones((1, 2))
+        gradients = [
+            tf.ones((6, 2)) * (RANK + 1),
+            tf.IndexedSlices(row, [RANK], [6, 2]),
+            None,
+            tf.ones((6, 2)),
+        ]
+        if RANK == 0 and SIZE > 1:
+            gradients[0] = gradients[1] = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Keras says that "nobody" has no gradient
+            optimizer.apply(gradients, variables)
+
+    step()
+    first = 0 if SIZE == 1 else 1
+    expected = -sum(r + 1 for r in range(first, SIZE)) / SIZE
+    np.testing.assert_allclose(variables[0], np.full((6, 2), expected), rtol=1e-6)
+    rows = np.zeros((6, 2))
+    rows[first:SIZE] = -1 / SIZE
+    np.testing.assert_allclose(variables[1], rows, rtol=1e-6)
+    np.testing.assert_array_equal(variables[2], np.zeros((6, 2)))
+    np.testing.assert_allclose(variables[3], -np.ones((6, 2)), rtol=1e-6)
+
+
+def test_layers_of_other_names_but_equal_shapes_match() -> None:
+    if RANK == 0:
+        training.dense_model()  # shifts the numbers in Keras's automatic names
+    training.assert_trains_like_one_process(training.dense_model, MAIN["sgd"])
+
+
+@several
+def test_models_that_differ_are_refused_on_all_ranks() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2 + RANK)])
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizers.SGD()), loss="mse")
+    with pytest.raises(ValueError, match=r"(?s)different models.*\[3, 2\].*\[3, 3\]"):
+        model.fit(np.ones((4, 3)), np.ones((4, 2 + RANK)), verbose=0)
+
+
+@several
+def test_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    optimizer = optimizers.LossScaleOptimizer(
+        hvd.DistributedOptimizer(optimizers.SGD(1.0)), initial_scale=8.0
+    )
+    variable = keras.Variable(np.zeros(3, "float32"))
+    optimizer.build([variable])
+    step = tf.function(lambda g: optimizer.apply([g]))
+    step(tf.fill([3], np.inf if RANK == 1 else 1.0))
+    np.testing.assert_array_equal(variable, np.zeros(3))
+    assert float(optimizer.dynamic_scale) == 4.0
+    step(tf.fill([3], 4.0 * (RANK + 1)))
+    np.testing.assert_allclose(variable, np.full(3, -(SIZE + 1) / 2), rtol=1e-6)
+
+
+def test_mixed_float16_in_fit() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = training.dense_model()
+    finally:
+        keras.config.set_dtype_policy("float32")
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizers.SGD(0.1)), loss="mse")
+    assert isinstance(model.optimizer, optimizers.LossScaleOptimizer)
+    x, y = training.data(model, SIZE)
+    if RANK == SIZE - 1:
+        x = x * 1e4  # overflows in float16, here only
+    model.fit(
+        training.shard(x, RANK, SIZE),
+        training.shard(y, RANK, SIZE),
+        batch_size=training.BATCH,
+        verbose=0,
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
+    training.assert_bit_identical_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_custom_loop(model: str, compiled: bool, as_dense: bool) -> None:
+    alone, together = MODELS[model](), MODELS[model]()
+    x, y = training.data(alone, SIZE)
+    loss_fn = keras.losses.MeanSquaredError()
+
+    def train(net, x, y, batch, wrap):
+        training.set_weights(net, seed=0)
+        optimizer = optimizers.SGD(0.1)
+        optimizer.build(net.trainable_variables)
+
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = loss_fn(y, net(x, training=True))
+            gradients = wrap(tape).gradient(loss, net.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, net.trainable_variables, strict=True))
+
+        step = tf.function(step) if compiled else step
+        for start in range(0, len(x), batch):
+            step(x[start : start + batch], y[start : start + batch])
+
+    train(alone, x, y, SIZE * training.BATCH, lambda tape: tape)
+    train(
+        together,
+        training.shard(x, RANK, SIZE),
+        training.shard(y, RANK, SIZE),
+        training.BATCH,
+        lambda tape: hvd.DistributedGradientTape(tape, sparse_as_dense=as_dense),
+    )
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+    training.assert_bit_identical_on_all_ranks(together)
+
+
+def test_tape_keeps_the_structure_of_its_sources() -> None:
+    a, b = tf.Variable(float(RANK + 1)), tf.Variable(2.0)
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        loss = a * a * b
+    gradients = tape.gradient(loss, {"a": a, "rest": [b]})
+    mean = {
+        "a": np.mean([4.0 * (r + 1) for r in range(SIZE)]),
+        "b": np.mean([(r + 1.0) ** 2 for r in range(SIZE)]),
+    }
+    np.testing.assert_allclose(gradients["a"], mean["a"], rtol=1e-6)
+    np.testing.assert_allclose(gradients["rest"][0], mean["b"], rtol=1e-6)
+
+
+def test_wrong_optimizers() -> None:
+    with pytest.raises(TypeError, match=r"got 'adam'.*keras.optimizers.get"):
+        hvd.DistributedOptimizer("adam")
+    with pytest.raises(ValueError, match="Wrap an optimizer once"):
+        hvd.DistributedOptimizer(hvd.DistributedOptimizer(optimizers.SGD()))
+    with pytest.raises(ValueError, match="hvd.Average or hvd.Sum"):
+        hvd.DistributedOptimizer(optimizers.SGD(), op=hvd.Max)
+    with pytest.raises(TypeError, match=r"tf.GradientTape"):
+        hvd.DistributedGradientTape(None)
+
+
+def test_class_and_config_stay_the_users() -> None:
+    optimizer = optimizers.AdamW(0.01, clipnorm=2.0)
+    config = optimizer.get_config()
+    wrapped = hvd.DistributedOptimizer(optimizer)
+    assert type(wrapped) is optimizers.AdamW
+    assert wrapped.get_config() == config

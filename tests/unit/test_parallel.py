@@ -1,0 +1,30 @@
+"""Runs tests/parallel on several ranks: one launch per size, for TensorFlow starts slowly."""
+
+import pathlib
+import re
+import sys
+
+import pytest
+
+from tests.harness import ranks
+
+PARALLEL = pathlib.Path(__file__).parents[1] / "parallel"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_parallel(size: int) -> None:
+    job = ranks.mpirun(
+        size,
+        sys.executable,
+        *("-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider", str(PARALLEL)),
+        # A rank that hangs shows where, and ends the job. No test takes long, even on a busy machine.
+        *("--timeout=120", "--timeout-method=thread"),
+        timeout=800,
+        env={"HVD_TEST_PARALLEL": "1"},
+    )
+    assert job.status == 0, job.output
+    passed = re.findall(r"(\d+) passed", job.output)
+    assert len(passed) == size, job.output
+    assert len(set(passed)) == 1, job.output
+    print(f"{passed[0]} tests passed on {size} ranks")
