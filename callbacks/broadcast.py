@@ -33,10 +33,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """After Keras has built the model and the optimizer."""
+        """After Keras has built the model."""
         if self._done:
             return
         optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(self.model.trainable_variables)  # Keras would in the first step
         own = [] if optimizer is None else optimizer.variables
         variables.broadcast_variables([*self.model.variables, *own], self.root_rank)
         if runtime.size() > 1:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-from keras import ops
 
 from hvd_keras import runtime
 
@@ -86,7 +85,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = self._get()
 
     def _get(self) -> float:
-        return float(ops.convert_to_numpy(self.model.optimizer.learning_rate))
+        return float(self.model.optimizer.learning_rate)
 
     def _set(self, epoch: float) -> None:
         optimizer = self.model.optimizer

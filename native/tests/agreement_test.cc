@@ -11,7 +11,9 @@ namespace hvd {
 namespace {
 
 Report staying(std::vector<Pending> queue) { return {std::move(queue), false, ""}; }
-Report leaving(std::string reason, std::vector<Pending> queue) { return {std::move(queue), true, std::move(reason)}; }
+Report leaving(std::string reason, std::vector<Pending> queue) {
+  return {std::move(queue), true, std::move(reason)};
+}
 
 std::string joined(const std::vector<std::string>& words) {
   std::string text;
@@ -50,11 +52,13 @@ void different_signatures_are_refused_with_every_ranks() {
 }
 
 void the_last_ranks_difference_counts() {
-  CHECK_EQ(refused(decide({staying({{"a", "1"}}), staying({{"a", "1"}}), staying({{"a", "2"}})})), "a");
-  CHECK_EQ(refused(decide({staying({{"a", "2"}}), staying({{"a", "1"}}), staying({{"a", "1"}})})), "a");
+  CHECK_EQ(refused(decide({staying({{"a", "1"}}), staying({{"a", "1"}}), staying({{"a", "2"}})})),
+           "a");
+  CHECK_EQ(refused(decide({staying({{"a", "2"}}), staying({{"a", "1"}}), staying({{"a", "1"}})})),
+           "a");
 }
 
-// Rank 2 has not submitted it yet: it may still turn out to be missing there, or different there too.
+// Rank 2 has not submitted it yet: it may turn out to be missing there, or different there too.
 void what_is_not_pending_everywhere_waits() {
   const Decision decision =
       decide({staying({{"a", "1"}}), staying({{"a", "2"}}), staying({{"b", "1"}})});
@@ -71,7 +75,8 @@ void a_rank_that_left_fails_the_rest() {
   CHECK_EQ(decision.left, "rank 1 has left the job: the script ended");
   CHECK_EQ(joined(decision.run) + refused(decision), "");
 
-  const Decision two = decide({leaving("one", {{"a", "1"}}), staying({{"b", "1"}}), leaving("two", {})});
+  const Decision two =
+      decide({leaving("one", {{"a", "1"}}), staying({{"b", "1"}}), leaving("two", {})});
   CHECK_CONTAINS(two.left, "rank 0 has left the job: one");
   CHECK_CONTAINS(two.left, "rank 2 has left the job: two");
   CHECK(two.left.find("rank 1") == std::string::npos);
@@ -81,7 +86,8 @@ void what_a_leaving_rank_left_behind_is_served_first() {
   const Decision first = decide({staying({{"a", "1"}, {"b", "1"}}), leaving("done", {{"b", "1"}})});
   CHECK_EQ(joined(first.run), "b");
   CHECK_EQ(first.left, "");
-  const Decision refusal = decide({staying({{"a", "1"}, {"b", "1"}}), leaving("done", {{"b", "2"}})});
+  const Decision refusal =
+      decide({staying({{"a", "1"}, {"b", "1"}}), leaving("done", {{"b", "2"}})});
   CHECK_EQ(refused(refusal), "b");
   CHECK_EQ(refusal.left, "");
   CHECK_CONTAINS(decide({staying({{"a", "1"}}), leaving("done", {})}).left, "rank 1");
@@ -158,15 +164,18 @@ int main() {
   using namespace hvd;
   return test::run({
       {"equal requests run in the order of rank 0", equal_requests_run_in_the_order_of_rank_0},
-      {"different signatures are refused with every rank's", different_signatures_are_refused_with_every_ranks},
+      {"different signatures are refused with every rank's",
+       different_signatures_are_refused_with_every_ranks},
       {"the last rank's difference counts", the_last_ranks_difference_counts},
       {"what is not pending everywhere waits", what_is_not_pending_everywhere_waits},
       {"a rank that left fails the rest", a_rank_that_left_fails_the_rest},
-      {"what a leaving rank left behind is served first", what_a_leaving_rank_left_behind_is_served_first},
+      {"what a leaving rank left behind is served first",
+       what_a_leaving_rank_left_behind_is_served_first},
       {"all left with nothing pending", all_left_with_nothing_pending},
       {"only the first of an identity counts", only_the_first_of_an_identity_counts},
       {"one rank agrees with itself", one_rank_agrees_with_itself},
-      {"summary shows each rank and cuts long queues", summary_shows_each_rank_and_cuts_long_queues},
+      {"summary shows each rank and cuts long queues",
+       summary_shows_each_rank_and_cuts_long_queues},
       {"reports survive the way through bytes", reports_survive_the_way_through_bytes},
       {"reports that are cut short throw", reports_that_are_cut_short_throw},
   });

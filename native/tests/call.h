@@ -1,4 +1,5 @@
-// A collective as a test sees it: inputs that differ by rank, tensor and element, and a result to wait for.
+// A collective as a test sees it: inputs that differ by rank, tensor and element, and a result to
+// wait for.
 #pragma once
 
 #include <mpi.h>
@@ -24,25 +25,39 @@ inline int size = 1;
 
 // Small whole numbers: sums and products over a few ranks are exact in every dtype but bool.
 inline int value(int of_rank, size_t tensor, int64_t index) {
-  return static_cast<int>((index * 3 + static_cast<int64_t>(tensor)) % 5) + 2 * of_rank + (index % 2 ? 1 : 0);
+  return static_cast<int>((index * 3 + static_cast<int64_t>(tensor)) % 5) + 2 * of_rank +
+         (index % 2 ? 1 : 0);
 }
 
 inline void store(DType dtype, double number, void* data, int64_t index) {
   const auto put = [&](auto stored) { static_cast<decltype(stored)*>(data)[index] = stored; };
   switch (dtype) {
-    case DType::boolean: return put(static_cast<uint8_t>(static_cast<int>(number) % 3 == 0));
-    case DType::uint8: return put(static_cast<uint8_t>(number));
-    case DType::int8: return put(static_cast<int8_t>(number));
-    case DType::uint16: return put(static_cast<uint16_t>(number));
-    case DType::int16: return put(static_cast<int16_t>(number));
-    case DType::uint32: return put(static_cast<uint32_t>(number));
-    case DType::int32: return put(static_cast<int32_t>(number));
-    case DType::uint64: return put(static_cast<uint64_t>(number));
-    case DType::int64: return put(static_cast<int64_t>(number));
-    case DType::float16: return put(nearest(kFloat16, number));
-    case DType::bfloat16: return put(nearest(kBFloat16, number));
-    case DType::float32: return put(static_cast<float>(number));
-    case DType::float64: return put(number);
+    case DType::boolean:
+      return put(static_cast<uint8_t>(static_cast<int>(number) % 3 == 0));
+    case DType::uint8:
+      return put(static_cast<uint8_t>(number));
+    case DType::int8:
+      return put(static_cast<int8_t>(number));
+    case DType::uint16:
+      return put(static_cast<uint16_t>(number));
+    case DType::int16:
+      return put(static_cast<int16_t>(number));
+    case DType::uint32:
+      return put(static_cast<uint32_t>(number));
+    case DType::int32:
+      return put(static_cast<int32_t>(number));
+    case DType::uint64:
+      return put(static_cast<uint64_t>(number));
+    case DType::int64:
+      return put(static_cast<int64_t>(number));
+    case DType::float16:
+      return put(nearest(kFloat16, number));
+    case DType::bfloat16:
+      return put(nearest(kBFloat16, number));
+    case DType::float32:
+      return put(static_cast<float>(number));
+    case DType::float64:
+      return put(number);
   }
 }
 
@@ -73,7 +88,8 @@ class Call {
       request.allocate = [this](size_t index, const Shape& shape, void** data) {
         if (refuse_memory) return Status::error(Code::internal, "no memory");
         shapes[index] = shape;
-        outputs[index].assign(static_cast<size_t>(elements(shape)) * size_of(request.inputs[index].dtype), '\x55');
+        outputs[index].assign(
+            static_cast<size_t>(elements(shape)) * size_of(request.inputs[index].dtype), '\x55');
         *data = outputs[index].data();
         return Status();
       };
@@ -94,7 +110,8 @@ class Call {
   // A collective that never ends would be killed with the whole test, and nobody knew which it was.
   Status wait() {
     if (result_.wait_for(std::chrono::seconds(60)) != std::future_status::ready) {
-      std::printf("rank %d: %s is not done after 60 s; %s\n", rank, request.name.c_str(), context.c_str());
+      std::printf("rank %d: %s is not done after 60 s; %s\n", rank, request.name.c_str(),
+                  context.c_str());
       std::fflush(stdout);
       MPI_Abort(MPI_COMM_WORLD, 1);
     }
@@ -129,9 +146,10 @@ class Call {
       int64_t at = 0;
       while (got[at] == wanted[at]) ++at;
       report(false, __FILE__, __LINE__,
-             "rank " + std::to_string(rank) + ": " + request.name + ", tensor " + std::to_string(tensor) + ", " +
-                 name_of(dtype) + ", differs from element " + std::to_string(at / static_cast<int64_t>(size_of(dtype))) +
-                 " of " + std::to_string(n));
+             "rank " + std::to_string(rank) + ": " + request.name + ", tensor " +
+                 std::to_string(tensor) + ", " + name_of(dtype) + ", differs from element " +
+                 std::to_string(at / static_cast<int64_t>(size_of(dtype))) + " of " +
+                 std::to_string(n));
     }
   }
 

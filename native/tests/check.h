@@ -32,7 +32,8 @@ std::string shown(const T& value) {
 inline bool report(bool ok, const char* file, int line, const std::string& what) {
   if (ok) return true;
   if (++failures <= kShown) {
-    std::printf("%s:%d: %s%s%s\n", file, line, what.c_str(), context.empty() ? "" : "; ", context.c_str());
+    std::printf("%s:%d: %s%s%s\n", file, line, what.c_str(), context.empty() ? "" : "; ",
+                context.c_str());
     std::fflush(stdout);
   }
   return false;
@@ -58,17 +59,19 @@ inline int run(const std::vector<Test>& tests) {
 
 }  // namespace hvd::test
 
-#define CHECK(condition) hvd::test::report(static_cast<bool>(condition), __FILE__, __LINE__, #condition)
+#define CHECK(condition) \
+  hvd::test::report(static_cast<bool>(condition), __FILE__, __LINE__, #condition)
 
-#define CHECK_EQ(a, b)                                                                            \
-  [&](const auto& x, const auto& y) {                                                             \
-    if (x == y) return true;                                                                      \
-    return hvd::test::report(false, __FILE__, __LINE__,                                           \
-                             #a " is " + hvd::test::shown(x) + ", expected " + hvd::test::shown(y)); \
+#define CHECK_EQ(a, b)                                                          \
+  [&](const auto& x, const auto& y) {                                           \
+    if (x == y) return true;                                                    \
+    return hvd::test::report(                                                   \
+        false, __FILE__, __LINE__,                                              \
+        #a " is " + hvd::test::shown(x) + ", expected " + hvd::test::shown(y)); \
   }(a, b)
 
-#define CHECK_CONTAINS(text, part)                                                                \
-  [&](const std::string& all, const std::string& wanted) {                                        \
-    return hvd::test::report(all.find(wanted) != std::string::npos, __FILE__, __LINE__,           \
-                             "'" + wanted + "' is not in: " + all);                               \
+#define CHECK_CONTAINS(text, part)                                                      \
+  [&](const std::string& all, const std::string& wanted) {                              \
+    return hvd::test::report(all.find(wanted) != std::string::npos, __FILE__, __LINE__, \
+                             "'" + wanted + "' is not in: " + all);                     \
   }(text, part)

@@ -24,7 +24,8 @@ void with_engine(const std::function<void(Engine&)>& body) {
 std::string numbered(const std::string& name, int64_t i) { return name + std::to_string(i); }
 
 // Around the transport's thresholds: 16 KiB in one message, 4 MiB a chunk.
-constexpr int64_t kSizes[] = {0, 1, 2, 5, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 9 << 18};
+constexpr int64_t kSizes[] = {
+    0, 1, 2, 5, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 9 << 18};
 
 void allreduce_of_all_sizes() {
   with_engine([](Engine& engine) {
@@ -54,7 +55,8 @@ void allreduce_of_mixed_dtypes() {
   with_engine([](Engine& engine) {
     Call call(Kind::allreduce, "mixed");
     for (const int64_t n : {3, 5000, 0, 1}) {
-      for (int dtype = static_cast<int>(DType::uint8); dtype <= static_cast<int>(DType::float64); ++dtype) {
+      for (int dtype = static_cast<int>(DType::uint8); dtype <= static_cast<int>(DType::float64);
+           ++dtype) {
         call.add(static_cast<DType>(dtype), {n, 2});
       }
     }
@@ -71,11 +73,14 @@ void allreduce_with_all_reductions() {
         for (const DType dtype : dtypes) call.add(dtype, {n});
         call.submit(engine);
       };
-      Call average(Kind::allreduce, "average"), least(Kind::allreduce, "min"), greatest(Kind::allreduce, "max");
-      Call product(Kind::allreduce, "product"), both(Kind::allreduce, "and"), either(Kind::allreduce, "or");
+      Call average(Kind::allreduce, "average"), least(Kind::allreduce, "min"),
+          greatest(Kind::allreduce, "max");
+      Call product(Kind::allreduce, "product"), both(Kind::allreduce, "and"),
+          either(Kind::allreduce, "or");
       average.request.prescale = static_cast<double>(size);  // the average is a whole number then
       average.request.postscale = 0.5;
-      start(average, Reduction::average, {DType::float32, DType::float64, DType::float16, DType::bfloat16});
+      start(average, Reduction::average,
+            {DType::float32, DType::float64, DType::float16, DType::bfloat16});
       start(least, Reduction::min, {DType::int8, DType::float16});
       start(greatest, Reduction::max, {DType::uint64, DType::bfloat16});
       start(product, Reduction::product, {DType::float32, DType::int16});
@@ -85,7 +90,8 @@ void allreduce_with_all_reductions() {
       const auto folded = [](auto combine) {
         return [combine](size_t tensor, int64_t index) {
           double result = value(0, tensor, index);
-          for (int r = 1; r < size; ++r) result = combine(result, static_cast<double>(value(r, tensor, index)));
+          for (int r = 1; r < size; ++r)
+            result = combine(result, static_cast<double>(value(r, tensor, index)));
           return result;
         };
       };
@@ -100,8 +106,10 @@ void allreduce_with_all_reductions() {
         for (int r = 0; r < size; ++r) count += value(r, tensor, index) % 3 == 0;
         return count;
       };
-      both.expect_output([&](size_t tensor, int64_t index) { return count_true(tensor, index) == size ? 0 : 1; });
-      either.expect_output([&](size_t tensor, int64_t index) { return count_true(tensor, index) > 0 ? 0 : 1; });
+      both.expect_output(
+          [&](size_t tensor, int64_t index) { return count_true(tensor, index) == size ? 0 : 1; });
+      either.expect_output(
+          [&](size_t tensor, int64_t index) { return count_true(tensor, index) > 0 ? 0 : 1; });
     }
   });
 }
@@ -121,13 +129,16 @@ void allgather_of_different_rows() {
     const int64_t extras[] = {0, 1, 100000};
     Call call(Kind::allgather, "rows");
     for (const int64_t extra : extras) {
-      call.add(DType::int32, {rank + extra, 3}).add(DType::boolean, {rank + extra}).add(DType::float64, {rank, 0});
+      call.add(DType::int32, {rank + extra, 3})
+          .add(DType::boolean, {rank + extra})
+          .add(DType::float64, {rank, 0});
     }
     call.submit(engine);
     call.expect_output([&](size_t tensor, int64_t index) {
       const int64_t width = tensor % 3 == 0 ? 3 : 1;
       int from = 0;
-      while (index >= (from + extras[tensor / 3]) * width) index -= (from++ + extras[tensor / 3]) * width;
+      while (index >= (from + extras[tensor / 3]) * width)
+        index -= (from++ + extras[tensor / 3]) * width;
       return value(from, tensor, index);
     });
     const int64_t ranks_before = size * (size - 1) / 2;
@@ -163,9 +174,13 @@ void broadcast_from_every_root() {
         Call call(Kind::broadcast, numbered("root ", root));
         call.request.root = root;
         call.in_place = in_place;
-        call.add(DType::float32, {}).add(DType::boolean, {7}).add(DType::float16, {0}).add(DType::int64, {9 << 17});
+        call.add(DType::float32, {})
+            .add(DType::boolean, {7})
+            .add(DType::float16, {0})
+            .add(DType::int64, {9 << 17});
         call.submit(engine);
-        call.expect_output([root](size_t tensor, int64_t index) { return value(root, tensor, index); });
+        call.expect_output(
+            [root](size_t tensor, int64_t index) { return value(root, tensor, index); });
       }
     }
   });
@@ -181,19 +196,21 @@ void every_order_completes() {
         calls.emplace_back(i % 3 ? Kind::allreduce : Kind::broadcast, numbered("order ", i));
         calls.back().add(i % 2 ? DType::float32 : DType::int32, {100 + i});
       }
-      for (int i = 0; i < kCount; ++i) calls[(i * (rank % 2 ? kCount - 1 : 1) + 5 * rank + round) % kCount].submit(engine);
+      for (int i = 0; i < kCount; ++i)
+        calls[(i * (rank % 2 ? kCount - 1 : 1) + 5 * rank + round) % kCount].submit(engine);
       for (int i = 0; i < kCount; ++i) {
         if (i % 3) {
           calls[i].expect_sum();
         } else {
-          calls[i].expect_output([](size_t tensor, int64_t index) { return value(0, tensor, index); });
+          calls[i].expect_output(
+              [](size_t tensor, int64_t index) { return value(0, tensor, index); });
         }
       }
     }
   });
 }
 
-// The same name again before the first is done: the k-th of a rank belongs to the k-th of the others.
+// The same name again before the first is done: the k-th of one rank is the k-th of the others.
 void equal_names_keep_their_order() {
   with_engine([](Engine& engine) {
     std::deque<Call> calls;
@@ -205,11 +222,13 @@ void equal_names_keep_their_order() {
   });
 }
 
-void expect_refused_everywhere(Engine& engine, Call& call, const std::function<std::string(int)>& signature_of) {
+void expect_refused_everywhere(Engine& engine, Call& call,
+                               const std::function<std::string(int)>& signature_of) {
   call.submit(engine);
   if (size == 1) return call.expect_ok();
   std::vector<std::string> parts = {"'" + call.request.name + "' differs between ranks"};
-  for (int r = 0; r < size; ++r) parts.push_back("rank " + std::to_string(r) + ": " + signature_of(r));
+  for (int r = 0; r < size; ++r)
+    parts.push_back("rank " + std::to_string(r) + ": " + signature_of(r));
   call.expect_error(Code::failed_precondition, parts);
   Call next(Kind::allreduce, call.request.name);  // the same name may be used at once
   next.add(DType::float32, {4}).submit(engine);
@@ -220,33 +239,40 @@ void disagreements_fail_on_every_rank() {
   with_engine([](Engine& engine) {
     Call shape(Kind::allreduce, "shape");
     shape.add(DType::float32, {rank + 1, 2});
-    expect_refused_everywhere(engine, shape, [](int r) { return "op=Sum float32[" + std::to_string(r + 1) + ",2]"; });
+    expect_refused_everywhere(
+        engine, shape, [](int r) { return "op=Sum float32[" + std::to_string(r + 1) + ",2]"; });
 
     const bool last = rank == size - 1;
     Call dtype(Kind::allreduce, "dtype");
     dtype.add(last ? DType::int32 : DType::float32, {2});
-    expect_refused_everywhere(engine, dtype, [](int r) { return r == size - 1 ? "op=Sum int32[2]" : "op=Sum float32[2]"; });
+    expect_refused_everywhere(engine, dtype, [](int r) {
+      return r == size - 1 ? "op=Sum int32[2]" : "op=Sum float32[2]";
+    });
 
     Call reduction(Kind::allreduce, "op");
     reduction.request.reduction = last ? Reduction::max : Reduction::min;
     reduction.add(DType::float32, {2});
-    expect_refused_everywhere(engine, reduction, [](int r) { return r == size - 1 ? "op=Max" : "op=Min"; });
+    expect_refused_everywhere(engine, reduction,
+                              [](int r) { return r == size - 1 ? "op=Max" : "op=Min"; });
 
     Call factor(Kind::allreduce, "factor");  // equal in the first ten digits
     factor.request.prescale = last ? 0.33333333333 : 1 / 3.0;
     factor.add(DType::float32, {2});
     expect_refused_everywhere(engine, factor, [](int r) {
-      return r == size - 1 ? "op=Sum prescale_factor=0.333333333330" : "op=Sum prescale_factor=0.333333333333";
+      return r == size - 1 ? "op=Sum prescale_factor=0.33333333332"
+                           : "op=Sum prescale_factor=0.33333333333333";
     });
 
     Call root(Kind::broadcast, "root");
     root.request.root = last ? size - 1 : 0;
     root.add(DType::float32, {2});
-    expect_refused_everywhere(engine, root, [](int r) { return "root_rank=" + std::to_string(r == size - 1 ? r : 0); });
+    expect_refused_everywhere(
+        engine, root, [](int r) { return "root_rank=" + std::to_string(r == size - 1 ? r : 0); });
 
     Call columns(Kind::allgather, "columns");
     columns.add(DType::float32, {2, rank + 1});
-    expect_refused_everywhere(engine, columns, [](int r) { return "float32[*," + std::to_string(r + 1) + "]"; });
+    expect_refused_everywhere(engine, columns,
+                              [](int r) { return "float32[*," + std::to_string(r + 1) + "]"; });
   });
 }
 
@@ -273,7 +299,8 @@ void threads_submit_at_once() {
       threads.emplace_back([&engine, t] {
         std::deque<Call> calls;
         for (int i = 0; i < 40; ++i) {
-          calls.emplace_back(Kind::allreduce, "thread " + std::to_string(t) + "." + std::to_string(i));
+          calls.emplace_back(Kind::allreduce,
+                             "thread " + std::to_string(t) + "." + std::to_string(i));
           calls.back().add(DType::float32, {1 + t + i}).add(DType::int32, {t}).submit(engine);
           if (i % 4 == t) calls.back().expect_sum();
         }

@@ -1,5 +1,5 @@
-// Explores the agreement: random programs on 2 to 4 ranks, random speeds, random leaving. Every schedule
-// must end, on all ranks alike, with every request run, refused or failed since a rank has left.
+// Explores the agreement: random programs on 2 to 4 ranks, random speeds, random leaving.
+// Every schedule must end on all ranks alike, each request run, refused, or failed by who left.
 #include <algorithm>
 #include <deque>
 #include <functional>
@@ -43,7 +43,8 @@ struct Counts {
 
 class Schedule {
  public:
-  Schedule(unsigned seed, const Decide& decide) : random_(seed), decide_(decide), ranks_(2 + seed % 3) {
+  Schedule(unsigned seed, const Decide& decide)
+      : random_(seed), decide_(decide), ranks_(2 + seed % 3) {
     std::vector<Step> steps;
     for (int name = 0, names = upto(4) + 1; name < names; ++name) {
       for (int i = 0, occurrences = upto(1) + 1; i < occurrences; ++i) {
@@ -98,8 +99,9 @@ class Schedule {
     for (int n = upto(2); n > 0 && rank.submitted < rank.program.size(); --n) {
       rank.queue.push_back(rank.program[rank.submitted++]);
     }
-    // A rank that lacks nothing leaves when all of its requests are done, another whenever it likes.
-    if (rank.submitted == rank.program.size() && (!rank.whole || rank.queue.empty()) && chance(2)) rank.left = true;
+    // A rank that lacks nothing leaves when its requests are done, another whenever it likes.
+    if (rank.submitted == rank.program.size() && (!rank.whole || rank.queue.empty()) && chance(2))
+      rank.left = true;
   }
 
   // What the engines do together as soon as each has something to say.
@@ -118,7 +120,8 @@ class Schedule {
     std::vector<std::string> bytes;
     for (size_t r = 0; r < ranks_.size(); ++r) {
       Report report{{}, ranks_[r].left, "reason " + std::to_string(r)};
-      for (const Step& step : ranks_[r].queue) report.queue.push_back({step.identity, step.signature});
+      for (const Step& step : ranks_[r].queue)
+        report.queue.push_back({step.identity, step.signature});
       bytes.push_back(encode(report));
     }
     Decision decision;
@@ -129,16 +132,19 @@ class Schedule {
       decision = decide_(reports);
       std::string text = "run";
       for (const std::string& identity : decision.run) text += " " + identity;
-      for (const Refusal& refusal : decision.refuse) text += " refuse " + refusal.identity + refusal.message;
+      for (const Refusal& refusal : decision.refuse)
+        text += " refuse " + refusal.identity + refusal.message;
       text += " left " + decision.left;
       if (r == 0) first_text = text;
-      if (text != first_text) return violate("ranks decide differently: " + first_text + " and " + text);
+      if (text != first_text)
+        return violate("ranks decide differently: " + first_text + " and " + text);
     }
     std::vector<std::string> refused;
     for (const Refusal& refusal : decision.refuse) refused.push_back(refusal.identity);
     serve(decision.run, refused);
     if (!decision.left.empty()) return stop(decision.left);
-    if (decision.nothing() && all([](const Rank& rank) { return rank.settled(); })) violate("stuck");
+    if (decision.nothing() && all([](const Rank& rank) { return rank.settled(); }))
+      violate("stuck");
   }
 
   void serve(const std::vector<std::string>& run, const std::vector<std::string>& refused) {
@@ -146,7 +152,8 @@ class Schedule {
       const std::vector<Step> steps = take(identity, "refused");
       if (!violation_.empty()) return;
       const auto usual = [](const Step& step) { return step.signature == "usual"; };
-      if (std::all_of(steps.begin(), steps.end(), usual)) return violate("refuses equal signatures of " + identity);
+      if (std::all_of(steps.begin(), steps.end(), usual))
+        return violate("refuses equal signatures of " + identity);
       ++counts.refused;
     }
     for (const std::string& identity : run) {
@@ -175,7 +182,15 @@ class Schedule {
   void stop(const std::string& why) {
     stopped_ = true;
     ++counts.left;
-    if (all([](const Rank& rank) { return !rank.left; })) violate("stops although no rank has left");
+    for (const Step& step : ranks_[0].queue) {
+      const auto pending = [&](const Rank& rank) {
+        return std::any_of(rank.queue.begin(), rank.queue.end(),
+                           [&](const Step& other) { return other.identity == step.identity; });
+      };
+      if (all(pending)) violate("fails what can be served");
+    }
+    if (all([](const Rank& rank) { return !rank.left; }))
+      violate("stops although no rank has left");
     for (size_t r = 0; r < ranks_.size(); ++r) {
       const bool named = why.find("reason " + std::to_string(r)) != std::string::npos;
       if (named != ranks_[r].left) violate("names the wrong ranks: " + why);
@@ -190,8 +205,10 @@ class Schedule {
     }
     const int steps = static_cast<int>(ranks_[0].program.size());
     if (nobody_leaves_early_ && stopped_) return "stopped although no rank left before the end";
-    if (nobody_leaves_early_ && counts.refused != odd_) return "does not refuse exactly what differs";
-    if (nobody_leaves_early_ && counts.run != steps - odd_) return "does not run exactly what is equal";
+    if (nobody_leaves_early_ && counts.refused != odd_)
+      return "does not refuse exactly what differs";
+    if (nobody_leaves_early_ && counts.run != steps - odd_)
+      return "does not run exactly what is equal";
     return "";
   }
 
@@ -223,13 +240,16 @@ void every_schedule_ends_well() {
     total.left += counts.left;
     total.negotiated += counts.negotiated;
     total.unnegotiated += counts.unnegotiated;
-    with_all += counts.run && counts.refused && counts.failed && counts.negotiated && counts.unnegotiated;
+    with_all +=
+        counts.run && counts.refused && counts.failed && counts.negotiated && counts.unnegotiated;
   }
   test::context.clear();
-  std::printf("       %d run, %d refused, %d failed by %d leaving ranks; %d negotiations, %d without\n", total.run,
-              total.refused, total.failed, total.left, total.negotiated, total.unnegotiated);
+  std::printf(
+      "       %d run, %d refused, %d failed by %d leaving ranks; %d negotiations, %d without\n",
+      total.run, total.refused, total.failed, total.left, total.negotiated, total.unnegotiated);
   // The schedules reach all there is, and often.
-  for (int count : {total.run, total.refused, total.failed, total.left, total.negotiated, total.unnegotiated}) {
+  for (int count :
+       {total.run, total.refused, total.failed, total.left, total.negotiated, total.unnegotiated}) {
     CHECK(count > 1000);
   }
   CHECK(with_all > 10);
@@ -245,7 +265,8 @@ void expect_found(const Decide& wrong, const std::string& wanted) {
   CHECK(found > 0);
 }
 
-std::vector<Report> changed(std::vector<Report> reports, const std::function<void(Report&)>& change) {
+std::vector<Report> changed(std::vector<Report> reports,
+                            const std::function<void(Report&)>& change) {
   for (Report& report : reports) change(report);
   return reports;
 }
@@ -280,8 +301,8 @@ void finds_that_refusals_are_lost() {
 
 void finds_that_later_duplicates_are_compared() {
   const Decide wrong = [](const std::vector<Report>& reports) {
-    return decide(
-        changed(reports, [](Report& report) { std::reverse(report.queue.begin(), report.queue.end()); }));
+    return decide(changed(
+        reports, [](Report& report) { std::reverse(report.queue.begin(), report.queue.end()); }));
   };
   expect_found(wrong, "runs different signatures");
   expect_found(wrong, "refuses equal signatures");
@@ -304,6 +325,16 @@ void finds_that_a_rank_is_forgotten() {
         return decide(std::vector<Report>(reports.begin(), reports.end() - 1));
       },
       "is not pending everywhere");
+}
+
+void finds_that_leaving_comes_first() {
+  expect_found(
+      [](const std::vector<Report>& reports) {
+        Decision decision;
+        decision.left = decide(changed(reports, [](Report& report) { report.queue.clear(); })).left;
+        return decision.left.empty() ? decide(reports) : decision;
+      },
+      "fails what can be served");
 }
 
 void finds_that_leaving_comes_too_early() {
@@ -329,6 +360,7 @@ int main() {
       {"finds that later duplicates are compared", finds_that_later_duplicates_are_compared},
       {"finds that ranks order differently", finds_that_ranks_order_differently},
       {"finds that a rank is forgotten", finds_that_a_rank_is_forgotten},
+      {"finds that leaving comes first", finds_that_leaving_comes_first},
       {"finds that leaving comes too early", finds_that_leaving_comes_too_early},
   });
 }

@@ -43,7 +43,8 @@ void who_leaves_early_fails_the_others_requests() {
     CHECK_EQ(engine->leave("the script ended", -1), Farewell::together);
     return;
   }
-  const std::string why = "rank " + std::to_string(size - 1) + " has left the job: the script ended";
+  const std::string why =
+      "rank " + std::to_string(size - 1) + " has left the job: the script ended";
   if (is_last()) {
     CHECK_EQ(engine->leave("the script ended", -1), Farewell::alone);
   } else {
@@ -52,7 +53,8 @@ void who_leaves_early_fails_the_others_requests() {
       pending.emplace_back(Kind::allreduce, name);
       pending.back().add(DType::float32, {4}).submit(*engine);
     }
-    for (Call& call : pending) call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", why});
+    for (Call& call : pending)
+      call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", why});
     CHECK_EQ(engine->leave("me too", -1), Farewell::alone);
   }
   Call late(Kind::broadcast, "late");
@@ -90,7 +92,8 @@ void leaving_ranks_own_requests_fail_too() {
     return;
   }
   if (rank == 0) CHECK_EQ(engine->leave("impatient", -1), Farewell::alone);
-  call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", "rank 0 has left the job: impatient"});
+  call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run",
+                                    "rank 0 has left the job: impatient"});
   if (rank != 0) CHECK_EQ(engine->leave("", -1), Farewell::alone);
 }
 
@@ -99,7 +102,8 @@ void unheard_in_time_and_together_later() {
   if (size > 1 && rank == 0) {
     const auto start = std::chrono::steady_clock::now();
     CHECK_EQ(engine->leave("first", 0.3), Farewell::unheard);
-    const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const double waited =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     CHECK(waited >= 0.3);
     CHECK(waited < 10);
   }
@@ -110,7 +114,9 @@ void unheard_in_time_and_together_later() {
 double cpu_seconds() {
   rusage usage;
   getrusage(RUSAGE_SELF, &usage);
-  const auto seconds = [](const timeval& time) { return static_cast<double>(time.tv_sec) + time.tv_usec * 1e-6; };
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + time.tv_usec * 1e-6;
+  };
   return seconds(usage.ru_utime) + seconds(usage.ru_stime);
 }
 
@@ -119,7 +125,8 @@ class Share {
  public:
   Share() : cpu_(cpu_seconds()), start_(std::chrono::steady_clock::now()) {}
   void expect_below(double limit) const {
-    const double wall = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    const double wall =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
     const double share = (cpu_seconds() - cpu_) / wall;
     test::context = "rank " + std::to_string(rank) + " used " + test::shown(share) + " of a core";
     CHECK(share < limit);
@@ -130,7 +137,7 @@ class Share {
   std::chrono::steady_clock::time_point start_;
 };
 
-// The last rank comes two seconds late. The others wait for it in the agreement; it has nothing to do.
+// The last rank comes two seconds late. The others wait to agree with it; it has nothing to do.
 void waiting_burns_no_core() {
   Settings settings;
   settings.stall_warning_seconds = 0.5;

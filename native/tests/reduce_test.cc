@@ -14,7 +14,8 @@
 namespace hvd {
 namespace {
 
-constexpr Reduction kArithmetic[] = {Reduction::sum, Reduction::product, Reduction::min, Reduction::max};
+constexpr Reduction kArithmetic[] = {Reduction::sum, Reduction::product, Reduction::min,
+                                     Reduction::max};
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -49,7 +50,8 @@ std::vector<T> reduced(DType dtype, Reduction reduction, const std::vector<std::
 }
 
 template <typename T>
-T one(DType dtype, Reduction reduction, const std::vector<T>& terms, double prescale = 1, double postscale = 1) {
+T one(DType dtype, Reduction reduction, const std::vector<T>& terms, double prescale = 1,
+      double postscale = 1) {
   std::vector<std::vector<T>> sources;
   for (T term : terms) sources.push_back({term});
   return reduced(dtype, reduction, sources, prescale, postscale)[0];
@@ -61,8 +63,8 @@ int64_t term(int source, int64_t index) { return (index * 7 + source * 5) % 11 -
 const char* const kNames[] = {"Average", "Sum", "Min", "Max", "Product"};
 
 void set_context(const std::string& dtype, Reduction reduction, int sources, int64_t length) {
-  test::context = dtype + " " + kNames[static_cast<int>(reduction)] + " of " + std::to_string(sources) +
-                  " sources, length " + std::to_string(length);
+  test::context = dtype + " " + kNames[static_cast<int>(reduction)] + " of " +
+                  std::to_string(sources) + " sources, length " + std::to_string(length);
 }
 
 // Calls `expected(reduction, sources, index)` for what must come out of term().
@@ -75,7 +77,8 @@ void sweep(DType dtype, const Expected& expected) {
         set_context(name_of(dtype), reduction, count, length);
         std::vector<std::vector<T>> sources(count);
         for (int s = 0; s < count; ++s) {
-          for (int64_t i = 0; i < length; ++i) sources[s].push_back(Codec::store(static_cast<double>(term(s, i))));
+          for (int64_t i = 0; i < length; ++i)
+            sources[s].push_back(Codec::store(static_cast<double>(term(s, i))));
         }
         const std::vector<T> out = reduced(dtype, reduction, sources);
         for (int64_t i = 0; i < length; ++i) CHECK_EQ(out[i], expected(reduction, sources, i));
@@ -102,7 +105,9 @@ T expected_integer(Reduction reduction, const std::vector<std::vector<T>>& sourc
 template <typename T>
 struct Integer {
   using Stored = T;
-  static T store(double value) { return static_cast<T>(static_cast<int64_t>(value)); }  // negative ones wrap
+  static T store(double value) {
+    return static_cast<T>(static_cast<int64_t>(value));
+  }  // negative ones wrap
 };
 
 template <typename T>
@@ -124,17 +129,18 @@ void integers() {
 template <typename Codec>
 void sweep_floats(DType dtype) {
   using T = typename Codec::Stored;
-  sweep<Codec>(dtype, [](Reduction reduction, const std::vector<std::vector<T>>& sources, int64_t index) {
-    double result = Codec::value(sources[0][index]);
-    for (size_t s = 1; s < sources.size(); ++s) {
-      const double next = Codec::value(sources[s][index]);
-      if (reduction == Reduction::sum) result += next;
-      if (reduction == Reduction::product) result *= next;
-      if (reduction == Reduction::min) result = std::min(result, next);
-      if (reduction == Reduction::max) result = std::max(result, next);
-    }
-    return Codec::store(result);
-  });
+  sweep<Codec>(dtype,
+               [](Reduction reduction, const std::vector<std::vector<T>>& sources, int64_t index) {
+                 double result = Codec::value(sources[0][index]);
+                 for (size_t s = 1; s < sources.size(); ++s) {
+                   const double next = Codec::value(sources[s][index]);
+                   if (reduction == Reduction::sum) result += next;
+                   if (reduction == Reduction::product) result *= next;
+                   if (reduction == Reduction::min) result = std::min(result, next);
+                   if (reduction == Reduction::max) result = std::max(result, next);
+                 }
+                 return Codec::store(result);
+               });
 }
 
 void floats() {
@@ -146,7 +152,8 @@ void floats() {
 
 void bools() {
   for (int bits = 0; bits < 8; ++bits) {
-    const std::vector<uint8_t> terms = {static_cast<uint8_t>(bits & 1), static_cast<uint8_t>(bits >> 1 & 1),
+    const std::vector<uint8_t> terms = {static_cast<uint8_t>(bits & 1),
+                                        static_cast<uint8_t>(bits >> 1 & 1),
                                         static_cast<uint8_t>(bits >> 2)};
     CHECK_EQ(one(DType::boolean, Reduction::min, terms), static_cast<uint8_t>(bits == 7));
     CHECK_EQ(one(DType::boolean, Reduction::max, terms), static_cast<uint8_t>(bits != 0));
@@ -170,7 +177,8 @@ void integers_wrap_around() {
 void every_small_float_survives(DType dtype, test::Format format) {
   std::vector<uint16_t> all(65536);
   for (int bits = 0; bits < 65536; ++bits) all[bits] = static_cast<uint16_t>(bits);
-  for (Reduction reduction : {Reduction::average, Reduction::sum, Reduction::min, Reduction::max, Reduction::product}) {
+  for (Reduction reduction :
+       {Reduction::average, Reduction::sum, Reduction::min, Reduction::max, Reduction::product}) {
     const std::vector<uint16_t> out = reduced<uint16_t>(dtype, reduction, {all});
     for (int bits = 0; bits < 65536; ++bits) {
       if (is_nan(format, all[bits])) {
@@ -187,8 +195,8 @@ void small_floats_survive() {
   every_small_float_survives(DType::bfloat16, test::kBFloat16);
 }
 
-// A one times a factor is that factor in float32, and then rounded. Between each two neighbours: the tie,
-// and the numbers beside it. The last tie is the one with infinity.
+// A one times a factor is that factor in float32, and then rounded. Between each two neighbours:
+// the tie, and the numbers beside it. The last tie is the one with infinity.
 template <typename Codec>
 void every_tie_goes_to_even(DType dtype, test::Format format) {
   const uint16_t unit = Codec::store(1);
@@ -207,10 +215,12 @@ void every_tie_goes_to_even(DType dtype, test::Format format) {
       CHECK_EQ(rounded(tie), top | even);
       CHECK_EQ(rounded(std::nextafter(tie, 0.0f)), top | bits);
       CHECK_EQ(rounded(std::nextafter(tie, kInfinity)), top | (bits + 1));
-      CHECK_EQ(static_cast<int>(Codec::store(sign * static_cast<double>(tie))), top | even);  // the reference too
+      CHECK_EQ(static_cast<int>(Codec::store(sign * static_cast<double>(tie))),
+               top | even);  // the reference too
     }
   }
-  CHECK_EQ(one<uint16_t>(dtype, Reduction::sum, {unit}, 3e38 * 1e38), static_cast<uint16_t>(format.infinity()));
+  CHECK_EQ(one<uint16_t>(dtype, Reduction::sum, {unit}, 3e38 * 1e38),
+           static_cast<uint16_t>(format.infinity()));
   CHECK(is_nan(format, one<uint16_t>(dtype, Reduction::sum, {unit}, kNan)));
 }
 
@@ -223,27 +233,31 @@ void small_floats_overflow_to_infinity() {
   const auto f16 = [](double value) { return Float16::store(value); };
   CHECK_EQ(one<uint16_t>(DType::float16, Reduction::sum, {f16(65504), f16(15)}), f16(65504));
   CHECK_EQ(one<uint16_t>(DType::float16, Reduction::sum, {f16(65504), f16(16)}), uint16_t{0x7c00});
-  CHECK_EQ(one<uint16_t>(DType::float16, Reduction::sum, {f16(-65504), f16(-65504)}), uint16_t{0xfc00});
+  CHECK_EQ(one<uint16_t>(DType::float16, Reduction::sum, {f16(-65504), f16(-65504)}),
+           uint16_t{0xfc00});
   // Not so on the way: 65504 + 65504 is no infinity in float32.
-  CHECK_EQ(one<uint16_t>(DType::float16, Reduction::sum, {f16(65504), f16(65504), f16(-65504)}), f16(65504));
+  CHECK_EQ(one<uint16_t>(DType::float16, Reduction::sum, {f16(65504), f16(65504), f16(-65504)}),
+           f16(65504));
   CHECK_EQ(one<uint16_t>(DType::float16, Reduction::average, {f16(65504), f16(65504)}), f16(65504));
   const uint16_t most = 0x7f7f;
   CHECK_EQ(one<uint16_t>(DType::bfloat16, Reduction::sum, {most, most}), uint16_t{0x7f80});
 }
 
-// Rounded after each sum, 2048 + 1 is 2048 in float16 and 256 + 1 is 256 in bfloat16, however often.
+// Rounded after each sum, 2048 + 1 stays 2048 in float16, and 256 + 1 stays 256 in bfloat16.
 void small_floats_accumulate_in_float32() {
   const auto sum = [](DType dtype, auto codec, double first) {
     using Codec = decltype(codec);
     const uint16_t unit = Codec::store(1);
-    return Codec::value(one<uint16_t>(dtype, Reduction::sum, {Codec::store(first), unit, unit, unit, unit}));
+    return Codec::value(
+        one<uint16_t>(dtype, Reduction::sum, {Codec::store(first), unit, unit, unit, unit}));
   };
   CHECK_EQ(sum(DType::float16, Float16(), 2048), 2052.0);
   CHECK_EQ(sum(DType::bfloat16, BFloat16(), 256), 260.0);
   // And in float32, not in a wider type, which would keep the one.
   const auto cancel = [](DType dtype, auto codec) {
     using Codec = decltype(codec);
-    const uint16_t big = Codec::store(16384), minus = Codec::store(-16384), tiny = Codec::store(1 / 4096.0);
+    const uint16_t big = Codec::store(16384), minus = Codec::store(-16384),
+                   tiny = Codec::store(1 / 4096.0);
     return Codec::value(one<uint16_t>(dtype, Reduction::sum, {big, tiny, minus}));
   };
   CHECK_EQ(cancel(DType::float16, Float16()), 0.0);
@@ -265,7 +279,8 @@ void nan_wins(DType dtype) {
   for (Reduction reduction : {Reduction::min, Reduction::max}) {
     for (int count = 1; count <= 5; ++count) {
       for (int at = 0; at < count; ++at) {
-        for (double rest : {1.0, -1.0, static_cast<double>(kInfinity), -static_cast<double>(kInfinity)}) {
+        for (double rest :
+             {1.0, -1.0, static_cast<double>(kInfinity), -static_cast<double>(kInfinity)}) {
           set_context(name_of(dtype), reduction, count, at);
           std::vector<T> terms(count, Codec::store(rest));
           CHECK_EQ(Codec::value(one(dtype, reduction, terms)), rest);
@@ -288,14 +303,16 @@ template <typename Codec>
 void scales_exactly(DType dtype) {
   using T = typename Codec::Stored;
   for (int count = 1; count <= 5; ++count) {
-    for (Reduction reduction : {Reduction::average, Reduction::sum, Reduction::min, Reduction::max}) {
+    for (Reduction reduction :
+         {Reduction::average, Reduction::sum, Reduction::min, Reduction::max}) {
       set_context(name_of(dtype), reduction, count, 2000);
       std::vector<std::vector<T>> sources(count);
       std::vector<T> expected;
       for (int i = 0; i < 2000; ++i) {
         double sum = 0, least = kInfinity, greatest = -kInfinity;
         for (int s = 0; s < count; ++s) {
-          const double value = static_cast<double>(term(s, i)) * count;  // so that the average is a whole number
+          const double value =
+              static_cast<double>(term(s, i)) * count;  // so that the average is a whole number
           sources[s].push_back(Codec::store(value));
           sum += value * -0.5;
           least = std::min(least, value * -0.5);
@@ -308,7 +325,8 @@ void scales_exactly(DType dtype) {
         expected.push_back(Codec::store(result * 4));
       }
       const std::vector<T> out = reduced(dtype, reduction, sources, -0.5, 4);
-      for (size_t i = 0; i < out.size(); ++i) CHECK_EQ(Codec::value(out[i]), Codec::value(expected[i]));
+      for (size_t i = 0; i < out.size(); ++i)
+        CHECK_EQ(Codec::value(out[i]), Codec::value(expected[i]));
     }
   }
 }
@@ -329,7 +347,8 @@ void averages_divide() {
     std::vector<std::vector<float>> sources(count, std::vector<float>(5000, 0));
     for (int i = 0; i < 5000; ++i) sources[i % count][i] = static_cast<float>(i);
     const std::vector<float> out = reduced(DType::float32, Reduction::average, sources);
-    for (int i = 0; i < 5000; ++i) CHECK_EQ(out[i], static_cast<float>(i) / static_cast<float>(count));
+    for (int i = 0; i < 5000; ++i)
+      CHECK_EQ(out[i], static_cast<float>(i) / static_cast<float>(count));
   }
 }
 

@@ -39,9 +39,9 @@ inline uint16_t nearest(Format format, double value) {
   if (std::isnan(value)) return static_cast<uint16_t>(sign | 0x7fff);
   const double magnitude = std::fabs(value);
   if (std::isinf(magnitude)) return static_cast<uint16_t>(sign | format.infinity());
-  const int exponent =
-      magnitude == 0 ? format.least_exponent : std::max(format.least_exponent, std::ilogb(magnitude));
-  // A mantissa that is rounded up to a power of two carries into the exponent, and at last to infinity.
+  const int exponent = magnitude == 0 ? format.least_exponent
+                                      : std::max(format.least_exponent, std::ilogb(magnitude));
+  // A mantissa that is rounded up to a power of two carries into the exponent, at last to infinity.
   const double mantissa = std::nearbyint(std::ldexp(magnitude, format.mantissa_bits - exponent));
   const double bits = std::ldexp(exponent - format.least_exponent, format.mantissa_bits) + mantissa;
   return static_cast<uint16_t>(sign | static_cast<int>(std::min<double>(bits, format.infinity())));

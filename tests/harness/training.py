@@ -83,6 +83,8 @@ def assert_trains_like_one_process(
     start = flat(alone)
     x, y = data(alone, size)
     alone.compile(optimizer=make_optimizer(), loss="mse", **compile_arguments)
+    # Built while Keras traces the first step, ScheduleFreeAdamW would restart in every step.
+    alone.optimizer.build(alone.trainable_variables)
     alone.fit(x, y, batch_size=size * BATCH, epochs=2, shuffle=False, verbose=0)
 
     together = make_model()

@@ -1,5 +1,6 @@
 """hvdrun with a real mpirun and real processes: output, settings, exit status, ends, errors."""
 
+import json
 import os
 import pathlib
 import re
@@ -12,7 +13,7 @@ import time
 
 import pytest
 
-from hvd_keras.launch import UsageError, mpirun
+from hvd_keras.launch import UsageError, mpirun, worker
 from hvd_keras.launch.cores import THREAD_VARIABLES, cpu_quota, usable_cores
 from hvd_keras.launch.output import Destination, Stream, Terminal
 
@@ -397,25 +398,47 @@ def test_a_signal_ends_all_ranks(hvdrun, number):
 
 
 def test_a_second_interrupt_does_not_wait(hvdrun):
-    text = f"""
-        signal.signal(signal.SIGTERM, lambda *_: print("asked", flush=True))
-        print("ready", flush=True)
-        while True: time.sleep({FOREVER})
-        """
-    process = hvdrun.start_ready(1, text)
+    process = hvdrun.start_ready(1, f"print('ready')\ntime.sleep({FOREVER})")
+    (mpirun_pid,) = (pid for pid, line in hvdrun.processes().items() if "mpirun -n 1" in line)
+    os.kill(mpirun_pid, signal.SIGSTOP)  # so that it does not react to the first one
     process.send_signal(signal.SIGINT)
-    assert process.stdout.readline() == "[0] asked\n"
+    time.sleep(0.5)  # two signals at once would arrive as one
+    assert process.poll() is None
+    start = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=LIMIT) == 130
+    assert time.monotonic() - start < worker.GRACE - 0.5
 
 
-def test_nothing_survives_a_killed_hvdrun(hvdrun):
-    process = hvdrun.start_ready(2, f"print('ready')\ntime.sleep({FOREVER})")
+@pytest.mark.parametrize("reaction", ["signal.SIG_DFL", "signal.SIG_IGN"])
+def test_nothing_survives_a_killed_hvdrun(hvdrun, reaction):
+    text = f"signal.signal(signal.SIGTERM, {reaction})\nprint('ready')\ntime.sleep({FOREVER})"
+    process = hvdrun.start_ready(2, text)
     process.kill()
     process.wait(timeout=LIMIT)
     wait_until(lambda: not hvdrun.processes(), "the end of the ranks")
     # Nobody is left who could remove the files.
     subprocess.run(["rm", "-r", *hvdrun.temporary.iterdir()], check=True, timeout=LIMIT)
+
+
+def test_the_command_dies_with_its_worker(hvdrun):
+    for stream in ("in", "out", "err"):
+        os.mkfifo(worker.stream_path(hvdrun.folder, 0, stream))
+    out = os.open(worker.stream_path(hvdrun.folder, 0, "out"), os.O_RDONLY | os.O_NONBLOCK)
+    err = os.open(worker.stream_path(hvdrun.folder, 0, "err"), os.O_RDONLY | os.O_NONBLOCK)
+    script = hvdrun.script(f"print('ready', flush=True)\ntime.sleep({FOREVER})")
+    arguments = [str(hvdrun.folder), str(os.getpid() + 1), json.dumps([sys.executable, script])]
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", worker.__file__, *arguments],
+        env=hvdrun.environment | {"PMI_RANK": "0", "PMIX_RANK": "0"},
+    )
+    os.set_blocking(out, True)
+    wait_until(lambda: os.read(out, 6) == b"ready\n", "the start of the command")
+    process.kill()
+    process.wait(timeout=LIMIT)
+    wait_until(lambda: not hvdrun.processes(), "the end of the command")
+    os.close(out)
+    os.close(err)
 
 
 def test_a_hangup_is_ignored_under_nohup(hvdrun):

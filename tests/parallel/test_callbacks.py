@@ -1,0 +1,310 @@
+"""The callbacks, in a real fit."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+
+import hvd_keras as hvd
+from hvd_keras import agree
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+
+
+@pytest.fixture
+def directory():
+    """One temporary directory for all ranks."""
+    with tempfile.TemporaryDirectory() as mine:
+        yield pathlib.Path(agree.gather_json("directory", mine)[0])
+        agree.gather_json("directory is no longer used", None)
+
+
+def fit(model: keras.Model, callbacks: list, epochs: int = 1, **arguments) -> dict:
+    x, y = training.data(model, SIZE)
+    return model.fit(
+        training.shard(x, RANK, SIZE),
+        training.shard(y, RANK, SIZE),
+        batch_size=training.BATCH,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+        **arguments,
+    ).history
+
+
+class Record(keras.callbacks.Callback):
+    """What another callback sees, batch by batch."""
+
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.what = what
+        self.seen: list = []
+
+    def on_train_batch_begin(self, batch, logs=None) -> None:
+        self.seen.append(self.what(self.model))
+
+
+def compiled(model: keras.Model, optimizer=None, **arguments) -> keras.Model:
+    optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer), loss="mse", **arguments)
+    return model
+
+
+@pytest.mark.parametrize("root", [0, SIZE - 1])
+def test_broadcast_comes_before_the_first_step_and_covers_the_optimizer(root: int) -> None:
+    model = training.dense_model()
+    training.set_weights(model, seed=RANK)
+    expected = training.dense_model()
+    training.set_weights(expected, seed=root)
+    compiled(model, keras.optimizers.Adam(0.01 * (RANK + 1)))
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.iterations.assign(10 * (RANK + 1))
+
+    def state(net):
+        return training.flat(net), float(net.optimizer.learning_rate), int(net.optimizer.iterations)
+
+    record = Record(state)
+    fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(root), record])
+    weights, rate, iterations = record.seen[0]
+    np.testing.assert_array_equal(weights, training.flat(expected))
+    assert rate == pytest.approx(0.01 * (root + 1))
+    assert iterations == 10 * (root + 1)
+
+
+def test_broadcast_root_out_of_range() -> None:
+    model = compiled(training.dense_model())
+    with pytest.raises(ValueError, match=f"root_rank is {SIZE}, expected"):
+        fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(SIZE)])
+
+
+@several
+def test_broadcast_of_models_that_differ() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2 + RANK)])
+    model.compile(optimizer="sgd", loss="mse")
+    with pytest.raises(Exception, match=r"(?s)rank 0.*\[3,2\].*rank 1.*\[3,3\]"):
+        hvd.broadcast_variables(model.variables, 0)
+
+
+def masks() -> np.ndarray:
+    """The dropout masks that a rank draws in its first batches."""
+    model = keras.Sequential([keras.Input((50,)), keras.layers.Dropout(0.5, seed=3)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()), loss="mse")
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(model)
+    callback.on_train_begin()
+    return model(np.ones((4, 50)), training=True).numpy()
+
+
+def test_dropout_masks_differ_by_rank_and_repeat_in_a_rerun() -> None:
+    first = masks()
+    np.testing.assert_array_equal(first, masks())
+    everyone = hvd.allgather(first[np.newaxis]).numpy()
+    assert len({mask.tobytes() for mask in everyone}) == SIZE
+    alone = keras.layers.Dropout(0.5, seed=3)
+    np.testing.assert_array_equal(everyone[0], alone(np.ones((4, 50)), training=True))
+
+
+def test_metrics_are_averaged_for_the_callbacks_behind() -> None:
+    class Log(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["mine"] = 10.0 * RANK + epoch
+            logs["text"] = "not a number"
+
+    seen = []
+    read = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(dict(logs)))
+    model = compiled(training.dense_model())
+    history = fit(model, [Log(), hvd.callbacks.MetricAverageCallback(), read], epochs=2)
+    mean = np.mean([10.0 * r for r in range(SIZE)])
+    assert [logs["mine"] for logs in seen] == [mean, mean + 1]
+    assert history["mine"] == [mean, mean + 1]
+    losses = agree.gather_json("losses", history["loss"])
+    assert all(loss == losses[0] for loss in losses)
+
+
+@several
+def test_metrics_that_differ_are_refused() -> None:
+    model = compiled(training.dense_model())
+    validation = (np.ones((2, 5)), np.ones((2, 1))) if RANK == 0 else None
+    with pytest.raises(ValueError, match=r"rank 0: \['loss', 'val_loss'\], rank 1: \['loss'\]"):
+        fit(model, [hvd.callbacks.MetricAverageCallback()], validation_data=validation)
+
+
+def test_early_stopping_decides_the_same_everywhere() -> None:
+    class Log(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["watched"] = float(epoch if RANK == 0 else 2 - epoch)
+
+    model = compiled(training.dense_model())
+    stop = keras.callbacks.EarlyStopping(monitor="watched", mode="max", patience=0)
+    history = fit(model, [Log(), hvd.callbacks.MetricAverageCallback(), stop], epochs=4)
+    epochs = len(history["watched"])
+    assert set(agree.gather_json("epochs", epochs)) == {epochs}
+    if SIZE == 2:
+        assert epochs == 2  # 0 + 2, then 1 + 1: no better
+
+
+def rates(model: keras.Model) -> float:
+    return float(model.optimizer.learning_rate)
+
+
+def test_warmup_rises_from_the_rate_of_one_rank_to_that_of_all() -> None:
+    record = Record(rates)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_epochs=2)
+    history = fit(compiled(training.dense_model()), [warmup, record], epochs=3)
+    steps = 2 * training.STEPS
+    rising = [0.3 / SIZE * (1 + (SIZE - 1) * (i + 1) / steps) for i in range(steps)]
+    expected = rising + [0.3] * training.STEPS
+    np.testing.assert_allclose(record.seen, expected, rtol=1e-5)
+    np.testing.assert_allclose(history["lr"][1:], [0.3, 0.3], rtol=1e-5)
+
+
+def test_schedule_in_a_range_of_epochs() -> None:
+    record = Record(rates)
+    schedule = hvd.callbacks.LearningRateScheduleCallback(
+        0.5, lambda epoch: 0.1**epoch, start_epoch=1, end_epoch=3
+    )
+    history = fit(compiled(training.dense_model()), [schedule, record], epochs=4)
+    np.testing.assert_allclose(history["lr"], [0.1, 0.05, 0.005, 0.005], rtol=1e-5)
+    np.testing.assert_allclose(record.seen[:: training.STEPS], history["lr"], rtol=1e-5)
+
+
+def test_schedule_by_a_number_and_by_fractions_of_epochs() -> None:
+    record = Record(rates)
+    callbacks = [
+        hvd.callbacks.LearningRateScheduleCallback(1.0, 0.25, end_epoch=1),
+        hvd.callbacks.LearningRateScheduleCallback(
+            1.0, lambda epoch: epoch, start_epoch=1, staircase=False
+        ),
+        record,
+    ]
+    fit(compiled(training.dense_model()), callbacks, epochs=2)
+    n = training.STEPS
+    np.testing.assert_allclose(record.seen, [0.25] * n + [1 + i / n for i in range(n)], rtol=1e-5)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_momentum_correction_scales_the_buffers_with_the_rate(corrected: bool) -> None:
+    """Goyal et al., section 3: the buffers hold old rates times gradients."""
+    model = compiled(training.dense_model())
+    model.optimizer.build(model.trainable_variables)
+    buffers = Record(lambda net: net.optimizer.momentums[0].numpy())
+    halve = hvd.callbacks.LearningRateScheduleCallback(
+        0.05, 1.0, start_epoch=1, momentum_correction=corrected
+    )
+    after = Record(lambda net: net.optimizer.momentums[0].numpy())
+    fit(model, [buffers, halve, after], epochs=2)
+    i = training.STEPS  # the first batch of the second epoch
+    assert np.abs(buffers.seen[i]).max() > 0
+    factor = 0.5 if corrected else 1.0
+    np.testing.assert_allclose(after.seen[i], buffers.seen[i] * factor, rtol=1e-5)
+    np.testing.assert_array_equal(after.seen[i + 1], buffers.seen[i + 1])
+
+
+def test_schedule_on_a_schedule_is_refused() -> None:
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+    model = compiled(training.dense_model(), keras.optimizers.SGD(rate))
+    with pytest.raises(ValueError, match="is a schedule, which cannot be set"):
+        fit(model, [hvd.callbacks.LearningRateScheduleCallback(0.1, 1.0)])
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 4])
+def test_checkpoint_is_written_by_rank_0_alone(directory: pathlib.Path, save_freq) -> None:
+    path = directory / "deep" / "model.keras"
+    model = compiled(training.dense_model())
+    mine = path if RANK == 0 else directory / f"rank {RANK}" / "model.keras"
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.ModelCheckpoint(mine, save_freq=save_freq),
+    ]
+    fit(model, callbacks)
+    assert [str(p.relative_to(directory)) for p in directory.rglob("*.*")] == ["deep/model.keras"]
+    saved = keras.models.load_model(path)
+    if save_freq == "epoch":
+        np.testing.assert_array_equal(training.flat(saved), training.flat(model))
+
+
+def test_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path) -> None:
+    class Log(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            # On rank 0 alone the second epoch looks worse; over all ranks it is better.
+            logs["watched"] = [5.0, 6.0][epoch] if RANK == 0 else [5.0, 1.0][epoch]
+
+    model = compiled(training.dense_model())
+    best = hvd.callbacks.ModelCheckpoint(
+        directory / "best.weights.h5",
+        monitor="watched",
+        mode="min",
+        save_best_only=True,
+        save_weights_only=True,
+    )
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    fit(model, [broadcast, Log(), hvd.callbacks.MetricAverageCallback(), best], epochs=2)
+    if SIZE > 1:
+        saved = training.dense_model()
+        saved.load_weights(directory / "best.weights.h5")
+        np.testing.assert_array_equal(training.flat(saved), training.flat(model))
+
+
+def test_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(
+    directory: pathlib.Path,
+) -> None:
+    (directory / "file").write_text("in the way")
+    checkpoint = hvd.callbacks.ModelCheckpoint(directory / "file" / "model.keras")
+    error = OSError if RANK == 0 else RuntimeError
+    with pytest.raises(error, match="file"):
+        fit(compiled(training.dense_model()), [checkpoint])
+
+
+def test_saved_model_loads_and_goes_on_without_hvd_keras(directory: pathlib.Path) -> None:
+    """In a process in which hvd_keras cannot be imported, with the state of the optimizer."""
+    model = compiled(training.sparse_model(), keras.optimizers.Adam(0.01))
+    fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    if RANK == 0:
+        model.save(directory / "model.keras")
+        x, _ = training.data(model, SIZE)
+        np.savez(directory / "expected.npz", x=x, y=model.predict(x, verbose=0))
+        (directory / "load.py").write_text(
+            "import sys\n"
+            "sys.modules['hvd_keras'] = None\n"
+            "import keras, numpy as np\n"
+            "model = keras.models.load_model('model.keras')\n"
+            "data = np.load('expected.npz')\n"
+            "np.testing.assert_allclose(model.predict(data['x'], verbose=0), data['y'], rtol=1e-5)\n"
+            "assert type(model.optimizer) is keras.optimizers.Adam\n"
+            f"assert int(model.optimizer.iterations) == {training.STEPS}\n"
+            "model.fit(data['x'], data['y'], verbose=0)\n"
+            "print('went on')\n"
+        )
+        # Outside the job: a child that took part in it would be a second rank 0.
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
+        output = subprocess.run(
+            [sys.executable, "load.py"],
+            cwd=directory,
+            env=clean,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert "went on" in output.stdout, output.stderr
+    hvd.allreduce([1.0])
+
+
+def test_loaded_model_can_be_wrapped_and_goes_on(directory: pathlib.Path) -> None:
+    model = compiled(training.dense_model(), keras.optimizers.Adam(0.01))
+    fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    if RANK == 0:
+        model.save(directory / "model.keras")
+    hvd.allreduce([1.0])
+    loaded = keras.models.load_model(directory / "model.keras")
+    loaded.compile(optimizer=hvd.DistributedOptimizer(loaded.optimizer), loss="mse")
+    fit(loaded, [])
+    fit(model, [])
+    np.testing.assert_allclose(training.flat(loaded), training.flat(model), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,73 @@
+"""Builds and runs native/tests: the core without TensorFlow, alone and on several ranks."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness import ranks
+
+ROOT = pathlib.Path(__file__).parents[2]
+BUILD = ROOT / "build" / "core-tests"
+
+
+def program(name: str) -> str:
+    """The path of a build tool, of this environment if it has it."""
+    beside = str(pathlib.Path(sys.executable).parent)
+    path = shutil.which(name, path=beside) or shutil.which(name)
+    assert path, f"{name} was not found. Install it: pip install {name}"
+    return path
+
+
+def run(*command: str, timeout: float) -> str:
+    result = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def binaries() -> pathlib.Path:
+    """The folder of the test programs, up to date."""
+    ninja = program("ninja")
+    configure = ["-S", str(ROOT / "native"), "-B", str(BUILD), "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
+    configure += ["-DHVD_TENSORFLOW=OFF", "-DHVD_BUILD_TESTS=ON"]
+    run(program("cmake"), *configure, timeout=120)
+    run(ninja, "-C", str(BUILD), "-j", str(os.cpu_count()), timeout=400)
+    return BUILD / "tests"
+
+
+@pytest.mark.parametrize(
+    "name", ["agreement_test", "collectives_test", "explorer_test", "reduce_test"]
+)
+def test_alone(binaries: pathlib.Path, name: str) -> None:
+    output = run(str(binaries / name), timeout=60)
+    assert "ok  " in output
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_engine(binaries: pathlib.Path, size: int) -> None:
+    job = ranks.mpirun(size, str(binaries / "engine_test"), timeout=120)
+    assert job.status == 0, job.output
+    assert job.output.count("two engines do not meet") == size, job.output
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_leave(binaries: pathlib.Path, size: int) -> None:
+    job = ranks.mpirun(size, str(binaries / "leave_test"), timeout=120)
+    assert job.status == 0, job.output
+    assert job.output.count("disagreeing burns no core") == size, job.output
+    # The last rank of "waiting burns no core" comes late; the others say so, once.
+    for rank in range(size - 1):
+        assert job.output.count(f"rank {rank} waits for allreduce 'late'") == 1, job.output
+    assert job.output.count("no progress for") == size - 1, job.output
