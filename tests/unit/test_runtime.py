@@ -1,0 +1,260 @@
+"""Joining and leaving a job, and what becomes of it when a rank fails. Real processes throughout."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.harness import ranks
+
+HEAD = """
+import os, sys, time
+import tensorflow as tf
+import hvd_keras as hvd
+"""
+
+
+def alone(
+    directory: pathlib.Path, script: str, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script without a launcher."""
+    (directory / "script.py").write_text(textwrap.dedent(script))
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=directory,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_before_init_everything_says_so(tmp_path: pathlib.Path) -> None:
+    script = HEAD + textwrap.dedent("""
+        import keras
+        assert not hvd.is_initialized()
+        calls = [hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size]
+        calls += [
+            lambda: hvd.allreduce(tf.ones(1)),
+            lambda: hvd.allgather(tf.ones(1)),
+            lambda: hvd.broadcast(tf.ones(1), 0),
+            lambda: hvd.DistributedOptimizer(keras.optimizers.SGD()),
+            lambda: hvd.DistributedGradientTape(tf.GradientTape()),
+            lambda: hvd.broadcast_variables([tf.Variable(1.0)], 0),
+        ]
+        for call in calls:
+            try:
+                call()
+            except ValueError as error:
+                assert "Call hvd.init() first" in str(error), error
+            else:
+                raise AssertionError(call)
+        hvd.shutdown()  # of nothing: harmless
+    """)
+    result = alone(tmp_path, script)
+    assert result.returncode == 0, result.stderr
+
+
+def test_one_process_is_a_world_of_size_1(tmp_path: pathlib.Path) -> None:
+    script = HEAD + textwrap.dedent("""
+        import keras, numpy as np
+        hvd.init()
+        hvd.init()
+        assert hvd.is_initialized()
+        place = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank()]
+        assert place + [hvd.cross_size()] == [0, 1, 0, 1, 0, 1]
+        np.testing.assert_array_equal(hvd.allreduce([1.0, 2.0]), [1.0, 2.0])
+        np.testing.assert_array_equal(hvd.allgather([[1, 2]]), [[1, 2]])
+        np.testing.assert_array_equal(hvd.broadcast([3], 0), [3])
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        hvd.init()
+        from mpi4py import MPI
+        assert MPI.COMM_WORLD.allreduce(5) == 5
+        np.testing.assert_array_equal(hvd.allreduce([7], op=hvd.Sum), [7])
+        print("all is well")
+    """)
+    result = alone(tmp_path, script)
+    assert result.returncode == 0, result.stderr
+    assert "all is well" in result.stdout
+
+
+@pytest.mark.parametrize("first", ["mpi4py", "hvd_keras"])
+def test_mpi4py_works_beside(tmp_path: pathlib.Path, first: str) -> None:
+    imports = "from mpi4py import MPI\n"
+    script = (imports if first == "mpi4py" else "") + HEAD + "hvd.init()\n" + imports
+    script += textwrap.dedent("""
+        assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        world = MPI.COMM_WORLD
+        assert (world.rank, world.size) == (hvd.rank(), hvd.size())
+        assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), 2)
+        assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+        for i in range(20):
+            assert hvd.allreduce([hvd.rank() + i], op=hvd.Sum).numpy() == [1 + 2 * i]
+            assert world.allreduce(world.rank + i) == 1 + 2 * i
+        hvd.shutdown()
+        assert world.allreduce(1) == 2
+        hvd.init()
+        assert hvd.allreduce([hvd.rank() + 1], op=hvd.Sum).numpy() == [3]
+        print("all is well")
+    """)
+    job = ranks.run_script(tmp_path, 2, script)
+    assert job.status == 0, job.output
+    assert job.output.count("all is well") == 2
+
+
+def test_exception_on_one_rank_reaches_all(tmp_path: pathlib.Path) -> None:
+    script = HEAD + textwrap.dedent("""
+        hvd.init()
+        for step in range(10):
+            if hvd.rank() == 1 and step == 3:
+                raise RuntimeError("bad luck in step 3")
+            hvd.allreduce(tf.ones(4))
+    """)
+    job = ranks.run_script(tmp_path, 3, script, timeout=60)
+    assert job.status != 0
+    lines = job.output.splitlines()
+    for rank in (0, 2):
+        text = "\n".join(line for line in lines if line.startswith(f"[1,{rank}]"))
+        assert "rank 1 has left the job: RuntimeError: bad luck in step 3" in text, job.output
+    culprit = "\n".join(line for line in lines if line.startswith("[1,1]"))
+    assert "Traceback" in culprit, job.output
+
+
+def test_exception_on_one_rank_while_the_others_compute(tmp_path: pathlib.Path) -> None:
+    """Nobody waits for the failing rank, so nobody hears it: it must end the job by itself."""
+    script = HEAD + textwrap.dedent("""
+        hvd.init()
+        hvd.allreduce(tf.ones(4))
+        if hvd.rank() == 1:
+            raise RuntimeError("bad luck")
+        time.sleep(1000)
+    """)
+    job = ranks.run_script(tmp_path, 2, script, timeout=60)
+    assert job.status != 0
+    assert "RuntimeError: bad luck" in job.output
+
+
+@pytest.mark.parametrize("end", ["sys.exit(0)", "sys.exit(3)", "hvd.shutdown()"])
+def test_rank_that_ends_early_fails_the_others(tmp_path: pathlib.Path, end: str) -> None:
+    script = HEAD + textwrap.dedent(f"""
+        hvd.init()
+        for step in range(10):
+            if hvd.rank() == 1 and step == 3:
+                {end}
+                break
+            hvd.allreduce(tf.ones(4), name="gradient")
+    """)
+    job = ranks.run_script(tmp_path, 2, script, timeout=60)
+    assert job.status != 0, job.output
+    assert "allreduce 'gradient' cannot run: rank 1 has left the job" in job.output
+
+
+def test_ranks_may_end_at_different_times(tmp_path: pathlib.Path) -> None:
+    script = HEAD + textwrap.dedent("""
+        hvd.init()
+        hvd.allreduce(tf.ones(4))
+        if hvd.rank() == 0:
+            time.sleep(3)  # saves a model, say
+            print("saved")
+    """)
+    job = ranks.run_script(tmp_path, 2, script, timeout=60)
+    assert job.status == 0, job.output
+    assert "saved" in job.output
+
+
+def test_killed_rank_ends_the_job(tmp_path: pathlib.Path) -> None:
+    script = HEAD + textwrap.dedent(f"""
+        hvd.init()
+        for step in range(10):
+            if hvd.rank() == 1 and step == 3:
+                os.kill(os.getpid(), {signal.SIGKILL.value})
+            hvd.allreduce(tf.ones(4))
+    """)
+    assert ranks.run_script(tmp_path, 2, script, timeout=60).status != 0
+
+
+def test_waiting_costs_no_core_and_is_reported(tmp_path: pathlib.Path) -> None:
+    script = HEAD + textwrap.dedent("""
+        hvd.init()
+        hvd.allreduce(tf.ones(4))
+        before = time.process_time()
+        if hvd.rank() == 1:
+            time.sleep(5)
+        hvd.allreduce(tf.ones(4), name="late")
+        if hvd.rank() == 0:
+            print("used", time.process_time() - before)
+    """)
+    job = ranks.run_script(tmp_path, 2, script, timeout=60, HVD_STALL_WARNING_SECONDS="2")
+    assert job.status == 0, job.output
+    assert "rank 0 waits for allreduce 'late'" in job.output
+    used = float(job.output.split("used ")[1].split()[0])
+    assert used < 0.2 * 5, "a waiting rank used more than a fifth of a core"
+
+
+def test_ranks_that_wait_for_different_things_are_reported(tmp_path: pathlib.Path) -> None:
+    script = HEAD + textwrap.dedent("""
+        import threading
+        hvd.init()
+        mine, other = ("a", "b") if hvd.rank() == 0 else ("b", "a")
+        def late():
+            time.sleep(4)
+            hvd.allreduce(tf.ones(1), name=other)
+        thread = threading.Thread(target=late)
+        thread.start()
+        hvd.allreduce(tf.ones(1), name=mine)
+        thread.join()
+    """)
+    job = ranks.run_script(tmp_path, 2, script, timeout=60, HVD_STALL_WARNING_SECONDS="1")
+    assert job.status == 0, job.output
+    assert "rank 0 has submitted: allreduce 'a'" in job.output
+    assert "rank 1 has submitted: allreduce 'b'" in job.output
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("HVD_STALL_WARNING_SECONDS", "soon", "'soon', expected a number of seconds"),
+        ("HVD_BUCKET_BYTES", "0", "'0', expected a number of bytes"),
+    ],
+)
+def test_bad_settings(tmp_path: pathlib.Path, name: str, value: str, expected: str) -> None:
+    script = HEAD + "hvd.init()\nhvd.broadcast_variables([tf.Variable(1.0)], 0)"
+    result = alone(tmp_path, script, **{name: value})
+    assert result.returncode != 0
+    assert expected in result.stderr
+
+
+def test_other_tensorflow_is_refused(tmp_path: pathlib.Path) -> None:
+    script = """
+        from hvd_keras import _build_info
+        _build_info.TENSORFLOW_VERSION = "1.15"
+        import hvd_keras as hvd
+        hvd.init()
+    """
+    result = alone(tmp_path, script)
+    assert result.returncode != 0
+    assert "hvd_keras was built for TensorFlow 1.15" in result.stderr
+
+
+def test_import_from_the_source_folder_says_what_to_do(tmp_path: pathlib.Path) -> None:
+    """As happens in a checkout where nothing is installed: callbacks/ is not where it belongs."""
+    source = pathlib.Path(__file__).parents[2] / "hvd_keras"
+    (tmp_path / "hvd_keras").symlink_to(source)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", "import hvd_keras"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "pip install -e ." in result.stderr
+
+
+def test_launcher_starts_without_tensorflow() -> None:
+    code = "import sys, hvd_keras.launch.cli; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
