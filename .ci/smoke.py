@@ -11,18 +11,19 @@ import sys
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras
-import numpy as np
-
 import hvd_keras as hvd
 
 WHEN = sys.argv[1]
 
+init = hvd.init  # from here on mpi4py knows which MPI to take
 if WHEN == "before":
     from mpi4py import MPI
-hvd.init()
+init()
 if WHEN == "after":
     from mpi4py import MPI
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
 
 rank, size = hvd.rank(), hvd.size()
 # A launcher of another MPI starts worlds of one rank each, in which all of the below would pass.
@@ -66,7 +67,7 @@ def check_training():
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(x, y, batch_size=8, epochs=2, callbacks=[callback], verbose=0)
     weights = np.concatenate([w.ravel() for w in model.get_weights()])
-    assert np.isfinite(weights).all() and not (weights == start).any()
+    assert np.isfinite(weights).all() and (weights != start).any()
     everyone = hvd.allgather(weights[np.newaxis].view("uint8")).numpy()
     assert (everyone == everyone[0]).all(), "the ranks' weights differ"
 

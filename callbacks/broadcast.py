@@ -1,5 +1,6 @@
 """Same start for all ranks."""
 
+import warnings
 from typing import Any
 
 import keras
@@ -13,6 +14,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Weights, moving statistics, optimizer slots, iteration counts and the learning rate become
     equal. Random generators (dropout, augmentation) get the root's seed mixed with the rank: every
     rank draws other masks, and a rerun draws the same ones again.
+
+    Also turns off XLA compilation of the model (``jit_compile``), with a warning: Keras turns it on
+    by itself on machines with GPUs, and collectives cannot be compiled by XLA yet.
 
     Broadcasts once; a later ``fit`` with the same instance does not repeat it.
 
@@ -31,6 +35,18 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         super().__init__()
         self.root_rank = root_rank
         self._done = False
+
+    def set_model(self, model: Any) -> None:
+        """Turns XLA off: the collectives cannot be compiled by it yet."""
+        super().set_model(model)
+        if model.jit_compile:
+            model.jit_compile = False
+            if runtime.rank() == 0:
+                warnings.warn(
+                    "hvd_keras: the model trains without XLA (jit_compile=False), in which "
+                    "collectives between processes do not run yet.",
+                    stacklevel=2,
+                )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """After Keras has built the model."""

@@ -17,7 +17,7 @@ class ModelCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     when it is complete and on the disk, so that a crash at any time leaves the last checkpoint
     whole. An error of writing (a full disk) is raised on all ranks.
 
-    With ``monitor``, put it behind ``MetricAverageCallback``, to choose by the metrics of all ranks.
+    With ``monitor``, put it behind ``MetricAverageCallback``, to choose by all ranks' metrics.
 
     Raises:
         RuntimeError: (in ``fit``, on the other ranks) rank 0 could not write; there the error

@@ -30,7 +30,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             learning rate is a schedule, which cannot be set.
 
     Example:
-        callbacks=[hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.1 ** (epoch // 30))]
+        hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.1 ** (epoch // 30))
     """
 
     def __init__(
@@ -53,16 +53,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         self.steps_per_epoch = steps_per_epoch
         self._epoch = 0
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Finds out how many batches an epoch has."""
-        if self.staircase or self.steps_per_epoch:
-            return
-        self.steps_per_epoch = self.params.get("steps")
-        if not self.steps_per_epoch:
+    def _steps(self) -> int:
+        steps: int | None = self.steps_per_epoch or self.params.get("steps")
+        if not steps:
             raise ValueError(
-                f"{type(self).__name__}: the number of batches per epoch is not known from the data. "
+                f"{type(self).__name__}: the data does not tell how many batches an epoch has. "
                 "Give steps_per_epoch."
             )
+        return steps
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Remembers the epoch, for batches know theirs only within it."""
@@ -75,7 +73,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
             return
         if not self.staircase:
-            self._set(self._epoch + batch / self.steps_per_epoch)
+            self._set(self._epoch + batch / self._steps())
         elif batch == 0:
             self._set(self._epoch)
 
@@ -103,7 +101,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` over the first epochs.
+    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` in the first epochs.
 
     Linearly, batch by batch, as Goyal et al. do, to get through the first epochs in which a rate
     scaled by ``size()`` would make training diverge.
@@ -128,7 +126,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     ) -> None:
         def multiplier(epoch: float) -> float:
             # Counted to the end of the batch, so that the last one trains at the full rate.
-            done = min(1.0, (epoch + 1 / self.steps_per_epoch) / warmup_epochs)
+            done = min(1.0, (epoch + 1 / self._steps()) / warmup_epochs)
             return (1 + done * (runtime.size() - 1)) / runtime.size()
 
         super().__init__(

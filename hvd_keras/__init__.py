@@ -1,5 +1,7 @@
 """Data-parallel training for Keras: Horovod's API on today's TensorFlow and Keras.
 
+Four lines make a Keras script train on several processes::
+
     import hvd_keras as hvd
 
     hvd.init()
@@ -7,7 +9,7 @@
     model.compile(optimizer=optimizer, loss=...)
     model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
-    $ hvdrun -np 4 python train.py
+Start it with ``hvdrun -np 4 python train.py``.
 """
 
 import importlib
@@ -15,7 +17,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvd_keras import callbacks as callbacks
+    from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined]
     from hvd_keras.ops import Average as Average
     from hvd_keras.ops import Max as Max
     from hvd_keras.ops import Min as Min
@@ -53,7 +55,7 @@ _HOME = {
     "broadcast_variables": "variables",
 }
 
-__all__ = ["callbacks", *_HOME]  # noqa: PLE0604
+__all__ = ["callbacks", *_HOME]
 
 if importlib.util.find_spec("hvd_keras.callbacks") is None:
     raise ImportError(

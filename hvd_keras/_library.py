@@ -16,12 +16,22 @@ except ImportError as error:
     ) from error
 
 
-def _find(name: str) -> str:
+# As many bytes as MPICH's MPI_MAX_LIBRARY_VERSION_STRING, the greatest there is.
+_VERSION_BYTES = 8192
+
+
+def _search(name: str) -> str | None:
     # An editable installation has two folders: the sources, and what was built.
     for folder in hvd_keras.__path__:
         path = pathlib.Path(folder) / name
         if path.exists():
             return str(path)
+    return None
+
+
+def _find(name: str) -> str:
+    if path := _search(name):
+        return path
     raise ImportError(
         f"{name} was not found in {list(hvd_keras.__path__)}. Run 'pip install .' in the source "
         "folder of hvd_keras again and look for errors of the build."
@@ -48,12 +58,31 @@ def core() -> ctypes.CDLL:
     return library
 
 
+def mpi_file() -> str:
+    """The MPI library, under the name that mpi4py knows it by (see native/CMakeLists.txt)."""
+    # The core comes first in any case: it binds all symbols of MPI at once, mpi4py only when they are
+    # first called; by then a part of them would be bound to TensorFlow's copy of hwloc.
+    file = core().hvd_mpi_file().decode()
+    return _search("libmpi.so.12") or file
+
+
+def mpi_version() -> str:
+    """The version text of the MPI that the core was linked with.
+
+    If another MPI was loaded before for all to use (mpi4py does so with Open MPI), then the core's
+    own calls, ``hvd_mpi_version`` too, go to that one; a look-up by the core's handle does not.
+    """
+    text = ctypes.create_string_buffer(_VERSION_BYTES)
+    core().MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
+    return text.value.decode()
+
+
 @functools.cache
 def tensorflow_ops() -> Any:
     """The module of raw TensorFlow ops."""
     import tensorflow as tf
 
-    built_for = _build_info.TENSORFLOW_VERSION
+    built_for: str = _build_info.TENSORFLOW_VERSION
     if tf.__version__.split(".")[:2] != built_for.split("."):
         raise ImportError(
             f"hvd_keras was built for TensorFlow {built_for}, and this is TensorFlow "

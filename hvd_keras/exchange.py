@@ -155,7 +155,9 @@ def _check_equal(views: list[list[str]]) -> None:
     for i in range(longest):
         row = [view[i] if i < len(view) else "none" for view in views]
         if len(set(row)) > 1:
-            lines.append(f"variable {i}: " + ", ".join(f"rank {r} has {v}" for r, v in enumerate(row)))
+            lines.append(
+                f"variable {i}: " + ", ".join(f"rank {r} has {v}" for r, v in enumerate(row))
+            )
     shown = "\n  ".join(lines[:5]) + (f"\n  and {len(lines) - 5} more" if len(lines) > 5 else "")
     raise ValueError(
         f"The ranks train different models:\n  {shown}\n"

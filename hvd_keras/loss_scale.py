@@ -16,7 +16,7 @@ from hvd_keras import ops, runtime
 
 @functools.cache
 def agree_on_finite_gradients() -> None:
-    """From now on the check of a LossScaleOptimizer around a distributed optimizer covers all ranks.
+    """From now on, a LossScaleOptimizer around a distributed optimizer asks all ranks.
 
     On the class, because ``compile`` makes such a wrapper by itself, of which we hear nothing.
     """

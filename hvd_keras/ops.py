@@ -152,7 +152,8 @@ def allgather(tensor: Any, name: str | None = None) -> tf.Tensor:
     Raises:
         TypeError: the tensor's dtype cannot travel.
         ValueError: the tensor is a scalar.
-        tf.errors.FailedPreconditionError: dtypes, or dimensions but the first, differ; on every rank.
+        tf.errors.FailedPreconditionError: dtypes, or dimensions after the first, differ; on every
+            rank.
         tf.errors.AbortedError: a rank has left the job.
     """
     tensor = tf.convert_to_tensor(_checked("allgather", tensor))
@@ -300,7 +301,7 @@ def _name(kind: str, name: str | None) -> str:
     return f"unnamed.{counts[kind]}"
 
 
-@tf.RegisterGradient("HvdAllreduce")
+@tf.RegisterGradient("HvdAllreduce")  # type: ignore[untyped-decorator]
 def _allreduce_gradient(op: Any, *upstream: Any) -> list[Any]:
     """The loss is the sum over ranks, so every rank's upstream gradient counts."""
     reduction = ReduceOp(op.get_attr("reduction").decode())
@@ -343,19 +344,17 @@ def _product_weights(inputs: Any, outputs: Any, name: str) -> list[tf.Tensor]:
     ]
 
 
-@tf.RegisterGradient("HvdAllgather")
+@tf.RegisterGradient("HvdAllgather")  # type: ignore[untyped-decorator]
 def _allgather_gradient(op: Any, *upstream: Any) -> list[tf.Tensor]:
     name = op.get_attr("tensor_name").decode() + ".gradient"
     total = _raw.hvd_allreduce(upstream, tensor_name=name, reduction=Sum.value)
     rows = tf.stack([tf.shape(x, tf.int64)[0] for x in op.inputs])
     before = _raw.hvd_allgather([rows[tf.newaxis]], tensor_name=f"{name}.rows")[0]
     starts = tf.reduce_sum(before[: runtime.rank()], axis=0)
-    return [
-        gradient[starts[i] : starts[i] + rows[i]] for i, gradient in enumerate(total)
-    ]
+    return [gradient[starts[i] : starts[i] + rows[i]] for i, gradient in enumerate(total)]
 
 
-@tf.RegisterGradient("HvdBroadcast")
+@tf.RegisterGradient("HvdBroadcast")  # type: ignore[untyped-decorator]
 def _broadcast_gradient(op: Any, *upstream: Any) -> list[tf.Tensor]:
     name = op.get_attr("tensor_name").decode() + ".gradient"
     total = list(_raw.hvd_allreduce(upstream, tensor_name=name, reduction=Sum.value))

@@ -99,13 +99,15 @@ class _Distribution:
         """In place of ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         if runtime.size() == 1 or len(grads) == 0:
-            return keras_apply(self.optimizer, grads, trainable_variables)
+            keras_apply(self.optimizer, grads, trainable_variables)
+            return
         variables = trainable_variables
         if variables is None:
             variables = self.optimizer._trainable_variables
         variables = list(variables)
         plan, grads = self._complete(list(grads), variables)
-        overwritten = [i for i, v in enumerate(variables) if _overwritten(v) and grads[i] is not None]
+        present = [i for i, gradient in enumerate(grads) if gradient is not None]
+        overwritten = [i for i in present if _overwritten(variables[i])]
         if overwritten:
             # Such "gradients" (float8 scales) are new values; Keras takes the largest of several.
             largest = ops.grouped_allreduce(
@@ -116,8 +118,7 @@ class _Distribution:
         if isinstance(self.optimizer, keras.optimizers.MultiOptimizer):
             grads = plan.exchange(grads, self.op)  # its parts update, it does not
         else:
-            left = [i for i in range(len(grads)) if grads[i] is not None and i not in overwritten]
-            self.current = plan, left
+            self.current = plan, [i for i in present if i not in overwritten]
         keras_apply(self.optimizer, grads, trainable_variables)
 
     def clip_gradients(self, grads: Sequence[Any]) -> Any:
@@ -135,9 +136,7 @@ class _Distribution:
             grads = [everything[i] for i in left]
         return keras_clip(self.optimizer, grads)
 
-    def _complete(
-        self, grads: list[Any], variables: list[Any]
-    ) -> tuple[exchange.Plan, list[Any]]:
+    def _complete(self, grads: list[Any], variables: list[Any]) -> tuple[exchange.Plan, list[Any]]:
         if self.as_dense:
             grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
         entries = tuple(exchange.entry(v) for v in variables)

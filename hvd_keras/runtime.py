@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 from hvd_keras import _library, settings
 
-# How long a rank that fails waits for the others to hear of it, and then for them to say so on their
-# own output, before it ends the job for all.
+# How long a rank that fails waits for the others to hear of it, and then for them to say so on
+# their own output, before it ends the job for all.
 _HEARD_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 1.0
 
 _LEFT_TOGETHER, _LEFT_ALONE = 0, 1
 
 _guards_installed = False
+
+# mpi4py takes the first MPI that it finds: it must be this one, also if it is imported before init().
+settings.point_mpi4py_at(_library.mpi_file())
 
 
 class _Place(NamedTuple):
@@ -110,16 +113,14 @@ def _place() -> _Place:
 
 def _use_one_mpi() -> None:
     """Two MPI libraries in one process would know nothing of each other."""
-    core = _library.core()
-    if "mpi4py.MPI" not in sys.modules:
-        # If the script imports mpi4py later, it must take the library that is loaded already.
-        settings.point_mpi4py_at(core.hvd_mpi_file().decode())
-        return
-    theirs = sys.modules["mpi4py.MPI"].Get_library_version()
-    ours = core.hvd_mpi_version().decode()
-    if theirs.strip("\0\n ") != ours.strip("\0\n "):
+    if "mpi4py.MPI" in sys.modules:
+        user, theirs = "mpi4py", sys.modules["mpi4py.MPI"].Get_library_version()
+    else:
+        user, theirs = "this process", _library.core().hvd_mpi_version().decode()
+    theirs, ours = (text.strip("\0\n ") for text in (theirs, _library.mpi_version()))
+    if theirs != ours:
         raise RuntimeError(
-            f"mpi4py uses {theirs.splitlines()[0]!r}, hvd_keras was built with "
+            f"{user} uses {theirs.splitlines()[0]!r}, hvd_keras was built with "
             f"{ours.splitlines()[0]!r}: one process needs one MPI. Call hvd.init() before "
             "importing mpi4py, or build hvd_keras with HVD_MPICXX set to the other's mpicxx."
         )

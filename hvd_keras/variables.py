@@ -14,7 +14,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
     """Assigns the root's values to the variables of every rank.
 
     Args:
-        variables: Keras variables or ``tf.Variable``s, the same ones in the same order on all ranks.
+        variables: Keras variables or ``tf.Variable``s, in the same order on all ranks.
         root_rank: the rank whose values all get.
 
     Raises:

@@ -16,8 +16,6 @@ def pytest_runtest_logreport(report) -> None:
     if report.failed:
         # The others may wait for this rank for ever: end the whole job.
         sys.stdout.flush()
-        sys.stderr.write(
-            f"\nrank {hvd.rank()} failed in {report.nodeid}:\n{report.longreprtext}\n"
-        )
+        sys.stderr.write(f"\nrank {hvd.rank()} failed in {report.nodeid}:\n{report.longreprtext}\n")
         sys.stderr.flush()
         _library.core().hvd_abort(1)

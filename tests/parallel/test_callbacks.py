@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import warnings
 
 import keras
 import numpy as np
@@ -91,6 +92,15 @@ def test_broadcast_of_models_that_differ() -> None:
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(Exception, match=r"(?s)rank 0.*\[3,2\].*rank 1.*\[3,3\]"):
         hvd.broadcast_variables(model.variables, 0)
+
+
+def test_jit_compile_is_turned_off_with_a_warning() -> None:
+    model = compiled(training.dense_model(), jit_compile=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert any("without XLA" in str(w.message) for w in caught) == (RANK == 0)
+    training.assert_bit_identical_on_all_ranks(model)
 
 
 def masks() -> np.ndarray:
@@ -277,7 +287,8 @@ def test_saved_model_loads_and_goes_on_without_hvd_keras(directory: pathlib.Path
             "import keras, numpy as np\n"
             "model = keras.models.load_model('model.keras')\n"
             "data = np.load('expected.npz')\n"
-            "np.testing.assert_allclose(model.predict(data['x'], verbose=0), data['y'], rtol=1e-5)\n"
+            "y = model.predict(data['x'], verbose=0)\n"
+            "np.testing.assert_allclose(y, data['y'], rtol=1e-5)\n"
             "assert type(model.optimizer) is keras.optimizers.Adam\n"
             f"assert int(model.optimizer.iterations) == {training.STEPS}\n"
             "model.fit(data['x'], data['y'], verbose=0)\n"

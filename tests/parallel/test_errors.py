@@ -86,7 +86,7 @@ def test_scaled_integers_and_summed_bools() -> None:
 
 
 def test_op_that_is_none() -> None:
-    with pytest.raises(ValueError, match="expected hvd.Average"):
+    with pytest.raises(ValueError, match=r"expected hvd\.Average"):
         hvd.allreduce(tf.ones(1), op="sum")
     with pytest.raises(ValueError, match="Give op alone"):
         hvd.allreduce(tf.ones(1), average=True, op=hvd.Sum)

@@ -50,9 +50,7 @@ MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", MAIN)
 def test_equals_one_process(optimizer: str, model: str, eagerly: bool) -> None:
-    training.assert_trains_like_one_process(
-        MODELS[model], MAIN[optimizer], run_eagerly=eagerly
-    )
+    training.assert_trains_like_one_process(MODELS[model], MAIN[optimizer], run_eagerly=eagerly)
 
 
 @pytest.mark.parametrize("optimizer", OTHERS)
@@ -253,7 +251,7 @@ def test_wrong_optimizers() -> None:
         hvd.DistributedOptimizer("adam")
     with pytest.raises(ValueError, match="Wrap an optimizer once"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(optimizers.SGD()))
-    with pytest.raises(ValueError, match="hvd.Average or hvd.Sum"):
+    with pytest.raises(ValueError, match=r"hvd\.Average or hvd\.Sum"):
         hvd.DistributedOptimizer(optimizers.SGD(), op=hvd.Max)
     with pytest.raises(TypeError, match=r"tf.GradientTape"):
         hvd.DistributedGradientTape(None)

@@ -119,6 +119,10 @@ def hvdrun(tmp_path):
     assert list(launcher.temporary.iterdir()) == []
 
 
+def parent(pid: int) -> int:
+    return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def wait_until(condition, what: str) -> None:
     limit = time.monotonic() + LIMIT
     while not condition():
@@ -399,7 +403,7 @@ def test_a_signal_ends_all_ranks(hvdrun, number):
 
 def test_a_second_interrupt_does_not_wait(hvdrun):
     process = hvdrun.start_ready(1, f"print('ready')\ntime.sleep({FOREVER})")
-    (mpirun_pid,) = (pid for pid, line in hvdrun.processes().items() if "mpirun -n 1" in line)
+    (mpirun_pid,) = (pid for pid in hvdrun.processes() if parent(pid) == process.pid)
     os.kill(mpirun_pid, signal.SIGSTOP)  # so that it does not react to the first one
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)  # two signals at once would arrive as one
@@ -422,23 +426,21 @@ def test_nothing_survives_a_killed_hvdrun(hvdrun, reaction):
 
 
 def test_the_command_dies_with_its_worker(hvdrun):
-    for stream in ("in", "out", "err"):
-        os.mkfifo(worker.stream_path(hvdrun.folder, 0, stream))
-    out = os.open(worker.stream_path(hvdrun.folder, 0, "out"), os.O_RDONLY | os.O_NONBLOCK)
-    err = os.open(worker.stream_path(hvdrun.folder, 0, "err"), os.O_RDONLY | os.O_NONBLOCK)
-    script = hvdrun.script(f"print('ready', flush=True)\ntime.sleep({FOREVER})")
+    in_, out, err = (worker.stream_path(hvdrun.folder, 0, name) for name in ("in", "out", "err"))
+    for path in (in_, out, err):
+        os.mkfifo(path)
+    script = hvdrun.script(f"open('started', 'w')\ntime.sleep({FOREVER})")
     arguments = [str(hvdrun.folder), str(os.getpid() + 1), json.dumps([sys.executable, script])]
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", worker.__file__, *arguments],
-        env=hvdrun.environment | {"PMI_RANK": "0", "PMIX_RANK": "0"},
-    )
-    os.set_blocking(out, True)
-    wait_until(lambda: os.read(out, 6) == b"ready\n", "the start of the command")
-    process.kill()
-    process.wait(timeout=LIMIT)
-    wait_until(lambda: not hvdrun.processes(), "the end of the command")
-    os.close(out)
-    os.close(err)
+    with open(os.open(out, os.O_RDWR)), open(os.open(err, os.O_RDWR)):
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", worker.__file__, *arguments],
+            cwd=hvdrun.folder,
+            env=hvdrun.environment | {"PMI_RANK": "0"},
+        )
+        wait_until((hvdrun.folder / "started").exists, "the start of the command")
+        process.kill()
+        process.wait(timeout=LIMIT)
+        wait_until(lambda: not hvdrun.processes(), "the end of the command")
 
 
 def test_a_hangup_is_ignored_under_nohup(hvdrun):

@@ -18,7 +18,7 @@ def test_parallel(size: int) -> None:
         size,
         sys.executable,
         *("-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider", str(PARALLEL)),
-        # A rank that hangs shows where, and ends the job. No test takes long, even on a busy machine.
+        # A rank that hangs shows where, and ends the job. No test takes nearly as long.
         *("--timeout=120", "--timeout-method=thread"),
         timeout=800,
         env={"HVD_TEST_PARALLEL": "1"},

@@ -1,4 +1,4 @@
-"""Joining and leaving a job, and what becomes of it when a rank fails. Real processes throughout."""
+"""Joining and leaving a job, and what becomes of it when a rank fails, with real processes."""
 
 import os
 import pathlib
@@ -18,9 +18,7 @@ import hvd_keras as hvd
 """
 
 
-def alone(
-    directory: pathlib.Path, script: str, **env: str
-) -> subprocess.CompletedProcess[str]:
+def alone(directory: pathlib.Path, script: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script without a launcher."""
     (directory / "script.py").write_text(textwrap.dedent(script))
     return subprocess.run(

