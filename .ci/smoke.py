@@ -67,7 +67,8 @@ def check_training():
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(x, y, batch_size=8, epochs=2, callbacks=[callback], verbose=0)
     weights = np.concatenate([w.ravel() for w in model.get_weights()])
-    assert np.isfinite(weights).all() and (weights != start).any()
+    assert np.isfinite(weights).all()
+    assert (weights != start).any(), "nothing was learnt"
     everyone = hvd.allgather(weights[np.newaxis].view("uint8")).numpy()
     assert (everyone == everyone[0]).all(), "the ranks' weights differ"
 

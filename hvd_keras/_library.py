@@ -60,8 +60,8 @@ def core() -> ctypes.CDLL:
 
 def mpi_file() -> str:
     """The MPI library, under the name that mpi4py knows it by (see native/CMakeLists.txt)."""
-    # The core comes first in any case: it binds all symbols of MPI at once, mpi4py only when they are
-    # first called; by then a part of them would be bound to TensorFlow's copy of hwloc.
+    # The core comes first in any case: ctypes binds all of MPI's symbols at once, mpi4py each when
+    # it is first called; some would be bound to TensorFlow's copy of hwloc, which comes later.
     file = core().hvd_mpi_file().decode()
     return _search("libmpi.so.12") or file
 

@@ -18,7 +18,7 @@ _LEFT_TOGETHER, _LEFT_ALONE = 0, 1
 
 _guards_installed = False
 
-# mpi4py takes the first MPI that it finds: it must be this one, also if it is imported before init().
+# mpi4py takes the first MPI that it finds; that must be this one, also before init().
 settings.point_mpi4py_at(_library.mpi_file())
 
 

@@ -42,6 +42,19 @@ class Reader {
 // The first request of each identity; a later one with the same identity waits for its turn.
 using Heads = std::unordered_map<std::string, const Pending*>;
 
+// Whether somebody waits for a request that a rank that has left can no longer submit.
+bool somebody_waits_in_vain(const std::vector<Report>& reports, const std::vector<Heads>& heads) {
+  for (size_t rank = 0; rank < reports.size(); ++rank) {
+    if (!reports[rank].leaving) continue;
+    for (const Heads& other : heads) {
+      for (const auto& head : other) {
+        if (heads[rank].count(head.first) == 0) return true;
+      }
+    }
+  }
+  return false;
+}
+
 std::string who_left(const std::vector<Report>& reports) {
   std::string text;
   for (size_t rank = 0; rank < reports.size(); ++rank) {
@@ -65,7 +78,8 @@ std::string disagreement(const std::string& identity, const std::vector<Heads>& 
 Decision decide(const std::vector<Report>& reports) {
   std::vector<Heads> heads(reports.size());
   for (size_t rank = 0; rank < reports.size(); ++rank) {
-    for (const Pending& pending : reports[rank].queue) heads[rank].emplace(pending.identity, &pending);
+    for (const Pending& pending : reports[rank].queue)
+      heads[rank].emplace(pending.identity, &pending);
   }
 
   Decision decision;
@@ -88,7 +102,8 @@ Decision decide(const std::vector<Report>& reports) {
       decision.refuse.push_back({pending.identity, disagreement(pending.identity, heads)});
     }
   }
-  if (decision.nothing()) decision.left = who_left(reports);
+  if (decision.nothing() && somebody_waits_in_vain(reports, heads))
+    decision.left = who_left(reports);
   return decision;
 }
 

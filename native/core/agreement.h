@@ -1,13 +1,16 @@
 // What the ranks do next when their next requests differ. Pure: no threads, no messages, no clock.
 //
-// Every rank reports its queue; every rank feeds the same reports, ordered by rank, to decide(), and so
-// comes to the same decision:
+// Every rank reports its queue; every rank feeds the same reports, ordered by rank, to decide(),
+// and so comes to the same decision:
 //
-//   1. A request that is pending on all ranks with one signature runs, in the order of rank 0's queue.
-//   2. A request that is pending on all ranks with different signatures fails on all of them, and the
+//   1. A request that is pending on all ranks with one signature runs, in the order of rank 0's
+//   queue.
+//   2. A request that is pending on all ranks with different signatures fails on all of them, and
+//   the
 //      message shows every rank's.
-//   3. If neither exists and a rank has left, no other rank can ever be served: all that is pending
-//      fails, and so does all that comes later.
+//   3. If neither exists and some rank waits for a request that a rank that has left did not
+//   submit,
+//      the program is broken: all that is pending fails, and so does all that comes later.
 //   4. Otherwise the ranks wait for more requests and report again.
 #pragma once
 

@@ -1,4 +1,5 @@
-// The flat surface of the core, for ctypes. Functions that can fail return 0 or leave a text in hvd_error().
+// The flat surface of the core, for ctypes. Functions that can fail return 0 or leave a text in
+// hvd_error().
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -35,7 +36,8 @@ HVD_EXPORT void hvd_place(int* six) {
 }
 
 // Says that this rank submits nothing more; waits at most `seconds` (< 0: for ever).
-// 0: all ranks have left. 1: others still waited for this rank; they have been told. 2: no answer in time.
+// 0: all ranks have left. 1: others still waited for this rank; they have been told. 2: no answer
+// in time.
 HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
   return static_cast<int>(hvd::World::instance().leave(reason, seconds));
 }

@@ -14,8 +14,9 @@ struct DTypeRow {
 };
 
 constexpr DTypeRow kDTypes[] = {
-    {"bool", 1},  {"uint8", 1},  {"int8", 1},  {"uint16", 2},  {"int16", 2},    {"uint32", 4}, {"int32", 4},
-    {"uint64", 8}, {"int64", 8}, {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8},
+    {"bool", 1},     {"uint8", 1},   {"int8", 1},    {"uint16", 2}, {"int16", 2},
+    {"uint32", 4},   {"int32", 4},   {"uint64", 8},  {"int64", 8},  {"float16", 2},
+    {"bfloat16", 2}, {"float32", 4}, {"float64", 8},
 };
 
 constexpr const char* kReductions[] = {"Average", "Sum", "Min", "Max", "Product"};
@@ -29,7 +30,8 @@ constexpr Collective kCollectives[] = {
 
 bool is_floating(DType dtype) { return dtype >= DType::float16; }
 
-// FNV-1a (Fowler, Noll, Vo; http://www.isthe.com/chongo/tech/comp/fnv/) over 64-bit words, with a final mix.
+// FNV-1a (Fowler, Noll, Vo; http://www.isthe.com/chongo/tech/comp/fnv/) over 64-bit words, with a
+// final mix.
 class Hash {
  public:
   void add(uint64_t word) {
@@ -80,20 +82,24 @@ Status check(const Request& request, int size) {
   }
   for (const Input& input : request.inputs) {
     if (row.first_dim_free && input.shape.empty()) {
-      return refuse("got a scalar, expected a tensor with at least one dimension. Use tf.expand_dims(tensor, 0).");
+      return refuse(
+          "got a scalar, expected a tensor with at least one dimension. Use tf.expand_dims(tensor, "
+          "0).");
     }
     if (!row.reduces) continue;
-    if (input.dtype == DType::boolean && request.reduction != Reduction::min && request.reduction != Reduction::max) {
+    if (input.dtype == DType::boolean && request.reduction != Reduction::min &&
+        request.reduction != Reduction::max) {
       return refuse(std::string("got a bool tensor with op=") + name_of(request.reduction) +
                     ". Use Min (logical and) or Max (logical or), or cast it.");
     }
     if (!is_floating(input.dtype) && request.reduction == Reduction::average) {
-      return refuse(std::string("got an ") + name_of(input.dtype) +
-                    " tensor with op=Average, which would have to round. Use op=Sum and divide, or cast it to float32.");
+      return refuse(std::string("got a tensor of dtype ") + name_of(input.dtype) +
+                    " with op=Average, which would have to round. Use op=Sum and divide, or cast "
+                    "it to float32.");
     }
     if (!is_floating(input.dtype) && (request.prescale != 1.0 || request.postscale != 1.0)) {
-      return refuse(std::string("got scale factors for an ") + name_of(input.dtype) +
-                    " tensor, which would have to round. Cast it to float32.");
+      return refuse(std::string("got scale factors for a tensor of dtype ") + name_of(input.dtype) +
+                    ", which would have to round. Cast it to float32.");
     }
   }
   return {};

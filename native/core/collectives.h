@@ -11,10 +11,10 @@ namespace hvd {
 
 struct Collective {
   const char* name;
-  bool reduces;          // reduction and scale factors count
-  bool has_root;         // the root rank counts
-  bool first_dim_free;   // the inputs' first dimensions may differ by rank
-  bool keeps_shape;      // the output has the input's shape
+  bool reduces;         // reduction and scale factors count
+  bool has_root;        // the root rank counts
+  bool first_dim_free;  // the inputs' first dimensions may differ by rank
+  bool keeps_shape;     // the output has the input's shape
 };
 
 const Collective& collective(Kind kind);

@@ -65,9 +65,11 @@ void Engine::loop() {
     }
     const bool equal = transport_->agree(head, [&](double seconds) {
       if (head == kLeaving) return;  // a rank may finish long after another
-      warn_if_stalled(seconds, "rank " + std::to_string(transport_->rank()) + " waits for " + head_identity +
-                                   ", which at least one other rank has not submitted. Do all ranks take the same "
-                                   "steps (as many batches, the same branches)?");
+      warn_if_stalled(
+          seconds,
+          "rank " + std::to_string(transport_->rank()) + " waits for " + head_identity +
+              ", which at least one other rank has not submitted. Do all ranks take the same "
+              "steps (as many batches, the same branches)?");
     });
     if (!equal) {
       if (!negotiate()) return;
@@ -105,8 +107,9 @@ bool Engine::negotiate() {
   warn_if_stalled(idle_seconds_, "the ranks wait for different collectives:" + summary(reports));
   std::unique_lock<std::mutex> lock(mutex_);
   const size_t known = queue_.size();
-  changed_.wait_for(lock, std::chrono::duration<double>(kRetrySeconds),
-                    [&] { return queue_.size() != known || (leaving_ && !reports[transport_->rank()].leaving); });
+  changed_.wait_for(lock, std::chrono::duration<double>(kRetrySeconds), [&] {
+    return queue_.size() != known || (leaving_ && !reports[transport_->rank()].leaving);
+  });
   idle_seconds_ += kRetrySeconds;
   return true;
 }
@@ -122,15 +125,18 @@ void Engine::stop(Farewell farewell, const std::string& why) {
   }
   changed_.notify_all();
   for (Entry& entry : left_over) {
-    entry.request.done(Status::error(Code::aborted, identity(entry.request) + " cannot run: " + why));
+    entry.request.done(
+        Status::error(Code::aborted, identity(entry.request) + " cannot run: " + why));
   }
 }
 
 Engine::Entry Engine::take(const std::string& name) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = std::find_if(queue_.begin(), queue_.end(),
-                                  [&](const Entry& entry) { return identity(entry.request) == name; });
-  Entry entry = std::move(*found);  // it was reported from this queue, which only this thread shortens
+  const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const Entry& entry) {
+    return identity(entry.request) == name;
+  });
+  Entry entry =
+      std::move(*found);  // it was reported from this queue, which only this thread shortens
   queue_.erase(found);
   return entry;
 }
@@ -138,14 +144,16 @@ Engine::Entry Engine::take(const std::string& name) {
 Report Engine::report() {
   std::lock_guard<std::mutex> lock(mutex_);
   Report report;
-  for (const Entry& entry : queue_) report.queue.push_back({identity(entry.request), describe(entry.request)});
+  for (const Entry& entry : queue_)
+    report.queue.push_back({identity(entry.request), describe(entry.request)});
   report.leaving = leaving_;
   report.reason = reason_;
   return report;
 }
 
 void Engine::warn_if_stalled(double seconds, const std::string& text) {
-  if (warned_ || settings_.stall_warning_seconds == 0 || seconds < settings_.stall_warning_seconds) return;
+  if (warned_ || settings_.stall_warning_seconds == 0 || seconds < settings_.stall_warning_seconds)
+    return;
   warned_ = true;
   std::fprintf(stderr, "hvd_keras: no progress for %.0f s: %s\n", seconds, text.c_str());
 }

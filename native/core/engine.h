@@ -34,7 +34,8 @@ class Engine {
   // Thread-safe, does not block. A request that cannot run is done() with its error.
   void submit(Request request);
 
-  // Says that this rank submits nothing more. Waits for the others, at most `seconds` (< 0: for ever).
+  // Says that this rank submits nothing more. Waits for the others, at most `seconds` (< 0: for
+  // ever).
   Farewell leave(const std::string& reason, double seconds);
 
  private:
@@ -64,7 +65,8 @@ class Engine {
   std::string why_stopped_;
 
   // The engine's thread alone uses these.
-  double idle_seconds_ = 0;  // spent in negotiations that found nothing to do, since the last that did
+  double idle_seconds_ =
+      0;  // spent in negotiations that found nothing to do, since the last that did
   bool warned_ = false;
 
   std::thread thread_;  // last: it uses all of the above

@@ -9,8 +9,8 @@
 //   unpack     chunk ──> output tensors
 //
 // 2(N-1)/N × bytes per rank is the least that any allreduce can move (Patarasuk and Yuan, 2009,
-// https://doi.org/10.1016/j.jpdc.2008.09.002). Each element is summed once, by one rank, in rank order:
-// all ranks hold the same bits and a rerun repeats them, whatever algorithms MPI picks.
+// https://doi.org/10.1016/j.jpdc.2008.09.002). Each element is summed once, by one rank, in rank
+// order: all ranks hold the same bits and a rerun repeats them, whatever algorithms MPI picks.
 #pragma once
 
 #include <mpi.h>

@@ -29,7 +29,8 @@ struct Float16 {
   operator float() const {
     const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
     const uint32_t magnitude = bits & 0x7fff;
-    if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);  // inf, nan
+    if (magnitude >= 0x7c00)
+      return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);  // inf, nan
     // Exponents differ by a bias of 112; multiplying by 2^112 also makes subnormals right.
     return float_of(sign | bits_of(float_of(magnitude << 13) * 0x1p112f));
   }
@@ -38,8 +39,9 @@ struct Float16 {
     const uint32_t word = bits_of(value);
     const uint16_t sign = static_cast<uint16_t>(word >> 16 & 0x8000);
     const uint32_t magnitude = word & 0x7fffffff;
-    if (magnitude > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};   // nan
-    if (magnitude >= 0x477ff000) return {static_cast<uint16_t>(sign | 0x7c00)};  // rounds beyond 65504: inf
+    if (magnitude > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};  // nan
+    if (magnitude >= 0x477ff000)
+      return {static_cast<uint16_t>(sign | 0x7c00)};  // rounds beyond 65504: inf
     if (magnitude < 0x38800000) {  // subnormal: adding 0.5 lets the FPU round at the right bit
       return {static_cast<uint16_t>(sign | (bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f)))};
     }
@@ -84,7 +86,8 @@ A wrapping(A a, A b, Combine combine) {
   if constexpr (std::is_same_v<A, bool> || !std::is_integral_v<A>) {
     return static_cast<A>(combine(a, b));
   } else {
-    using Wide = std::conditional_t<(sizeof(A) < sizeof(unsigned)), unsigned, std::make_unsigned_t<A>>;
+    using Wide =
+        std::conditional_t<(sizeof(A) < sizeof(unsigned)), unsigned, std::make_unsigned_t<A>>;
     return static_cast<A>(combine(static_cast<Wide>(a), static_cast<Wide>(b)));
   }
 }
@@ -116,8 +119,8 @@ struct Greatest {
 };
 
 template <typename T, typename Combine>
-void reduce_with(Combine combine, double prescale, double divisor, double postscale, const void* const* sources,
-                 int count, int64_t elements, void* out) {
+void reduce_with(Combine combine, double prescale, double divisor, double postscale,
+                 const void* const* sources, int count, int64_t elements, void* out) {
   using A = Accumulator<T>;
   constexpr bool floating = std::is_floating_point_v<A>;
   A block[kBlock];
@@ -156,8 +159,8 @@ void reduce_with(Combine combine, double prescale, double divisor, double postsc
 }
 
 template <typename T>
-void reduce_as(Reduction reduction, double prescale, double postscale, const void* const* sources, int count,
-               int64_t elements, void* out) {
+void reduce_as(Reduction reduction, double prescale, double postscale, const void* const* sources,
+               int count, int64_t elements, void* out) {
   switch (reduction) {
     case Reduction::average:
       return reduce_with<T>(Add(), prescale, count, postscale, sources, count, elements, out);
@@ -174,8 +177,8 @@ void reduce_as(Reduction reduction, double prescale, double postscale, const voi
 
 }  // namespace
 
-void reduce(DType dtype, Reduction reduction, double prescale, double postscale, const void* const* sources,
-            int count, int64_t elements, void* out) {
+void reduce(DType dtype, Reduction reduction, double prescale, double postscale,
+            const void* const* sources, int count, int64_t elements, void* out) {
   const auto as = [&](auto zero) {
     reduce_as<decltype(zero)>(reduction, prescale, postscale, sources, count, elements, out);
   };

@@ -12,8 +12,9 @@ Status read_seconds(const char* name, double* value) {
   char* end = nullptr;
   const double parsed = std::strtod(text, &end);
   if (*end != '\0' || !std::isfinite(parsed) || parsed < 0) {
-    return Status::error(Code::invalid_argument, std::string(name) + " is '" + text +
-                                                     "', expected a number of seconds, 0 or more. Correct or unset it.");
+    return Status::error(Code::invalid_argument,
+                         std::string(name) + " is '" + text +
+                             "', expected a number of seconds, 0 or more. Correct or unset it.");
   }
   *value = parsed;
   return {};

@@ -6,7 +6,8 @@
 namespace hvd {
 
 struct Settings {
-  // HVD_STALL_WARNING_SECONDS: how long requests may wait for other ranks before a warning names them; 0: never.
+  // HVD_STALL_WARNING_SECONDS: how long requests may wait for other ranks before a warning names
+  // them; 0: never.
   double stall_warning_seconds = 60.0;
 };
 

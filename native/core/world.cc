@@ -10,7 +10,8 @@
 namespace hvd {
 namespace {
 
-constexpr const char* kNotInitialized = "hvd_keras is not initialised in this process. Call hvd.init() first.";
+constexpr const char* kNotInitialized =
+    "hvd_keras is not initialised in this process. Call hvd.init() first.";
 
 const char* name_of_thread_level(int level) {
   switch (level) {
@@ -28,7 +29,8 @@ const char* name_of_thread_level(int level) {
 }  // namespace
 
 World& World::instance() {
-  // Never destroyed: an engine that could not leave still has its thread in MPI when the process ends.
+  // Never destroyed: an engine that could not leave still has its thread in MPI when the process
+  // ends.
   static World* world = new World();
   return *world;
 }
@@ -41,9 +43,10 @@ Status World::init() {
   int finalized = 0, begun = 0, level = MPI_THREAD_SINGLE;
   MPI_Finalized(&finalized);
   if (finalized) {
-    return Status::error(Code::failed_precondition,
-                         "MPI has been finalised in this process and cannot begin again. Call hvd.init() before "
-                         "MPI.Finalize().");
+    return Status::error(
+        Code::failed_precondition,
+        "MPI has been finalised in this process and cannot begin again. Call hvd.init() before "
+        "MPI.Finalize().");
   }
   MPI_Initialized(&begun);
   if (begun) {
@@ -53,11 +56,12 @@ Status World::init() {
     began_mpi_ = true;
   }
   if (level < MPI_THREAD_MULTIPLE) {
-    return Status::error(Code::failed_precondition,
-                         std::string("MPI gives ") + name_of_thread_level(level) +
-                             ", but MPI_THREAD_MULTIPLE is needed, since collectives run beside the script. " +
-                             (begun ? "Call hvd.init() before MPI is initialised elsewhere, or ask for it there."
-                                    : "Use an MPI that was built with it."));
+    return Status::error(
+        Code::failed_precondition,
+        std::string("MPI gives ") + name_of_thread_level(level) +
+            ", but MPI_THREAD_MULTIPLE is needed, since collectives run beside the script. " +
+            (begun ? "Call hvd.init() before MPI is initialised elsewhere, or ask for it there."
+                   : "Use an MPI that was built with it."));
   }
   MPI_Comm_rank(MPI_COMM_WORLD, &place_.rank);
   MPI_Comm_size(MPI_COMM_WORLD, &place_.size);
@@ -76,7 +80,8 @@ Status World::init() {
 }
 
 void World::submit(Request request) {
-  if (!initialized()) return request.done(Status::error(Code::failed_precondition, kNotInitialized));
+  if (!initialized())
+    return request.done(Status::error(Code::failed_precondition, kNotInitialized));
   engine_->submit(std::move(request));
 }
 

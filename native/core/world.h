@@ -27,8 +27,8 @@ class World {
   const Place& place() const { return place_; }
   void submit(Request request);
   Engine::Farewell leave(const std::string& reason, double seconds);
-  // Ends MPI if this library began it and all ranks left together; otherwise MPI_Finalize would wait
-  // for ranks that never come.
+  // Ends MPI if this library began it and all ranks left together; otherwise MPI_Finalize would
+  // wait for ranks that never come.
   void finalize();
 
  private:

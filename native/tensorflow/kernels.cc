@@ -40,11 +40,11 @@ absl::Status to_absl(const Status& status) {
 
 DType to_dtype(tensorflow::DataType dtype) {
   static const std::map<tensorflow::DataType, DType> table = {
-      {tensorflow::DT_BOOL, DType::boolean},   {tensorflow::DT_UINT8, DType::uint8},
-      {tensorflow::DT_INT8, DType::int8},      {tensorflow::DT_UINT16, DType::uint16},
-      {tensorflow::DT_INT16, DType::int16},    {tensorflow::DT_UINT32, DType::uint32},
-      {tensorflow::DT_INT32, DType::int32},    {tensorflow::DT_UINT64, DType::uint64},
-      {tensorflow::DT_INT64, DType::int64},    {tensorflow::DT_HALF, DType::float16},
+      {tensorflow::DT_BOOL, DType::boolean},      {tensorflow::DT_UINT8, DType::uint8},
+      {tensorflow::DT_INT8, DType::int8},         {tensorflow::DT_UINT16, DType::uint16},
+      {tensorflow::DT_INT16, DType::int16},       {tensorflow::DT_UINT32, DType::uint32},
+      {tensorflow::DT_INT32, DType::int32},       {tensorflow::DT_UINT64, DType::uint64},
+      {tensorflow::DT_INT64, DType::int64},       {tensorflow::DT_HALF, DType::float16},
       {tensorflow::DT_BFLOAT16, DType::bfloat16}, {tensorflow::DT_FLOAT, DType::float32},
       {tensorflow::DT_DOUBLE, DType::float64},
   };
@@ -60,8 +60,9 @@ Shape to_shape(const TensorShape& shape) {
 class CollectiveKernel : public AsyncOpKernel {
  public:
   explicit CollectiveKernel(OpKernelConstruction* c) : AsyncOpKernel(c) {
-    static const std::map<std::string, Kind> kinds = {
-        {"HvdAllreduce", Kind::allreduce}, {"HvdAllgather", Kind::allgather}, {"HvdBroadcast", Kind::broadcast}};
+    static const std::map<std::string, Kind> kinds = {{"HvdAllreduce", Kind::allreduce},
+                                                      {"HvdAllgather", Kind::allgather},
+                                                      {"HvdBroadcast", Kind::broadcast}};
     static const std::map<std::string, Reduction> reductions = {
         {"Average", Reduction::average}, {"Sum", Reduction::sum},         {"Min", Reduction::min},
         {"Max", Reduction::max},         {"Product", Reduction::product},
@@ -93,13 +94,15 @@ class CollectiveKernel : public AsyncOpKernel {
     if (keeps_shape(call_.kind)) {
       for (int i = 0; i < n; ++i) {
         Tensor* output = nullptr;
-        OP_REQUIRES_OK_ASYNC(c, c->forward_input_or_allocate_output({i}, i, c->input(i).shape(), &output), done);
+        OP_REQUIRES_OK_ASYNC(
+            c, c->forward_input_or_allocate_output({i}, i, c->input(i).shape(), &output), done);
         request.outputs.push_back(output->data());
       }
     } else {
       request.allocate = [c](size_t index, const Shape& shape, void** data) {
         Tensor* output = nullptr;
-        const absl::Status status = c->allocate_output(static_cast<int>(index), TensorShape(shape), &output);
+        const absl::Status status =
+            c->allocate_output(static_cast<int>(index), TensorShape(shape), &output);
         if (!status.ok()) return Status::error(Code::internal, std::string(status.message()));
         *data = output->data();
         return Status();

@@ -1,7 +1,8 @@
-// The ops as TensorFlow sees them. All are stateful, so that TensorFlow neither folds, merges nor drops
-// them and runs them in the order in which a function was traced: the order is the agreement.
+// The ops as TensorFlow sees them. All are stateful, so that TensorFlow neither folds, merges nor
+// drops them and runs them in the order in which a function was traced: the order is the agreement.
 //
-// Each takes a list of tensors, which travel together. `tensor_name` identifies the request on all ranks.
+// Each takes a list of tensors, which travel together. `tensor_name` identifies the request on all
+// ranks.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -29,14 +30,16 @@ absl::Status free_first_dimension(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-#define HVD_ANY_DTYPE \
-  "{bool, uint8, int8, uint16, int16, uint32, int32, uint64, int64, half, bfloat16, float, double}"
+#define HVD_ANY_DTYPE                                                                        \
+  "{bool, uint8, int8, uint16, int16, uint32, int32, uint64, int64, half, bfloat16, float, " \
+  "double}"
 
 REGISTER_OP("HvdAllreduce")
     .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
     .Attr("tensor_name: string")
     .Attr("reduction: {'Average', 'Sum', 'Min', 'Max', 'Product'}")
-    .Attr("prescale_factor: string = '1'")  // float64 in decimal: TensorFlow's float attributes are float32
+    .Attr("prescale_factor: string = '1'")  // float64 in decimal: TensorFlow's float attributes are
+                                            // float32
     .Attr("postscale_factor: string = '1'")
     .Input("tensors: T")
     .Output("reduced: T")

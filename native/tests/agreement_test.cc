@@ -94,9 +94,14 @@ void what_a_leaving_rank_left_behind_is_served_first() {
 }
 
 void all_left_with_nothing_pending() {
-  const Decision decision = decide({leaving("one", {}), leaving("two", {})});
-  CHECK_EQ(joined(decision.run) + refused(decision), "");
-  CHECK_CONTAINS(decision.left, "one");
+  CHECK(decide({leaving("one", {}), leaving("two", {})}).nothing());
+}
+
+// Rank 0 has left behind all that the others still have to submit.
+void a_rank_that_left_is_not_blamed_for_what_it_submitted() {
+  const Report gone = leaving("done", {{"a", "1"}, {"b", "1"}});
+  CHECK(decide({gone, staying({{"a", "1"}}), staying({{"b", "1"}})}).nothing());
+  CHECK_CONTAINS(decide({gone, staying({{"c", "1"}}), staying({{"b", "1"}})}).left, "rank 0");
 }
 
 // The second request of an identity belongs to a later step of the program.
@@ -172,6 +177,8 @@ int main() {
       {"what a leaving rank left behind is served first",
        what_a_leaving_rank_left_behind_is_served_first},
       {"all left with nothing pending", all_left_with_nothing_pending},
+      {"a rank that left is not blamed for what it submitted",
+       a_rank_that_left_is_not_blamed_for_what_it_submitted},
       {"only the first of an identity counts", only_the_first_of_an_identity_counts},
       {"one rank agrees with itself", one_rank_agrees_with_itself},
       {"summary shows each rank and cuts long queues",
