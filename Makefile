@@ -25,6 +25,7 @@ help:  ## Show this.
 	@touch $@
 
 setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).
+	@:
 
 demo: setup  ## Train a convolutional network on handwritten digits on 2 processes.
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
