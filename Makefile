@@ -28,7 +28,7 @@ setup: .venv/installed  ## Install the project from source into .venv (again, if
 	@:
 
 demo: setup  ## Train a convolutional network on handwritten digits on 2 processes.
-	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
+	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
 
 test: setup  ## Run the whole test suite.
 	@$(BIN)/python -m pytest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import time
 
@@ -45,12 +46,16 @@ class Stream:
 
     With an empty prefix the bytes pass unchanged. With a prefix each line begins with it; a line
     that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, and if another
-    stream writes before its rest comes, it is broken there.
+    stream writes before its rest comes, it is broken there. Lines that begin as `hidden` says are
+    dropped.
     """
 
-    def __init__(self, destination: Destination, prefix: bytes) -> None:
+    def __init__(
+        self, destination: Destination, prefix: bytes, hidden: re.Pattern[bytes] | None = None
+    ) -> None:
         self.destination = destination
         self.prefix = prefix
+        self.hidden = hidden
         self.due = float("inf")  # when the unfinished line must be shown, by time.monotonic()
         self._pending = b""
 
@@ -59,9 +64,13 @@ class Stream:
         lines, end, rest = (self._pending + data).rpartition(b"\n")
         self._pending = rest
         if end:
-            self._write([line + end for line in lines.split(end)])
-            self.destination.terminal.unfinished = None
             self.due = float("inf")
+            complete = [line + end for line in lines.split(end)]
+            if self.hidden is not None:
+                complete = [line for line in complete if not self.hidden.match(line)]
+            if complete:
+                self._write(complete)
+                self.destination.terminal.unfinished = None
         if len(rest) > PARTIAL_LINE_LIMIT:
             self.flush()
         elif rest and self.due == float("inf"):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from hvd_keras.launch import UsageError, stdin
+from hvd_keras.launch import UsageError, stdin, tensorflow_log
 from hvd_keras.launch.output import Destination, Stream, Terminal
 from hvd_keras.launch.verdict import Verdict, first_failure, judge, read_reports
 from hvd_keras.launch.worker import (
@@ -154,11 +154,13 @@ class Job:
         self._selector.register(descriptor, selectors.EVENT_READ, take)
 
     def _open_streams(self) -> None:
+        log = tensorflow_log.hidden_lines(self._environment)
         for rank in range(self._size):
-            for name, destination in (("out", self._out), ("err", self._err)):
+            for name, destination, hidden in (("out", self._out, None), ("err", self._err, log)):
                 path = stream_path(self._directory, rank, name)
                 os.mkfifo(path, 0o600)
-                stream = Stream(destination, f"[{rank}] ".encode() if self._prefix else b"")
+                prefix = f"[{rank}] ".encode() if self._prefix else b""
+                stream = Stream(destination, prefix, hidden)
                 self._streams.append(stream)
                 descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
                 self._files.callback(os.close, descriptor)

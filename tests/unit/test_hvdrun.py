@@ -583,3 +583,30 @@ def test_the_launcher_imports_nothing_heavy():
         command, cwd="/", capture_output=True, text=True, timeout=LIMIT, check=True
     ).stdout.split()
     assert not {"tensorflow", "keras", "mpi4py", "numpy", "ctypes.util"} & set(modules)
+
+
+EARLY_LOG = """
+print("WARNING: All log messages before absl::InitializeLog() is called are written to STDERR")
+for letter in "IWEF":
+    print(f"{letter}0000 00:00:1795256877.137732   24281 some_file.cc:153] {letter} of TensorFlow")
+print("I0000 am the script's own")
+"""
+
+
+@pytest.mark.parametrize(("level", "shown"), [("", "WEF"), ("0", "IWEF"), ("2", "EF"), ("3", "F")])
+def test_log_level_holds_from_tensorflows_first_line(hvdrun, level, shown):
+    environment = {k: v for k, v in hvdrun.environment.items() if k != "TF_CPP_MIN_LOG_LEVEL"}
+    if level:
+        environment["TF_CPP_MIN_LOG_LEVEL"] = level
+    for stream in ("stdout", "stderr"):
+        redirected = f"import contextlib\nwith contextlib.redirect_stdout(sys.{stream}):"
+        done = hvdrun.python(2, redirected + textwrap.indent(EARLY_LOG, "    "), env=environment)
+        lines = getattr(done, stream).splitlines()
+        if stream == "stdout":  # passes untouched
+            assert len(lines) == 2 * 6
+            continue
+        for rank in range(2):
+            mine = [line for line in lines if line.startswith(f"[{rank}]")]
+            assert [line.split()[-3] for line in mine if "of TensorFlow" in line] == list(shown)
+            assert f"[{rank}] I0000 am the script's own" in mine
+            assert any("absl" in line for line in mine) == (level == "0")
