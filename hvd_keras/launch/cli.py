@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hvd_keras
-from hvd_keras.launch import UsageError, program, tensorflow_log, worker
+from hvd_keras.launch import UsageError, program, worker
 from hvd_keras.launch.cores import thread_settings, usable_cores
 from hvd_keras.launch.mpirun import find_mpirun
 from hvd_keras.launch.supervise import Job, job_directory, signals_as_bytes
@@ -132,13 +132,13 @@ def _launch(options: argparse.Namespace) -> int:
     command = program.resolve(words)
     extra = _extra(options.mpi_args)
     mpirun = find_mpirun(options.mpirun)
-    defaults = thread_settings(size, os.environ) | tensorflow_log.settings(os.environ)
+    threads = thread_settings(size, os.environ)
 
     def plan(directory: Path, hvdrun: str) -> tuple[dict[str, str], list[str]]:
-        return defaults | mpirun.settings(directory), mpirun.command(
+        return threads | mpirun.settings(directory), mpirun.command(
             size,
             oversubscribe=options.oversubscribe,
-            variables=defaults,
+            variables=threads,
             extra=extra,
             program=_worker_command(directory, hvdrun, command),
         )

@@ -15,14 +15,12 @@ VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 _LETTERS = "IWE"
 
 
-def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without a wish of the user's: all but information."""
-    return {} if VARIABLE in environment else {VARIABLE: "1"}
-
-
 def hidden_lines(environment: Mapping[str, str]) -> re.Pattern[bytes] | None:
-    """What lines of a rank's stderr the level hides; None for none of them."""
-    level = environment.get(VARIABLE, "")
+    """What lines of a rank's stderr the level hides; None for none of them.
+
+    Without a wish of the user's, information is hidden, but the variable stays free for the script.
+    """
+    level = environment.get(VARIABLE, "1")
     if level not in ("1", "2", "3"):
         return None
     letters = _LETTERS[: int(level)].encode()
