@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from hvd_keras import _library, settings
 
-# How long a rank that fails waits for the others to hear of it, and then for them to say so on
-# their own output, before it ends the job for all.
+# How long a rank that fails waits for the others to hear of it.
 _HEARD_SECONDS = 2.0
-_LAST_WORDS_SECONDS = 1.0
 
-_LEFT_TOGETHER, _LEFT_ALONE = 0, 1
+# How long a rank lives on, by how it left: one that others waited for lets them say so on their own
+# output; these let it end first, so that the launcher sees who failed first.
+_LAST_WORDS_SECONDS = {"together": 0.0, "alone": 1.0, "unheard": 0.0, "deserted": 5.0}
+_FAREWELLS = tuple(_LAST_WORDS_SECONDS)
 
 _guards_installed = False
 
@@ -144,8 +145,7 @@ def _install_guards() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         reason = f"{kind.__name__}: {value}".splitlines()[0]
-        if core.hvd_leave(reason.encode(), _HEARD_SECONDS) == _LEFT_ALONE:
-            time.sleep(_LAST_WORDS_SECONDS)
+        _leave(reason, _HEARD_SECONDS)
         core.hvd_abort(1)
 
     sys.excepthook = abort_all
@@ -156,7 +156,10 @@ def _at_exit() -> None:
     core = _library.core()
     if core.hvd_initialized():
         sys.stdout.flush()
-        if core.hvd_leave(b"its script has ended", -1.0) == _LEFT_ALONE:
-            # The launcher ends the job as soon as this process does.
-            time.sleep(_LAST_WORDS_SECONDS)
+        _leave("its script has ended", -1.0)
     core.hvd_finalize()
+
+
+def _leave(reason: str, seconds: float) -> None:
+    farewell = _FAREWELLS[_library.core().hvd_leave(reason.encode(), seconds)]
+    time.sleep(_LAST_WORDS_SECONDS[farewell])

@@ -37,7 +37,7 @@ HVD_EXPORT void hvd_place(int* six) {
 
 // Says that this rank submits nothing more; waits at most `seconds` (< 0: for ever).
 // 0: all ranks have left. 1: others still waited for this rank; they have been told. 2: no answer
-// in time.
+// in time. 3: another rank had left while this one waited for it.
 HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
   return static_cast<int>(hvd::World::instance().leave(reason, seconds));
 }

@@ -100,7 +100,8 @@ bool Engine::negotiate() {
   }
   for (const std::string& name : decision.run) serve(name);
   if (!decision.left.empty()) {
-    stop(Farewell::alone, decision.left);
+    const bool leaving = reports[transport_->rank()].leaving;
+    stop(leaving ? Farewell::alone : Farewell::deserted, decision.left);
     return false;
   }
   if (!decision.nothing()) return true;

@@ -24,9 +24,9 @@ namespace hvd {
 
 class Engine {
  public:
-  // How a rank left: with all others; while others still waited for it (they have been told); or
-  // without an answer from the others within the time allowed.
-  enum class Farewell { together, alone, unheard };
+  // How a rank left: with all others; while others still waited for it (they have been told);
+  // without an answer from the others within the time allowed; or after another had left it alone.
+  enum class Farewell { together, alone, unheard, deserted };
 
   Engine(std::unique_ptr<Transport> transport, const Settings& settings);
   ~Engine();

@@ -55,7 +55,7 @@ void who_leaves_early_fails_the_others_requests() {
     }
     for (Call& call : pending)
       call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", why});
-    CHECK_EQ(engine->leave("me too", -1), Farewell::alone);
+    CHECK_EQ(engine->leave("me too", -1), Farewell::deserted);
   }
   Call late(Kind::broadcast, "late");
   late.add(DType::float32, {4}).submit(*engine);
@@ -94,7 +94,7 @@ void leaving_ranks_own_requests_fail_too() {
   if (rank == 0) CHECK_EQ(engine->leave("impatient", -1), Farewell::alone);
   call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run",
                                     "rank 0 has left the job: impatient"});
-  if (rank != 0) CHECK_EQ(engine->leave("", -1), Farewell::alone);
+  if (rank != 0) CHECK_EQ(engine->leave("", -1), Farewell::deserted);
 }
 
 void unheard_in_time_and_together_later() {

@@ -123,6 +123,33 @@ def test_exception_on_one_rank_reaches_all(tmp_path: pathlib.Path) -> None:
     assert "Traceback" in culprit, job.output
 
 
+@pytest.mark.parametrize(
+    ("end", "status"), [("raise RuntimeError('bad luck')", 1), ("sys.exit(3)", 3)]
+)
+def test_hvdrun_names_who_failed_first(tmp_path: pathlib.Path, end: str, status: int) -> None:
+    """Not the rank that waited for it, although that one fails as well."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        HEAD
+        + textwrap.dedent(f"""
+            hvd.init()
+            for step in range(10):
+                if hvd.rank() == 1 and step == 3:
+                    {end}
+                hvd.allreduce(tf.ones(4))
+        """)
+    )
+    command = [sys.executable, "-m", "hvd_keras.launch", "-np", "3", "--oversubscribe"]
+    result = subprocess.run(
+        [*command, sys.executable, str(path)], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == status, result.stderr
+    assert "rank 1 failed first" in result.stderr
+    for rank in (0, 2):
+        errors = [line for line in result.stderr.splitlines() if line.startswith(f"[{rank}]")]
+        assert any("rank 1 has left the job" in line for line in errors), result.stderr
+
+
 def test_exception_on_one_rank_while_the_others_compute(tmp_path: pathlib.Path) -> None:
     """Nobody waits for the failing rank, so nobody hears it: it must end the job by itself."""
     script = HEAD + textwrap.dedent("""
