@@ -16,12 +16,12 @@ help:  ## Show this.
 .venv/requirements: pyproject.toml
 	@echo "Setting up .venv (the first time, this downloads TensorFlow)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/pip install -q --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "tensorflow==2.21.*" $(MPI)
+	@$(BIN)/pip install -qq --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "tensorflow==2.21.*" $(MPI)
 	@touch $@
 
 .venv/installed: .venv/requirements $(NATIVE)
 	@echo "Compiling and installing hvd_keras"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[test,lint]"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[test,lint]"
 	@touch $@
 
 setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).

@@ -31,7 +31,7 @@ class Mpirun:
         if self.major is None:
             return {}
         if self.major < 5:
-            return {"OMPI_MCA_orte_local_tmpdir_base": str(directory)}
+            return {"OMPI_MCA_orte_tmpdir_base": str(directory)}
         return {"PRTE_MCA_prte_local_tmpdir_base": str(directory)}
 
     def command(
@@ -108,7 +108,7 @@ def _identify(path: str) -> Mpirun:
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{path} --version does not run: {error}; give --mpirun PATH") from error
-    if match := re.search(r"\(Open MPI\) (\d+)\.", text):
+    if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.", text):
         return Mpirun(path, int(match[1]))
     if "HYDRA" in text:
         return Mpirun(path, None)
