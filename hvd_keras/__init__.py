@@ -18,6 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined]
+    from hvd_keras.compression import Compression as Compression
+    from hvd_keras.compression import Compressor as Compressor
+    from hvd_keras.loading import load_model as load_model
+    from hvd_keras.objects import allgather_object as allgather_object
+    from hvd_keras.objects import broadcast_object as broadcast_object
     from hvd_keras.ops import Average as Average
     from hvd_keras.ops import Max as Max
     from hvd_keras.ops import Min as Min
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from hvd_keras.ops import broadcast as broadcast
     from hvd_keras.ops import grouped_allreduce as grouped_allreduce
     from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
+    from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
     from hvd_keras.runtime import cross_rank as cross_rank
     from hvd_keras.runtime import cross_size as cross_size
     from hvd_keras.runtime import init as init
@@ -38,7 +44,9 @@ if TYPE_CHECKING:
     from hvd_keras.runtime import rank as rank
     from hvd_keras.runtime import shutdown as shutdown
     from hvd_keras.runtime import size as size
+    from hvd_keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
     from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
+    from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
     from hvd_keras.variables import broadcast_variables as broadcast_variables
 
 __version__ = "0.1.0"
@@ -48,10 +56,14 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(("Average", "Max", "Min", "Product", "ReduceOp", "Sum"), "ops"),
     **dict.fromkeys(("allgather", "allreduce", "broadcast", "grouped_allreduce"), "ops"),
-    "DistributedOptimizer": "optimizer",
+    **dict.fromkeys(("Compression", "Compressor"), "compression"),
+    **dict.fromkeys(("DistributedOptimizer", "PartialDistributedOptimizer"), "optimizer"),
+    **dict.fromkeys(("allgather_object", "broadcast_object"), "objects"),
+    "load_model": "loading",
+    "SyncBatchNormalization": "sync_batch_norm",
     **dict.fromkeys(("init", "is_initialized", "shutdown", "rank", "size"), "runtime"),
     **dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"), "runtime"),
-    "DistributedGradientTape": "tape",
+    **dict.fromkeys(("DistributedGradientTape", "PartialDistributedGradientTape"), "tape"),
     "broadcast_variables": "variables",
 }
 

@@ -5,14 +5,16 @@ moves the gradients of every step in buckets, one request each.
 """
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
 
-from hvd_keras import agree, ops, settings
+from hvd_keras import agree, ops, runtime, settings
+from hvd_keras.compression import Compression, Compressor
 
 Kind = Literal["dense", "sparse"]
 
@@ -32,14 +34,70 @@ class Entry:
 def entry(variable: Any) -> Entry:
     """Of a Keras variable, a ``tf.Variable`` or a tensor."""
     path = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
-    # Keras numbers layers of equal names through the process's life: dense, dense_1, …
-    path = re.sub(r"(_\d+)?(:0)?(?=/|$)", "", path)
-    return Entry(path, tuple(variable.shape), tf.as_dtype(variable.dtype).name)
+    return Entry(common_path(path), tuple(variable.shape), tf.as_dtype(variable.dtype).name)
+
+
+def common_path(path: str) -> str:
+    """Without the numbers of Keras, which counts layers of a name through a process's life."""
+    return re.sub(r"(_\d+)?(:0)?(?=/|$)", "", path)
 
 
 def size_in_bytes(e: Entry) -> int:
     """Of the variable's values."""
     return math.prod(e.shape) * int(tf.as_dtype(e.dtype).size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manner:
+    """What the user chose about the exchange.
+
+    Raises:
+        ValueError: a choice is impossible, or contradicts another.
+    """
+
+    op: ops.ReduceOp = ops.Average
+    compression: type[Compressor] = Compression.none
+    sparse_as_dense: bool = False
+    device_dense: str = ""
+    device_sparse: str = ""
+    gradient_predivide_factor: float = 1.0
+    scale_local_gradients: bool = True
+
+    def __post_init__(self) -> None:
+        if self.op not in (ops.Average, ops.Sum):
+            raise ValueError(f"op is {self.op!r}, expected hvd.Average or hvd.Sum.")
+        if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):
+            raise ValueError(
+                f"compression is {self.compression!r}, expected hvd.Compression.none, .fp16 or "
+                ".bf16, or a class derived from hvd.Compressor."
+            )
+        if self.gradient_predivide_factor <= 0:
+            raise ValueError(
+                f"gradient_predivide_factor is {self.gradient_predivide_factor}, expected a number "
+                "above 0."
+            )
+        if self.gradient_predivide_factor != 1.0 and self.op is not ops.Average:
+            raise ValueError(
+                "gradient_predivide_factor splits the division of an average; with op=hvd.Sum "
+                "nothing is divided. Leave one of them out."
+            )
+
+    def scale_local(self, gradient: Any) -> Any:
+        """Of a variable that stays on this rank."""
+        if gradient is None or not self.scale_local_gradients:
+            return gradient
+        factor = tf.constant(1 / runtime.size(), gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                gradient.values * factor, gradient.indices, gradient.dense_shape
+            )
+        return gradient * factor
+
+    def densified(self, gradients: Sequence[Any]) -> list[Any]:
+        """As dense tensors, if they shall be."""
+        if not self.sparse_as_dense:
+            return list(gradients)
+        return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
 class Plan:
@@ -52,14 +110,23 @@ class Plan:
         kinds: for each variable "dense", "sparse" or, if no rank has its gradient, None.
     """
 
-    def __init__(self, name: str, entries: Sequence[Entry], gradients: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        entries: Sequence[Entry],
+        gradients: Sequence[Any],
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
         """Compares notes with the other ranks.
+
+        ``groups`` names variables, by place, that shall travel together.
 
         Raises:
             ValueError: the ranks' variables differ; on every rank.
         """
         self.name = name
         self.entries = tuple(entries)
+        self.groups = [list(group) for group in groups]
         views = agree.gather_json(
             f"{name}.plan",
             [[str(e), _kind(g)] for e, g in zip(entries, gradients, strict=True)],
@@ -106,7 +173,7 @@ class Plan:
             gradient.values, tf.cast(gradient.indices, tf.int64), tf.constant(e.shape, tf.int64)
         )
 
-    def exchange(self, gradients: Sequence[Any], op: ops.ReduceOp) -> list[Any]:
+    def exchange(self, gradients: Sequence[Any], manner: Manner) -> list[Any]:
         """The gradients over all ranks, in the order given; None stays None.
 
         Last variables first, for backpropagation produces their gradients first. A bucket waits
@@ -118,7 +185,16 @@ class Plan:
         for bucket in self._buckets(gradients):
             name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.entries[bucket[0]].path}"
             with tf.control_dependencies(previous):
-                reduced = ops.grouped_allreduce([gradients[i] for i in bucket], op=op, name=name)
+                reduced = ops.grouped_allreduce(
+                    [gradients[i] for i in bucket],
+                    op=manner.op,
+                    compression=manner.compression,
+                    device_dense=manner.device_dense,
+                    device_sparse=manner.device_sparse,
+                    prescale_factor=1 / manner.gradient_predivide_factor,
+                    postscale_factor=manner.gradient_predivide_factor,
+                    name=name,
+                )
             for i, gradient in zip(bucket, reduced, strict=True):
                 results[i] = gradient
             last = reduced[-1]
@@ -126,19 +202,57 @@ class Plan:
         return results
 
     def _buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
-        limit = settings.read().bucket_bytes
-        buckets: list[list[int]] = []
-        room = 0
-        for i in reversed(range(len(self.entries))):
-            if gradients[i] is None:
+        present = [i for i in reversed(range(len(self.entries))) if gradients[i] is not None]
+        grouped = {i for group in self.groups for i in group}
+        buckets = [[i for i in group if gradients[i] is not None] for group in self.groups]
+        buckets = [bucket for bucket in buckets if bucket]
+        limit, room = settings.read().bucket_bytes, -1
+        for i in present:
+            if i in grouped:
                 continue
             size = size_in_bytes(self.entries[i])
-            if not buckets or size > room:
+            if size > room:
                 buckets.append([])
                 room = limit
             buckets[-1].append(i)
             room -= size
         return buckets
+
+
+# How many requests, or lists of variables that shall share one.
+Groups = int | Sequence[Sequence[Any]]
+
+
+def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Groups:
+    """Horovod's two arguments as one.
+
+    Raises:
+        ValueError: both are given, or one is impossible.
+    """
+    if num_groups and groups is not None:
+        raise ValueError(
+            f"got both num_groups={num_groups} and groups={groups!r}. Give groups alone."
+        )
+    chosen = num_groups if groups is None else groups
+    if isinstance(chosen, int):
+        if chosen < 0:
+            raise ValueError(
+                f"groups is {chosen}, expected a number of requests, or 0 for by size."
+            )
+        return chosen
+    if not all(isinstance(group, Sequence) for group in chosen):
+        raise ValueError(f"groups is {groups!r}, expected an integer or lists of variables.")
+    return chosen
+
+
+def places(groups: Groups, keys: Sequence[int], key: Callable[[Any], int]) -> list[list[int]]:
+    """The groups as places in the list of variables that ``keys`` stand for."""
+    if isinstance(groups, int):
+        count = min(groups, len(keys))
+        bounds = [len(keys) * g // count for g in range(count + 1)] if count else []
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    place = {k: i for i, k in enumerate(keys)}
+    return [[place[key(v)] for v in group if key(v) in place] for group in groups]
 
 
 def _kind(gradient: Any) -> Kind | None:

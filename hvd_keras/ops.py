@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import _library, runtime
+from hvd_keras.compression import Compression, Compressor
 
 _raw = _library.tensorflow_ops()
 
@@ -53,7 +54,9 @@ Product = ReduceOp.PRODUCT
 def allreduce(
     tensor: Any,
     average: bool | None = None,
-    *,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -68,6 +71,9 @@ def allreduce(
             on all ranks; or ``tf.IndexedSlices``, which are gathered (Average and Sum only), with
             any number of slices per rank.
         average: Horovod's older way to say ``op``: True is Average, False is Sum.
+        device_dense: the TensorFlow device on which a dense tensor is exchanged; default: its own.
+        device_sparse: the same for ``tf.IndexedSlices``.
+        compression: how the tensor travels: ``hvd.Compression.none``, ``.fp16`` or ``.bf16``.
         op: ``hvd.Average`` (default; floating-point tensors only), ``Sum``, ``Min``, ``Max`` or
             ``Product``.
         prescale_factor: multiplies every rank's tensor first.
@@ -87,6 +93,9 @@ def allreduce(
     return grouped_allreduce(
         [tensor],
         average,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
         op=op,
         prescale_factor=prescale_factor,
         postscale_factor=postscale_factor,
@@ -97,7 +106,9 @@ def allreduce(
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
-    *,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -107,7 +118,8 @@ def grouped_allreduce(
 
     Args:
         tensors: tensors of any mixture of dtypes, dense or ``tf.IndexedSlices``.
-        average, op, prescale_factor, postscale_factor, name: as in ``allreduce``.
+        average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor,
+            name: as in ``allreduce``.
 
     Returns:
         The results in the order of ``tensors``.
@@ -123,18 +135,22 @@ def grouped_allreduce(
     sparse = [i for i, tensor in enumerate(results) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:
-        reduced = _allreduce_dense(
-            [results[i] for i in dense], reduction, prescale_factor, postscale_factor, name
-        )
-        for i, tensor in zip(dense, reduced, strict=True):
-            results[i] = tensor
+        packed = [compression.compress(results[i]) for i in dense]
+        with tf.device(device_dense or None):
+            reduced = _allreduce_dense(
+                [tensor for tensor, _ in packed], reduction, prescale_factor, postscale_factor, name
+            )
+        for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
+            results[i] = compression.decompress(tensor, context)
     if sparse:
         factor = prescale_factor * postscale_factor
         if reduction is Average:
             factor /= runtime.size()
-        gathered = _allreduce_sparse([results[i] for i in sparse], factor, f"{name}.slices")
-        for i, slices in zip(sparse, gathered, strict=True):
-            results[i] = slices
+        slices = [results[i] for i in sparse]
+        with tf.device(device_sparse or None):
+            gathered = _allreduce_sparse(slices, compression, factor, f"{name}.slices")
+        for i, one in zip(sparse, gathered, strict=True):
+            results[i] = one
     return results
 
 
@@ -221,16 +237,22 @@ def _allreduce_dense(
 
 
 def _allreduce_sparse(
-    slices: list[tf.IndexedSlices], factor: float, name: str
+    slices: list[tf.IndexedSlices], compression: type[Compressor], factor: float, name: str
 ) -> list[tf.IndexedSlices]:
-    flat = [part for one in slices for part in (one.values, one.indices)]
-    gathered = _raw.hvd_allgather(flat, tensor_name=name)
+    parts, contexts = [], []
+    for one in slices:
+        # Rows that occur twice stay two: Keras's adaptive optimizers square each by itself, so
+        # that summing them first would not give what one process gets.
+        values, context = compression.compress(one.values)
+        parts += [values, one.indices]
+        contexts.append(context)
+    gathered = _raw.hvd_allgather(parts, tensor_name=name)
     results = []
     for i, one in enumerate(slices):
-        values, indices = gathered[2 * i], gathered[2 * i + 1]
+        values = compression.decompress(gathered[2 * i], contexts[i])
         if factor != 1.0:
             values *= tf.constant(factor, values.dtype)
-        results.append(tf.IndexedSlices(values, indices, one.dense_shape))
+        results.append(tf.IndexedSlices(values, gathered[2 * i + 1], one.dense_shape))
     return results
 
 

@@ -1,13 +1,14 @@
 """``DistributedOptimizer``: one process's optimizer, fed with the gradients of all."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from hvd_keras import exchange, loss_scale, ops, runtime
+from hvd_keras import exchange, loss_scale, ops, runtime, sync_batch_norm
+from hvd_keras.compression import Compression, Compressor
 
 _numbers = itertools.count()
 
@@ -15,9 +16,17 @@ _numbers = itertools.count()
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
-    *,
-    op: ops.ReduceOp = ops.Average,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
     sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ops.ReduceOp = ops.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
     """Makes a Keras optimizer apply the gradients of all ranks.
 
@@ -26,23 +35,39 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     with batch N·B. Scale the learning rate as you would for that batch, usually by ``hvd.size()``.
 
     The optimizer itself is changed and returned: its class, its configuration and its state stay
-    what they were, so a saved model loads without hvd_keras.
+    what they were, so a saved model loads without hvd_keras. It gains a method
+    ``register_local_var(variable)``: a variable whose gradient stays on this rank, for layers that
+    are not copies of each other.
 
     Args:
         optimizer: any ``keras.optimizers.Optimizer``, built or not, with all its options.
         name: identifies the optimizer on all ranks. Default: its number among those that this
             process has made.
-        op: ``hvd.Average``, or ``hvd.Sum`` to leave the division to the learning rate.
+        device_dense: the TensorFlow device on which dense gradients are exchanged; default: theirs.
+        device_sparse: the same for sparse gradients.
+        compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
         sparse_as_dense: gradients of embeddings travel as dense tensors; pays if most rows are
             used in every step.
+        gradient_predivide_factor: splits the division of the average: by this factor before the
+            sum, by the rest after it. Sums are taken in float32, so it matters with fp16 only.
+        op: ``hvd.Average``, or ``hvd.Sum`` to leave the division to the learning rate.
+        backward_passes_per_step: local steps whose gradients are added up before an update; sets
+            the optimizer's own ``gradient_accumulation_steps``.
+        average_aggregated_gradients: with ``backward_passes_per_step``, apply the mean of the local
+            steps instead of their sum.
+        num_groups: exchange the gradients in this many requests. Default: by size, see
+            ``HVD_BUCKET_BYTES``.
+        groups: the same, or lists of variables whose gradients shall travel together.
+        scale_local_gradients: divide the gradients of local variables by ``size()``, as those of
+            all others are in an average.
 
     Returns:
         The same optimizer.
 
     Raises:
         TypeError: ``optimizer`` is none of Keras 3.
-        ValueError: it is distributed already, or ``op`` is neither Average nor Sum; and in the
-            first step, on every rank, if the ranks' models differ.
+        ValueError: it is distributed already, or an argument is impossible; and in the first step,
+            on every rank, if the ranks' models differ.
 
     Example:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
@@ -54,10 +79,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
             "such as keras.optimizers.Adam(). For a name use keras.optimizers.get(name)."
         )
-    if op not in (ops.Average, ops.Sum):
-        raise ValueError(
-            f"hvd.DistributedOptimizer: op is {op!r}, expected hvd.Average or hvd.Sum."
-        )
+    manner = exchange.Manner(
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        gradient_predivide_factor=gradient_predivide_factor,
+        scale_local_gradients=scale_local_gradients,
+    )
     target = optimizer
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         target = optimizer.inner_optimizer
@@ -66,10 +96,57 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"hvd.DistributedOptimizer: this {type(target).__name__} is distributed already. "
             "Wrap an optimizer once."
         )
-    number = next(_numbers)
-    _Distribution(target, name or f"optimizer {number}", op, sparse_as_dense).attach()
+    passes = _accumulate(target, backward_passes_per_step)
+    _Distribution(
+        target,
+        name or f"optimizer {next(_numbers)}",
+        manner,
+        exchange.groups(num_groups, groups),
+        local_sum=1 if average_aggregated_gradients else passes,
+    ).attach(optimizer)
     loss_scale.agree_on_finite_gradients()
+    sync_batch_norm.synchronize_between_processes()
     return optimizer
+
+
+def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    *args: Any,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    **kwargs: Any,
+) -> keras.optimizers.Optimizer:
+    """``DistributedOptimizer`` for models with layers that belong to one rank.
+
+    Args:
+        optimizer, args, kwargs: as in ``DistributedOptimizer``.
+        local_layers: layers, built already, whose gradients stay on this rank.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ValueError: a local layer is not built; and as ``DistributedOptimizer``.
+    """
+    distributed = DistributedOptimizer(optimizer, *args, **kwargs)
+    for variable in local_variables(local_layers):
+        distributed.register_local_var(variable)
+    return distributed
+
+
+def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None) -> list[Any]:
+    """The trainable variables of layers that belong to this rank alone."""
+    if layers is None:
+        return []
+    if isinstance(layers, keras.layers.Layer):
+        layers = [layers]
+    layers = list(layers)
+    for layer in layers:
+        if not layer.built:
+            raise ValueError(
+                f"local layer {layer.name!r} has no variables yet. Build the model first: give it "
+                "an Input, or call it once."
+            )
+    return [variable for layer in layers for variable in layer.trainable_variables]
 
 
 def is_distributed(optimizer: Any) -> bool:
@@ -81,19 +158,33 @@ class _Distribution:
     """What an optimizer gains. Lives in the optimizer as an attribute, for its class must stay."""
 
     def __init__(
-        self, optimizer: keras.optimizers.Optimizer, name: str, op: ops.ReduceOp, as_dense: bool
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        name: str,
+        manner: exchange.Manner,
+        groups: exchange.Groups,
+        local_sum: int,
     ) -> None:
         self.optimizer = optimizer
         self.name = name
-        self.op = op
-        self.as_dense = as_dense
+        self.manner = manner
+        self.groups = groups
+        self.local_sum = local_sum  # Keras averages over local steps; times this, it is their sum
+        self.local: set[int] = set()
         self.plans: dict[tuple[exchange.Entry, ...], exchange.Plan] = {}
-        self.current: tuple[exchange.Plan, list[int]] | None = None
+        # The plan of the step, and for each gradient that Keras will clip its place in the plan,
+        # or None if it stays local.
+        self.step: tuple[exchange.Plan, list[int | None]] | None = None
 
-    def attach(self) -> None:
+    def attach(self, outermost: keras.optimizers.Optimizer) -> None:
         self.optimizer._hvd_distribution = self
         self.optimizer.apply = self.apply
         self.optimizer._clip_gradients = self.clip_gradients
+        outermost.register_local_var = self.register_local_var
+
+    def register_local_var(self, variable: Any) -> None:
+        """Lets this variable's gradient stay on this rank."""
+        self.local.add(_key(variable))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """In place of ``Optimizer.apply``, which every step calls."""
@@ -105,7 +196,11 @@ class _Distribution:
         if variables is None:
             variables = self.optimizer._trainable_variables
         variables = list(variables)
-        plan, grads = self._complete(list(grads), variables)
+        grads = self.manner.densified(grads)
+        shared = [i for i, v in enumerate(variables) if _key(v) not in self.local]
+        plan = self._plan([variables[i] for i in shared], [grads[i] for i in shared])
+        for i, gradient in zip(shared, plan.complete([grads[i] for i in shared]), strict=True):
+            grads[i] = gradient
         present = [i for i, gradient in enumerate(grads) if gradient is not None]
         overwritten = [i for i in present if _overwritten(variables[i])]
         if overwritten:
@@ -115,10 +210,13 @@ class _Distribution:
             )
             for i, value in zip(overwritten, largest, strict=True):
                 grads[i] = value
+        rest = [i for i in present if i not in overwritten]
+        place = {i: p for p, i in enumerate(shared)}
+        self.step = plan, [place.get(i) for i in rest]
         if isinstance(self.optimizer, keras.optimizers.MultiOptimizer):
-            grads = plan.exchange(grads, self.op)  # its parts update, it does not
-        else:
-            self.current = plan, [i for i in present if i not in overwritten]
+            # Its parts update, it does not.
+            for i, gradient in zip(rest, self._exchange([grads[i] for i in rest]), strict=True):
+                grads[i] = gradient
         keras_apply(self.optimizer, grads, trainable_variables)
 
     def clip_gradients(self, grads: Sequence[Any]) -> Any:
@@ -126,24 +224,52 @@ class _Distribution:
 
         Keras calls it after accumulation and before all that looks at the gradients.
         """
-        keras_clip = type(self.optimizer)._clip_gradients
-        if runtime.size() > 1 and self.current is not None:
-            plan, left = self.current
-            everything: list[Any] = [None] * len(plan.entries)
-            for i, gradient in zip(left, grads, strict=True):
-                everything[i] = gradient
-            everything = plan.exchange(everything, self.op)
-            grads = [everything[i] for i in left]
-        return keras_clip(self.optimizer, grads)
+        if runtime.size() > 1:
+            grads = self._exchange(grads)
+        if self.local_sum > 1:
+            grads = [g if g is None else g * tf.constant(self.local_sum, g.dtype) for g in grads]
+        return type(self.optimizer)._clip_gradients(self.optimizer, grads)
 
-    def _complete(self, grads: list[Any], variables: list[Any]) -> tuple[exchange.Plan, list[Any]]:
-        if self.as_dense:
-            grads = [g if g is None else tf.convert_to_tensor(g) for g in grads]
+    def _exchange(self, grads: Sequence[Any]) -> list[Any]:
+        assert self.step is not None  # apply() comes first
+        plan, places = self.step
+        everything: list[Any] = [None] * len(plan.entries)
+        for place, gradient in zip(places, grads, strict=True):
+            if place is not None:
+                everything[place] = gradient
+        everything = plan.exchange(everything, self.manner)
+        return [
+            self.manner.scale_local(gradient) if place is None else everything[place]
+            for place, gradient in zip(places, grads, strict=True)
+        ]
+
+    def _plan(self, variables: list[Any], grads: list[Any]) -> exchange.Plan:
         entries = tuple(exchange.entry(v) for v in variables)
         if entries not in self.plans:
-            self.plans[entries] = exchange.Plan(self.name, entries, grads)
-        plan = self.plans[entries]
-        return plan, plan.complete(grads)
+            places = exchange.places(self.groups, [_key(v) for v in variables], _key)
+            self.plans[entries] = exchange.Plan(self.name, entries, grads, places)
+        return self.plans[entries]
+
+
+def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes!r}, expected an integer from 1.")
+    if passes == 1:
+        return 1
+    own = optimizer.gradient_accumulation_steps
+    if own or optimizer.built or isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but this {type(optimizer).__name__} "
+            + (f"has gradient_accumulation_steps={own} already" if own else "is built already")
+            + ". Set gradient_accumulation_steps when you make the optimizer, and leave "
+            "backward_passes_per_step out."
+        )
+    optimizer.gradient_accumulation_steps = passes
+    return passes
+
+
+def _key(variable: Any) -> int:
+    return id(variable.value if isinstance(variable, keras.Variable) else variable)
 
 
 def _overwritten(variable: Any) -> bool:

@@ -1,11 +1,15 @@
 """``DistributedGradientTape`` for custom training loops."""
 
 import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, runtime
+from hvd_keras import exchange, ops, runtime, sync_batch_norm
+from hvd_keras.compression import Compression, Compressor
+from hvd_keras.optimizer import local_variables
 
 
 class DistributedGradientTape:
@@ -14,12 +18,12 @@ class DistributedGradientTape:
     Args:
         gradtape: the tape to wrap. All else of it (``watch``, ``stop_recording``, use as a context
             manager) stays as it is.
-        op: ``hvd.Average`` or ``hvd.Sum``.
-        sparse_as_dense: as in ``DistributedOptimizer``.
+        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
+            num_groups, groups, scale_local_gradients: as in ``DistributedOptimizer``.
 
     Raises:
         TypeError: ``gradtape`` is no ``tf.GradientTape``.
-        ValueError: ``op`` is neither Average nor Sum.
+        ValueError: an argument is impossible.
 
     Example:
         with tf.GradientTape() as tape:
@@ -32,22 +36,34 @@ class DistributedGradientTape:
     def __init__(
         self,
         gradtape: tf.GradientTape,
-        *,
-        op: ops.ReduceOp = ops.Average,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: type[Compressor] = Compression.none,
         sparse_as_dense: bool = False,
+        op: ops.ReduceOp = ops.Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        scale_local_gradients: bool = True,
     ) -> None:
         runtime.rank()  # says so, if init() was not called
         if not isinstance(gradtape, tf.GradientTape):
             raise TypeError(
                 f"hvd.DistributedGradientTape: got {gradtape!r}, expected a tf.GradientTape."
             )
-        if op not in (ops.Average, ops.Sum):
-            raise ValueError(
-                f"hvd.DistributedGradientTape: op is {op!r}, expected hvd.Average or hvd.Sum."
-            )
         self._tape = gradtape
-        self._op = op
-        self._as_dense = sparse_as_dense
+        self._manner = exchange.Manner(
+            op=op,
+            compression=compression,
+            sparse_as_dense=sparse_as_dense,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            gradient_predivide_factor=gradient_predivide_factor,
+            scale_local_gradients=scale_local_gradients,
+        )
+        self._groups = exchange.groups(num_groups, groups)
+        self._local: set[int] = set()
+        sync_batch_norm.synchronize_between_processes()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
@@ -58,6 +74,10 @@ class DistributedGradientTape:
 
     def __exit__(self, *error: Any) -> None:
         self._tape.__exit__(*error)
+
+    def register_local_source(self, source: Any) -> None:
+        """Lets the gradient of this variable or tensor stay on this rank."""
+        self._local.add(_key(source))
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """``tf.GradientTape.gradient``, averaged (or summed) over the ranks.
@@ -74,19 +94,54 @@ class DistributedGradientTape:
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
         if runtime.size() == 1:
             return gradients
-        flat = tf.nest.flatten(gradients)
-        if self._as_dense:
-            flat = [g if g is None else tf.convert_to_tensor(g) for g in flat]
-        entries = tuple(exchange.entry(source) for source in tf.nest.flatten(sources))
-        key = entries, self._as_dense
+        flat_sources = tf.nest.flatten(sources)
+        flat = self._manner.densified(tf.nest.flatten(gradients))
+        shared = [i for i, source in enumerate(flat_sources) if _key(source) not in self._local]
+        plan = self._plan([flat_sources[i] for i in shared], [flat[i] for i in shared])
+        reduced = plan.exchange(plan.complete([flat[i] for i in shared]), self._manner)
+        results = [self._manner.scale_local(gradient) for gradient in flat]
+        for i, gradient in zip(shared, reduced, strict=True):
+            results[i] = gradient
+        return tf.nest.pack_sequence_as(sources, results)
+
+    def _plan(self, sources: list[Any], gradients: list[Any]) -> exchange.Plan:
+        places = exchange.places(self._groups, [_key(s) for s in sources], _key)
+        entries = tuple(exchange.entry(source) for source in sources)
+        key = entries, self._manner.sparse_as_dense, tuple(map(tuple, places))
         if key not in _plans():
-            _plans()[key] = exchange.Plan("tape", entries, flat)
-        plan = _plans()[key]
-        flat = plan.exchange(plan.complete(flat), self._op)
-        return tf.nest.pack_sequence_as(sources, flat)
+            _plans()[key] = exchange.Plan("tape", entries, gradients, places)
+        return _plans()[key]
+
+
+def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
+    gradtape: tf.GradientTape,
+    *args: Any,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    **kwargs: Any,
+) -> DistributedGradientTape:
+    """``DistributedGradientTape`` for models with layers that belong to one rank.
+
+    Args:
+        gradtape, args, kwargs: as in ``DistributedGradientTape``.
+        local_layers: layers, built already, whose gradients stay on this rank.
+
+    Returns:
+        The tape.
+
+    Raises:
+        ValueError: a local layer is not built; and as ``DistributedGradientTape``.
+    """
+    tape = DistributedGradientTape(gradtape, *args, **kwargs)
+    for variable in local_variables(local_layers):
+        tape.register_local_source(variable)
+    return tape
 
 
 @functools.cache
-def _plans() -> dict[tuple[tuple[exchange.Entry, ...], bool], exchange.Plan]:
+def _plans() -> dict[Any, exchange.Plan]:
     """Across tapes: a loop makes a new tape in every step."""
     return {}
+
+
+def _key(source: Any) -> int:
+    return id(source.value if isinstance(source, keras.Variable) else source)

@@ -1,0 +1,75 @@
+"""Batch normalisation over the batches of all ranks."""
+
+import functools
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_keras import exchange, ops, runtime
+
+
+def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  # noqa: N802
+    """``keras.layers.BatchNormalization`` whose statistics are those of the whole batch.
+
+    In training, mean and variance are taken over the samples of all ranks, each sample counted
+    once, also if the ranks' batches differ in size; so are the gradients. It helps if the batch of
+    one rank is small.
+
+    The layer is Keras's own with ``synchronized=True``, which hvd_keras makes true between
+    processes, too; a saved model loads without hvd_keras.
+
+    Args:
+        kwargs: those of ``keras.layers.BatchNormalization``.
+
+    Returns:
+        The layer.
+
+    Example:
+        model = keras.Sequential([keras.layers.Conv2D(8, 3), hvd.SyncBatchNormalization()])
+    """
+    runtime.rank()  # says so, if init() was not called
+    synchronize_between_processes()
+    return keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
+
+
+@functools.cache
+def synchronize_between_processes() -> None:
+    """From now on ``BatchNormalization(synchronized=True)`` covers all ranks.
+
+    On the class, so that layers that are cloned, loaded or made by others are covered as well.
+    """
+    layer_class = keras.layers.BatchNormalization
+    local_moments = layer_class._moments
+
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+        if not self.synchronized or not runtime.is_initialized() or runtime.size() == 1:
+            return local_moments(self, inputs, mask)
+        if mask is not None:
+            raise ValueError(
+                f"Batch normalisation {self.name!r} is synchronised between processes and got a "
+                "mask, which is not supported. Use synchronized=False, or no mask."
+            )
+        return _global_moments(inputs, self._reduction_axes, exchange.common_path(self.path))
+
+    layer_class._moments = moments
+
+
+def _global_moments(inputs: tf.Tensor, axes: list[int], path: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Merges the ranks' moments, weighted by their counts.
+
+    By the pairwise formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise
+    algorithm for computing sample variances"), which does not cancel as the mean of squares minus
+    the square of the mean would.
+    """
+    mean, variance = tf.nn.moments(inputs, axes)
+    shape = tf.shape(inputs)
+    count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
+    mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)
+    everyone = ops.allgather(mine[tf.newaxis], name=f"{path} moments")
+    size = (tf.shape(mine)[0] - 1) // 2
+    weights = everyone[:, :1] / tf.reduce_sum(everyone[:, :1])
+    means, variances = everyone[:, 1 : 1 + size], everyone[:, 1 + size :]
+    total_mean = tf.reduce_sum(weights * means, axis=0)
+    deviations = tf.math.squared_difference(means, total_mean)
+    return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)

@@ -1,0 +1,299 @@
+"""Horovod's options of the optimizer and the tape, objects, synchronised batch normalisation."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from tests.harness import inputs, training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+optimizers = keras.optimizers
+MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
+
+
+def applied(gradients: list, **options) -> list[np.ndarray]:
+    """What is subtracted from variables of zeros when all ranks apply their gradients."""
+    variables = [keras.Variable(tf.zeros_like(tf.convert_to_tensor(g))) for g in gradients]
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), **options)
+    optimizer.build(variables)
+    tf.function(lambda: optimizer.apply(gradients))()
+    return [-v.numpy() for v in variables]
+
+
+def mean(shape: tuple[int, ...]) -> np.ndarray:
+    return inputs.of_all_ranks(SIZE, shape).mean(0)
+
+
+def gradients() -> list:
+    return [tf.constant(inputs.tensor(RANK, shape)) for shape in ((4,), (3, 2), (), (5,))]
+
+
+@pytest.mark.parametrize(
+    ("compression", "error"), [("none", 1e-6), ("fp16", 2**-10), ("bf16", 2**-7)]
+)
+def test_compression_keeps_to_its_error_bound(compression: str, error: float) -> None:
+    values = [np.cos(np.arange(500.0) + r) + 2 for r in range(SIZE)]
+    mine = tf.constant(values[RANK], tf.float32)
+    (got,) = applied([mine], compression=getattr(hvd.Compression, compression))
+    exact = np.mean(values, axis=0)
+    np.testing.assert_allclose(got, exact, rtol=error)
+    reduced = hvd.allreduce(mine, compression=getattr(hvd.Compression, compression))
+    assert reduced.dtype == tf.float32
+    np.testing.assert_allclose(reduced, exact, rtol=error)
+    if compression != "none":
+        assert not np.allclose(reduced, exact, rtol=error / 1000), "nothing was compressed"
+    if SIZE > 1:  # one rank has nothing to send
+        np.testing.assert_array_equal(reduced, got)
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compression_of_sparse_gradients_and_integers(compression: str) -> None:
+    row = inputs.tensor(RANK, (1, 2))
+    slices = tf.IndexedSlices(tf.constant(row), [RANK], [SIZE, 2])
+    how = getattr(hvd.Compression, compression)
+    (got,) = applied([slices], compression=how)
+    expected = np.concatenate([inputs.tensor(r, (1, 2)) for r in range(SIZE)]) / SIZE
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    integers = hvd.allreduce(tf.constant([70000 + RANK]), op=hvd.Sum, compression=how)
+    np.testing.assert_array_equal(integers, [sum(70000 + r for r in range(SIZE))])
+
+
+@several
+def test_compression_of_ones_own() -> None:
+    class Halves(hvd.Compressor):
+        @staticmethod
+        def compress(tensor):
+            return tensor / 2, "context"
+
+        @staticmethod
+        def decompress(tensor, context):
+            assert context == "context"
+            return tensor * 4
+
+    (got,) = applied([tf.constant(inputs.tensor(RANK, (4,)))], compression=Halves)
+    np.testing.assert_allclose(got, 2 * mean((4,)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_predivide_factor": 4.0},
+        {"num_groups": 1},
+        {"num_groups": 3},
+        {"groups": 2},
+        {"num_groups": 100},
+        {"device_dense": "/cpu:0", "device_sparse": "/cpu:0"},
+        {"name": "mine"},
+    ],
+)
+def test_options_that_do_not_change_the_result(options: dict) -> None:
+    for got, shape in zip(applied(gradients(), **options), ((4,), (3, 2), (), (5,)), strict=True):
+        np.testing.assert_allclose(got, mean(shape), rtol=1e-6)
+
+
+def test_groups_of_variables_share_a_request() -> None:
+    variables = [keras.Variable(np.zeros(3, "float32"), name=f"v{i}") for i in range(4)]
+    optimizer = hvd.DistributedOptimizer(
+        optimizers.SGD(1.0), groups=[[variables[0], variables[3]], [variables[1]]]
+    )
+    optimizer.build(variables)
+    step = tf.function(lambda: optimizer.apply([tf.fill([3], RANK + i + 1.0) for i in range(4)]))
+    step()
+    for i, v in enumerate(variables):
+        np.testing.assert_allclose(v, -np.full(3, np.mean(np.arange(SIZE)) + i + 1), rtol=1e-6)
+    if SIZE > 1:
+        operations = step.get_concrete_function().graph.get_operations()
+        counts = [len(op.inputs) for op in operations if op.type == "HvdAllreduce"]
+        assert sorted(counts) == [1, 1, 2]
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_backward_passes_per_step(model: str, average: bool) -> None:
+    def train(optimizer, net, x, y, batch):
+        training.set_weights(net, seed=0)
+        net.compile(optimizer=optimizer, loss="mse")
+        net.fit(x, y, batch_size=batch, shuffle=False, verbose=0)
+        return training.flat(net)
+
+    alone, together = MODELS[model](), MODELS[model]()
+    x, y = training.data(alone, SIZE)
+    # Sums of three gradients are means with three times the rate.
+    rate = 0.03 if average else 0.01
+    plain = optimizers.SGD(
+        rate if average else 3 * rate, momentum=0.9, gradient_accumulation_steps=3
+    )
+    expected = train(plain, alone, x, y, SIZE * training.BATCH)
+    optimizer = hvd.DistributedOptimizer(
+        optimizers.SGD(rate, momentum=0.9),
+        backward_passes_per_step=3,
+        average_aggregated_gradients=average,
+    )
+    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    got = train(optimizer, together, *shards, training.BATCH)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+    training.assert_bit_identical_on_all_ranks(together)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_local_variables_keep_their_gradient(scaled: bool) -> None:
+    local = keras.Variable(np.zeros((2 + RANK,), "float32"))  # of another shape on each rank
+    shared = keras.Variable(np.zeros((3,), "float32"))
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), scale_local_gradients=scaled)
+    optimizer.register_local_var(local)
+    optimizer.build([local, shared])
+    step = tf.function(
+        lambda: optimizer.apply([tf.fill([2 + RANK], RANK + 1.0), tf.fill([3], RANK + 1.0)])
+    )
+    step()
+    expected = (RANK + 1) / (SIZE if scaled and SIZE > 1 else 1)
+    np.testing.assert_allclose(local, np.full(2 + RANK, -expected), rtol=1e-6)
+    np.testing.assert_allclose(shared, np.full(3, -(SIZE + 1) / 2), rtol=1e-6)
+
+
+def test_partial_optimizer_and_tape() -> None:
+    layers = [keras.layers.Dense(2, use_bias=False), keras.layers.Dense(2, use_bias=False)]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    training.set_weights(model, seed=0)
+    x = tf.constant(inputs.tensor(RANK, (3, 2)))
+
+    def gradients(wrap):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        return wrap(tape).gradient(loss, model.trainable_variables)
+
+    mine = gradients(lambda tape: tape)
+    everyone = [hvd.allreduce(g).numpy() for g in mine]
+    local, shared = gradients(
+        lambda tape: hvd.PartialDistributedGradientTape(
+            tape, local_layers=layers[0], scale_local_gradients=False
+        )
+    )
+    np.testing.assert_allclose(local, mine[0], rtol=1e-6)
+    np.testing.assert_allclose(shared, everyone[1], rtol=1e-6)
+
+    before = [w.copy() for w in model.get_weights()]
+    optimizer = hvd.PartialDistributedOptimizer(
+        optimizers.SGD(0.5), local_layers=[layers[1]], scale_local_gradients=False
+    )
+    optimizer.apply(mine, model.trainable_variables)
+    after = model.get_weights()
+    np.testing.assert_allclose(after[0], before[0] - 0.5 * everyone[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(after[1], before[1] - 0.5 * mine[1].numpy(), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="no variables yet"):
+        hvd.PartialDistributedOptimizer(optimizers.SGD(), local_layers=keras.layers.Dense(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"compression": "fp16"}, "expected hvd.Compression"),
+        ({"gradient_predivide_factor": 0.0}, "above 0"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "Leave one of them out"),
+        ({"num_groups": 2, "groups": 2}, "Give groups alone"),
+        ({"groups": -1}, "or 0 for by size"),
+        ({"groups": [1, 2]}, "lists of variables"),
+        ({"backward_passes_per_step": 0}, "an integer from 1"),
+    ],
+)
+def test_impossible_options(options: dict, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        hvd.DistributedOptimizer(optimizers.SGD(), **options)
+    if "backward_passes_per_step" not in options:
+        with pytest.raises(ValueError, match=text):
+            hvd.DistributedGradientTape(tf.GradientTape(), **options)
+
+
+def test_backward_passes_beside_keras_accumulation() -> None:
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 already"):
+        hvd.DistributedOptimizer(
+            optimizers.SGD(gradient_accumulation_steps=2), backward_passes_per_step=2
+        )
+
+
+def test_objects() -> None:
+    mine = {"rank": RANK, "text": "x" * (RANK * 1000), "array": inputs.tensor(RANK, (3,))}
+    everyone = hvd.allgather_object(mine)
+    assert [(o["rank"], len(o["text"])) for o in everyone] == [(r, 1000 * r) for r in range(SIZE)]
+    np.testing.assert_array_equal(everyone[-1]["array"], inputs.tensor(SIZE - 1, (3,)))
+    for root in range(SIZE):
+        got = hvd.broadcast_object(mine, root, name="mine")
+        assert (got["rank"], len(got["text"])) == (root, 1000 * root)
+    double = hvd.broadcast_object(lambda x: 2 * x + RANK, 0)  # a closure travels, too
+    assert double(3) == 6
+    with pytest.raises(ValueError, match="root_rank"):
+        hvd.broadcast_object(mine, SIZE)
+
+
+def test_load_model_goes_on_as_if_never_interrupted(tmp_path) -> None:
+    def fit(model):
+        x, y = training.data(model, SIZE)
+        x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+        model.fit(x, y, batch_size=training.BATCH, shuffle=False, verbose=0)
+
+    model = training.dense_model()
+    training.set_weights(model, seed=0)
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizers.Adam(0.01)), loss="mse")
+    fit(model)
+    model.save(tmp_path / "model.keras")
+    fit(model)
+    loaded = hvd.load_model(tmp_path / "model.keras")
+    fit(loaded)
+    np.testing.assert_allclose(training.flat(loaded), training.flat(model), rtol=1e-5, atol=1e-6)
+    training.assert_bit_identical_on_all_ranks(loaded)
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]).save(tmp_path / "bare.keras")
+    with pytest.raises(ValueError, match="has no optimizer"):
+        hvd.load_model(tmp_path / "bare.keras")
+
+
+def normalised(synchronized) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(4),
+            synchronized(momentum=0.5),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def keras_layer(**kwargs):
+    return keras.layers.BatchNormalization(synchronized=True, **kwargs)
+
+
+@pytest.mark.parametrize("layer", [hvd.SyncBatchNormalization, keras_layer])
+def test_synchronised_batch_normalisation_trains_like_one_process(layer) -> None:
+    training.assert_trains_like_one_process(
+        lambda: normalised(layer), lambda: optimizers.SGD(0.05), rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_synchronised_statistics_of_unequal_batches(compiled: bool) -> None:
+    layer = hvd.SyncBatchNormalization(momentum=0.0, axis=-1)
+    x = [100.0 + np.cos(np.arange((r + 1) * 12.0)).reshape(-1, 2, 3) * (r + 1) for r in range(SIZE)]
+    layer.build((None, 2, 3))
+    call = tf.function(layer) if compiled else layer
+    y = call(tf.constant(x[RANK], tf.float32), training=True)
+    everything = np.concatenate(x)
+    average, variance = everything.mean((0, 1)), everything.var((0, 1))
+    np.testing.assert_allclose(layer.moving_mean, average, rtol=1e-5)
+    np.testing.assert_allclose(layer.moving_variance, variance, rtol=1e-3)
+    np.testing.assert_allclose(y, (x[RANK] - average) / np.sqrt(variance + 1e-3), atol=1e-2)
+
+
+def test_plain_batch_normalisation_stays_local() -> None:
+    layer = keras.layers.BatchNormalization(momentum=0.0)
+    layer.build((None, 1))
+    layer(np.full((3, 1), RANK + 1.0), training=True)
+    np.testing.assert_allclose(layer.moving_mean, [RANK + 1.0])
+
+
+@several
+def test_masked_synchronised_batch_normalisation_is_refused() -> None:
+    layer = hvd.SyncBatchNormalization()
+    with pytest.raises(ValueError, match="which is not supported"):
+        layer(np.ones((2, 3, 4)), training=True, mask=np.ones((2, 3), bool))
