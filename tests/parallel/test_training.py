@@ -19,30 +19,56 @@ MAIN = {
     "adam": lambda: optimizers.Adam(0.01),
     "adagrad": lambda: optimizers.Adagrad(0.1),
 }
-OTHERS = {
-    "adadelta": lambda: optimizers.Adadelta(1.0),
-    "adafactor": lambda: optimizers.Adafactor(0.01),
-    "adamax": lambda: optimizers.Adamax(0.01),
-    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.05),
-    "ftrl": lambda: optimizers.Ftrl(0.05),
-    "lamb": lambda: optimizers.Lamb(0.01),
-    "lion": lambda: optimizers.Lion(0.001),
-    "muon": lambda: optimizers.Muon(0.01),
-    "nadam": lambda: optimizers.Nadam(0.01),
+# Every optimizer that this Keras has, so that a new one is covered by itself.
+NOT_BY_THEMSELVES = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}
+EVERY = sorted(
+    name
+    for name, value in vars(optimizers).items()
+    if isinstance(value, type)
+    and issubclass(value, optimizers.Optimizer)
+    and name not in NOT_BY_THEMSELVES
+)
+# Each with a way to see that it does something.
+OPTIONS = {
+    "plain": {},
+    "clipnorm": {"clipnorm": 0.1},
+    "global_clipnorm": {"global_clipnorm": 0.2},
+    "clipvalue": {"clipvalue": 0.05},
+    "use_ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 4},
+    "weight_decay": {"weight_decay": 0.05},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
+    "loss_scale_factor": {"loss_scale_factor": 128.0},
+}
+RATES = {"Adadelta": 1.0, "Lion": 0.001, "SGD": 0.1, "Ftrl": 0.05, "Adagrad": 0.1}
+SPECIAL = {
     "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
-    "rmsprop": lambda: optimizers.RMSprop(0.01, momentum=0.5),
-    "schedule_free": lambda: optimizers.ScheduleFreeAdamW(0.01),
+    "rmsprop with momentum": lambda: optimizers.RMSprop(0.01, momentum=0.5),
+    "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
+    "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01)),
+    "loss_scale with accumulation": lambda: optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    ),
     "multi": lambda: optimizers.MultiOptimizer(
         optimizers.OptimizerMap(optimizers.Adam(0.01), {".*bias": optimizers.SGD(0.1)})
     ),
-    "clipnorm": lambda: optimizers.SGD(0.1, clipnorm=0.1),
-    "global_clipnorm": lambda: optimizers.SGD(0.1, global_clipnorm=0.2),
-    "clipvalue": lambda: optimizers.SGD(0.1, clipvalue=0.05),
-    "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4),
-    "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)),
-    "scaled": lambda: optimizers.SGD(0.1, loss_scale_factor=128.0),
-    "loss_scale": lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01)),
+    "a user's own": lambda: Own(0.1),
 }
+
+
+class Own(optimizers.Optimizer):
+    """As Keras's documentation tells how to write one."""
+
+    def build(self, variables) -> None:
+        super().build(variables)
+        self.sums = self.add_optimizer_variables(variables, "sum")
+
+    def update_step(self, gradient, variable, learning_rate) -> None:
+        gradient = keras.ops.convert_to_tensor(gradient)
+        total = self.sums[self._get_variable_index(variable)]
+        self.assign_add(total, gradient)
+        self.assign_sub(variable, learning_rate * (gradient + 0.1 * total))
+
+
 MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 
 
@@ -53,9 +79,19 @@ def test_equals_one_process(optimizer: str, model: str, eagerly: bool) -> None:
     training.assert_trains_like_one_process(MODELS[model], MAIN[optimizer], run_eagerly=eagerly)
 
 
-@pytest.mark.parametrize("optimizer", OTHERS)
-def test_every_optimizer_and_option(optimizer: str) -> None:
-    training.assert_trains_like_one_process(training.dense_model, OTHERS[optimizer], atol=1e-4)
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("optimizer", EVERY)
+def test_every_optimizer_with_every_option(optimizer: str, option: str) -> None:
+    def make() -> optimizers.Optimizer:
+        rate = RATES.get(optimizer, 0.01)
+        return getattr(optimizers, optimizer)(rate, **OPTIONS[option])
+
+    training.assert_trains_like_one_process(training.dense_model, make, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", SPECIAL)
+def test_other_optimizers(optimizer: str) -> None:
+    training.assert_trains_like_one_process(training.dense_model, SPECIAL[optimizer], atol=1e-4)
 
 
 def test_several_steps_per_execution() -> None:
