@@ -1,0 +1,254 @@
+"""Whatever else compile and fit offer: N ranks train as one process does."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+optimizers = keras.optimizers
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y, batch: int) -> None:
+        super().__init__()
+        self.x, self.y, self.batch = x, y, batch
+
+    def __len__(self) -> int:
+        return len(self.x) // self.batch
+
+    def __getitem__(self, i):
+        rows = slice(i * self.batch, (i + 1) * self.batch)
+        return self.x[rows], self.y[rows]
+
+
+def arrays(x, y, batch):
+    return {"x": x, "y": y, "batch_size": batch}
+
+
+def dataset(x, y, batch):
+    return {"x": tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)}
+
+
+def py_dataset(x, y, batch):
+    return {"x": Batches(x, y, batch)}
+
+
+def generator(x, y, batch):
+    def endless():
+        while True:
+            yield from (Batches(x, y, batch)[i] for i in range(training.STEPS))
+
+    return {"x": endless(), "steps_per_epoch": training.STEPS}
+
+
+def both(make_model, feed=arrays, optimizer=None, epochs=1, **compile_arguments):
+    """The weights of one process with the whole batch, and of all ranks; and the second model."""
+    make_optimizer = optimizer or (lambda: optimizers.SGD(0.1, momentum=0.9))
+    alone, together = make_model(), make_model()
+    x, y = training.data(alone, SIZE)
+    shard_x, shard_y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    for net, make, data, batch in (
+        (alone, make_optimizer, (x, y), SIZE * training.BATCH),
+        (
+            together,
+            lambda: hvd.DistributedOptimizer(make_optimizer()),
+            (shard_x, shard_y),
+            training.BATCH,
+        ),
+    ):
+        training.set_weights(net, seed=0)
+        net.compile(optimizer=make(), **{"loss": "mse", **compile_arguments})
+        net.fit(**feed(*data, batch), epochs=epochs, shuffle=False, verbose=0)
+    return alone, together
+
+
+def assert_equal(alone, together, **tolerance) -> None:
+    tolerance = {"rtol": 1e-4, "atol": 1e-5, **tolerance}
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), **tolerance)
+    training.assert_bit_identical_on_all_ranks(together)
+
+
+@pytest.mark.parametrize("feed", [arrays, dataset, py_dataset, generator])
+def test_kinds_of_data(feed) -> None:
+    assert_equal(*both(training.dense_model, feed, epochs=2))
+
+
+def test_last_batch_is_shorter() -> None:
+    def shorter(x, y, batch):
+        rows = len(x) - batch // 2  # equal on all ranks: the last batch has half the rows
+        return arrays(x[:rows], y[:rows], batch)
+
+    alone, together = training.dense_model(), training.dense_model()
+    x, y = training.data(alone, SIZE)
+    # Of the last step, one process has the first rows of every rank.
+    cut = len(x) - SIZE * training.BATCH
+    last = np.arange(cut, len(x)).reshape(SIZE, training.BATCH)[:, : training.BATCH // 2].ravel()
+    rows = np.concatenate([np.arange(cut), last])
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.1))
+    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    for net, how, data in (
+        (alone, optimizers.SGD(0.1), arrays(x[rows], y[rows], SIZE * training.BATCH)),
+        (together, optimizer, shorter(*shards, training.BATCH)),
+    ):
+        training.set_weights(net, seed=0)
+        net.compile(optimizer=how, loss="mse")
+        net.fit(**data, epochs=2, shuffle=False, verbose=0)
+    assert_equal(alone, together)
+
+
+def test_layer_frozen_between_two_fits() -> None:
+    def twice(net, optimizer_of, data):
+        training.set_weights(net, seed=0)
+        for trainable in (True, False, True):
+            net.layers[0].trainable = trainable
+            net.compile(optimizer=optimizer_of(), loss="mse")
+            net.fit(**data, shuffle=False, verbose=0)
+
+    alone, together = training.dense_model(), training.dense_model()
+    x, y = training.data(alone, SIZE)
+    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    twice(alone, lambda: optimizers.Adam(0.01), arrays(x, y, SIZE * training.BATCH))
+    twice(
+        together,
+        lambda: hvd.DistributedOptimizer(optimizers.Adam(0.01)),
+        arrays(*shards, training.BATCH),
+    )
+    assert_equal(alone, together)
+
+
+def test_two_models_and_optimizers_that_take_turns() -> None:
+    def turns(wrap, x, y, batch):
+        nets = [training.dense_model() for _ in range(2)]
+        for i, net in enumerate(nets):
+            training.set_weights(net, seed=i)
+            net.compile(optimizer=wrap(optimizers.SGD(0.1 / (i + 1), momentum=0.9)), loss="mse")
+        for start in range(0, len(x), batch):
+            for net in nets:
+                net.train_on_batch(x[start : start + batch], y[start : start + batch])
+        return nets
+
+    x, y = training.data(training.dense_model(), SIZE)
+    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    alone = turns(lambda optimizer: optimizer, x, y, SIZE * training.BATCH)
+    together = turns(hvd.DistributedOptimizer, *shards, training.BATCH)
+    for one, other in zip(alone, together, strict=True):
+        assert_equal(one, other)
+
+
+class CustomStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 4)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_custom_train_step(eagerly: bool) -> None:
+    def make():
+        return CustomStep([keras.Input((5,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+
+    assert_equal(*both(make, run_eagerly=eagerly))
+
+
+def test_several_outputs_with_weights() -> None:
+    def make():
+        inputs = keras.Input((5,))
+        hidden = keras.layers.Dense(6, activation="tanh")(inputs)
+        outputs = {name: keras.layers.Dense(1, name=name)(hidden) for name in ("a", "b")}
+        return keras.Model(inputs, outputs)
+
+    def feed(x, y, batch):
+        return {"x": x, "y": {"a": y, "b": y * 2}, "batch_size": batch}
+
+    losses = {"loss": {"a": "mse", "b": "mae"}, "loss_weights": {"a": 0.3, "b": 0.7}}
+    assert_equal(*both(make, feed, **losses))
+
+
+def test_sample_weights() -> None:
+    def feed(x, y, batch):
+        weight = 0.5 + (np.abs(x[:, 0]) > 0.7)
+        return {**arrays(x, y, batch), "sample_weight": weight}
+
+    assert_equal(*both(training.dense_model, feed))
+
+
+def test_class_weights() -> None:
+    def make():
+        return keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(4), keras.layers.Dense(2, activation="softmax")]
+        )
+
+    def feed(x, y, batch):
+        return {**arrays(x, (y[:, 0] > 0).astype(int), batch), "class_weight": {0: 0.2, 1: 3.0}}
+
+    assert_equal(*both(make, feed, loss="sparse_categorical_crossentropy"))
+
+
+def test_convolution_with_regularisation_and_constraints() -> None:
+    def make():
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((5,)),
+                layers.Reshape((5, 1)),
+                layers.Conv1D(4, 3, kernel_regularizer="l2", kernel_constraint="non_neg"),
+                layers.LayerNormalization(),
+                layers.Flatten(),
+                layers.Dense(1),
+            ]
+        )
+
+    assert_equal(*both(make))
+
+
+def test_recurrent_text_model() -> None:
+    def make():
+        layers = keras.layers
+        return keras.Sequential(
+            [
+                keras.Input((3,), dtype="int32"),
+                layers.Embedding(training.WORDS, 4, mask_zero=True),
+                layers.LSTM(3),
+                layers.Dense(1),
+            ]
+        )
+
+    assert_equal(*both(make, optimizer=lambda: optimizers.Adam(0.01)))
+
+
+def test_mixed_bfloat16_keeps_the_ranks_equal() -> None:
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        alone, together = both(training.dense_model)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert_equal(alone, together, rtol=0.1, atol=0.05)  # rounded in other places
+
+
+def test_variables_that_are_overwritten_by_their_gradient() -> None:
+    """As the scales of float8 training: the largest of all ranks counts."""
+    amax = keras.Variable(np.zeros(3, "float32"), name="amax")
+    amax.overwrite_with_gradient = True
+    kernel = keras.Variable(np.zeros(3, "float32"), name="kernel")
+    optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0))
+    optimizer.build([amax, kernel])
+    seen = np.array([RANK, SIZE - RANK, 5.0], "float32")
+    tf.function(lambda: optimizer.apply([tf.constant(seen), tf.fill([3], RANK + 1.0)]))()
+    np.testing.assert_array_equal(amax, [SIZE - 1, SIZE, 5.0])
+    np.testing.assert_allclose(kernel, np.full(3, -(SIZE + 1) / 2), rtol=1e-6)
+
+
+def test_exported_model_has_nothing_of_hvd_keras(tmp_path) -> None:
+    _, model = both(training.dense_model)
+    model.export(tmp_path / "served", verbose=False)
+    x = np.ones((2, 5), "float32")
+    loaded = tf.saved_model.load(tmp_path / "served")
+    np.testing.assert_allclose(loaded.serve(x), model(x), rtol=1e-5)
+    assert b"Hvd" not in (tmp_path / "served" / "saved_model.pb").read_bytes()
