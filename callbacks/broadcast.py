@@ -1,4 +1,4 @@
-"""Same start for all ranks."""
+"""Same state on all ranks."""
 
 import warnings
 from typing import Any
@@ -14,6 +14,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Weights, moving statistics, optimizer slots, iteration counts and the learning rate become
     equal. Random generators (dropout, augmentation) get the root's seed mixed with the rank: every
     rank draws other masks, and a rerun draws the same ones again.
+
+    At the end of each epoch, before validation and checkpoints, the moving statistics of batch
+    normalisation become the mean over the ranks; until then each rank's are those of its own
+    batches. (Where ``fit`` does not know the number of batches, that is after validation.) Use
+    ``hvd.SyncBatchNormalization`` for statistics that are those of one process.
 
     Also turns off XLA compilation of the model (``jit_compile``), with a warning: Keras turns it on
     by itself on machines with GPUs, and collectives cannot be compiled by XLA yet.
@@ -61,3 +66,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             layers = self.model._flatten_layers()
             variables.give_each_rank_its_own_randomness(variables.seed_states(layers))
         self._done = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """At the last batch of an epoch: validation comes before ``on_epoch_end``."""
+        if self.params.get("steps") == batch + 1:
+            self._average_moving_statistics()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """For data of unknown length."""
+        if self.params.get("steps") is None:
+            self._average_moving_statistics()
+
+    def _average_moving_statistics(self) -> None:
+        variables.average_variables(variables.moving_statistics(self.model._flatten_layers()))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined]
     from hvd_keras.compression import Compression as Compression
     from hvd_keras.compression import Compressor as Compressor
+    from hvd_keras.learning_rates import linear_scaling as linear_scaling
+    from hvd_keras.learning_rates import sqrt_scaling as sqrt_scaling
     from hvd_keras.loading import load_model as load_model
     from hvd_keras.objects import allgather_object as allgather_object
     from hvd_keras.objects import broadcast_object as broadcast_object
@@ -59,6 +61,7 @@ _HOME = {
     **dict.fromkeys(("Compression", "Compressor"), "compression"),
     **dict.fromkeys(("DistributedOptimizer", "PartialDistributedOptimizer"), "optimizer"),
     **dict.fromkeys(("allgather_object", "broadcast_object"), "objects"),
+    **dict.fromkeys(("linear_scaling", "sqrt_scaling"), "learning_rates"),
     "load_model": "loading",
     "SyncBatchNormalization": "sync_batch_norm",
     **dict.fromkeys(("init", "is_initialized", "shutdown", "rank", "size"), "runtime"),

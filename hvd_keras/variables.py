@@ -44,6 +44,28 @@ def _broadcast(variables: list[Any], root_rank: int, number: int) -> None:
         variable.assign(value)
 
 
+def average_variables(variables: list[Any]) -> None:
+    """Assigns the mean over the ranks to floating-point variables."""
+    if runtime.size() == 1 or not variables:
+        return
+    means = ops.grouped_allreduce(
+        [tf.convert_to_tensor(v) for v in variables], op=ops.Average, name="variables' means"
+    )
+    for variable, mean in zip(variables, means, strict=True):
+        variable.assign(mean)
+
+
+def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """The variables in which batch normalisation keeps the means of what this rank has seen."""
+    return [
+        variable
+        for layer in layers
+        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+        for variable in layer.non_trainable_variables
+        if variable is not layer.gamma and variable is not layer.beta
+    ]
+
+
 def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     """The state of each random generator (dropout, augmentation) in the layers, without repeats."""
     found: dict[int, Any] = {}

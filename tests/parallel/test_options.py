@@ -292,6 +292,33 @@ def test_plain_batch_normalisation_stays_local() -> None:
     np.testing.assert_allclose(layer.moving_mean, [RANK + 1.0])
 
 
+@pytest.mark.parametrize("known_length", [False, True])
+def test_moving_statistics_are_averaged_before_they_are_saved(known_length: bool) -> None:
+    model = normalised(keras.layers.BatchNormalization)
+    training.set_weights(model, seed=0)
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizers.SGD(0.01)), loss="mse")
+    x, y = training.data(model, SIZE)
+    x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    seen = []
+    look = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: seen.append(model.layers[1].moving_mean.numpy())
+    )
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(training.BATCH)
+    if not known_length:
+        data = data.filter(lambda x, y: True)
+    model.fit(data, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), look])
+    everyone = hvd.allgather_object(seen[0])
+    assert np.abs(everyone[0]).max() > 0
+    for theirs in everyone:
+        np.testing.assert_array_equal(theirs, everyone[0])
+    training.assert_bit_identical_on_all_ranks(model)
+
+
+def test_learning_rates_grow_with_the_size() -> None:
+    assert hvd.linear_scaling(0.1) == pytest.approx(0.1 * SIZE)
+    assert hvd.sqrt_scaling(0.1) ** 2 == pytest.approx(0.01 * SIZE)
+
+
 @several
 def test_masked_synchronised_batch_normalisation_is_refused() -> None:
     layer = hvd.SyncBatchNormalization()

@@ -1,0 +1,37 @@
+"""How the learning rate grows with the batch, and so with the number of ranks."""
+
+import math
+
+from hvd_keras import runtime
+
+
+def linear_scaling(rate: float) -> float:
+    """The rate of one rank times ``size()``: for SGD with momentum.
+
+    With a warm-up over the first epochs, see ``hvd.callbacks.LearningRateWarmupCallback`` (Goyal et
+    al., 2017, https://arxiv.org/abs/1706.02677).
+
+    Args:
+        rate: the learning rate that suits one rank's batch.
+
+    Example:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(hvd.linear_scaling(0.01)))
+    """
+    return rate * runtime.size()
+
+
+def sqrt_scaling(rate: float) -> float:
+    """The rate of one rank times the square root of ``size()``: for Adam and LAMB.
+
+    It keeps the noise of an adaptive step the same (Krizhevsky, 2014,
+    https://arxiv.org/abs/1404.5997, for the rule; You et al., 2019,
+    https://arxiv.org/abs/1904.00962, for LAMB; Malladi et al., 2022,
+    https://arxiv.org/abs/2205.10287, for Adam).
+
+    Args:
+        rate: the learning rate that suits one rank's batch.
+
+    Example:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Lamb(hvd.sqrt_scaling(0.001)))
+    """
+    return rate * math.sqrt(runtime.size())
