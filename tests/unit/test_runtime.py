@@ -278,8 +278,3 @@ def test_import_from_the_source_folder_says_what_to_do(tmp_path: pathlib.Path) -
         timeout=60,
     )
     assert "pip install -e ." in result.stderr
-
-
-def test_launcher_starts_without_tensorflow() -> None:
-    code = "import sys, hvd_keras.launch.cli; sys.exit('tensorflow' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

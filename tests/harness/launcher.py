@@ -1,0 +1,116 @@
+"""Runs hvdrun in a folder of its own, and finds what its jobs leave behind."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+from hvd_keras.launch.cores import THREAD_VARIABLES
+
+# Seconds: far above what any of these jobs takes, far below the sleep of a rank that must be ended.
+LIMIT = 60
+FOREVER = 1000
+
+# Rank and size without MPI, for scripts that must not depend on it.
+PRELUDE = """\
+import os, signal, sys, time
+names = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+rank = int(next(os.environ[name] for name in names if name in os.environ))
+
+def meet(size):
+    open(f"here-{rank}", "w").close()
+    while not all(os.path.exists(f"here-{other}") for other in range(size)):
+        time.sleep(0.02)
+
+"""
+
+
+class Launcher:
+    """Runs hvdrun in a folder of its own, where it keeps its temporary files as well."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        self.environment = {k: v for k, v in os.environ.items() if k not in THREAD_VARIABLES}
+        self.environment["TMPDIR"] = str(self.temporary)
+        self.watchdogs: list[threading.Timer] = []
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        path = self.folder / name
+        path.write_text(PRELUDE + textwrap.dedent(text))
+        return str(path)
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "hvd_keras.launch", *arguments]
+
+    def run(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments),
+            cwd=self.folder,
+            env=options.pop("env", self.environment),
+            stdin=None if "input" in options else subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            **options,
+        )
+
+    def python(self, size: int, text: str, *arguments: str, **options):
+        """Run `size` ranks of a Python script."""
+        job = ("-np", str(size), "--oversubscribe", sys.executable, self.script(text))
+        return self.run(*job, *arguments, **options)
+
+    def start(self, size: int, text: str, stdin: int = subprocess.DEVNULL):
+        """Start such a job, which is killed after LIMIT seconds."""
+        job = ("-np", str(size), "--oversubscribe", sys.executable, "-u", self.script(text))
+        process = subprocess.Popen(
+            self.command(*job),
+            cwd=self.folder,
+            env=self.environment,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell that runs these tests in the background has SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        watchdog = threading.Timer(LIMIT, process.kill)
+        watchdog.start()
+        self.watchdogs.append(watchdog)
+        return process
+
+    def start_ready(self, size: int, text: str):
+        """Start such a job and wait until every rank has printed "ready"."""
+        process = self.start(size, text)
+        assert sorted(process.stdout.readline() for _ in range(size)) == [
+            f"[{rank}] ready\n" for rank in range(size)
+        ]
+        return process
+
+    def processes(self) -> dict[int, str]:
+        """The processes of this launcher's jobs, which all have its folder in their command."""
+        found = {}
+        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(self.folder) in line:
+                found[int(path.parent.name)] = line
+        return found
+
+
+def parent(pid: int) -> int:
+    return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def wait_until(condition, what: str) -> None:
+    limit = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < limit, f"not within {LIMIT} s: {what}"
+        time.sleep(0.05)

@@ -1,0 +1,214 @@
+"""How jobs of hvdrun end: exit status, culprit, and nothing left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvd_keras.launch import worker
+from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
+
+# mpirun asks the other ranks to end and kills them soon after, on a busy machine at once.
+ENDED = "(killed by SIGTERM, when it was asked to end|killed before it could report its end)"
+
+
+def test_success_adds_no_output(hvdrun):
+    done = hvdrun.python(2, "")
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_a_failing_rank_ends_the_others(hvdrun):
+    done = hvdrun.python(2, f"meet(2)\nif rank == 0: time.sleep({FOREVER})\nsys.exit(3)")
+    assert done.returncode == 3
+    first, second = done.stderr.splitlines()
+    assert first == "hvdrun: rank 1 failed first: exit status 3"
+    assert re.fullmatch(f"hvdrun: rank 0: {ENDED}", second)
+
+
+def test_a_killed_rank_is_named_with_its_signal(hvdrun):
+    done = hvdrun.python(
+        3, f"meet(3)\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep({FOREVER})"
+    )
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.startswith("hvdrun: rank 2 failed first: killed by SIGKILL\n")
+    assert len(re.findall(f"ranks? [01](, 1)?: {ENDED}", done.stderr)) in (1, 2)
+
+
+def test_a_rank_that_left_early_is_no_culprit(hvdrun):
+    done = hvdrun.python(2, "meet(2)\nif rank == 0: os._exit(0)\ntime.sleep(1)\nsys.exit(4)")
+    assert done.returncode == 4
+    assert done.stderr.splitlines() == [
+        "hvdrun: rank 1 failed first: exit status 4",
+        "hvdrun: rank 0: exit status 0",
+    ]
+
+
+def test_a_rank_that_fails_later_is_no_culprit(hvdrun):
+    done = hvdrun.python(
+        2,
+        f"""
+        if rank == 0:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+            meet(2)
+            time.sleep({FOREVER})
+        meet(2)
+        sys.exit(5)
+        """,
+    )
+    assert done.returncode == 5
+    assert done.stderr.startswith("hvdrun: rank 1 failed first: exit status 5\nhvdrun: rank 0: ")
+
+
+def test_an_exception_of_one_rank(hvdrun):
+    done = hvdrun.python(2, f"if rank == 1: raise ValueError('oh')\ntime.sleep({FOREVER})")
+    assert done.returncode == 1
+    assert "[1] ValueError: oh\n" in done.stderr
+    assert "hvdrun: rank 1 failed first: exit status 1\n" in done.stderr
+
+
+def test_a_rank_that_leaves_mpi_silently_is_no_success(hvdrun):
+    pytest.importorskip("mpi4py")
+    done = hvdrun.python(
+        2,
+        """
+        from mpi4py import MPI
+        MPI.COMM_WORLD.Barrier()
+        if MPI.COMM_WORLD.rank == 1:
+            os._exit(0)
+        MPI.COMM_WORLD.Barrier()
+        """,
+    )
+    assert done.returncode != 0
+    assert re.search(r"^hvdrun: rank 1: exit status 0$", done.stderr, re.MULTILINE)
+
+
+def test_mpi_abort(hvdrun):
+    pytest.importorskip("mpi4py")
+    done = hvdrun.python(
+        2,
+        f"""
+        from mpi4py import MPI
+        if MPI.COMM_WORLD.rank == 1:
+            MPI.COMM_WORLD.Abort(5)
+        time.sleep({FOREVER})
+        """,
+    )
+    assert done.returncode == 5
+
+
+def test_a_worker_that_vanishes_is_reported(hvdrun):
+    done = hvdrun.python(
+        2, f"meet(2)\nif rank == 1: os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep({FOREVER})"
+    )
+    assert done.returncode not in (0, 2)
+    # MPICH's mpirun kills the other one at once as well.
+    assert re.search(r"ranks? (0, )?1: killed before it could report its end\n", done.stderr)
+
+
+def test_the_end_of_mpirun_ends_the_job(hvdrun):
+    parent_of_worker = "int(open(f'/proc/{os.getppid()}/stat').read().split(')')[1].split()[1])"
+    text = f"if rank == 0: os.kill({parent_of_worker}, signal.SIGKILL)\ntime.sleep({FOREVER})"
+    done = hvdrun.python(2, text)
+    assert done.returncode not in (0, 2)
+    assert "hvdrun: the job did not complete; mpirun ended with " in done.stderr
+
+
+def test_what_the_ranks_left_behind_is_ended(hvdrun):
+    daemon = f"import time; time.sleep({FOREVER})"
+    text = f"""
+        import subprocess
+        command = [sys.executable, "-c", {daemon!r}, {str(hvdrun.folder)!r}]
+        subprocess.Popen(command, start_new_session=True)
+        """
+    assert hvdrun.python(2, text).returncode == 0
+
+
+def test_a_rank_that_ignores_requests_is_killed(hvdrun):
+    text = f"""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready", flush=True)
+        time.sleep({FOREVER})
+        """
+    process = hvdrun.start_ready(2, text)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=LIMIT) == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_ranks(hvdrun, number):
+    process = hvdrun.start_ready(2, f"print('ready')\ntime.sleep({FOREVER})")
+    assert len(hvdrun.processes()) > 2
+    process.send_signal(number)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + number
+    assert (out, err) == ("", f"hvdrun: ended by {number.name}, with all ranks\n")
+
+
+def test_a_second_interrupt_does_not_wait(hvdrun):
+    process = hvdrun.start_ready(1, f"print('ready')\ntime.sleep({FOREVER})")
+    (mpirun_pid,) = (pid for pid in hvdrun.processes() if parent(pid) == process.pid)
+    os.kill(mpirun_pid, signal.SIGSTOP)  # so that it does not react to the first one
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # two signals at once would arrive as one
+    assert process.poll() is None
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=LIMIT) == 130
+    assert time.monotonic() - start < worker.GRACE - 0.5
+
+
+@pytest.mark.parametrize("reaction", ["signal.SIG_DFL", "signal.SIG_IGN"])
+def test_nothing_survives_a_killed_hvdrun(hvdrun, reaction):
+    text = f"signal.signal(signal.SIGTERM, {reaction})\nprint('ready')\ntime.sleep({FOREVER})"
+    process = hvdrun.start_ready(2, text)
+    process.kill()
+    process.wait(timeout=LIMIT)
+    wait_until(lambda: not hvdrun.processes(), "the end of the ranks")
+    # Nobody is left who could remove the files.
+    subprocess.run(["rm", "-r", *hvdrun.temporary.iterdir()], check=True, timeout=LIMIT)
+
+
+def test_the_command_dies_with_its_worker(hvdrun):
+    in_, out, err = (worker.stream_path(hvdrun.folder, 0, name) for name in ("in", "out", "err"))
+    for path in (in_, out, err):
+        os.mkfifo(path)
+    script = hvdrun.script(f"open('started', 'w')\ntime.sleep({FOREVER})")
+    arguments = [str(hvdrun.folder), str(os.getpid() + 1), json.dumps([sys.executable, script])]
+    with open(os.open(out, os.O_RDWR)), open(os.open(err, os.O_RDWR)):
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", worker.__file__, *arguments],
+            cwd=hvdrun.folder,
+            env=hvdrun.environment | {"PMI_RANK": "0"},
+        )
+        wait_until((hvdrun.folder / "started").exists, "the start of the command")
+        process.kill()
+        process.wait(timeout=LIMIT)
+        wait_until(lambda: not hvdrun.processes(), "the end of the command")
+
+
+def test_a_hangup_is_ignored_under_nohup(hvdrun):
+    text = "print('ready')\nwhile not os.path.exists('go'): time.sleep(0.05)"
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = hvdrun.start_ready(1, text)
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    process.send_signal(signal.SIGHUP)
+    (hvdrun.folder / "go").touch()
+    assert process.wait(timeout=LIMIT) == 0
+
+
+def test_mpiruns_own_error_is_shown_when_no_rank_started(hvdrun):
+    job = ("-np", "1", "--mpi-args", "--no-such-option 1", sys.executable, "-c", "print(1)")
+    done = hvdrun.run(*job)
+    assert done.returncode not in (0, 2)
+    assert "no-such-option" in done.stderr
+    assert "hvdrun: rank 0: left no report, it did not start\n" in done.stderr
+
+
+# The command line

@@ -1,0 +1,53 @@
+"""Rules of this repository that a machine can check."""
+
+import pathlib
+import re
+
+import hvd_keras as hvd
+
+ROOT = pathlib.Path(__file__).parents[2]
+SOURCES = [
+    path
+    for folder in ("hvd_keras", "callbacks", "native", "tests", "examples")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".cc", ".h")
+]
+
+
+def test_files_stay_under_500_lines() -> None:
+    assert [path for path in SOURCES if len(path.read_text().splitlines()) >= 500] == []
+
+
+def test_only_settings_and_the_launcher_read_the_environment() -> None:
+    readers = [
+        str(path.relative_to(ROOT))
+        for path in SOURCES
+        if re.search(r"getenv|os\.environ", path.read_text())
+        and path.parts[len(ROOT.parts)] in ("hvd_keras", "callbacks", "native")
+    ]
+    allowed = {"hvd_keras/settings.py", "native/core/settings.cc"}
+    assert {r for r in readers if not r.startswith("hvd_keras/launch/")} <= allowed
+
+
+def test_the_core_knows_neither_tensorflow_nor_python() -> None:
+    for path in (ROOT / "native" / "core").iterdir():
+        assert not re.search(r'#include [<"](tensorflow|Python)', path.read_text()), path
+
+
+def test_the_middle_knows_no_kinds() -> None:
+    names = re.compile(r"allreduce|allgather|broadcast", re.IGNORECASE)
+    for name in ("engine.cc", "engine.h", "agreement.cc", "agreement.h"):
+        assert not names.search((ROOT / "native" / "core" / name).read_text()), name
+
+
+def test_every_public_name_exists_and_is_documented() -> None:
+    text = "".join(
+        (ROOT / name).read_text() for name in ("README.md", "docs/migrating.md", "docs/design.md")
+    )
+    for name in hvd.__all__:
+        value = getattr(hvd, name)
+        assert re.search(rf"\b{name}\b", text), f"{name} stands in no document"
+        if name != "callbacks" and callable(value):
+            assert value.__doc__, f"{name} has no docstring"
+    for name in hvd.callbacks.__all__:
+        assert name in text, f"callbacks.{name} stands in no document"
