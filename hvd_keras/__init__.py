@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined]
+    from hvd_keras import data as data
     from hvd_keras.compression import Compression as Compression
     from hvd_keras.compression import Compressor as Compressor
     from hvd_keras.learning_rates import linear_scaling as linear_scaling
@@ -70,7 +71,9 @@ _HOME = {
     "broadcast_variables": "variables",
 }
 
-__all__ = ["callbacks", *_HOME]
+_MODULES = ("callbacks", "data")
+
+__all__ = [*_MODULES, *_HOME]
 
 if importlib.util.find_spec("hvd_keras.callbacks") is None:
     raise ImportError(
@@ -80,8 +83,8 @@ if importlib.util.find_spec("hvd_keras.callbacks") is None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "callbacks":
-        return importlib.import_module("hvd_keras.callbacks")
+    if name in _MODULES:
+        return importlib.import_module(f"hvd_keras.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'hvd_keras' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"hvd_keras.{_HOME[name]}"), name)
