@@ -1,0 +1,257 @@
+"""Metrics of all ranks' samples, computed from the sums of the ranks' metric states.
+
+A metric that counts (samples, hits, squared errors, a confusion matrix) holds in its variables sums
+over samples, so that the ranks' variables added up are those of one process that saw everything.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_keras import agree, ops
+
+_COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negatives")
+
+# Of Keras's metrics, by base class: the variables, all of which are sums over samples or batches.
+_SUMS: dict[Any, tuple[str, ...]] = {
+    keras.metrics.Mean: ("total", "count"),
+    keras.metrics.Sum: ("total",),
+    keras.metrics.AUC: _COUNTS,
+    keras.metrics.Precision: ("true_positives", "false_positives"),
+    keras.metrics.Recall: ("true_positives", "false_negatives"),
+    keras.metrics.SensitivityAtSpecificity: _COUNTS,
+    keras.metrics.SpecificityAtSensitivity: _COUNTS,
+    keras.metrics.PrecisionAtRecall: _COUNTS,
+    keras.metrics.RecallAtPrecision: _COUNTS,
+    keras.metrics.TruePositives: ("accumulator",),
+    keras.metrics.TrueNegatives: ("accumulator",),
+    keras.metrics.FalsePositives: ("accumulator",),
+    keras.metrics.FalseNegatives: ("accumulator",),
+    keras.metrics.FBetaScore: (
+        "true_positives",
+        "false_positives",
+        "false_negatives",
+        "intermediate_weights",
+    ),
+    keras.metrics.IoU: ("total_cm",),
+    keras.metrics.R2Score: ("num_samples", "squared_sum", "sum", "total_mse", "count"),
+}
+
+
+@dataclasses.dataclass
+class MetricState:
+    """A metric as it stands at one moment."""
+
+    metric: Any
+    #: what Keras logs of it on this rank, by key
+    results: dict[str, Any]
+    #: its variables, if all of them are sums over samples
+    sums: list[Any] | None
+    #: its result is a variable, so that Keras logs whatever it holds after validation
+    by_reference: bool
+
+    def describe(self, prefix: str) -> str:
+        """What must be equal on all ranks."""
+        keys = "/".join(prefix + key for key in self.results)
+        variables = ", ".join(f"{v.dtype}{list(v.shape)}" for v in self.sums or ())
+        return f"{keys}: {type(self.metric).__name__}({variables})"
+
+
+def is_summable(metric: Any) -> bool:
+    """Whether the ranks' states of a metric can be added up.
+
+    True for the metrics of Keras and for classes derived from them, as long as these add no
+    variables: of what a class of the user's own does with its variables nothing is known.
+
+    Args:
+        metric: a ``keras.metrics.Metric``, updated once: some make their variables then.
+    """
+    for base, names in _SUMS.items():
+        if isinstance(metric, base):
+            known = {id(getattr(metric, name, None)) for name in names}
+            return {id(variable) for variable in metric.variables} == known
+    return False
+
+
+def states(model: Any) -> list[MetricState]:
+    """Copies of the states of a model's metrics, in the order in which Keras logs them.
+
+    Args:
+        model: a ``keras.Model``.
+    """
+    return [
+        MetricState(
+            metric,
+            numbers({name: result}),
+            [variable.numpy() for variable in metric.variables] if is_summable(metric) else None,
+            isinstance(result, keras.Variable),
+        )
+        for name, metric, result in _results(model)
+    ]
+
+
+def reduce_logs(logs: dict[str, Any], phases: dict[str, list[MetricState]]) -> dict[str, str]:
+    """Replaces each rank's logs by those of all ranks, in place; equal on all ranks.
+
+    Metrics are computed from the sums of the ranks' states. Numbers and arrays that are no metrics
+    of the model, and metrics whose states cannot be summed, become their mean over ranks. Text and
+    other things stay.
+
+    Args:
+        logs: what this rank has logged.
+        phases: the states of the metrics at the moment when they were logged, by the prefix of
+            their keys: ``""`` and ``"val_"``.
+
+    Returns:
+        The keys of metrics that became a mean over ranks, each with the reason.
+
+    Raises:
+        ValueError: the ranks' keys or metrics differ; on every rank.
+    """
+    mine = _numeric(logs)
+    used = {
+        prefix: [state for state in phase if any(prefix + key in logs for key in state.results)]
+        for prefix, phase in phases.items()
+    }
+    everyone = agree.gather_json(
+        "metrics",
+        {
+            "logs": mine,
+            "states": [s.describe(prefix) for prefix, phase in used.items() for s in phase],
+            "logged": [p for p, phase in used.items() if _was_logged(phase, p, logs)],
+        },
+    )
+    _check_equal([sorted(theirs["logs"]) for theirs in everyone])
+    _check_equal([theirs["states"] for theirs in everyone])
+    _check_equal([{k: np.shape(v) for k, v in theirs["logs"].items()} for theirs in everyone])
+
+    for key in mine:
+        mean = np.sum([theirs["logs"][key] for theirs in everyone], axis=0) / len(everyone)
+        logs[key] = mean if mean.shape else float(mean)
+    reasons = {}
+    summable = []
+    for prefix, phase in used.items():
+        logged = all(prefix in theirs["logged"] for theirs in everyone)
+        for state in phase:
+            if logged and state.sums is not None:
+                summable.append((prefix, state))
+                continue
+            reason = (
+                f"the state of {type(state.metric).__name__} is not known to be a sum over samples"
+                if logged
+                else "the logged values are not those of the model's metrics: a callback or a "
+                "train_step of your own has made them"
+            )
+            reasons.update({prefix + key: reason for key in state.results if prefix + key in logs})
+    exact = _of_all_ranks(summable)
+    logs.update({k: value for k, value in exact.items() if k in logs and k not in reasons})
+    return reasons
+
+
+def numbers(results: dict[str, Any]) -> dict[str, Any]:
+    """Logs as Keras gives them to callbacks: no dict inside, floats instead of scalar tensors.
+
+    Args:
+        results: tensors, variables, numbers, or dicts of them, by key.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in results.items():
+        if isinstance(value, dict):
+            flat.update(numbers(value))
+        elif isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
+            array = keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value))
+            flat[key] = float(array.item()) if array.size == 1 else array
+        else:
+            flat[key] = value
+    return flat
+
+
+def _results(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, metric and result, one by one also of those that Keras keeps in one container."""
+    container: Any = getattr(model, "_compile_metrics", None)
+    for metric in model.metrics:
+        if metric is not container:
+            yield metric.name, metric, metric.result()
+        elif metric.built:
+            # In the container's order. It makes the names unique, by output and by number.
+            results = metric.result()
+            if len(results) == len(metric.metrics):
+                for name, part in zip(results, metric.metrics, strict=True):
+                    yield name, part, results[name]
+            else:  # It did not, and one has overwritten another.
+                yield metric.name, metric, results
+
+
+def _was_logged(phase: list[MetricState], prefix: str, logs: dict[str, Any]) -> bool:
+    """Whether the logs come from these states at all.
+
+    Not if another callback has changed an entry or has evaluated the model meanwhile, which
+    overwrites the states, nor if a train_step returned something else by the name of a metric.
+    """
+    local: dict[str, Any] = {}
+    for state in phase:
+        local.update({} if state.by_reference else state.results)
+    return all(
+        _close(logs[prefix + key], value) for key, value in local.items() if prefix + key in logs
+    )
+
+
+def _close(logged: Any, value: Any) -> bool:
+    """Equal but for the rounding between a result in a graph and the same in eager code."""
+    try:
+        return np.shape(logged) == np.shape(value) and np.allclose(
+            logged, value, rtol=1e-5, atol=1e-7, equal_nan=True
+        )
+    except TypeError:  # text
+        return False
+
+
+def _check_equal(by_rank: list[Any]) -> None:
+    if any(theirs != by_rank[0] for theirs in by_rank):
+        shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(by_rank))
+        raise ValueError(
+            f"MetricAverageCallback: the ranks log different metrics ({shown}). "
+            "Give all ranks the same metrics and validation data."
+        )
+
+
+def _of_all_ranks(summable: list[tuple[str, MetricState]]) -> dict[str, Any]:
+    arrays = [array for _, state in summable for array in state.sums or ()]
+    if not arrays:
+        return {}
+    # In float64, in which counts and float32 sums are added without another rounding.
+    together = np.concatenate([array.astype("float64").ravel() for array in arrays])
+    total = ops.allreduce(together, op=ops.Sum, name="metrics.states").numpy()
+    ends = np.cumsum([array.size for array in arrays])
+    totals = iter(np.split(total, ends[:-1]))
+    results: dict[str, Any] = {}
+    for prefix, state in summable:
+        mapping = [
+            (
+                variable,
+                keras.ops.convert_to_tensor(next(totals).reshape(variable.shape), variable.dtype),
+            )
+            for variable in state.metric.variables
+        ]
+        # Leaves the metric's own variables as they are: this rank's.
+        with keras.StatelessScope(state_mapping=mapping):
+            result = state.metric.result()
+            named = result if isinstance(result, dict) else dict.fromkeys(state.results, result)
+            results.update({prefix + name: value for name, value in numbers(named).items()})
+    return results
+
+
+def _numeric(logs: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and arrays, as JSON can hold them."""
+    numeric = {}
+    for key, value in logs.items():
+        if value is None:  # NumPy would make it NaN
+            continue
+        try:
+            numeric[key] = np.asarray(value, "float64").tolist()
+        except (TypeError, ValueError):
+            continue
+    return numeric

@@ -1,0 +1,499 @@
+"""What is logged of all ranks is what one process logs that sees all their samples."""
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import hvd_keras as hvd
+from hvd_keras import agree, metrics
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+BATCH = 4
+CLASSES = 3
+
+
+def data(rank: int, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features, one-hot classes and sample weights, of another distribution on each rank."""
+    random = np.random.default_rng([seed, rank])
+    x = random.normal(loc=0.5 * rank, size=(rows, 5)).astype("float32")
+    score = x[:, :CLASSES] + random.normal(scale=1 + rank, size=(rows, CLASSES))
+    y = np.eye(CLASSES, dtype="float32")[score.argmax(axis=1)]
+    return x, y, (random.uniform(0.5, 1.5, rows) * (1 + 2 * rank)).astype("float32")
+
+
+def training_data(rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As many batches on all ranks, of which the last differ in size."""
+    return data(rank, 4 * BATCH + 1 + rank % (BATCH - 1), seed=1)
+
+
+def validation_data(rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Other numbers of batches by rank."""
+    return data(rank, 9 + 13 * rank, seed=2)
+
+
+def of_all_ranks(part) -> tuple[np.ndarray, ...]:
+    return tuple(np.concatenate(arrays) for arrays in zip(*map(part, range(SIZE)), strict=True))
+
+
+def binary(part):
+    """Whether the sample is of the first class, by rank."""
+    return lambda rank: (part(rank)[0], part(rank)[1][:, :1], part(rank)[2])
+
+
+class Overshoot(keras.metrics.Mean):
+    """A user's metric, derived from Mean: how much too high the predictions are."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(keras.ops.relu(y_pred - y_true), sample_weight)
+
+
+class Total(keras.metrics.Sum):
+    """Derived from Sum. Its result is a variable, which Keras allows."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_pred)
+
+    def result(self):
+        return self.total
+
+
+class Highest(keras.metrics.Metric):
+    """A user's metric, whose state is no sum."""
+
+    def __init__(self, name="highest") -> None:
+        super().__init__(name=name)
+        self.highest = self.add_variable((), "zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.highest.assign(keras.ops.maximum(self.highest, keras.ops.max(y_pred)))
+
+    def result(self):
+        return self.highest
+
+
+class Extremes(Highest):
+    """Two numbers at once."""
+
+    def result(self):
+        return keras.ops.multiply(self.highest, [1.0, -2.0])
+
+
+class WithPrior(keras.metrics.Mean):
+    """Derived from Mean, but with a variable of its own."""
+
+    def __init__(self, name="with_prior") -> None:
+        super().__init__(name=name)
+        self.prior = self.add_variable((), "ones")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_pred)
+
+    def result(self):
+        return super().result() + self.prior
+
+
+def binary_metrics() -> list:
+    return [
+        "accuracy",
+        keras.metrics.AUC(name="auc"),
+        keras.metrics.AUC(curve="PR", num_thresholds=50, name="auc_pr"),
+        keras.metrics.Precision(name="precision"),
+        keras.metrics.Precision(thresholds=[0.3, 0.5], name="precisions"),
+        keras.metrics.Recall(name="recall", thresholds=0.4),
+        keras.metrics.SensitivityAtSpecificity(0.6, name="sensitivity"),
+        keras.metrics.SpecificityAtSensitivity(0.6, name="specificity"),
+        keras.metrics.PrecisionAtRecall(0.6, name="precision_at"),
+        keras.metrics.RecallAtPrecision(0.7, name="recall_at"),
+        keras.metrics.FalsePositives(name="false_positives"),
+        keras.metrics.TrueNegatives(name="true_negatives"),
+        keras.metrics.BinaryIoU(name="iou"),
+        keras.metrics.RootMeanSquaredError(name="rmse"),
+        keras.metrics.R2Score(name="r2"),
+        Overshoot(name="overshoot"),
+    ]
+
+
+def class_metrics() -> list:
+    return [
+        "accuracy",
+        keras.metrics.TopKCategoricalAccuracy(k=2, name="top2"),
+        keras.metrics.F1Score(name="f1"),
+        keras.metrics.F1Score(average="macro", name="f1_macro"),
+        keras.metrics.FBetaScore(average="weighted", beta=2.0, name="fbeta"),
+        keras.metrics.OneHotMeanIoU(CLASSES, name="mean_iou"),
+        keras.metrics.AUC(multi_label=True, name="auc"),
+        keras.metrics.CosineSimilarity(name="cosine"),
+        keras.metrics.PearsonCorrelation(name="pearson"),
+    ]
+
+
+def make_model(outputs: int = 1, distributed: bool = True, rate: float = 0.0, **arguments):
+    """The same weights everywhere; at a rate of 0 the metrics do not depend on the steps."""
+    activation = "sigmoid" if outputs == 1 else "softmax"
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(outputs, activation)])
+    training.set_weights(model, seed=3)
+    optimizer = keras.optimizers.SGD(rate)
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    arguments.setdefault("loss", "mse" if outputs == 1 else "categorical_crossentropy")
+    model.compile(optimizer=optimizer, **arguments)
+    return model
+
+
+def fit(model: keras.Model, train, validation=None, callbacks=(), **arguments) -> dict:
+    history = model.fit(
+        *train[:2],
+        sample_weight=train[2] if len(train) > 2 else None,
+        validation_data=validation,
+        batch_size=BATCH,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+        **arguments,
+    )
+    return history.history
+
+
+def averaged(*behind) -> list:
+    return [hvd.callbacks.MetricAverageCallback(), *behind]
+
+
+def plain(values):
+    return {key: np.asarray(value).tolist() for key, value in values.items()}
+
+
+def assert_equal(logs: dict, expected: dict, tolerance: float = 1e-6) -> None:
+    assert set(logs) == set(expected)
+    for key, value in expected.items():
+        np.testing.assert_allclose(logs[key], value, tolerance, tolerance, err_msg=key)
+
+
+def assert_not_means_of(local: dict, expected: dict) -> None:
+    """So that the test can fail: for each metric the mean of the ranks' values is another."""
+    everyone = agree.gather_json("local", plain(local))
+    differs: dict[str, bool] = {}
+    for key, value in expected.items():
+        mean = np.mean([theirs[key] for theirs in everyone], axis=0)
+        name = key.removeprefix("val_")
+        differs[name] = differs.get(name, False) or np.abs(mean - value).max() > 1e-4
+    assert SIZE == 1 or all(differs.values()), differs
+
+
+@pytest.mark.parametrize(
+    ("outputs", "make_metrics", "weighted", "arguments"),
+    [
+        (1, binary_metrics, False, {}),
+        (1, binary_metrics, False, {"steps_per_execution": 2}),
+        (CLASSES, class_metrics, False, {}),
+        (CLASSES, class_metrics, True, {"run_eagerly": True}),
+        (CLASSES, lambda: None, True, {}),
+    ],
+)
+def test_metrics_are_those_of_one_process(outputs, make_metrics, weighted, arguments) -> None:
+    def run(model, part_of_training, part_of_validation, callbacks=()):
+        parts = [part_of_training, part_of_validation]
+        train, val = (part if weighted else part[:2] for part in parts)
+        return fit(model, train, val, callbacks, epochs=2)
+
+    def model(distributed: bool) -> keras.Model:
+        more = {"weighted_metrics": [keras.metrics.MeanSquaredError()]} if weighted else {}
+        return make_model(outputs, distributed, metrics=make_metrics(), **more, **arguments)
+
+    train, val = training_data, validation_data
+    if outputs == 1:
+        train, val = binary(train), binary(val)
+    expected = run(model(False), of_all_ranks(train), of_all_ranks(val))
+    seen: list[dict] = []
+    behind = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="MetricAverageCallback")
+        logs = run(model(True), train(RANK), val(RANK), averaged(behind))
+    assert_equal(logs, expected)
+    assert_equal({key: [epoch[key] for epoch in seen] for key in logs}, expected)
+    assert_not_means_of(run(model(False), train(RANK), val(RANK)), expected)
+    everyone = agree.gather_json("logs", plain(logs))
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+
+def test_without_validation_and_with_validation_now_and_then() -> None:
+    train, val = binary(training_data), binary(validation_data)
+    for more in {}, {"validation_freq": 2}:
+        validation = [part[:2] if more else None for part in (of_all_ranks(val), val(RANK))]
+        alone = make_model(distributed=False, metrics=["accuracy"])
+        expected = fit(alone, of_all_ranks(train)[:2], validation[0], epochs=3, **more)
+        model = make_model(metrics=["accuracy"])
+        logs = fit(model, train(RANK)[:2], validation[1], averaged(), epochs=3, **more)
+        assert_equal(logs, expected)
+        assert len(logs.get("val_loss", [])) == (1 if more else 0)
+
+
+def test_while_the_model_learns() -> None:
+    x, y = training.data(training.dense_model(), SIZE)
+    y = (y > 0).astype("float32")
+
+    def chosen() -> list:
+        return [keras.metrics.RootMeanSquaredError(name="rmse"), keras.metrics.AUC(name="auc")]
+
+    alone = make_model(distributed=False, rate=0.5, metrics=chosen())
+    expected = alone.fit(x, y, SIZE * BATCH, epochs=3, shuffle=False, verbose=0).history
+    shards = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    logs = fit(make_model(rate=0.5, metrics=chosen()), shards, None, averaged(), epochs=3)
+    assert_equal(logs, expected, 1e-5)
+    assert logs["loss"][2] < logs["loss"][0]
+
+
+def test_several_outputs() -> None:
+    def model(distributed: bool) -> keras.Model:
+        inputs = keras.Input((5,))
+        yes = keras.layers.Dense(1, "sigmoid", name="yes")(inputs)
+        kind = keras.layers.Dense(CLASSES, "softmax", name="kind")(inputs)
+        net = keras.Model(inputs, {"yes": yes, "kind": kind})
+        training.set_weights(net, seed=4)
+        optimizer = keras.optimizers.SGD(0.0)
+        net.compile(
+            optimizer=hvd.DistributedOptimizer(optimizer) if distributed else optimizer,
+            loss={"yes": "binary_crossentropy", "kind": "categorical_crossentropy"},
+            metrics={
+                "yes": [keras.metrics.AUC(name="auc"), "mse"],
+                "kind": ["accuracy", Highest()],
+            },
+            weighted_metrics={"yes": ["mse"]},
+            run_eagerly=True,  # in a graph Keras weighs the outputs' losses by batch, not by sample
+        )
+        return net
+
+    def outputs(part) -> tuple:
+        return part[0], {"yes": part[1][:, :1], "kind": part[1]}
+
+    expected = fit(model(False), outputs(of_all_ranks(training_data)))
+    local = fit(model(False), outputs(training_data(RANK)))
+    logs = fit(model(True), outputs(training_data(RANK)), None, averaged())
+    assert {"yes_loss", "kind_loss", "yes_mse", "yes_weighted_mse"} < set(logs)
+    highest = logs.pop("kind_highest")
+    everyone = agree.gather_json("highest", local["kind_highest"])
+    assert highest == pytest.approx(np.mean(everyone, axis=0))
+    del expected["kind_highest"]
+    assert_equal(logs, expected)
+    assert_not_means_of(local, expected)
+
+
+@pytest.mark.parametrize("metric", [Highest, Extremes, WithPrior])
+def test_states_that_are_no_sums_are_averaged_with_one_warning(metric) -> None:
+    train, val = binary(training_data), binary(validation_data)
+    name = metric().name
+    expected = fit(
+        make_model(distributed=False, metrics=["mse"]),
+        of_all_ranks(train)[:2],
+        of_all_ranks(val)[:2],
+    )
+    local = fit(make_model(distributed=False, metrics=[metric()]), train(RANK)[:2], val(RANK)[:2])
+    model = make_model(metrics=[metric(), "mse"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logs = fit(model, train(RANK)[:2], val(RANK)[:2], averaged(), epochs=3)
+    told = [str(w.message) for w in caught if "MetricAverageCallback" in str(w.message)]
+    assert len(told) == (1 if RANK == 0 and SIZE > 1 else 0)
+    assert all(f"logged of {name}, val_{name} is the mean" in text for text in told)
+    assert all(metric.__name__ in text for text in told)
+    for key in (name, f"val_{name}"):
+        mean = np.mean(agree.gather_json("fallback", plain(local)[key]), axis=0)
+        np.testing.assert_allclose(logs.pop(key), [mean[0]] * 3, rtol=1e-6)
+    assert_equal({key: values[:1] for key, values in logs.items()}, expected)
+
+
+def state(model: keras.Model) -> dict:
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    return {str(i): variable.numpy() for i, variable in enumerate(variables)}
+
+
+def test_this_ranks_state_and_evaluate_stay_its_own() -> None:
+    train, val = binary(training_data), binary(validation_data)
+    chosen = ["accuracy", "mae"]
+    states = {}
+    remember = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda epoch, logs: states.update(state(model))
+    )
+    local = make_model(distributed=False, metrics=chosen)
+    expected = local.evaluate(*val(RANK)[:2], BATCH, verbose=0, return_dict=True)
+    model = make_model(metrics=chosen)
+    fit(model, train(RANK)[:2], val(RANK)[:2], averaged(remember))
+    assert_equal(states, state(local))
+    if RANK == 0:  # alone: it would hang if it asked the others
+        results = model.evaluate(*val(RANK)[:2], BATCH, verbose=0, return_dict=True)
+        assert_equal(results, expected)
+    assert "_get_metrics_result_or_logs" not in vars(model)
+    hvd.allreduce([1.0])
+
+
+def test_evaluate_with_the_callback_returns_all_ranks_metrics() -> None:
+    val = binary(validation_data)
+    alone = make_model(distributed=False, metrics=binary_metrics())
+    expected = alone.evaluate(*of_all_ranks(val)[:2], BATCH, verbose=0, return_dict=True)
+    local = alone.evaluate(*val(RANK)[:2], BATCH, verbose=0, return_dict=True)
+    assert_not_means_of(local, expected)
+    model = make_model(metrics=binary_metrics())
+    seen: list[dict] = []
+    behind = keras.callbacks.LambdaCallback(on_test_end=seen.append)
+    callback = averaged(behind)
+    results = model.evaluate(*val(RANK)[:2], BATCH, 0, callbacks=callback, return_dict=True)
+    assert_equal(results, expected)
+    assert_equal(seen[0], expected)
+    as_list = model.evaluate(*val(RANK)[:2], BATCH, 0, callbacks=callback)
+    assert as_list[0] == pytest.approx(expected["loss"])
+    assert_equal(state(model), state(alone))
+    if RANK == 0:  # and the callback leaves nothing behind
+        assert_equal(model.evaluate(*val(RANK)[:2], BATCH, verbose=0, return_dict=True), local)
+    hvd.allreduce([1.0])
+
+
+def test_evaluate_that_breaks_off_leaves_later_ones_alone() -> None:
+    class BreakOff(keras.callbacks.Callback):
+        def on_test_batch_end(self, batch, logs=None):
+            raise KeyboardInterrupt
+
+    val = binary(validation_data)(RANK)[:2]
+    model = make_model()
+    with pytest.raises(KeyboardInterrupt):
+        model.evaluate(*val, BATCH, verbose=0, callbacks=averaged(BreakOff()))
+    expected = make_model(distributed=False).evaluate(*val, BATCH, verbose=0)
+    if RANK == 0:
+        assert model.evaluate(*val, BATCH, verbose=0) == pytest.approx(expected)
+    hvd.allreduce([1.0])
+
+
+def test_callback_serves_fit_and_evaluate_in_turn() -> None:
+    train, val = binary(training_data), binary(validation_data)
+    alone = make_model(distributed=False, metrics=["accuracy"])
+    model = make_model(metrics=["accuracy"])
+    callback = averaged()
+    for _ in range(2):
+        expected = fit(alone, of_all_ranks(train)[:2], of_all_ranks(val)[:2])
+        assert_equal(fit(model, train(RANK)[:2], val(RANK)[:2], callback), expected)
+        expected = alone.evaluate(*of_all_ranks(val)[:2], BATCH, verbose=0, return_dict=True)
+        results = model.evaluate(*val(RANK)[:2], BATCH, 0, callbacks=callback, return_dict=True)
+        assert_equal(results, expected)
+
+
+@several
+@pytest.mark.parametrize("ahead", ["evaluates", "changes"])
+def test_logs_that_are_not_of_the_metrics_are_averaged_with_a_warning(ahead: str) -> None:
+    class Ahead(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if ahead == "evaluates":
+                self.model.evaluate(np.ones((3, 5)), np.ones((3, 1)), verbose=0)
+            else:
+                logs["loss"] = 10.0 * RANK
+
+    train = binary(training_data)(RANK)[:2]
+    local = fit(make_model(distributed=False, metrics=["mae"]), train, None, [Ahead()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logs = fit(make_model(metrics=["mae"]), train, None, [Ahead(), *averaged()])
+    everyone = agree.gather_json("local", local)
+    assert_equal(logs, {key: np.mean([t[key] for t in everyone], axis=0) for key in local})
+    told = [str(w.message) for w in caught if "train_step of your own" in str(w.message)]
+    assert len(told) == (1 if RANK == 0 else 0)
+    assert all("logged of loss, mae is the mean" in text for text in told)
+
+
+def test_numbers_of_a_train_step_that_are_no_metrics_are_averaged() -> None:
+    class Own(keras.Model):
+        def train_step(self, data):
+            self.seen.update_state(keras.ops.mean(data[0], axis=1))
+            return {"seen": self.seen.result(), "rank": 4.0 * RANK}
+
+    inputs = keras.Input((5,))
+    model = Own(inputs, keras.layers.Dense(1)(inputs))
+    model.seen = keras.metrics.Mean(name="seen")
+    model.compile(optimizer="sgd")
+    add = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(none=None))
+    logs = fit(model, training_data(RANK)[:2], None, [add, *averaged()])
+    assert logs.pop("none") == [None]
+    mean = of_all_ranks(training_data)[0].mean()
+    assert_equal(logs, {"seen": [mean], "rank": [4.0 * np.mean(range(SIZE))]})
+    assert_not_means_of({"seen": [training_data(RANK)[0].mean()]}, {"seen": [mean]})
+
+
+@several
+def test_result_that_is_a_variable() -> None:
+    """Keras alone would log for the training what the variable holds after the validation."""
+    train, val = binary(training_data), binary(validation_data)
+    model = make_model(metrics=[Total(name="total"), "mse"])
+    logs = fit(model, train(RANK)[:2], val(RANK)[:2], averaged())
+    for key, part in ("total", train), ("val_total", val):
+        expected = model.predict(of_all_ranks(part)[0], verbose=0).sum()
+        assert logs[key] == pytest.approx([expected], rel=1e-5)
+    expected = make_model(distributed=False).evaluate(*of_all_ranks(train)[:2], verbose=0)
+    assert logs["mse"] == pytest.approx([expected], rel=1e-6)
+
+
+def test_names_that_occur_twice() -> None:
+    train, val = binary(training_data), binary(validation_data)
+
+    def chosen() -> list:
+        return [keras.metrics.AUC(name="same"), keras.metrics.MeanSquaredError(name="same")]
+
+    alone = make_model(distributed=False, metrics=chosen())
+    expected = fit(alone, of_all_ranks(train)[:2], of_all_ranks(val)[:2])
+    logs = fit(make_model(metrics=chosen()), train(RANK)[:2], val(RANK)[:2], averaged())
+    assert {"same", "same_1", "val_same_1"} < set(logs)
+    assert_equal(logs, expected)
+
+
+@several
+@pytest.mark.parametrize(
+    ("mine", "text"),
+    [
+        (lambda: ["mse", "mae"][RANK % 2], r"rank 0: \['loss', 'mse'\], rank 1: \['loss', 'mae'\]"),
+        (
+            lambda: keras.metrics.AUC(num_thresholds=10 + RANK, name="auc"),
+            r"rank 0: .*auc: AUC\(float32\[10\].*rank 1: .*auc: AUC\(float32\[11\]",
+        ),
+        (
+            lambda: [Highest, Overshoot][RANK % 2]("same"),
+            r"rank 0: .*same: Highest\(.*rank 1: .*same: Overshoot\(",
+        ),
+    ],
+)
+def test_metrics_that_differ_are_refused_on_all_ranks(mine, text: str) -> None:
+    train, val = binary(training_data)(RANK)[:2], binary(validation_data)(RANK)[:2]
+    model = make_model(metrics=[mine()])
+    with pytest.raises(ValueError, match=text):
+        fit(model, train, None, averaged())
+    with pytest.raises(ValueError, match="the ranks log different metrics"):
+        model.evaluate(*val, verbose=0, callbacks=averaged())
+    if RANK == 0:
+        model.evaluate(*val, verbose=0)
+    hvd.allreduce([1.0])
+
+
+def test_every_metric_of_keras_is_a_sum() -> None:
+    """A metric that a new Keras brings, or whose variables it renames, is to be noticed."""
+    one_class = {"num_classes": 2, "target_class_ids": [0]}
+    arguments = {
+        "PrecisionAtRecall": {"recall": 0.5},
+        "RecallAtPrecision": {"precision": 0.5},
+        "SensitivityAtSpecificity": {"specificity": 0.5},
+        "SpecificityAtSensitivity": {"sensitivity": 0.5},
+        "MeanMetricWrapper": {"fn": keras.losses.mean_squared_error},
+        **{"IoU": one_class, "OneHotIoU": one_class},
+        **{"MeanIoU": {"num_classes": 2}, "OneHotMeanIoU": {"num_classes": 2}},
+    }
+    classes = {
+        name: kind
+        for name, kind in vars(keras.metrics).items()
+        if isinstance(kind, type) and issubclass(kind, keras.Metric) and kind is not keras.Metric
+    }
+    assert len(classes) > 40
+    for name, kind in classes.items():
+        metric = kind(**arguments.get(name, {}))
+        ones = np.ones((2, 2), "float32")
+        targets = np.ones(2) if name.startswith("Sparse") else ones
+        metric.update_state(*([ones] if name in ("Mean", "Sum") else [targets, ones]))
+        assert metrics.is_summable(metric), name
+    assert not metrics.is_summable(Highest())
+    assert not metrics.is_summable(WithPrior())
