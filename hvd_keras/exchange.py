@@ -8,9 +8,10 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import keras
 import tensorflow as tf
 
 from hvd_keras import agree, ops, runtime, settings
@@ -35,6 +36,11 @@ def entry(variable: Any) -> Entry:
     """Of a Keras variable, a ``tf.Variable`` or a tensor."""
     path = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
     return Entry(common_path(path), tuple(variable.shape), tf.as_dtype(variable.dtype).name)
+
+
+def key(variable: Any) -> int:
+    """Tells variables apart; a Keras variable and the ``tf.Variable`` in it are one."""
+    return id(variable.value if isinstance(variable, keras.Variable) else variable)
 
 
 def common_path(path: str) -> str:
@@ -245,13 +251,13 @@ def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Gro
     return chosen
 
 
-def places(groups: Groups, keys: Sequence[int], key: Callable[[Any], int]) -> list[list[int]]:
-    """The groups as places in the list of variables that ``keys`` stand for."""
+def places(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
+    """The groups as places in the list of variables."""
     if isinstance(groups, int):
-        count = min(groups, len(keys))
-        bounds = [len(keys) * g // count for g in range(count + 1)] if count else []
+        count = min(groups, len(variables))
+        bounds = [len(variables) * g // count for g in range(count + 1)] if count else []
         return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
-    place = {k: i for i, k in enumerate(keys)}
+    place = {key(v): i for i, v in enumerate(variables)}
     return [[place[key(v)] for v in group if key(v) in place] for group in groups]
 
 

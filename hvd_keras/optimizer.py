@@ -184,7 +184,7 @@ class _Distribution:
 
     def register_local_var(self, variable: Any) -> None:
         """Lets this variable's gradient stay on this rank."""
-        self.local.add(_key(variable))
+        self.local.add(exchange.key(variable))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """In place of ``Optimizer.apply``, which every step calls."""
@@ -197,7 +197,7 @@ class _Distribution:
             variables = self.optimizer._trainable_variables
         variables = list(variables)
         grads = self.manner.densified(grads)
-        shared = [i for i, v in enumerate(variables) if _key(v) not in self.local]
+        shared = [i for i, v in enumerate(variables) if exchange.key(v) not in self.local]
         plan = self._plan([variables[i] for i in shared], [grads[i] for i in shared])
         for i, gradient in zip(shared, plan.complete([grads[i] for i in shared]), strict=True):
             grads[i] = gradient
@@ -246,7 +246,7 @@ class _Distribution:
     def _plan(self, variables: list[Any], grads: list[Any]) -> exchange.Plan:
         entries = tuple(exchange.entry(v) for v in variables)
         if entries not in self.plans:
-            places = exchange.places(self.groups, [_key(v) for v in variables], _key)
+            places = exchange.places(self.groups, variables)
             self.plans[entries] = exchange.Plan(self.name, entries, grads, places)
         return self.plans[entries]
 
@@ -266,10 +266,6 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
         )
     optimizer.gradient_accumulation_steps = passes
     return passes
-
-
-def _key(variable: Any) -> int:
-    return id(variable.value if isinstance(variable, keras.Variable) else variable)
 
 
 def _overwritten(variable: Any) -> bool:

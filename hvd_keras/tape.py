@@ -77,7 +77,7 @@ class DistributedGradientTape:
 
     def register_local_source(self, source: Any) -> None:
         """Lets the gradient of this variable or tensor stay on this rank."""
-        self._local.add(_key(source))
+        self._local.add(exchange.key(source))
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """``tf.GradientTape.gradient``, averaged (or summed) over the ranks.
@@ -96,7 +96,9 @@ class DistributedGradientTape:
             return gradients
         flat_sources = tf.nest.flatten(sources)
         flat = self._manner.densified(tf.nest.flatten(gradients))
-        shared = [i for i, source in enumerate(flat_sources) if _key(source) not in self._local]
+        shared = [
+            i for i, source in enumerate(flat_sources) if exchange.key(source) not in self._local
+        ]
         plan = self._plan([flat_sources[i] for i in shared], [flat[i] for i in shared])
         reduced = plan.exchange(plan.complete([flat[i] for i in shared]), self._manner)
         results = [self._manner.scale_local(gradient) for gradient in flat]
@@ -105,7 +107,7 @@ class DistributedGradientTape:
         return tf.nest.pack_sequence_as(sources, results)
 
     def _plan(self, sources: list[Any], gradients: list[Any]) -> exchange.Plan:
-        places = exchange.places(self._groups, [_key(s) for s in sources], _key)
+        places = exchange.places(self._groups, sources)
         entries = tuple(exchange.entry(source) for source in sources)
         key = entries, self._manner.sparse_as_dense, tuple(map(tuple, places))
         if key not in _plans():
@@ -141,7 +143,3 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
 def _plans() -> dict[Any, exchange.Plan]:
     """Across tapes: a loop makes a new tape in every step."""
     return {}
-
-
-def _key(source: Any) -> int:
-    return id(source.value if isinstance(source, keras.Variable) else source)
