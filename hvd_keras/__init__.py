@@ -24,8 +24,18 @@ if TYPE_CHECKING:
     from hvd_keras.learning_rates import linear_scaling as linear_scaling
     from hvd_keras.learning_rates import sqrt_scaling as sqrt_scaling
     from hvd_keras.loading import load_model as load_model
+    from hvd_keras.meeting import barrier as barrier
+    from hvd_keras.meeting import join as join
+    from hvd_keras.meeting import local_rank_op as local_rank_op
+    from hvd_keras.meeting import local_size_op as local_size_op
+    from hvd_keras.meeting import process_set_included_op as process_set_included_op
+    from hvd_keras.meeting import rank_op as rank_op
+    from hvd_keras.meeting import size_op as size_op
+    from hvd_keras.membership import add_process_set as add_process_set
+    from hvd_keras.membership import remove_process_set as remove_process_set
     from hvd_keras.objects import allgather_object as allgather_object
     from hvd_keras.objects import broadcast_object as broadcast_object
+    from hvd_keras.ops import Adasum as Adasum
     from hvd_keras.ops import Average as Average
     from hvd_keras.ops import Max as Max
     from hvd_keras.ops import Min as Min
@@ -35,9 +45,12 @@ if TYPE_CHECKING:
     from hvd_keras.ops import allgather as allgather
     from hvd_keras.ops import allreduce as allreduce
     from hvd_keras.ops import broadcast as broadcast
+    from hvd_keras.ops import grouped_allgather as grouped_allgather
     from hvd_keras.ops import grouped_allreduce as grouped_allreduce
     from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
     from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+    from hvd_keras.process_sets import ProcessSet as ProcessSet
+    from hvd_keras.process_sets import global_process_set as global_process_set
     from hvd_keras.runtime import cross_rank as cross_rank
     from hvd_keras.runtime import cross_size as cross_size
     from hvd_keras.runtime import init as init
@@ -47,6 +60,9 @@ if TYPE_CHECKING:
     from hvd_keras.runtime import rank as rank
     from hvd_keras.runtime import shutdown as shutdown
     from hvd_keras.runtime import size as size
+    from hvd_keras.scatter import alltoall as alltoall
+    from hvd_keras.scatter import grouped_reducescatter as grouped_reducescatter
+    from hvd_keras.scatter import reducescatter as reducescatter
     from hvd_keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
     from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
     from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
@@ -57,8 +73,14 @@ __version__ = "0.1.0"
 # Where each public name lives. Loaded when first used, so that hvdrun, which lives in this package
 # too, starts without TensorFlow.
 _HOME = {
-    **dict.fromkeys(("Average", "Max", "Min", "Product", "ReduceOp", "Sum"), "ops"),
-    **dict.fromkeys(("allgather", "allreduce", "broadcast", "grouped_allreduce"), "ops"),
+    **dict.fromkeys(("Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"), "ops"),
+    **dict.fromkeys(("allgather", "allreduce", "broadcast"), "ops"),
+    **dict.fromkeys(("grouped_allgather", "grouped_allreduce"), "ops"),
+    **dict.fromkeys(("alltoall", "reducescatter", "grouped_reducescatter"), "scatter"),
+    **dict.fromkeys(("barrier", "join", "process_set_included_op"), "meeting"),
+    **dict.fromkeys(("rank_op", "size_op", "local_rank_op", "local_size_op"), "meeting"),
+    **dict.fromkeys(("ProcessSet", "global_process_set"), "process_sets"),
+    **dict.fromkeys(("add_process_set", "remove_process_set"), "membership"),
     **dict.fromkeys(("Compression", "Compressor"), "compression"),
     **dict.fromkeys(("DistributedOptimizer", "PartialDistributedOptimizer"), "optimizer"),
     **dict.fromkeys(("allgather_object", "broadcast_object"), "objects"),

@@ -52,6 +52,10 @@ def core() -> ctypes.CDLL:
         text.restype = ctypes.c_char_p
     library.hvd_place.argtypes = [ctypes.POINTER(ctypes.c_int)]
     library.hvd_place.restype = None
+    numbers = ctypes.POINTER(ctypes.c_int)
+    library.hvd_init.argtypes = [numbers, ctypes.c_int, ctypes.c_void_p]
+    library.hvd_add_process_set.argtypes = [ctypes.c_int, numbers, ctypes.c_int]
+    library.hvd_remove_process_set.restype = None
     library.hvd_leave.argtypes = [ctypes.c_char_p, ctypes.c_double]
     library.hvd_finalize.restype = None
     library.hvd_abort.restype = None

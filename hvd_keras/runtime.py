@@ -5,7 +5,7 @@ import ctypes
 import sys
 import time
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_keras import _library, settings
 
@@ -14,7 +14,13 @@ _HEARD_SECONDS = 2.0
 
 # How long a rank lives on, by how it left: one that others waited for lets them say so on their own
 # output; these let it end first, so that the launcher sees who failed first.
-_LAST_WORDS_SECONDS = {"together": 0.0, "alone": 1.0, "unheard": 0.0, "deserted": 5.0}
+_LAST_WORDS_SECONDS = {
+    "together": 0.0,
+    "alone": 1.0,
+    "unheard": 0.0,
+    "deserted": 5.0,
+    "lost": 0.5,
+}
 _FAREWELLS = tuple(_LAST_WORDS_SECONDS)
 
 _guards_installed = False
@@ -32,16 +38,23 @@ class _Place(NamedTuple):
     cross_size: int
 
 
-def init() -> None:
+def init(comm: Any = None, process_sets: Any = None) -> None:
     """Joins the job: starts MPI if nobody has, and the engine of this process.
 
     Call it once at the top of the script, on every rank. A second call does nothing. Without a
     launcher the process is a world of size 1, in which everything works.
 
+    Args:
+        comm: who makes up the job: an mpi4py communicator, or a list of ranks of
+            ``MPI.COMM_WORLD``; all of these call ``init`` with the same. Default: all processes.
+        process_sets: ``hvd.ProcessSet`` objects, or lists of ranks, to add at once, the same on all
+            ranks. (Horovod's ``"dynamic"`` is allowed; sets can be added at any time.)
+
     Raises:
         RuntimeError: MPI cannot be used (it was finalised, gives fewer threads than
             ``MPI_THREAD_MULTIPLE``, or mpi4py uses another MPI library than hvd_keras).
-        ValueError: an ``HVD_`` environment variable has an impossible value.
+        ValueError: an ``HVD_`` environment variable has an impossible value, or ``comm`` does not
+            contain this process.
         ImportError: the native libraries are missing or do not fit this TensorFlow.
     """
     core = _library.core()
@@ -49,9 +62,18 @@ def init() -> None:
         return
     _library.tensorflow_ops()
     _use_one_mpi()
-    if core.hvd_init() != 0:
-        raise RuntimeError(core.hvd_error().decode())
+    ranks, communicator = _members(comm)
+    array = (ctypes.c_int * len(ranks))(*ranks)
+    if core.hvd_init(array, len(ranks), communicator) != 0:
+        kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
+        raise kind(core.hvd_error().decode())
     _install_guards()
+    from hvd_keras import gradients, membership  # which need this module
+
+    del gradients  # they are registered now
+    if process_sets is not None and process_sets != "dynamic":
+        for process_set in process_sets:
+            membership.add_process_set(process_set)
 
 
 def shutdown() -> None:
@@ -63,6 +85,9 @@ def shutdown() -> None:
     core = _library.core()
     if core.hvd_initialized():
         core.hvd_leave(b"it called hvd.shutdown()", -1.0)
+        from hvd_keras import process_sets  # which needs this module
+
+        process_sets.forget_all()
 
 
 def is_initialized() -> bool:
@@ -110,6 +135,23 @@ def _place() -> _Place:
     six = (ctypes.c_int * 6)()
     core.hvd_place(six)
     return _Place(*six)
+
+
+def _members(comm: Any) -> tuple[list[int], int | None]:
+    """Ranks of the world (none: all), and the address of an MPI_Comm."""
+    if comm is None:
+        return [], None
+    if hasattr(comm, "Get_group"):
+        from mpi4py import MPI
+
+        return [], MPI._addressof(comm)
+    ranks = [int(rank) for rank in comm]
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise ValueError(
+            f"hvd.init: comm is {comm!r}, expected ranks of MPI.COMM_WORLD, each once, or an "
+            "mpi4py communicator."
+        )
+    return ranks, None
 
 
 def _use_one_mpi() -> None:

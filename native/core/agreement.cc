@@ -1,54 +1,86 @@
 #include "core/agreement.h"
 
-#include <cstdint>
-#include <cstring>
-#include <stdexcept>
+#include <algorithm>
+#include <set>
 #include <unordered_map>
+
+#include "core/bytes.h"
 
 namespace hvd {
 namespace {
 
-void put(std::string& out, const std::string& text) {
-  const uint64_t size = text.size();
-  out.append(reinterpret_cast<const char*>(&size), sizeof size);
-  out.append(text);
-}
-
-class Reader {
- public:
-  explicit Reader(const std::string& bytes) : bytes_(bytes) {}
-
-  bool at_end() const { return position_ == bytes_.size(); }
-
-  std::string text() {
-    uint64_t size;
-    take(sizeof size, &size);
-    std::string text(size, '\0');
-    take(size, text.data());
-    return text;
-  }
-
- private:
-  void take(size_t size, void* out) {
-    if (bytes_.size() - position_ < size) throw std::runtime_error("a rank's report is cut short");
-    std::memcpy(out, bytes_.data() + position_, size);
-    position_ += size;
-  }
-
-  const std::string& bytes_;
-  size_t position_ = 0;
-};
-
 // The first request of each identity; a later one with the same identity waits for its turn.
 using Heads = std::unordered_map<std::string, const Pending*>;
 
+std::string name(const Report& report) { return "rank " + std::to_string(report.rank); }
+
+// One identity, on all ranks.
+struct Row {
+  std::vector<const Pending*> pending;  // by rank; null: this rank has not submitted it
+  const Pending* first;                 // of those that have
+
+  bool complete(const std::vector<Report>& reports) const {
+    for (size_t r = 0; r < reports.size(); ++r) {
+      if (!pending[r] && !reports[r].joined()) return false;
+    }
+    return true;
+  }
+};
+
+Row row_of(const std::string& identity, const std::vector<Heads>& heads) {
+  Row row{{}, nullptr};
+  for (const Heads& own : heads) {
+    const auto found = own.find(identity);
+    row.pending.push_back(found == own.end() ? nullptr : found->second);
+    if (!row.first) row.first = row.pending.back();
+  }
+  return row;
+}
+
+// Why a row that is complete cannot run, or nothing.
+Refusal refusal(const Row& row, const std::vector<Report>& reports) {
+  Refusal refusal{row.first->identity, Code::invalid_argument, ""};
+  for (size_t r = 0; r < reports.size(); ++r) {
+    const Pending* pending = row.pending[r];
+    if (pending && !pending->problem.empty())
+      refusal.message += "\n  " + name(reports[r]) + ": " + pending->problem;
+  }
+  if (!refusal.message.empty()) {
+    refusal.message = row.first->identity + " cannot run:" + refusal.message;
+    return refusal;
+  }
+  refusal.code = Code::failed_precondition;
+  const auto differs = [&](const Pending* pending) {
+    return pending && pending->signature != row.first->signature;
+  };
+  if (std::any_of(row.pending.begin(), row.pending.end(), differs)) {
+    refusal.message = row.first->identity + " differs between ranks:";
+    for (size_t r = 0; r < reports.size(); ++r) {
+      refusal.message += "\n  " + name(reports[r]) + ": " +
+                         (row.pending[r] ? row.pending[r]->signature : "has joined");
+    }
+    refusal.message +=
+        "\nEvery rank must call it with the same dtype, shape, op, root and scale factors.";
+    return refusal;
+  }
+  for (size_t r = 0; r < reports.size(); ++r) {
+    if (row.pending[r]) continue;
+    if (row.first->needs == Pending::everybody || row.first->needs == reports[r].rank) {
+      refusal.message = row.first->identity + " cannot run without " + name(reports[r]) +
+                        ", which has joined (hvd.join) and submits nothing more.";
+      break;
+    }
+  }
+  return refusal;
+}
+
 // Whether somebody waits for a request that a rank that has left can no longer submit.
 bool somebody_waits_in_vain(const std::vector<Report>& reports, const std::vector<Heads>& heads) {
-  for (size_t rank = 0; rank < reports.size(); ++rank) {
-    if (!reports[rank].leaving) continue;
+  for (size_t r = 0; r < reports.size(); ++r) {
+    if (!reports[r].leaving) continue;
     for (const Heads& other : heads) {
       for (const auto& head : other) {
-        if (heads[rank].count(head.first) == 0) return true;
+        if (heads[r].count(head.first) == 0) return true;
       }
     }
   }
@@ -57,62 +89,62 @@ bool somebody_waits_in_vain(const std::vector<Report>& reports, const std::vecto
 
 std::string who_left(const std::vector<Report>& reports) {
   std::string text;
-  for (size_t rank = 0; rank < reports.size(); ++rank) {
-    if (!reports[rank].leaving) continue;
+  for (const Report& report : reports) {
+    if (!report.leaving) continue;
     if (!text.empty()) text += "; ";
-    text += "rank " + std::to_string(rank) + " has left the job: " + reports[rank].reason;
+    text += name(report) + " has left the job: " + report.reason + " (on " + report.host + ")";
   }
   return text;
 }
 
-std::string disagreement(const std::string& identity, const std::vector<Heads>& heads) {
-  std::string text = identity + " differs between ranks:";
-  for (size_t rank = 0; rank < heads.size(); ++rank) {
-    text += "\n  rank " + std::to_string(rank) + ": " + heads[rank].at(identity)->signature;
-  }
-  return text + "\nEvery rank must call it with the same dtype, shape, op, root and scale factors.";
-}
-
 }  // namespace
+
+bool Report::joined() const {
+  return std::any_of(queue.begin(), queue.end(),
+                     [](const Pending& pending) { return pending.joins; });
+}
 
 Decision decide(const std::vector<Report>& reports) {
   std::vector<Heads> heads(reports.size());
-  for (size_t rank = 0; rank < reports.size(); ++rank) {
-    for (const Pending& pending : reports[rank].queue)
-      heads[rank].emplace(pending.identity, &pending);
+  for (size_t r = 0; r < reports.size(); ++r) {
+    for (const Pending& pending : reports[r].queue) heads[r].emplace(pending.identity, &pending);
   }
 
   Decision decision;
-  for (const Pending& pending : reports[0].queue) {
-    if (heads[0].at(pending.identity) != &pending) continue;
-    bool everywhere = true;
-    bool equal = true;
-    for (const Heads& other : heads) {
-      const auto found = other.find(pending.identity);
-      if (found == other.end()) {
-        everywhere = false;
-        break;
+  std::set<std::string> seen;
+  for (const Report& report : reports) {
+    for (const Pending& pending : report.queue) {
+      if (pending.joins || !seen.insert(pending.identity).second) continue;
+      const Row row = row_of(pending.identity, heads);
+      if (!row.complete(reports)) continue;
+      Refusal refused = refusal(row, reports);
+      if (!refused.message.empty()) {
+        decision.refuse.push_back(std::move(refused));
+      } else {
+        decision.run.push_back({pending.identity, row.first->header});
       }
-      equal = equal && found->second->signature == pending.signature;
-    }
-    if (!everywhere) continue;
-    if (equal) {
-      decision.run.push_back(pending.identity);
-    } else {
-      decision.refuse.push_back({pending.identity, disagreement(pending.identity, heads)});
     }
   }
-  if (decision.nothing() && somebody_waits_in_vain(reports, heads))
+  if (!decision.nothing()) return decision;
+  if (somebody_waits_in_vain(reports, heads)) {
     decision.left = who_left(reports);
+    return decision;
+  }
+  double waited = 0;
+  for (const Report& report : reports) waited = std::max(waited, report.waited);
+  if (waited > 0) {
+    decision.stuck = "no progress for " + std::to_string(static_cast<int64_t>(waited)) +
+                     " s: the ranks wait for different collectives:" + summary(reports);
+  }
   return decision;
 }
 
 std::string summary(const std::vector<Report>& reports) {
   constexpr size_t kShown = 5;
   std::string text;
-  for (size_t rank = 0; rank < reports.size(); ++rank) {
-    text += "\n  rank " + std::to_string(rank) + " has submitted: ";
-    const auto& queue = reports[rank].queue;
+  for (const Report& report : reports) {
+    text += "\n  " + name(report) + " has submitted: ";
+    const auto& queue = report.queue;
     for (size_t i = 0; i < queue.size() && i < kShown; ++i) {
       text += (i ? ", " : "") + queue[i].identity;
     }
@@ -122,24 +154,40 @@ std::string summary(const std::vector<Report>& reports) {
 }
 
 std::string encode(const Report& report) {
-  std::string out;
-  put(out, report.leaving ? "leaving" : "");
-  put(out, report.reason);
+  Writer out;
+  out.number(report.rank);
+  out.text(report.host);
+  out.number(report.leaving);
+  out.text(report.reason);
+  out.number(report.waited);
   for (const Pending& pending : report.queue) {
-    put(out, pending.identity);
-    put(out, pending.signature);
+    out.text(pending.identity);
+    out.text(pending.signature);
+    out.text(pending.problem);
+    out.text(pending.header);
+    out.number(pending.joins);
+    out.number(pending.needs);
   }
-  return out;
+  return out.take();
 }
 
 Report decode(const std::string& bytes) {
-  Reader reader(bytes);
+  Reader in(bytes);
   Report report;
-  report.leaving = !reader.text().empty();
-  report.reason = reader.text();
-  while (!reader.at_end()) {
-    std::string identity = reader.text();
-    report.queue.push_back({std::move(identity), reader.text()});
+  report.rank = in.number<int>();
+  report.host = in.text();
+  report.leaving = in.number<bool>();
+  report.reason = in.text();
+  report.waited = in.number<double>();
+  while (!in.at_end()) {
+    Pending pending;
+    pending.identity = in.text();
+    pending.signature = in.text();
+    pending.problem = in.text();
+    pending.header = in.text();
+    pending.joins = in.number<bool>();
+    pending.needs = in.number<int>();
+    report.queue.push_back(std::move(pending));
   }
   return report;
 }

@@ -3,15 +3,15 @@
 // Every rank reports its queue; every rank feeds the same reports, ordered by rank, to decide(),
 // and so comes to the same decision:
 //
-//   1. A request that is pending on all ranks with one signature runs, in the order of rank 0's
-//   queue.
-//   2. A request that is pending on all ranks with different signatures fails on all of them, and
-//   the
-//      message shows every rank's.
+//   1. A request that is pending on all ranks with one signature runs; a rank that has joined need
+//      not have submitted it. In the order of the first rank's queue. Joining itself is no matter
+//      of negotiation: it ends when it is the next request of all.
+//   2. A request that is pending on all ranks, but with different signatures or a problem on some,
+//      fails on all of them, and the message shows every rank's.
 //   3. If neither exists and some rank waits for a request that a rank that has left did not
-//   submit,
-//      the program is broken: all that is pending fails, and so does all that comes later.
-//   4. Otherwise the ranks wait for more requests and report again.
+//      submit, the program is broken: all that is pending fails, and so does all that comes later.
+//   4. So it is if a rank has waited for too long.
+//   5. Otherwise the ranks wait for more requests and report again.
 #pragma once
 
 #include <string>
@@ -22,27 +22,45 @@
 namespace hvd {
 
 struct Pending {
+  enum Needs { nobody = -1, everybody = -2 };
+
   std::string identity;   // kind and name
   std::string signature;  // everything else that must be equal
+  std::string problem;    // not empty: why it cannot run
+  std::string header;     // for ranks that have joined, see collectives.h
+  bool joins = false;     // the end of what this rank submits
+  int needs = nobody;     // the rank without which it cannot run, if that has joined
 };
 
 struct Report {
+  int rank = 0;                // in the job
+  std::string host;            //
   std::vector<Pending> queue;  // oldest first
   bool leaving = false;        // nothing will follow the queue
   std::string reason;          // of leaving
+  double waited = 0;           // seconds, if that is too long
+
+  bool joined() const;
 };
 
 struct Refusal {
   std::string identity;
+  Code code;
   std::string message;
 };
 
-struct Decision {
-  std::vector<std::string> run;  // identities, in this order
-  std::vector<Refusal> refuse;
-  std::string left;  // not empty: why nothing can follow
+struct Step {
+  std::string identity;
+  std::string header;
+};
 
-  bool nothing() const { return run.empty() && refuse.empty() && left.empty(); }
+struct Decision {
+  std::vector<Step> run;  // in this order
+  std::vector<Refusal> refuse;
+  std::string left;   // not empty: who left, so that nothing can follow
+  std::string stuck;  // not empty: who waits for what for too long, so that nothing shall follow
+
+  bool nothing() const { return run.empty() && refuse.empty() && left.empty() && stuck.empty(); }
 };
 
 Decision decide(const std::vector<Report>& reports);

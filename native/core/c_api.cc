@@ -4,23 +4,38 @@
 #include <mpi.h>
 
 #include <string>
+#include <vector>
 
+#include "core/export.h"
 #include "core/world.h"
 
 namespace {
 thread_local std::string error;
+
+int result(const hvd::Status& status) {
+  error = status.message;
+  return status.ok() ? 0 : 1;
 }
+
+}  // namespace
 
 extern "C" {
 
 HVD_EXPORT const char* hvd_error() { return error.c_str(); }
 
+// Of `count` ranks of MPI_COMM_WORLD (0: of all), or of the processes of an MPI_Comm (null: not).
 // 0, or 1 with hvd_error().
-HVD_EXPORT int hvd_init() {
-  const hvd::Status status = hvd::World::instance().init();
-  error = status.message;
-  return status.ok() ? 0 : 1;
+HVD_EXPORT int hvd_init(const int* ranks, int count, const void* communicator) {
+  return result(hvd::World::instance().init(std::vector<int>(ranks, ranks + count),
+                                            static_cast<const MPI_Comm*>(communicator)));
 }
+
+// 0, or 1 with hvd_error().
+HVD_EXPORT int hvd_add_process_set(int id, const int* ranks, int count) {
+  return result(hvd::World::instance().add_process_set(id, std::vector<int>(ranks, ranks + count)));
+}
+
+HVD_EXPORT void hvd_remove_process_set(int id) { hvd::World::instance().remove_process_set(id); }
 
 HVD_EXPORT int hvd_initialized() { return hvd::World::instance().initialized(); }
 
@@ -37,7 +52,7 @@ HVD_EXPORT void hvd_place(int* six) {
 
 // Says that this rank submits nothing more; waits at most `seconds` (< 0: for ever).
 // 0: all ranks have left. 1: others still waited for this rank; they have been told. 2: no answer
-// in time. 3: another rank had left while this one waited for it.
+// in time. 3: another rank had left while this one waited for it. 4: the ranks had waited too long.
 HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
   return static_cast<int>(hvd::World::instance().leave(reason, seconds));
 }

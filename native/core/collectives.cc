@@ -1,9 +1,12 @@
 #include "core/collectives.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <numeric>
 #include <sstream>
+
+#include "core/bytes.h"
 
 namespace hvd {
 namespace {
@@ -19,13 +22,17 @@ constexpr DTypeRow kDTypes[] = {
     {"bfloat16", 2}, {"float32", 4}, {"float64", 8},
 };
 
-constexpr const char* kReductions[] = {"Average", "Sum", "Min", "Max", "Product"};
+constexpr const char* kReductions[] = {"Average", "Sum", "Min", "Max", "Product", "Adasum"};
 
-//                                  name      reduces  root  free dim  keeps shape
+//   name        reduces  root  free dim  keeps shape  joins  needs all
 constexpr Collective kCollectives[] = {
-    {"allreduce", true, false, false, true},
-    {"allgather", false, false, true, false},
-    {"broadcast", false, true, false, true},
+    {"allreduce", true, false, false, true, false, false},
+    {"allgather", false, false, true, false, false, false},
+    {"broadcast", false, true, false, true, false, false},
+    {"alltoall", false, false, true, false, false, true},
+    {"reducescatter", true, false, false, false, false, false},
+    {"barrier", false, false, false, false, false, false},
+    {"join", false, false, false, false, true, false},
 };
 
 bool is_floating(DType dtype) { return dtype >= DType::float16; }
@@ -53,6 +60,30 @@ class Hash {
   uint64_t state_ = 0xcbf29ce484222325ULL;
 };
 
+std::string listed(const std::vector<int>& numbers) {
+  std::string text;
+  for (int number : numbers) text += (text.empty() ? "" : ", ") + std::to_string(number);
+  return text;
+}
+
+std::string wrong_splits(const Input& tensor, const Input& splits, size_t size) {
+  if (splits.dtype != DType::int64 || splits.shape.size() != 1 ||
+      splits.shape[0] != static_cast<int64_t>(size)) {
+    return "got " + std::to_string(elements(splits.shape)) + " splits, expected " +
+           std::to_string(size) + ", one number of rows per rank.";
+  }
+  const int64_t* rows = static_cast<const int64_t*>(splits.data);
+  int64_t total = 0;
+  for (size_t r = 0; r < size; ++r) {
+    if (rows[r] < 0) return "got a split of " + std::to_string(rows[r]) + " rows.";
+    total += rows[r];
+  }
+  if (total == tensor.shape[0]) return {};
+  return "got splits that add up to " + std::to_string(total) + " rows, and a tensor of " +
+         std::to_string(tensor.shape[0]) + ". Without splits, the rows must divide by the " +
+         std::to_string(size) + " ranks.";
+}
+
 // What is left of a shape when what may differ by rank is taken away.
 Shape agreed_shape(const Request& request, const Input& input) {
   Shape shape = input.shape;
@@ -71,36 +102,36 @@ int64_t elements(const Shape& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
 }
 
-Status check(const Request& request, int size) {
+std::string problem(const Request& request, const std::vector<int>& ranks) {
   const Collective& row = collective(request.kind);
-  const auto refuse = [&](const std::string& what) {
-    return Status::error(Code::invalid_argument, identity(request) + ": " + what);
-  };
-  if (row.has_root && (request.root < 0 || request.root >= size)) {
-    return refuse("root rank " + std::to_string(request.root) + " does not exist. Ranks are 0 to " +
-                  std::to_string(size - 1) + ".");
+  if (row.has_root && std::find(ranks.begin(), ranks.end(), request.root) == ranks.end()) {
+    return "root rank " + std::to_string(request.root) + " does not take part. The ranks are " +
+           listed(ranks) + ".";
   }
   for (const Input& input : request.inputs) {
-    if (row.first_dim_free && input.shape.empty()) {
-      return refuse(
-          "got a scalar, expected a tensor with at least one dimension. Use tf.expand_dims(tensor, "
-          "0).");
+    if ((row.first_dim_free || (row.reduces && !row.keeps_shape)) && input.shape.empty()) {
+      return "got a scalar, expected a tensor with at least one dimension. Use "
+             "tf.expand_dims(tensor, 0).";
     }
     if (!row.reduces) continue;
+    const std::string got = std::string("got a tensor of dtype ") + name_of(input.dtype);
+    const std::string with = got + " with op=" + name_of(request.reduction);
     if (input.dtype == DType::boolean && request.reduction != Reduction::min &&
         request.reduction != Reduction::max) {
-      return refuse(std::string("got a bool tensor with op=") + name_of(request.reduction) +
-                    ". Use Min (logical and) or Max (logical or), or cast it.");
+      return with + ". Use Min (logical and) or Max (logical or), or cast it.";
     }
-    if (!is_floating(input.dtype) && request.reduction == Reduction::average) {
-      return refuse(std::string("got a tensor of dtype ") + name_of(input.dtype) +
-                    " with op=Average, which would have to round. Use op=Sum and divide, or cast "
-                    "it to float32.");
+    if (is_floating(input.dtype)) continue;
+    if (request.reduction == Reduction::average || request.reduction == Reduction::adasum) {
+      return with + ", which would have to round. Use op=Sum and divide, or cast it to float32.";
     }
-    if (!is_floating(input.dtype) && (request.prescale != 1.0 || request.postscale != 1.0)) {
-      return refuse(std::string("got scale factors for a tensor of dtype ") + name_of(input.dtype) +
-                    ", which would have to round. Cast it to float32.");
+    if (request.prescale != 1.0 || request.postscale != 1.0) {
+      return got + " and scale factors, which would have to round. Cast it to float32.";
     }
+  }
+  if (request.kind != Kind::alltoall) return {};
+  for (size_t i = 0; i + 1 < request.inputs.size(); i += 2) {
+    const std::string wrong = wrong_splits(request.inputs[i], request.inputs[i + 1], ranks.size());
+    if (!wrong.empty()) return wrong;
   }
   return {};
 }
@@ -138,7 +169,7 @@ std::string describe(const Request& request) {
   return out.str();
 }
 
-uint64_t fingerprint(const Request& request) {
+uint64_t fingerprint(const Request& request, const std::string& problem) {
   const Collective& row = collective(request.kind);
   Hash hash;
   hash.add(static_cast<uint64_t>(request.kind));
@@ -154,7 +185,43 @@ uint64_t fingerprint(const Request& request) {
     hash.add(static_cast<uint64_t>(input.shape.size()));
     for (int64_t dim : agreed_shape(request, input)) hash.add(static_cast<uint64_t>(dim));
   }
+  if (!problem.empty()) hash.add(problem);
   return hash.value();
+}
+
+std::string encode_header(const Request& request) {
+  Writer out;
+  out.number(request.kind);
+  out.text(request.name);
+  out.number(request.reduction);
+  out.number(request.prescale);
+  out.number(request.postscale);
+  out.number(request.root);
+  for (const Input& input : request.inputs) {
+    out.number(input.dtype);
+    out.number<uint64_t>(input.shape.size());
+    for (int64_t dim : input.shape) out.number(dim);
+  }
+  return out.take();
+}
+
+Request decode_header(const std::string& bytes) {
+  Reader in(bytes);
+  Request request;
+  request.kind = in.number<Kind>();
+  request.name = in.text();
+  request.reduction = in.number<Reduction>();
+  request.prescale = in.number<double>();
+  request.postscale = in.number<double>();
+  request.root = in.number<int>();
+  while (!in.at_end()) {
+    Input input;
+    input.dtype = in.number<DType>();
+    input.shape.resize(in.number<uint64_t>());
+    for (int64_t& dim : input.shape) dim = in.number<int64_t>();
+    request.inputs.push_back(std::move(input));
+  }
+  return request;
 }
 
 }  // namespace hvd

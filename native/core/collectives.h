@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "core/request.h"
 
@@ -15,13 +16,15 @@ struct Collective {
   bool has_root;        // the root rank counts
   bool first_dim_free;  // the inputs' first dimensions may differ by rank
   bool keeps_shape;     // the output has the input's shape
+  bool joins;           // the rank submits nothing more, but takes part with neutral values
+  bool needs_all;       // cannot run when a rank has joined
 };
 
 const Collective& collective(Kind kind);
 const char* name_of(Reduction reduction);
 
-// An error if no rank could run this request in a world of `size` ranks.
-Status check(const Request& request, int size);
+// Why this request cannot run among these ranks of the job, or nothing.
+std::string problem(const Request& request, const std::vector<int>& ranks);
 
 // Two requests with one identity are the same step of the program.
 std::string identity(const Request& request);
@@ -29,7 +32,11 @@ std::string identity(const Request& request);
 // All that ranks must agree on, in words: equal texts can run together.
 std::string describe(const Request& request);
 
-// A 64-bit hash of the same; never 0 or 1.
-uint64_t fingerprint(const Request& request);
+// A 64-bit hash of the same, and of the request's problem; never 0 or 1.
+uint64_t fingerprint(const Request& request, const std::string& problem);
+
+// All of a request but its tensors' values, for a rank that will not submit it itself.
+std::string encode_header(const Request& request);
+Request decode_header(const std::string& bytes);
 
 }  // namespace hvd

@@ -6,9 +6,12 @@
 #include <utility>
 
 #include "core/collectives.h"
+#include "core/stand_in.h"
 
 namespace hvd {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // The value that a leaving rank agrees on; fingerprint() never returns it.
 constexpr uint64_t kLeaving = 1;
@@ -17,33 +20,46 @@ constexpr uint64_t kLeaving = 1;
 // request: short enough not to be felt in a step, long enough to cost under 1 % of a core.
 constexpr double kRetrySeconds = 0.01;
 
+// Until so many requests have been served, ranks may be busy compiling the first step, some for
+// much longer than others.
+constexpr uint64_t kFirstRequests = 10;
+constexpr double kFirstTimeoutSeconds = 1800;
+
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings)
-    : transport_(std::move(transport)), settings_(settings), thread_([this] { loop(); }) {}
+    : transport_(std::move(transport)),
+      settings_(settings),
+      joined_(transport_->ranks().size(), false),
+      thread_([this] { loop(); }) {}
 
 Engine::~Engine() { thread_.join(); }
 
 void Engine::submit(Request request) {
-  Status status = check(request, transport_->size());
-  if (status.ok()) {
-    const uint64_t print = fingerprint(request);
+  const std::string wrong = problem(request, ranks());
+  const uint64_t print = fingerprint(request, wrong);
+  Status status;
+  {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_) {
-      queue_.push_back({std::move(request), print});
+      queue_.push_back({std::move(request), print, wrong});
       changed_.notify_all();
       return;
     }
-    status = Status::error(Code::aborted, identity(request) + " cannot run: " + why_stopped_);
+    status = Status::error(code_, identity(request) + " cannot run: " + why_stopped_);
   }
   request.done(status);
 }
 
-Engine::Farewell Engine::leave(const std::string& reason, double seconds) {
-  std::unique_lock<std::mutex> lock(mutex_);
+void Engine::announce_leaving(const std::string& reason) {
+  std::lock_guard<std::mutex> lock(mutex_);
   leaving_ = true;
   reason_ = reason;
   changed_.notify_all();
+}
+
+Engine::Farewell Engine::leave(double seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
   const auto stopped = [this] { return stopped_; };
   if (seconds < 0) {
     changed_.wait(lock, stopped);
@@ -53,7 +69,7 @@ Engine::Farewell Engine::leave(const std::string& reason, double seconds) {
   return farewell_;
 }
 
-void Engine::loop() {
+void Engine::loop() try {
   while (true) {
     uint64_t head;
     std::string head_identity;
@@ -63,49 +79,88 @@ void Engine::loop() {
       head = queue_.empty() ? kLeaving : queue_.front().fingerprint;
       head_identity = queue_.empty() ? "the end of the job" : identity(queue_.front().request);
     }
-    const bool equal = transport_->agree(head, [&](double seconds) {
-      if (head == kLeaving) return;  // a rank may finish long after another
-      warn_if_stalled(
-          seconds,
-          "rank " + std::to_string(transport_->rank()) + " waits for " + head_identity +
-              ", which at least one other rank has not submitted. Do all ranks take the same "
-              "steps (as many batches, the same branches)?");
+    const auto start = Clock::now();
+    const std::vector<Ballot> ballots = transport_->agree(
+        {head, waited_ns_}, [&](double seconds, const std::vector<int>& missing) -> std::string {
+          if (head == kLeaving) return "";  // a rank may finish long after another
+          return watch(seconds, "rank " + std::to_string(ranks()[transport_->rank()]) +
+                                    " waits for " + head_identity + ", which " + who(missing) +
+                                    " has not submitted. Do all ranks take the same steps (as "
+                                    "many batches, the same branches)?");
+        });
+    waited_ns_ = static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - start).count());
+    const bool equal = std::all_of(ballots.begin(), ballots.end(), [&](const Ballot& ballot) {
+      return ballot.fingerprint == head;
     });
     if (!equal) {
       if (!negotiate()) return;
     } else if (head == kLeaving) {
-      return stop(Farewell::together, "hvd.shutdown() was called. Call hvd.init() again first.");
+      return stop(Farewell::together, Code::aborted,
+                  "hvd.shutdown() was called. Call hvd.init() again first.");
     } else {
-      serve(head_identity);
+      serve(head_identity, "");
     }
   }
+} catch (const Lost& lost) {
+  stop(Farewell::lost, Code::deadline_exceeded, lost.what());
 }
 
-void Engine::serve(const std::string& name) {
-  Entry entry = take(name);
+void Engine::serve(const std::string& name, const std::string& header) {
   idle_seconds_ = 0;
   warned_ = false;
-  const Status status = transport_->run(entry.request);
+  Entry entry;
+  if (!take(name, &entry)) entry.request = stand_in(header);
+  Status status = Status::error(Code::invalid_argument, name + ": " + entry.problem);
+  if (entry.problem.empty()) {
+    if (collective(entry.request.kind).joins) {
+      note_joined(std::vector<bool>(joined_.size(), true));
+      entry.request.root = last_joined_;
+      joined_.assign(joined_.size(), false);
+    }
+    try {
+      status = transport_->run(
+          entry.request, [&](double seconds, const std::vector<int>& missing) -> std::string {
+            return watch(seconds, who(missing) + " does not go on in the midst of " + name + ".");
+          });
+    } catch (const Lost& lost) {
+      entry.request.done(
+          Status::error(Code::deadline_exceeded, name + " cannot run: " + lost.what()));
+      throw;
+    }
+  }
+  ++served_;
   entry.request.done(status);
 }
 
 bool Engine::negotiate() {
-  const std::vector<std::string> encoded = transport_->gather(encode(report()));
+  const std::vector<std::string> encoded = transport_->gather(
+      encode(report()), [&](double seconds, const std::vector<int>& missing) -> std::string {
+        return watch(seconds, who(missing) + " does not take part in a negotiation.");
+      });
   std::vector<Report> reports;
   for (const std::string& bytes : encoded) reports.push_back(decode(bytes));
 
   const Decision decision = decide(reports);
   for (const Refusal& refusal : decision.refuse) {
-    take(refusal.identity).request.done(Status::error(Code::failed_precondition, refusal.message));
+    Entry entry;
+    if (take(refusal.identity, &entry))
+      entry.request.done(Status::error(refusal.code, refusal.message));
   }
-  for (const std::string& name : decision.run) serve(name);
+  for (const Step& step : decision.run) serve(step.identity, step.header);
   if (!decision.left.empty()) {
     const bool leaving = reports[transport_->rank()].leaving;
-    stop(leaving ? Farewell::alone : Farewell::deserted, decision.left);
+    stop(leaving ? Farewell::alone : Farewell::deserted, Code::aborted, decision.left);
     return false;
   }
+  if (!decision.stuck.empty()) {
+    stop(Farewell::lost, Code::deadline_exceeded, decision.stuck);
+    return false;
+  }
+  std::vector<bool> joined;
+  for (const Report& report : reports) joined.push_back(report.joined());
+  note_joined(joined);
   if (!decision.nothing()) return true;
-  warn_if_stalled(idle_seconds_, "the ranks wait for different collectives:" + summary(reports));
+  watch(idle_seconds_, "the ranks wait for different collectives:" + summary(reports));
   std::unique_lock<std::mutex> lock(mutex_);
   const size_t known = queue_.size();
   changed_.wait_for(lock, std::chrono::duration<double>(kRetrySeconds), [&] {
@@ -115,48 +170,88 @@ bool Engine::negotiate() {
   return true;
 }
 
-void Engine::stop(Farewell farewell, const std::string& why) {
+void Engine::stop(Farewell farewell, Code code, const std::string& why) {
   std::deque<Entry> left_over;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stopped_ = true;
     farewell_ = farewell;
+    code_ = code;
     why_stopped_ = why;
     left_over.swap(queue_);
   }
   changed_.notify_all();
-  for (Entry& entry : left_over) {
-    entry.request.done(
-        Status::error(Code::aborted, identity(entry.request) + " cannot run: " + why));
-  }
+  for (Entry& entry : left_over)
+    entry.request.done(Status::error(code, identity(entry.request) + " cannot run: " + why));
 }
 
-Engine::Entry Engine::take(const std::string& name) {
+bool Engine::take(const std::string& name, Entry* entry) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const Entry& entry) {
-    return identity(entry.request) == name;
+  const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const Entry& pending) {
+    return identity(pending.request) == name;
   });
-  Entry entry =
-      std::move(*found);  // it was reported from this queue, which only this thread shortens
+  if (found == queue_.end()) return false;
+  *entry = std::move(*found);
   queue_.erase(found);
-  return entry;
+  return true;
 }
 
 Report Engine::report() {
   std::lock_guard<std::mutex> lock(mutex_);
   Report report;
-  for (const Entry& entry : queue_)
-    report.queue.push_back({identity(entry.request), describe(entry.request)});
+  report.rank = ranks()[transport_->rank()];
+  report.host = transport_->host(transport_->rank());
+  for (const Entry& entry : queue_) {
+    const Collective& row = collective(entry.request.kind);
+    Pending pending;
+    pending.identity = identity(entry.request);
+    pending.signature = describe(entry.request);
+    pending.problem = entry.problem;
+    pending.header = encode_header(entry.request);
+    pending.joins = row.joins;
+    if (row.has_root) pending.needs = entry.request.root;
+    if (row.needs_all) pending.needs = Pending::everybody;
+    report.queue.push_back(std::move(pending));
+  }
   report.leaving = leaving_;
   report.reason = reason_;
+  if (timeout() > 0 && idle_seconds_ >= timeout()) report.waited = idle_seconds_;
   return report;
 }
 
-void Engine::warn_if_stalled(double seconds, const std::string& text) {
-  if (warned_ || settings_.stall_warning_seconds == 0 || seconds < settings_.stall_warning_seconds)
-    return;
-  warned_ = true;
-  std::fprintf(stderr, "hvd_keras: no progress for %.0f s: %s\n", seconds, text.c_str());
+// Of those that have joined since the last negotiation, the highest rank counts as the last.
+void Engine::note_joined(const std::vector<bool>& joined) {
+  for (size_t r = 0; r < joined.size(); ++r) {
+    if (joined[r] && !joined_[r]) last_joined_ = ranks()[r];
+  }
+  joined_ = joined;
+}
+
+// Ranks in words, with their hosts.
+std::string Engine::who(const std::vector<int>& missing) const {
+  std::string text;
+  for (int rank : missing) {
+    const auto place = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
+    text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (on " +
+            transport_->host(static_cast<int>(place)) + ")";
+  }
+  return text.empty() ? "at least one other rank" : text;
+}
+
+// Warns once, and returns the text if it is time to give up.
+std::string Engine::watch(double seconds, const std::string& text) {
+  if (!warned_ && settings_.stall_warning_seconds > 0 &&
+      seconds >= settings_.stall_warning_seconds) {
+    warned_ = true;
+    std::fprintf(stderr, "hvd_keras: no progress for %.0f s: %s\n", seconds, text.c_str());
+  }
+  if (timeout() == 0 || seconds < timeout()) return "";
+  return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text;
+}
+
+double Engine::timeout() const {
+  if (settings_.timeout_seconds == 0 || served_ >= kFirstRequests) return settings_.timeout_seconds;
+  return std::max(settings_.timeout_seconds, kFirstTimeoutSeconds);
 }
 
 }  // namespace hvd

@@ -5,7 +5,7 @@
 //                          └─ not:   every rank reports its queue, see agreement.h
 //
 // There is no coordinator and no cycle: ranks that submit in the same order, as TensorFlow's
-// functions do, never negotiate.
+// functions do, never negotiate. The protocol is told in docs/protocol.md.
 #pragma once
 
 #include <condition_variable>
@@ -14,6 +14,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "core/agreement.h"
 #include "core/request.h"
@@ -25,32 +26,41 @@ namespace hvd {
 class Engine {
  public:
   // How a rank left: with all others; while others still waited for it (they have been told);
-  // without an answer from the others within the time allowed; or after another had left it alone.
-  enum class Farewell { together, alone, unheard, deserted };
+  // without an answer from the others within the time allowed; after another had left it alone;
+  // after the ranks had waited too long for one of them.
+  enum class Farewell { together, alone, unheard, deserted, lost };
 
   Engine(std::unique_ptr<Transport> transport, const Settings& settings);
   ~Engine();
 
-  // Thread-safe, does not block. A request that cannot run is done() with its error.
+  const std::vector<int>& ranks() const { return transport_->ranks(); }
+
+  // Thread-safe, does not block. A request that cannot run is done() with its error, on all ranks.
   void submit(Request request);
 
-  // Says that this rank submits nothing more. Waits for the others, at most `seconds` (< 0: for
-  // ever).
-  Farewell leave(const std::string& reason, double seconds);
+  // Says that this rank submits nothing more.
+  void announce_leaving(const std::string& reason);
+
+  // Waits for the others to leave too, at most `seconds` (< 0: for ever).
+  Farewell leave(double seconds);
 
  private:
   struct Entry {
     Request request;
     uint64_t fingerprint;
+    std::string problem;
   };
 
   void loop();
-  void serve(const std::string& identity);
+  void serve(const std::string& identity, const std::string& header);
   bool negotiate();
-  void stop(Farewell farewell, const std::string& why);
-  Entry take(const std::string& identity);
+  void stop(Farewell farewell, Code code, const std::string& why);
+  bool take(const std::string& identity, Entry* entry);
   Report report();
-  void warn_if_stalled(double seconds, const std::string& text);
+  void note_joined(const std::vector<bool>& joined);
+  std::string who(const std::vector<int>& ranks) const;
+  std::string watch(double seconds, const std::string& text);
+  double timeout() const;
 
   const std::unique_ptr<Transport> transport_;
   const Settings settings_;
@@ -62,11 +72,15 @@ class Engine {
   std::string reason_;
   bool stopped_ = false;
   Farewell farewell_ = Farewell::unheard;
+  Code code_ = Code::aborted;
   std::string why_stopped_;
 
   // The engine's thread alone uses these.
-  double idle_seconds_ =
-      0;  // spent in negotiations that found nothing to do, since the last that did
+  uint64_t served_ = 0;
+  uint64_t waited_ns_ = 0;    // in the last agreement
+  double idle_seconds_ = 0;   // in negotiations that found nothing to do, since the last that did
+  std::vector<bool> joined_;  // in the last negotiation, by rank of the set
+  int last_joined_ = 0;
   bool warned_ = false;
 
   std::thread thread_;  // last: it uses all of the above

@@ -1,10 +1,11 @@
 #include "core/mpi_transport.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
-#include <thread>
+#include <utility>
 
+#include "core/adasum.h"
+#include "core/collectives.h"
 #include "core/reduce.h"
 
 namespace hvd {
@@ -14,35 +15,20 @@ namespace {
 // MiB.
 constexpr int64_t kChunkBytes = 4 << 20;
 
-// Below this, one Allgather of everything beats the two calls of the sliced way, although it moves
-// more.
+// Below this, one Allgather of everything beats the two exchanges of the sliced way, although it
+// moves more.
 constexpr int64_t kSmallBytes = 16 << 10;
 
-// MPI counts are ints; larger transfers are cut.
-constexpr int64_t kMaxCount = 1 << 30;
+// Larger messages are cut: MPI counts are ints, and each piece that arrives shows that there is
+// progress.
+constexpr int64_t kPieceBytes = 64 << 20;
 
-// How a wait turns from spinning to sleeping: a rank that is as fast as the others never sleeps,
-// one that waits for long costs next to nothing and wakes up late by a small part of what it has
-// waited.
-constexpr double kSpinSeconds = 200e-6;
-constexpr double kMaxSleepSeconds = 1e-3;
-
-void wait_politely(MPI_Request* request, const std::function<void(double)>& waiting) {
-  const auto start = std::chrono::steady_clock::now();
-  while (true) {
-    int done = 0;
-    MPI_Test(request, &done, MPI_STATUS_IGNORE);
-    if (done) return;
-    const double waited =
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    if (waited < kSpinSeconds) {
-      std::this_thread::yield();
-      continue;
-    }
-    std::this_thread::sleep_for(
-        std::chrono::duration<double>(std::min(waited / 10, kMaxSleepSeconds)));
-    if (waiting) waiting(waited);
-  }
+// This processor's name, as far as it fits into 64 bytes.
+std::string host_name() {
+  char name[MPI_MAX_PROCESSOR_NAME];
+  int length = 0;
+  MPI_Get_processor_name(name, &length);
+  return std::string(name, length);
 }
 
 }  // namespace
@@ -54,33 +40,81 @@ struct MpiTransport::Span {
   int64_t bytes;
 };
 
-MpiTransport::MpiTransport(MPI_Comm communicator) {
+// Messages of any size between this rank and others; all are under way at once.
+class MpiTransport::Exchange {
+ public:
+  explicit Exchange(MpiTransport& transport) : transport_(transport) {}
+
+  void receive(void* data, int64_t bytes, int from) {
+    in_pieces(bytes, [&](int64_t start, int n) {
+      MPI_Irecv(static_cast<char*>(data) + start, n, MPI_BYTE, from, 0, transport_.communicator_,
+                add());
+    });
+  }
+
+  void send(const void* data, int64_t bytes, int to) {
+    in_pieces(bytes, [&](int64_t start, int n) {
+      MPI_Isend(static_cast<const char*>(data) + start, n, MPI_BYTE, to, 0,
+                transport_.communicator_, add());
+    });
+  }
+
+  // The ranks but this one, each rank beginning with another, so that none is flooded.
+  template <typename Visit>
+  void with_others(const Visit& visit) const {
+    for (int i = 1; i < transport_.size(); ++i) visit((transport_.rank_ + i) % transport_.size());
+  }
+
+  void finish() { transport_.patience_->wait(requests_, transport_.waiting_); }
+
+ private:
+  template <typename Piece>
+  static void in_pieces(int64_t bytes, const Piece& piece) {
+    for (int64_t start = 0; start < bytes; start += kPieceBytes)
+      piece(start, static_cast<int>(std::min(kPieceBytes, bytes - start)));
+  }
+
+  MPI_Request* add() { return &requests_.emplace_back(MPI_REQUEST_NULL); }
+
+  MpiTransport& transport_;
+  std::vector<MPI_Request> requests_;
+};
+
+MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks)
+    : ranks_(std::move(ranks)) {
   MPI_Comm_dup(communicator, &communicator_);
   MPI_Comm_rank(communicator_, &rank_);
-  MPI_Comm_size(communicator_, &size_);
+  patience_ = std::make_unique<MpiPatience>(communicator_, ranks_);
+  hosts_ = gather(host_name(), [](double, const std::vector<int>&) { return std::string(); });
 }
 
-MpiTransport::~MpiTransport() { MPI_Comm_free(&communicator_); }
-
-bool MpiTransport::agree(uint64_t value, const std::function<void(double)>& waiting) {
-  if (size_ == 1) return true;
-  // All equal if and only if the least value and the greatest (the complement of the complements'
-  // least) are.
-  uint64_t mine[2] = {value, ~value};
-  uint64_t least[2];
-  MPI_Request request;
-  MPI_Iallreduce(mine, least, 2, MPI_UINT64_T, MPI_MIN, communicator_, &request);
-  wait_politely(&request, waiting);
-  return least[0] == ~least[1];
+MpiTransport::~MpiTransport() {
+  patience_.reset();
+  MPI_Comm_free(&communicator_);
 }
 
-std::vector<std::string> MpiTransport::gather(const std::string& mine) {
-  const int64_t my_size = static_cast<int64_t>(mine.size());
-  std::vector<int64_t> sizes(size_);
-  // The others may come late: a rank that found nothing to do looks again only after a pause.
+void MpiTransport::wait(MPI_Request request) {
+  std::vector<MPI_Request> one{request};
+  patience_->wait(one, waiting_);
+}
+
+std::vector<Ballot> MpiTransport::agree(const Ballot& mine, const Waiting& waiting) {
+  patience_->next_step();
+  waiting_ = waiting;
+  std::vector<Ballot> all(size(), mine);
+  if (size() == 1) return all;
+  static_assert(sizeof(Ballot) == 2 * sizeof(uint64_t));
   MPI_Request request;
-  MPI_Iallgather(&my_size, 1, MPI_INT64_T, sizes.data(), 1, MPI_INT64_T, communicator_, &request);
-  wait_politely(&request, nullptr);
+  MPI_Iallgather(&mine, 2, MPI_UINT64_T, all.data(), 2, MPI_UINT64_T, communicator_, &request);
+  wait(request);
+  return all;
+}
+
+std::vector<std::string> MpiTransport::gather(const std::string& mine, const Waiting& waiting) {
+  patience_->next_step();
+  waiting_ = waiting;
+  std::vector<int64_t> sizes;
+  gather_numbers({static_cast<int64_t>(mine.size())}, &sizes);
   int64_t total = 0;
   for (int64_t size : sizes) total += size;
   std::string all(total, '\0');
@@ -94,16 +128,26 @@ std::vector<std::string> MpiTransport::gather(const std::string& mine) {
   return parts;
 }
 
-Status MpiTransport::run(Request& request) {
+Status MpiTransport::run(Request& request, const Waiting& waiting) {
+  patience_->next_step();
+  waiting_ = waiting;
   switch (request.kind) {
     case Kind::allreduce:
-      allreduce(request);
+      request.reduction == Reduction::adasum ? adasum(request) : allreduce(request);
       return {};
     case Kind::allgather:
       return allgather(request);
     case Kind::broadcast:
       broadcast(request);
       return {};
+    case Kind::alltoall:
+      return alltoall(request);
+    case Kind::reducescatter:
+      return reducescatter(request);
+    case Kind::barrier:
+      return {};  // to have agreed on it is to have met
+    case Kind::join:
+      return join(request);
   }
   return Status::error(Code::unimplemented, "the MPI transport does not have this collective");
 }
@@ -160,44 +204,139 @@ void MpiTransport::allreduce_spans(const Request& request, DType dtype,
 
 void MpiTransport::reduce_chunk(const Request& request, DType dtype, int64_t elements) {
   const int64_t width = static_cast<int64_t>(size_of(dtype));
-  const auto combine = [&](int64_t stride, int64_t count, char* out) {
-    std::vector<const void*> sources(size_);
-    for (int r = 0; r < size_; ++r) sources[r] = received_.data() + r * stride;
-    reduce(dtype, request.reduction, request.prescale, request.postscale, sources.data(), size_,
-           count, out);
-  };
   const int64_t bytes = elements * width;
-  if (bytes <= kSmallBytes || size_ == 1) {
-    received_.resize(bytes * size_);
-    MPI_Allgather(chunk_.data(), static_cast<int>(bytes), MPI_BYTE, received_.data(),
-                  static_cast<int>(bytes), MPI_BYTE, communicator_);
-    combine(bytes, elements, chunk_.data());
+  if (bytes <= kSmallBytes || size() == 1) {
+    received_.resize(bytes * size());
+    MPI_Request gathered;
+    MPI_Iallgather(chunk_.data(), static_cast<int>(bytes), MPI_BYTE, received_.data(),
+                   static_cast<int>(bytes), MPI_BYTE, communicator_, &gathered);
+    wait(gathered);
+    combine_slices(request, dtype, nullptr, bytes, chunk_.data());
     return;
   }
-  // Slice j is [bounds(j), bounds(j + 1)).
-  const auto bound = [&](int j) { return elements * j / size_ * width; };
-  std::vector<int> counts(size_), offsets(size_), my_counts(size_), my_offsets(size_);
-  const int64_t mine = bound(rank_ + 1) - bound(rank_);
-  for (int j = 0; j < size_; ++j) {
-    offsets[j] = static_cast<int>(bound(j));
-    counts[j] = static_cast<int>(bound(j + 1) - bound(j));
-    my_counts[j] = static_cast<int>(mine);
-    my_offsets[j] = static_cast<int>(j * mine);
+  // Slice j is [bound(j), bound(j + 1)).
+  const auto bound = [&](int j) { return elements * j / size() * width; };
+  const auto slice = [&](int j) { return chunk_.data() + bound(j); };
+  const auto length = [&](int j) { return bound(j + 1) - bound(j); };
+  const int64_t mine = length(rank_);
+  received_.resize(mine * size());
+  Exchange scatter(*this);
+  scatter.with_others([&](int r) { scatter.receive(received_.data() + r * mine, mine, r); });
+  scatter.with_others([&](int r) { scatter.send(slice(r), length(r), r); });
+  scatter.finish();
+  combine_slices(request, dtype, slice(rank_), mine, slice(rank_));
+  Exchange gather(*this);
+  gather.with_others([&](int r) { gather.receive(slice(r), length(r), r); });
+  gather.with_others([&](int r) { gather.send(slice(rank_), mine, r); });
+  gather.finish();
+}
+
+// Of received_, where all ranks' slices stand one after another; this rank's own may be elsewhere.
+void MpiTransport::combine_slices(const Request& request, DType dtype, const char* own,
+                                  int64_t bytes, char* out) {
+  std::vector<const void*> sources(size());
+  for (int r = 0; r < size(); ++r)
+    sources[r] = own && r == rank_ ? own : received_.data() + r * bytes;
+  reduce(dtype, request.reduction, request.prescale, request.postscale, sources.data(), size(),
+         bytes / static_cast<int64_t>(size_of(dtype)), out);
+}
+
+// Each rank holds one slice of every rank's tensor; only the dot products need all slices.
+void MpiTransport::adasum(Request& request) {
+  const Reduction sum = Reduction::sum;
+  std::vector<std::vector<char>> held(request.inputs.size());
+  std::vector<AdasumTensor> tensors;
+  Exchange scatter(*this);
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    const Input& input = request.inputs[i];
+    const int64_t n = elements(input.shape), width = static_cast<int64_t>(size_of(input.dtype));
+    const auto bound = [&](int j) { return n * j / size(); };
+    const int64_t mine = bound(rank_ + 1) - bound(rank_);
+    char* whole = static_cast<char*>(request.outputs[i]);  // scaled here, sent from here
+    reduce(input.dtype, sum, request.prescale, 1, &input.data, 1, n, whole);
+    held[i].resize(mine * width * size());
+    AdasumTensor tensor{input.dtype, mine, {}};
+    for (int r = 0; r < size(); ++r) tensor.slices.push_back(held[i].data() + r * mine * width);
+    std::memcpy(tensor.slices[rank_], whole + bound(rank_) * width, mine * width);
+    scatter.with_others([&](int r) { scatter.receive(tensor.slices[r], mine * width, r); });
+    scatter.with_others([&](int r) {
+      scatter.send(whole + bound(r) * width, (bound(r + 1) - bound(r)) * width, r);
+    });
+    tensors.push_back(std::move(tensor));
   }
-  received_.resize(mine * size_);
-  MPI_Alltoallv(chunk_.data(), counts.data(), offsets.data(), MPI_BYTE, received_.data(),
-                my_counts.data(), my_offsets.data(), MPI_BYTE, communicator_);
-  combine(mine, mine / width, chunk_.data() + offsets[rank_]);
-  MPI_Allgatherv(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, chunk_.data(), counts.data(), offsets.data(),
-                 MPI_BYTE, communicator_);
+  scatter.finish();
+  combine_adasum(tensors, [&](std::vector<double>& numbers) {
+    std::vector<double> all(numbers.size() * size());
+    MPI_Request gathered;
+    MPI_Iallgather(numbers.data(), static_cast<int>(numbers.size()), MPI_DOUBLE, all.data(),
+                   static_cast<int>(numbers.size()), MPI_DOUBLE, communicator_, &gathered);
+    wait(gathered);
+    for (size_t k = 0; k < numbers.size(); ++k) {
+      numbers[k] = 0;
+      for (int r = 0; r < size(); ++r) numbers[k] += all[r * numbers.size() + k];
+    }
+  });
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    const AdasumTensor& tensor = tensors[i];
+    const int64_t width = static_cast<int64_t>(size_of(tensor.dtype));
+    const void* result = tensor.slices[0];
+    reduce(tensor.dtype, sum, 1, request.postscale, &result, 1, tensor.elements, tensor.slices[0]);
+    const int64_t n = elements(request.inputs[i].shape);
+    std::vector<int64_t> sizes;
+    for (int r = 0; r < size(); ++r)
+      sizes.push_back((n * (r + 1) / size() - n * r / size()) * width);
+    gather_bytes(tensor.slices[0], sizes, request.outputs[i]);
+  }
+}
+
+Status MpiTransport::reducescatter(Request& request) {
+  const size_t n = request.inputs.size();
+  request.outputs.assign(n, nullptr);
+  // The first ranks get one row more if the rows do not divide.
+  const auto bound = [&](const Input& input, int j) {
+    const int64_t rows = input.shape[0];
+    return rows / size() * j + std::min<int64_t>(j, rows % size());
+  };
+  Status status;
+  for (size_t i = 0; i < n && status.ok(); ++i) {
+    Shape shape = request.inputs[i].shape;
+    shape[0] = bound(request.inputs[i], rank_ + 1) - bound(request.inputs[i], rank_);
+    status = request.allocate(i, shape, &request.outputs[i]);
+  }
+  if (status = agree_on(status, request); !status.ok()) return status;
+  for (size_t i = 0; i < n; ++i) {
+    const Input& input = request.inputs[i];
+    Shape row = input.shape;
+    row[0] = 1;
+    const int64_t width = static_cast<int64_t>(size_of(input.dtype)), of_row = elements(row);
+    const auto begin = [&](int j) { return bound(input, j) * of_row * width; };
+    const char* in = static_cast<const char*>(input.data);
+    const int64_t step = kChunkBytes / size() / width * width;
+    // Rank 0 has the longest slice, and all make as many steps as it needs.
+    for (int64_t start = 0; start < begin(1); start += step) {
+      const auto length = [&](int j) {
+        return std::clamp<int64_t>(begin(j + 1) - begin(j) - start, 0, step);
+      };
+      const int64_t mine = length(rank_);
+      received_.resize(mine * size());
+      Exchange scatter(*this);
+      scatter.with_others([&](int r) { scatter.receive(received_.data() + r * mine, mine, r); });
+      scatter.with_others([&](int r) { scatter.send(in + begin(r) + start, length(r), r); });
+      scatter.finish();
+      if (mine > 0) {
+        combine_slices(request, input.dtype, in + begin(rank_) + start, mine,
+                       static_cast<char*>(request.outputs[i]) + start);
+      }
+    }
+  }
+  return {};
 }
 
 Status MpiTransport::allgather(Request& request) {
   const size_t n = request.inputs.size();
-  std::vector<int64_t> my_rows(n), rows(n * size_);
+  std::vector<int64_t> my_rows(n), rows;
   for (size_t i = 0; i < n; ++i) my_rows[i] = request.inputs[i].shape[0];
-  MPI_Allgather(my_rows.data(), static_cast<int>(n), MPI_INT64_T, rows.data(), static_cast<int>(n),
-                MPI_INT64_T, communicator_);
+  gather_numbers(my_rows, &rows);
 
   Status status;
   request.outputs.assign(n, nullptr);
@@ -208,58 +347,127 @@ Status MpiTransport::allgather(Request& request) {
     shape[0] = 1;
     const int64_t row_bytes = elements(shape) * static_cast<int64_t>(size_of(input.dtype));
     shape[0] = 0;
-    for (int r = 0; r < size_; ++r) {
+    for (int r = 0; r < size(); ++r) {
       shape[0] += rows[r * n + i];
       sizes[i].push_back(rows[r * n + i] * row_bytes);
     }
     if (status.ok()) status = request.allocate(i, shape, &request.outputs[i]);
   }
-  // One rank without memory must not leave the others waiting for its bytes.
-  int failed = status.ok() ? 0 : 1;
-  MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, communicator_);
-  if (failed) {
-    if (!status.ok()) return status;
-    return Status::error(
-        Code::aborted,
-        "another rank could not allocate the output of allgather '" + request.name + "'");
-  }
+  if (status = agree_on(status, request); !status.ok()) return status;
   for (size_t i = 0; i < n; ++i) gather_bytes(request.inputs[i].data, sizes[i], request.outputs[i]);
   return {};
 }
 
-void MpiTransport::gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) {
-  int64_t total = 0;
-  for (int64_t size : sizes) total += size;
-  if (total <= kMaxCount) {
-    std::vector<int> counts(sizes.begin(), sizes.end()), offsets(size_, 0);
-    for (int r = 1; r < size_; ++r) offsets[r] = offsets[r - 1] + counts[r - 1];
-    MPI_Allgatherv(mine, counts[rank_], MPI_BYTE, all, counts.data(), offsets.data(), MPI_BYTE,
-                   communicator_);
-    return;
+Status MpiTransport::alltoall(Request& request) {
+  const size_t n = request.inputs.size() / 2;  // tensors, each with its splits
+  std::vector<int64_t> my_splits, splits;
+  for (size_t i = 0; i < n; ++i) {
+    const int64_t* own = static_cast<const int64_t*>(request.inputs[2 * i + 1].data);
+    my_splits.insert(my_splits.end(), own, own + size());
   }
-  char* part = static_cast<char*>(all);
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_ && sizes[r] > 0) std::memcpy(part, mine, sizes[r]);
-    for (int64_t start = 0; start < sizes[r]; start += kMaxCount) {
-      MPI_Bcast(part + start, static_cast<int>(std::min(kMaxCount, sizes[r] - start)), MPI_BYTE, r,
-                communicator_);
+  gather_numbers(my_splits, &splits);
+  // Rows of tensor i from one rank to another.
+  const auto rows = [&](size_t i, int from, int to) {
+    return splits[(from * n + i) * size() + to];
+  };
+
+  Status status;
+  request.outputs.assign(2 * n, nullptr);
+  for (size_t i = 0; i < n && status.ok(); ++i) {
+    Shape shape = request.inputs[2 * i].shape;
+    shape[0] = 0;
+    for (int r = 0; r < size(); ++r) shape[0] += rows(i, r, rank_);
+    status = request.allocate(2 * i, shape, &request.outputs[2 * i]);
+    if (status.ok()) status = request.allocate(2 * i + 1, {size()}, &request.outputs[2 * i + 1]);
+  }
+  if (status = agree_on(status, request); !status.ok()) return status;
+  Exchange exchange(*this);
+  for (size_t i = 0; i < n; ++i) {
+    const Input& input = request.inputs[2 * i];
+    Shape row = input.shape;
+    row[0] = 1;
+    const int64_t row_bytes = elements(row) * static_cast<int64_t>(size_of(input.dtype));
+    const char* in = static_cast<const char*>(input.data);
+    char* out = static_cast<char*>(request.outputs[2 * i]);
+    for (int r = 0; r < size(); ++r) {
+      static_cast<int64_t*>(request.outputs[2 * i + 1])[r] = rows(i, r, rank_);
+      const int64_t sent = rows(i, rank_, r) * row_bytes, got = rows(i, r, rank_) * row_bytes;
+      if (r != rank_) {
+        exchange.receive(out, got, r);
+        exchange.send(in, sent, r);
+      } else if (sent > 0) {
+        std::memcpy(out, in, sent);
+      }
+      in += sent;
+      out += got;
     }
-    part += sizes[r];
   }
+  exchange.finish();
+  return {};
+}
+
+Status MpiTransport::join(Request& request) {
+  void* last = nullptr;
+  const Status status = request.allocate(0, {}, &last);
+  if (status.ok()) *static_cast<int32_t*>(last) = request.root;
+  return status;
 }
 
 void MpiTransport::broadcast(Request& request) {
+  const int root =
+      static_cast<int>(std::find(ranks_.begin(), ranks_.end(), request.root) - ranks_.begin());
   for (size_t i = 0; i < request.inputs.size(); ++i) {
     const Input& input = request.inputs[i];
     char* out = static_cast<char*>(request.outputs[i]);
     const int64_t bytes = static_cast<int64_t>(input.bytes());
-    if (rank_ == request.root && out != input.data && bytes > 0)
-      std::memcpy(out, input.data, bytes);
-    for (int64_t start = 0; start < bytes; start += kMaxCount) {
-      MPI_Bcast(out + start, static_cast<int>(std::min(kMaxCount, bytes - start)), MPI_BYTE,
-                request.root, communicator_);
+    if (rank_ == root && out != input.data && bytes > 0) std::memcpy(out, input.data, bytes);
+    for (int64_t start = 0; start < bytes; start += kPieceBytes) {
+      MPI_Request sent;
+      MPI_Ibcast(out + start, static_cast<int>(std::min(kPieceBytes, bytes - start)), MPI_BYTE,
+                 root, communicator_, &sent);
+      wait(sent);
     }
   }
+}
+
+void MpiTransport::gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) {
+  std::vector<int64_t> offsets(size(), 0);
+  for (int r = 1; r < size(); ++r) offsets[r] = offsets[r - 1] + sizes[r - 1];
+  if (offsets.back() + sizes.back() <= kPieceBytes) {
+    const std::vector<int> counts(sizes.begin(), sizes.end());
+    const std::vector<int> starts(offsets.begin(), offsets.end());
+    MPI_Request gathered;
+    MPI_Iallgatherv(mine, counts[rank_], MPI_BYTE, all, counts.data(), starts.data(), MPI_BYTE,
+                    communicator_, &gathered);
+    return wait(gathered);
+  }
+  char* out = static_cast<char*>(all);
+  Exchange exchange(*this);
+  exchange.with_others([&](int r) { exchange.receive(out + offsets[r], sizes[r], r); });
+  exchange.with_others([&](int r) { exchange.send(mine, sizes[rank_], r); });
+  if (sizes[rank_] > 0) std::memcpy(out + offsets[rank_], mine, sizes[rank_]);
+  exchange.finish();
+}
+
+// As many from each rank.
+void MpiTransport::gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all) {
+  const int n = static_cast<int>(mine.size());
+  all->resize(mine.size() * size());
+  MPI_Request gathered;
+  MPI_Iallgather(mine.data(), n, MPI_INT64_T, all->data(), n, MPI_INT64_T, communicator_,
+                 &gathered);
+  wait(gathered);
+}
+
+// One rank without memory must not leave the others waiting for its bytes.
+Status MpiTransport::agree_on(const Status& mine, const Request& request) {
+  std::vector<int64_t> failed;
+  gather_numbers({mine.ok() ? 0 : 1}, &failed);
+  if (!mine.ok()) return mine;
+  const auto other = std::find(failed.begin(), failed.end(), 1);
+  if (other == failed.end()) return {};
+  return Status::error(Code::aborted, "rank " + std::to_string(ranks_[other - failed.begin()]) +
+                                          " could not allocate the output of " + identity(request));
 }
 
 }  // namespace hvd

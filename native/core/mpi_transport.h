@@ -1,53 +1,72 @@
-// Plain MPI: every collective as point-to-point-free MPI calls on a communicator of our own.
+// Plain MPI: every collective as non-blocking MPI calls on a communicator of our own.
 //
-// Allreduce, for N ranks, chunk by chunk (chunks fit the cache and MPI's 31-bit counts):
+// Allreduce, for N ranks, chunk by chunk (chunks fit the cache):
 //
-//   pack       tensors ──> chunk, cut into N slices
-//   Alltoallv  slice j of every rank goes to rank j           (N-1)/N of the chunk out and in
-//   reduce     rank j combines its N slices in rank order
-//   Allgatherv the N results go to all                        (N-1)/N of the chunk out and in
-//   unpack     chunk ──> output tensors
+//   pack    tensors ──> chunk, cut into N slices
+//   scatter slice j of every rank goes to rank j           (N-1)/N of the chunk out and in
+//   reduce  rank j combines its N slices in rank order
+//   gather  the N results go to all                        (N-1)/N of the chunk out and in
+//   unpack  chunk ──> output tensors
 //
 // 2(N-1)/N × bytes per rank is the least that any allreduce can move (Patarasuk and Yuan, 2009,
 // https://doi.org/10.1016/j.jpdc.2008.09.002). Each element is summed once, by one rank, in rank
 // order: all ranks hold the same bits and a rerun repeats them, whatever algorithms MPI picks.
+//
+// Nothing blocks in MPI: each wait can end with an error that names who is missing.
 #pragma once
 
 #include <mpi.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "core/mpi_patience.h"
 #include "core/transport.h"
 
 namespace hvd {
 
 class MpiTransport : public Transport {
  public:
-  explicit MpiTransport(MPI_Comm communicator);  // duplicates it
+  // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job.
+  MpiTransport(MPI_Comm communicator, std::vector<int> ranks);
   ~MpiTransport() override;
 
+  const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
-  int size() const override { return size_; }
-  bool agree(uint64_t value, const std::function<void(double)>& waiting) override;
-  std::vector<std::string> gather(const std::string& mine) override;
-  Status run(Request& request) override;
+  const std::string& host(int rank) const override { return hosts_[rank]; }
+  std::vector<Ballot> agree(const Ballot& mine, const Waiting& waiting) override;
+  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
+  Status run(Request& request, const Waiting& waiting) override;
 
  private:
   struct Span;
+  class Exchange;
 
   void allreduce(Request& request);
   void allreduce_spans(const Request& request, DType dtype, const std::vector<Span>& spans);
   void reduce_chunk(const Request& request, DType dtype, int64_t elements);
+  void adasum(Request& request);
+  Status reducescatter(Request& request);
   Status allgather(Request& request);
+  Status alltoall(Request& request);
+  Status join(Request& request);
   void broadcast(Request& request);
+  void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
+                      char* out);
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all);
+  void gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all);
+  Status agree_on(const Status& mine, const Request& request);
+  void wait(MPI_Request request);
 
+  const std::vector<int> ranks_;
   MPI_Comm communicator_;
   int rank_;
-  int size_;
+  std::vector<std::string> hosts_;
+  std::unique_ptr<MpiPatience> patience_;
+  Waiting waiting_;             // of the call in progress
   std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
-  std::vector<char> received_;  // what the other ranks sent of it
+  std::vector<char> received_;  // what the other ranks sent of it, in rank order
 };
 
 }  // namespace hvd

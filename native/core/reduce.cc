@@ -1,7 +1,9 @@
 #include "core/reduce.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 namespace hvd {
@@ -165,6 +167,7 @@ void reduce_as(Reduction reduction, double prescale, double postscale, const voi
     case Reduction::average:
       return reduce_with<T>(Add(), prescale, count, postscale, sources, count, elements, out);
     case Reduction::sum:
+    case Reduction::adasum:  // no matter of single elements, see adasum.h; alone it is a sum
       return reduce_with<T>(Add(), prescale, 1, postscale, sources, count, elements, out);
     case Reduction::product:
       return reduce_with<T>(Multiply(), prescale, 1, postscale, sources, count, elements, out);
@@ -175,13 +178,9 @@ void reduce_as(Reduction reduction, double prescale, double postscale, const voi
   }
 }
 
-}  // namespace
-
-void reduce(DType dtype, Reduction reduction, double prescale, double postscale,
-            const void* const* sources, int count, int64_t elements, void* out) {
-  const auto as = [&](auto zero) {
-    reduce_as<decltype(zero)>(reduction, prescale, postscale, sources, count, elements, out);
-  };
+// Calls a function with a zero of the C++ type that stores a dtype.
+template <typename Function>
+auto with_type(DType dtype, const Function& as) {
   switch (dtype) {
     case DType::boolean:
       return as(bool{});
@@ -210,6 +209,64 @@ void reduce(DType dtype, Reduction reduction, double prescale, double postscale,
     case DType::float64:
       return as(double{});
   }
+  std::abort();  // there is no other
+}
+
+template <typename T>
+T neutral_of(Reduction reduction) {
+  using Limits = std::numeric_limits<Accumulator<T>>;
+  switch (reduction) {
+    case Reduction::product:
+      return round_to<T>(static_cast<Accumulator<T>>(1));
+    case Reduction::min:
+      return round_to<T>(Limits::has_infinity ? Limits::infinity() : Limits::max());
+    case Reduction::max:
+      return round_to<T>(Limits::has_infinity ? -Limits::infinity() : Limits::lowest());
+    default:
+      return round_to<T>(static_cast<Accumulator<T>>(0));
+  }
+}
+
+}  // namespace
+
+void reduce(DType dtype, Reduction reduction, double prescale, double postscale,
+            const void* const* sources, int count, int64_t elements, void* out) {
+  with_type(dtype, [&](auto zero) {
+    reduce_as<decltype(zero)>(reduction, prescale, postscale, sources, count, elements, out);
+  });
+}
+
+void fill_neutral(DType dtype, Reduction reduction, int64_t elements, void* out) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    std::fill_n(static_cast<T*>(out), elements, neutral_of<T>(reduction));
+  });
+}
+
+double dot(DType dtype, const void* a, const void* b, int64_t elements) {
+  return with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const T *x = static_cast<const T*>(a), *y = static_cast<const T*>(b);
+    double sum = 0;
+    for (int64_t i = 0; i < elements; ++i)
+      sum += static_cast<double>(static_cast<Accumulator<T>>(x[i])) *
+             static_cast<double>(static_cast<Accumulator<T>>(y[i]));
+    return sum;
+  });
+}
+
+void add_weighted(DType dtype, double weight_a, void* a, double weight_b, const void* b,
+                  int64_t elements) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    T* x = static_cast<T*>(a);
+    const T* y = static_cast<const T*>(b);
+    for (int64_t i = 0; i < elements; ++i) {
+      const double sum = weight_a * static_cast<double>(static_cast<Accumulator<T>>(x[i])) +
+                         weight_b * static_cast<double>(static_cast<Accumulator<T>>(y[i]));
+      x[i] = round_to<T>(static_cast<Accumulator<T>>(sum));
+    }
+  });
 }
 
 }  // namespace hvd

@@ -17,4 +17,15 @@ namespace hvd {
 void reduce(DType dtype, Reduction reduction, double prescale, double postscale,
             const void* const* sources, int count, int64_t elements, void* out);
 
+// Fills with the value that leaves the others' as they are: 0 for sums, 1 for products, the
+// greatest there is for min, the least for max.
+void fill_neutral(DType dtype, Reduction reduction, int64_t elements, void* out);
+
+// Of two vectors, accumulated in float64.
+double dot(DType dtype, const void* a, const void* b, int64_t elements);
+
+// a = weight_a * a + weight_b * b, in float64, rounded once.
+void add_weighted(DType dtype, double weight_a, void* a, double weight_b, const void* b,
+                  int64_t elements);
+
 }  // namespace hvd

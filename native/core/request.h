@@ -30,9 +30,17 @@ enum class DType : uint8_t {
 size_t size_of(DType dtype);
 const char* name_of(DType dtype);
 
-enum class Kind : uint8_t { allreduce, allgather, broadcast };
+enum class Kind : uint8_t {
+  allreduce,
+  allgather,
+  broadcast,
+  alltoall,
+  reducescatter,
+  barrier,
+  join,
+};
 
-enum class Reduction : uint8_t { average, sum, min, max, product };
+enum class Reduction : uint8_t { average, sum, min, max, product, adasum };
 
 using Shape = std::vector<int64_t>;
 
@@ -48,18 +56,20 @@ struct Input {
 
 struct Request {
   Kind kind = Kind::allreduce;
+  int process_set = 0;
   std::string name;
+  // For alltoall, tensors and their splits in turn: int64, one number of rows per rank of the set.
   std::vector<Input> inputs;
 
-  // One buffer per input. Set by the kernel where the output has the input's shape (it may then be
-  // the input's own memory); otherwise the transport asks `allocate` for it, once per input.
+  // One buffer per output. Set by the kernel where the output has the input's shape (it may then be
+  // the input's own memory); otherwise the transport asks `allocate` for each.
   std::vector<void*> outputs;
   std::function<Status(size_t index, const Shape& shape, void** data)> allocate;
 
-  Reduction reduction = Reduction::sum;  // allreduce
-  double prescale = 1.0;                 // allreduce: factor on every rank's input
-  double postscale = 1.0;                // allreduce: factor on the result
-  int root = 0;                          // broadcast
+  Reduction reduction = Reduction::sum;  // of those that reduce
+  double prescale = 1.0;                 // factor on every rank's input
+  double postscale = 1.0;                // factor on the result
+  int root = 0;  // broadcast: a rank of the job; join: the last to join, set by the engine
 
   // Called exactly once, on the engine's thread (or in submit, if the engine has stopped).
   std::function<void(const Status&)> done;

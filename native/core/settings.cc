@@ -23,7 +23,8 @@ Status read_seconds(const char* name, double* value) {
 }  // namespace
 
 Status read_settings(Settings* settings) {
-  return read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds);
+  const Status status = read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds);
+  return status.ok() ? read_seconds("HVD_TIMEOUT_SECONDS", &settings->timeout_seconds) : status;
 }
 
 }  // namespace hvd

@@ -6,7 +6,15 @@
 
 namespace hvd {
 
-enum class Code { ok, invalid_argument, failed_precondition, unimplemented, aborted, internal };
+enum class Code {
+  ok,
+  invalid_argument,
+  failed_precondition,
+  unimplemented,
+  aborted,
+  deadline_exceeded,
+  internal
+};
 
 struct Status {
   Code code = Code::ok;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
@@ -12,22 +13,44 @@
 
 namespace hvd {
 
+// Called now and then in a wait for other ranks: with the seconds without progress, and the ranks
+// (of the job) that have not come this far. A text that it returns ends the wait, on all ranks.
+using Waiting = std::function<std::string(double seconds, const std::vector<int>& missing)>;
+
+// The ranks wait no more, for the reason that one of them gave. The transport is useless now:
+// messages are still under way.
+class Lost : public std::exception {
+ public:
+  explicit Lost(std::string why) : why_(std::move(why)) {}
+  const char* what() const noexcept override { return why_.c_str(); }
+
+ private:
+  const std::string why_;
+};
+
+// What a rank puts on the table to agree on its next request.
+struct Ballot {
+  uint64_t fingerprint = 0;
+  uint64_t waited_ns = 0;  // in its previous agreement: who waited least came last
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
+  virtual const std::vector<int>& ranks() const = 0;  // of the job, by rank of the set
+  virtual int rank() const = 0;                       // of the set
+  virtual const std::string& host(int rank) const = 0;
+  int size() const { return static_cast<int>(ranks().size()); }
 
-  // Whether all ranks passed the same value. Waits for the slowest rank without burning a core;
-  // `waiting` is called now and then meanwhile, with the seconds waited so far.
-  virtual bool agree(uint64_t value, const std::function<void(double)>& waiting) = 0;
+  // Every rank's ballot, by rank of the set. Waits for the slowest without burning a core.
+  virtual std::vector<Ballot> agree(const Ballot& mine, const Waiting& waiting) = 0;
 
-  // Every rank's bytes, by rank.
-  virtual std::vector<std::string> gather(const std::string& mine) = 0;
+  // Every rank's bytes, by rank of the set.
+  virtual std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) = 0;
 
   // Moves the data of a request that all ranks have agreed on.
-  virtual Status run(Request& request) = 0;
+  virtual Status run(Request& request, const Waiting& waiting) = 0;
 };
 
 }  // namespace hvd

@@ -1,14 +1,17 @@
-// The life of this process among the others: MPI, its place in the job, the engine.
+// The life of this process among the others: MPI, its place in the job, the engines.
 #pragma once
 
+#include <mpi.h>
+
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "core/engine.h"
 #include "core/request.h"
 #include "core/status.h"
-
-#define HVD_EXPORT __attribute__((visibility("default")))
 
 namespace hvd {
 
@@ -22,9 +25,20 @@ class World {
  public:
   static World& instance();
 
-  Status init();
-  bool initialized() const { return engine_ != nullptr; }
+  // The job is all of MPI_COMM_WORLD, or those of its ranks that are listed, or the processes of
+  // `communicator`, which is duplicated.
+  Status init(const std::vector<int>& ranks, const MPI_Comm* communicator);
+  bool initialized() const { return began_; }
   const Place& place() const { return place_; }
+
+  // A process set has its own engine. Every rank of the job calls both alike; see hvd_keras.
+  Status add_process_set(int id, const std::vector<int>& ranks);
+  void remove_process_set(int id);
+
+  // This process's place in a set: rank (-1: it is not in there) and size; an error if there is no
+  // such set.
+  Status place_in(int process_set, int* rank, int* size);
+
   void submit(Request request);
   Engine::Farewell leave(const std::string& reason, double seconds);
   // Ends MPI if this library began it and all ranks left together; otherwise MPI_Finalize would
@@ -32,18 +46,25 @@ class World {
   void finalize();
 
  private:
-  World() = default;
+  struct ProcessSet {
+    std::vector<int> ranks;
+    std::shared_ptr<Engine> engine;  // null: this process is not in there
+  };
 
+  World() = default;
+  Status start_mpi();
+  Status choose_job(const std::vector<int>& ranks, const MPI_Comm* communicator);
+  std::shared_ptr<Engine> engine(int process_set);
+
+  Settings settings_;
+  MPI_Comm job_ = MPI_COMM_NULL;
   Place place_{};
-  std::unique_ptr<Engine> engine_;
+  bool began_ = false;
   bool began_mpi_ = false;
   bool all_left_together_ = true;
+
+  std::mutex mutex_;  // guards the sets
+  std::map<int, ProcessSet> sets_;
 };
-
-// For kernels: hands a request to the engine of this process.
-HVD_EXPORT void submit(Request request);
-
-// For kernels: whether outputs of this kind have the inputs' shapes.
-HVD_EXPORT bool keeps_shape(Kind kind);
 
 }  // namespace hvd

@@ -7,14 +7,15 @@
 #include <utility>
 #include <vector>
 
+#include "core/kernel_api.h"
 #include "core/request.h"
-#include "core/world.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace hvd {
 namespace {
 
 using tensorflow::AsyncOpKernel;
+using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
@@ -32,6 +33,8 @@ absl::Status to_absl(const Status& status) {
       return absl::UnimplementedError(status.message);
     case Code::aborted:
       return absl::AbortedError(status.message);
+    case Code::deadline_exceeded:
+      return absl::DeadlineExceededError(status.message);
     case Code::internal:
       break;
   }
@@ -57,18 +60,30 @@ Shape to_shape(const TensorShape& shape) {
   return dims;
 }
 
+const std::map<std::string, Kind>& kinds() {
+  static const std::map<std::string, Kind> kinds = {
+      {"HvdAllreduce", Kind::allreduce},
+      {"HvdAllgather", Kind::allgather},
+      {"HvdBroadcast", Kind::broadcast},
+      {"HvdAlltoall", Kind::alltoall},
+      {"HvdReducescatter", Kind::reducescatter},
+      {"HvdBarrier", Kind::barrier},
+      {"HvdJoin", Kind::join},
+  };
+  return kinds;
+}
+
 class CollectiveKernel : public AsyncOpKernel {
  public:
   explicit CollectiveKernel(OpKernelConstruction* c) : AsyncOpKernel(c) {
-    static const std::map<std::string, Kind> kinds = {{"HvdAllreduce", Kind::allreduce},
-                                                      {"HvdAllgather", Kind::allgather},
-                                                      {"HvdBroadcast", Kind::broadcast}};
     static const std::map<std::string, Reduction> reductions = {
-        {"Average", Reduction::average}, {"Sum", Reduction::sum},         {"Min", Reduction::min},
-        {"Max", Reduction::max},         {"Product", Reduction::product},
+        {"Average", Reduction::average}, {"Sum", Reduction::sum},
+        {"Min", Reduction::min},         {"Max", Reduction::max},
+        {"Product", Reduction::product}, {"Adasum", Reduction::adasum},
     };
-    call_.kind = kinds.at(c->def().op());
+    call_.kind = kinds().at(c->def().op());
     OP_REQUIRES_OK(c, c->GetAttr("tensor_name", &call_.name));
+    OP_REQUIRES_OK(c, c->GetAttr("process_set", &call_.process_set));
     if (c->HasAttr("reduction")) {
       std::string reduction;
       OP_REQUIRES_OK(c, c->GetAttr("reduction", &reduction));
@@ -122,6 +137,31 @@ class CollectiveKernel : public AsyncOpKernel {
 REGISTER_KERNEL_BUILDER(Name("HvdAllreduce").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
 REGISTER_KERNEL_BUILDER(Name("HvdAllgather").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
 REGISTER_KERNEL_BUILDER(Name("HvdBroadcast").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdAlltoall").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdReducescatter").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdBarrier").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdJoin").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+
+// A number that this process has when the graph runs, not when it is made.
+class PlaceKernel : public OpKernel {
+ public:
+  explicit PlaceKernel(OpKernelConstruction* c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("what", &what_));
+    OP_REQUIRES_OK(c, c->GetAttr("process_set", &process_set_));
+  }
+
+  void Compute(OpKernelContext* c) override {
+    Tensor* output = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(0, {}, &output));
+    OP_REQUIRES_OK(c, to_absl(look_up(what_, process_set_, &output->scalar<int>()())));
+  }
+
+ private:
+  std::string what_;
+  int process_set_ = 0;
+};
+
+REGISTER_KERNEL_BUILDER(Name("HvdPlace").Device(tensorflow::DEVICE_CPU), PlaceKernel);
 
 }  // namespace
 }  // namespace hvd

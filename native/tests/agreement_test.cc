@@ -10,22 +10,46 @@
 namespace hvd {
 namespace {
 
-Report staying(std::vector<Pending> queue) { return {std::move(queue), false, ""}; }
-Report leaving(std::string reason, std::vector<Pending> queue) {
-  return {std::move(queue), true, std::move(reason)};
+struct Call {
+  std::string identity, signature;
+  std::string problem = "";
+  int needs = Pending::nobody;
+};
+
+Report staying(const std::vector<Call>& calls) {
+  Report report;
+  for (const Call& call : calls) {
+    report.queue.push_back({call.identity, call.signature, call.problem, "header " + call.identity,
+                            call.identity == "join", call.needs});
+  }
+  return report;
 }
 
-std::string joined(const std::vector<std::string>& words) {
+Report leaving(std::string reason, const std::vector<Call>& calls) {
+  Report report = staying(calls);
+  report.leaving = true;
+  report.reason = std::move(reason);
+  return report;
+}
+
+// Each rank knows its number, and its host.
+Decision decide(std::vector<Report> reports) {
+  for (size_t r = 0; r < reports.size(); ++r) {
+    reports[r].rank = static_cast<int>(r);
+    reports[r].host = "host" + std::to_string(r);
+  }
+  return hvd::decide(reports);
+}
+
+template <typename Steps>
+std::string identities(const Steps& steps) {
   std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : " ") + word;
+  for (const auto& step : steps) text += (text.empty() ? "" : " ") + step.identity;
   return text;
 }
 
-std::string refused(const Decision& decision) {
-  std::vector<std::string> identities;
-  for (const Refusal& refusal : decision.refuse) identities.push_back(refusal.identity);
-  return joined(identities);
-}
+std::string joined(const std::vector<Step>& steps) { return identities(steps); }
+std::string refused(const Decision& decision) { return identities(decision.refuse); }
 
 void equal_requests_run_in_the_order_of_rank_0() {
   const Decision decision = decide({staying({{"b", "1"}, {"x", "1"}, {"a", "2"}, {"c", "3"}}),
@@ -72,7 +96,7 @@ void a_rank_that_left_fails_the_rest() {
   const Decision decision =
       decide({staying({{"a", "1"}}), leaving("the script ended", {}), staying({{"a", "1"}})});
   CHECK(!decision.nothing());
-  CHECK_EQ(decision.left, "rank 1 has left the job: the script ended");
+  CHECK_EQ(decision.left, "rank 1 has left the job: the script ended (on host1)");
   CHECK_EQ(joined(decision.run) + refused(decision), "");
 
   const Decision two =
@@ -106,7 +130,7 @@ void a_rank_that_left_is_not_blamed_for_what_it_submitted() {
 
 // The second request of an identity belongs to a later step of the program.
 void only_the_first_of_an_identity_counts() {
-  const std::vector<Pending> twice = {{"a", "1"}, {"b", "1"}, {"a", "2"}};
+  const std::vector<Call> twice = {{"a", "1"}, {"b", "1"}, {"a", "2"}};
   CHECK_EQ(joined(decide({staying(twice), staying(twice)}).run), "a b");
   CHECK_EQ(joined(decide({staying(twice), staying({{"a", "1"}})}).run), "a");
   CHECK_EQ(joined(decide({staying({{"a", "1"}}), staying(twice)}).run), "a");
@@ -121,27 +145,91 @@ void one_rank_agrees_with_itself() {
   CHECK_EQ(refused(decision), "");
 }
 
+void a_problem_of_one_rank_refuses_for_all() {
+  const Decision decision =
+      decide({staying({{"a", "1"}}), staying({{"a", "1", "bad splits"}}), staying({{"a", "1"}})});
+  CHECK_EQ(refused(decision), "a");
+  if (decision.refuse.size() != 1) return;
+  CHECK_EQ(decision.refuse[0].code, Code::invalid_argument);
+  CHECK_CONTAINS(decision.refuse[0].message, "a cannot run:\n  rank 1: bad splits");
+  CHECK(decide({staying({{"a", "1"}}), staying({{"b", "1", "bad"}})}).nothing());  // not yet
+}
+
+void who_has_joined_is_not_waited_for() {
+  const Decision decision = decide({staying({{"join", ""}}), staying({{"a", "1"}, {"b", "1"}}),
+                                    staying({{"b", "1"}, {"a", "1"}})});
+  CHECK_EQ(joined(decision.run), "a b");
+  CHECK_EQ(decision.run[0].header, "header a");
+  // What it submitted before it joined counts.
+  CHECK_EQ(refused(decide({staying({{"a", "2"}, {"join", ""}}), staying({{"a", "1"}})})), "a");
+  // Who has neither joined nor submitted is waited for.
+  CHECK(decide({staying({{"join", ""}}), staying({{"a", "1"}}), staying({})}).nothing());
+}
+
+void joining_is_not_negotiated() {
+  CHECK(decide({staying({{"join", ""}}), staying({})}).nothing());
+  CHECK_EQ(
+      joined(
+          decide({staying({{"join", ""}}), staying({{"a", "1"}, {"join", ""}, {"b", "1"}})}).run),
+      "a b");
+  const Decision gone = decide({staying({{"join", ""}}), leaving("done", {})});
+  CHECK_CONTAINS(gone.left, "rank 1 has left the job: done");
+}
+
+void what_needs_a_rank_that_has_joined_is_refused() {
+  const auto refusal = [](int needs) {
+    const Decision decision = decide({staying({{"a", "1", "", needs}}), staying({{"join", ""}}),
+                                      staying({{"a", "1", "", needs}})});
+    return decision.refuse.empty() ? joined(decision.run) : decision.refuse[0].message;
+  };
+  CHECK_CONTAINS(refusal(1), "a cannot run without rank 1");
+  CHECK_CONTAINS(refusal(Pending::everybody), "a cannot run without rank 1");
+  CHECK_EQ(refusal(0), "a");
+  CHECK_EQ(refusal(Pending::nobody), "a");
+}
+
+void who_has_waited_too_long_ends_it() {
+  Report tired = staying({{"a", "1"}});
+  tired.waited = 12.5;
+  const Decision decision = decide({staying({{"b", "1"}}), tired});
+  CHECK_CONTAINS(decision.stuck, "no progress for 12 s");
+  CHECK_CONTAINS(decision.stuck, "rank 0 has submitted: b");
+  CHECK_CONTAINS(decision.stuck, "rank 1 has submitted: a");
+  CHECK_EQ(decide({staying({{"a", "1"}}), tired}).stuck, "");  // there is progress
+  CHECK_EQ(decide({leaving("done", {}), tired}).stuck, "");    // there is a better reason
+}
+
 void summary_shows_each_rank_and_cuts_long_queues() {
-  std::vector<Pending> seven;
+  std::vector<Call> seven;
   for (char c = 'a'; c < 'h'; ++c) seven.push_back({std::string(1, c), "1"});
-  const std::string text = summary({staying(seven), staying({{"x", "1"}}), staying({})});
+  std::vector<Report> reports = {staying(seven), staying({{"x", "1"}}), staying({})};
+  reports[1].rank = 1;
+  reports[2].rank = 5;  // of the job
+  const std::string text = summary(reports);
   CHECK_CONTAINS(text, "rank 0 has submitted: a, b, c, d, e and 2 more");
   CHECK_CONTAINS(text, "rank 1 has submitted: x");
-  CHECK_CONTAINS(text, "rank 2 has submitted: ");
+  CHECK_CONTAINS(text, "rank 5 has submitted: ");
 }
 
 void reports_survive_the_way_through_bytes() {
   const std::string odd("\0quote' \n\xff", 10);
   for (const Report& report :
        {staying({}), leaving("", {}), leaving("why", {}), staying({{"", ""}}),
-        leaving(odd, {{odd, ""}, {"a", odd}, {"a", std::string(100000, 'x')}})}) {
+        leaving(odd, {{odd, "", odd, 7}, {"join", odd}, {"a", std::string(100000, 'x')}})}) {
     const Report copy = decode(encode(report));
+    CHECK_EQ(copy.rank, report.rank);
+    CHECK_EQ(copy.host, report.host);
+    CHECK_EQ(copy.waited, report.waited);
     CHECK_EQ(copy.leaving, report.leaving);
     CHECK_EQ(copy.reason, report.reason);
     if (!CHECK_EQ(copy.queue.size(), report.queue.size())) continue;
     for (size_t i = 0; i < report.queue.size(); ++i) {
       CHECK_EQ(copy.queue[i].identity, report.queue[i].identity);
       CHECK_EQ(copy.queue[i].signature, report.queue[i].signature);
+      CHECK_EQ(copy.queue[i].problem, report.queue[i].problem);
+      CHECK_EQ(copy.queue[i].header, report.queue[i].header);
+      CHECK_EQ(copy.queue[i].joins, report.queue[i].joins);
+      CHECK_EQ(copy.queue[i].needs, report.queue[i].needs);
     }
   }
 }
@@ -181,6 +269,12 @@ int main() {
        a_rank_that_left_is_not_blamed_for_what_it_submitted},
       {"only the first of an identity counts", only_the_first_of_an_identity_counts},
       {"one rank agrees with itself", one_rank_agrees_with_itself},
+      {"a problem of one rank refuses for all", a_problem_of_one_rank_refuses_for_all},
+      {"who has joined is not waited for", who_has_joined_is_not_waited_for},
+      {"joining is not negotiated", joining_is_not_negotiated},
+      {"what needs a rank that has joined is refused",
+       what_needs_a_rank_that_has_joined_is_refused},
+      {"who has waited too long ends it", who_has_waited_too_long_ends_it},
       {"summary shows each rank and cuts long queues",
        summary_shows_each_rank_and_cuts_long_queues},
       {"reports survive the way through bytes", reports_survive_the_way_through_bytes},

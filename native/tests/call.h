@@ -9,10 +9,12 @@
 #include <deque>
 #include <future>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/collectives.h"
 #include "core/engine.h"
 #include "core/mpi_transport.h"
 #include "tests/check.h"
@@ -62,7 +64,14 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
 }
 
 inline std::unique_ptr<Engine> new_engine(const Settings& settings = {}) {
-  return std::make_unique<Engine>(std::make_unique<MpiTransport>(MPI_COMM_WORLD), settings);
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return std::make_unique<Engine>(std::make_unique<MpiTransport>(MPI_COMM_WORLD, ranks), settings);
+}
+
+inline Engine::Farewell leave(Engine& engine, const std::string& reason, double seconds) {
+  engine.announce_leaving(reason);
+  return engine.leave(seconds);
 }
 
 class Call {
@@ -81,15 +90,32 @@ class Call {
     return *this;
   }
 
+  // For alltoall: how many rows of the tensor before go to each rank.
+  Call& add_splits(const std::vector<int64_t>& rows) {
+    const char* bytes = reinterpret_cast<const char*>(rows.data());
+    inputs_.emplace_back(bytes, bytes + rows.size() * sizeof rows[0]);
+    request.inputs.push_back(
+        {inputs_.back().data(), DType::int64, {static_cast<int64_t>(rows.size())}});
+    return *this;
+  }
+
+  template <typename T>
+  const T* output(size_t index) const {
+    return reinterpret_cast<const T*>(outputs[index].data());
+  }
+
   void submit(Engine& engine) {
     shapes.resize(request.inputs.size());
     outputs.resize(request.inputs.size());
-    if (request.kind == Kind::allgather) {
+    if (!collective(request.kind).keeps_shape) {
+      if (outputs.empty()) outputs.resize(1), shapes.resize(1);  // join
       request.allocate = [this](size_t index, const Shape& shape, void** data) {
         if (refuse_memory) return Status::error(Code::internal, "no memory");
         shapes[index] = shape;
         outputs[index].assign(
-            static_cast<size_t>(elements(shape)) * size_of(request.inputs[index].dtype), '\x55');
+            static_cast<size_t>(elements(shape)) *
+                size_of(request.inputs.empty() ? DType::int32 : request.inputs[index].dtype),
+            '\x55');
         *data = outputs[index].data();
         return Status();
       };

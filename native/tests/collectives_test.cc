@@ -20,10 +20,11 @@ Request request(Kind kind, DType dtype, Shape shape) {
   return request;
 }
 
-void expect_refused(const Request& request, int size, const std::vector<std::string>& parts) {
-  const Status status = check(request, size);
-  CHECK_EQ(status.code, Code::invalid_argument);
-  for (const std::string& part : parts) CHECK_CONTAINS(status.message, part);
+const std::vector<int> kTwo = {0, 1};
+
+void expect_refused(const Request& request, const std::vector<int>& ranks,
+                    const std::vector<std::string>& parts) {
+  for (const std::string& part : parts) CHECK_CONTAINS(problem(request, ranks), part);
 }
 
 constexpr DType kIntegers[] = {DType::uint8,  DType::int8,  DType::uint16, DType::int16,
@@ -49,38 +50,75 @@ void roots_must_exist() {
   for (int root : {-1, 2, 100}) {
     Request broadcast = request(Kind::broadcast, DType::float32, {2});
     broadcast.root = root;
-    expect_refused(broadcast, 2, {"broadcast 'x'", "root rank " + std::to_string(root), "0 to 1"});
+    expect_refused(broadcast, kTwo, {"root rank " + std::to_string(root), "0, 1"});
   }
   for (int root : {0, 1}) {
     Request broadcast = request(Kind::broadcast, DType::boolean, {});
     broadcast.root = root;
-    CHECK(check(broadcast, 2).ok());
+    CHECK_EQ(problem(broadcast, kTwo), "");
   }
   Request allreduce = request(Kind::allreduce, DType::float32, {2});
   allreduce.root = 7;  // means nothing there
-  CHECK(check(allreduce, 2).ok());
+  CHECK_EQ(problem(allreduce, kTwo), "");
+}
+
+void roots_are_ranks_of_the_job() {
+  Request broadcast = request(Kind::broadcast, DType::float32, {2});
+  broadcast.root = 5;
+  CHECK_EQ(problem(broadcast, {3, 5}), "");
+  broadcast.root = 1;  // of the set, but none of its ranks
+  expect_refused(broadcast, {3, 5}, {"root rank 1", "3, 5"});
+}
+
+void splits_must_add_up() {
+  const auto with = [](std::vector<int64_t> splits, DType dtype = DType::int64) {
+    static std::vector<int64_t> kept;
+    kept = std::move(splits);
+    Request alltoall = request(Kind::alltoall, DType::float32, {5, 2});
+    alltoall.inputs.push_back({kept.data(), dtype, {static_cast<int64_t>(kept.size())}});
+    return problem(alltoall, kTwo);
+  };
+  CHECK_EQ(with({2, 3}), "");
+  CHECK_EQ(with({5, 0}), "");
+  CHECK_CONTAINS(with({2, 2}), "add up to 4 rows, and a tensor of 5");
+  CHECK_CONTAINS(with({6, -1}), "a split of -1");
+  CHECK_CONTAINS(with({5}), "got 1 splits, expected 2");
+  CHECK_CONTAINS(with({2, 3, 0}), "got 3 splits, expected 2");
+}
+
+void headers_survive_the_way_through_bytes() {
+  Request made = request(Kind::reducescatter, DType::bfloat16, {7, 0, 2});
+  made.inputs.push_back({nullptr, DType::boolean, {}});
+  made.reduction = Reduction::average;
+  made.prescale = 1 / 3.0;
+  made.postscale = -2;
+  made.root = 3;
+  const Request copy = decode_header(encode_header(made));
+  CHECK_EQ(identity(copy), identity(made));
+  CHECK_EQ(describe(copy), describe(made));
+  CHECK_EQ(copy.root, 3);
+  CHECK_EQ(fingerprint(copy, ""), fingerprint(made, ""));
+  CHECK(fingerprint(copy, "") != fingerprint(copy, "a problem"));
 }
 
 void scalars_cannot_be_gathered() {
-  expect_refused(request(Kind::allgather, DType::float32, {}), 2,
-                 {"allgather 'x'", "scalar", "tf.expand_dims"});
+  expect_refused(request(Kind::allgather, DType::float32, {}), kTwo, {"scalar", "tf.expand_dims"});
   Request second = request(Kind::allgather, DType::float32, {1});
   second.inputs.push_back({nullptr, DType::float32, {}});
-  expect_refused(second, 2, {"scalar"});
-  CHECK(check(request(Kind::allgather, DType::boolean, {0}), 2).ok());
-  CHECK(check(request(Kind::allreduce, DType::float32, {}), 2).ok());
+  expect_refused(second, kTwo, {"scalar"});
+  CHECK_EQ(problem(request(Kind::allgather, DType::boolean, {0}), kTwo), "");
+  CHECK_EQ(problem(request(Kind::allreduce, DType::float32, {}), kTwo), "");
 }
 
 void bools_have_no_arithmetic() {
   Request bools = request(Kind::allreduce, DType::boolean, {2});
   for (Reduction reduction : {Reduction::average, Reduction::sum, Reduction::product}) {
     bools.reduction = reduction;
-    expect_refused(
-        bools, 2, {"allreduce 'x'", "bool", std::string("op=") + name_of(reduction), "Min", "Max"});
+    expect_refused(bools, kTwo, {"bool", std::string("op=") + name_of(reduction), "Min", "Max"});
   }
   for (Reduction reduction : {Reduction::min, Reduction::max}) {
     bools.reduction = reduction;
-    CHECK(check(bools, 2).ok());
+    CHECK_EQ(problem(bools, kTwo), "");
   }
 }
 
@@ -88,37 +126,37 @@ void integers_are_not_averaged_or_scaled() {
   for (DType dtype : kIntegers) {
     test::context = name_of(dtype);
     Request integers = request(Kind::allreduce, dtype, {2});
-    CHECK(check(integers, 2).ok());
+    CHECK_EQ(problem(integers, kTwo), "");
     integers.prescale = 0.5;
-    expect_refused(integers, 2, {"scale factors", name_of(dtype)});
+    expect_refused(integers, kTwo, {"scale factors", name_of(dtype)});
     integers.prescale = 1;
     integers.postscale = 2;
-    expect_refused(integers, 2, {"scale factors", name_of(dtype)});
+    expect_refused(integers, kTwo, {"scale factors", name_of(dtype)});
     integers.postscale = 1;
     integers.reduction = Reduction::average;
-    expect_refused(integers, 2, {"op=Average", name_of(dtype), "op=Sum"});
+    expect_refused(integers, kTwo, {"op=Average", name_of(dtype), "op=Sum"});
   }
   for (DType dtype : kFloats) {
     Request floats = request(Kind::allreduce, dtype, {2});
     floats.reduction = Reduction::average;
     floats.prescale = floats.postscale = 0.5;
-    CHECK(check(floats, 2).ok());
+    CHECK_EQ(problem(floats, kTwo), "");
     floats.inputs.push_back({nullptr, DType::int32, {2}});  // one is enough
-    expect_refused(floats, 2, {"int32"});
+    expect_refused(floats, kTwo, {"int32"});
   }
   Request gathered = request(Kind::allgather, DType::int32, {2});
   gathered.reduction = Reduction::average;  // means nothing there
-  CHECK(check(gathered, 2).ok());
+  CHECK_EQ(problem(gathered, kTwo), "");
 }
 
 void the_first_dimension_is_free_in_allgather_alone() {
-  for (Kind kind : {Kind::allreduce, Kind::allgather, Kind::broadcast}) {
+  for (Kind kind : {Kind::allreduce, Kind::allgather, Kind::broadcast, Kind::reducescatter}) {
     const bool free = kind == Kind::allgather;
     const Request a = request(kind, DType::float32, {2, 3});
-    CHECK_EQ(fingerprint(a) == fingerprint(request(kind, DType::float32, {5, 3})), free);
+    CHECK_EQ(fingerprint(a, "") == fingerprint(request(kind, DType::float32, {5, 3}), ""), free);
     CHECK_EQ(describe(a) == describe(request(kind, DType::float32, {5, 3})), free);
     for (const Shape& other : {Shape{2, 4}, Shape{2}, Shape{2, 3, 1}}) {
-      CHECK(fingerprint(a) != fingerprint(request(kind, DType::float32, other)));
+      CHECK(fingerprint(a, "") != fingerprint(request(kind, DType::float32, other), ""));
       CHECK(describe(a) != describe(request(kind, DType::float32, other)));
     }
   }
@@ -168,7 +206,7 @@ void fingerprints_are_equal_if_and_only_if_the_words_are() {
       if (made.kind == Kind::allgather && shape.empty()) shape.push_back(1);
       made.inputs.push_back({nullptr, any(DType::float32, DType::int32), shape});
     }
-    seen.push_back({fingerprint(made), identity(made) + "\n" + describe(made)});
+    seen.push_back({fingerprint(made, ""), identity(made) + "\n" + describe(made)});
     CHECK(seen.back().fingerprint > 1);  // the engine uses smaller numbers itself
   }
   int equal = 0;
@@ -192,33 +230,42 @@ void data_and_buffers_do_not_count() {
   float memory[2];
   b.inputs[0].data = memory;
   b.outputs.push_back(memory);
-  CHECK_EQ(fingerprint(a), fingerprint(b));
+  CHECK_EQ(fingerprint(a, ""), fingerprint(b, ""));
 }
 
 void settings_come_from_the_environment() {
-  const char* name = "HVD_STALL_WARNING_SECONDS";
-  const auto read = [&](const char* text, Settings* settings) {
-    setenv(name, text, 1);
-    return read_settings(settings);
+  struct Variable {
+    const char* name;
+    double Settings::* value;
+    double unset;
   };
-  Settings settings;
-  unsetenv(name);
-  CHECK(read_settings(&settings).ok());
-  CHECK_EQ(settings.stall_warning_seconds, 60.0);
-  CHECK(read("", &settings).ok());
-  CHECK_EQ(settings.stall_warning_seconds, 60.0);
-  CHECK(read("2.5", &settings).ok());
-  CHECK_EQ(settings.stall_warning_seconds, 2.5);
-  CHECK(read("0", &settings).ok());
-  CHECK_EQ(settings.stall_warning_seconds, 0.0);
-  for (const char* wrong : {"soon", "5s", "-1", "inf", "nan", " "}) {
-    const Status status = read(wrong, &settings);
-    CHECK_EQ(status.code, Code::invalid_argument);
-    CHECK_CONTAINS(status.message, name);
-    CHECK_CONTAINS(status.message, std::string("'") + wrong + "'");
+  for (const Variable& variable :
+       {Variable{"HVD_STALL_WARNING_SECONDS", &Settings::stall_warning_seconds, 60.0},
+        Variable{"HVD_TIMEOUT_SECONDS", &Settings::timeout_seconds, 600.0}}) {
+    test::context = variable.name;
+    const auto read = [&](const char* text, Settings* settings) {
+      setenv(variable.name, text, 1);
+      return read_settings(settings);
+    };
+    Settings settings;
+    unsetenv(variable.name);
+    CHECK(read_settings(&settings).ok());
+    CHECK_EQ(settings.*variable.value, variable.unset);
+    CHECK(read("", &settings).ok());
+    CHECK_EQ(settings.*variable.value, variable.unset);
+    CHECK(read("2.5", &settings).ok());
+    CHECK_EQ(settings.*variable.value, 2.5);
+    CHECK(read("0", &settings).ok());
+    CHECK_EQ(settings.*variable.value, 0.0);
+    for (const char* wrong : {"soon", "5s", "-1", "inf", "nan", " "}) {
+      const Status status = read(wrong, &settings);
+      CHECK_EQ(status.code, Code::invalid_argument);
+      CHECK_CONTAINS(status.message, variable.name);
+      CHECK_CONTAINS(status.message, std::string("'") + wrong + "'");
+    }
+    CHECK_EQ(settings.*variable.value, 0.0);
+    unsetenv(variable.name);
   }
-  CHECK_EQ(settings.stall_warning_seconds, 0.0);
-  unsetenv(name);
 }
 
 }  // namespace
@@ -229,6 +276,9 @@ int main() {
   return test::run({
       {"dtypes have their sizes and names", dtypes_have_their_sizes_and_names},
       {"roots must exist", roots_must_exist},
+      {"roots are ranks of the job", roots_are_ranks_of_the_job},
+      {"splits must add up", splits_must_add_up},
+      {"headers survive the way through bytes", headers_survive_the_way_through_bytes},
       {"scalars cannot be gathered", scalars_cannot_be_gathered},
       {"bools have no arithmetic", bools_have_no_arithmetic},
       {"integers are not averaged or scaled", integers_are_not_averaged_or_scaled},

@@ -18,7 +18,7 @@ using test::value;
 void with_engine(const std::function<void(Engine&)>& body) {
   const auto engine = test::new_engine();
   body(*engine);
-  CHECK_EQ(engine->leave("the test is over", -1), Engine::Farewell::together);
+  CHECK_EQ(test::leave(*engine, "the test is over", -1), Engine::Farewell::together);
 }
 
 std::string numbered(const std::string& name, int64_t i) { return name + std::to_string(i); }
@@ -159,7 +159,8 @@ void allgather_without_memory_on_one_rank() {
     if (rank == size - 1) {
       call.expect_error(Code::internal, {"no memory"});
     } else {
-      call.expect_error(Code::aborted, {"another rank", "'big'"});
+      call.expect_error(Code::aborted,
+                        {"rank " + std::to_string(size - 1) + " could not allocate", "'big'"});
     }
     Call next(Kind::allreduce, "next");
     next.add(DType::float32, {5}).submit(engine);
@@ -276,16 +277,19 @@ void disagreements_fail_on_every_rank() {
   });
 }
 
-// What no rank could run is refused where it is submitted, and disturbs nobody.
-void impossible_requests_fail_at_once() {
+// What one rank cannot run fails on all, at once.
+void impossible_requests_fail_on_every_rank() {
   with_engine([](Engine& engine) {
-    if (rank == 0) {
-      Call call(Kind::broadcast, "impossible");
-      call.request.root = size;
-      call.add(DType::float32, {2}).submit(engine);
-      CHECK_EQ(call.times_done.load(), 1);
-      call.expect_error(Code::invalid_argument, {"root rank " + std::to_string(size)});
-    }
+    const bool last = rank == size - 1;
+    Call call(Kind::broadcast, "impossible");
+    call.request.root = last ? size : 0;
+    call.add(DType::float32, {2}).submit(engine);
+    call.expect_error(Code::invalid_argument, {"root rank " + std::to_string(size)});
+
+    Call everywhere(Kind::allgather, "scalar");
+    everywhere.add(DType::float32, {}).submit(engine);
+    everywhere.expect_error(Code::invalid_argument, {"allgather 'scalar'", "got a scalar"});
+
     Call next(Kind::allreduce, "next");
     next.add(DType::float32, {4}).submit(engine);
     next.expect_sum();
@@ -340,8 +344,8 @@ void two_engines_do_not_meet() {
   if (rank % 2 == 1) in_a.submit(*a);
   in_a.expect_sum();
   in_b.expect_sum();
-  CHECK_EQ(b->leave("", -1), Engine::Farewell::together);
-  CHECK_EQ(a->leave("", -1), Engine::Farewell::together);
+  CHECK_EQ(test::leave(*b, "", -1), Engine::Farewell::together);
+  CHECK_EQ(test::leave(*a, "", -1), Engine::Farewell::together);
 }
 
 }  // namespace
@@ -361,7 +365,7 @@ int main() {
       {"every order completes", every_order_completes},
       {"equal names keep their order", equal_names_keep_their_order},
       {"disagreements fail on every rank", disagreements_fail_on_every_rank},
-      {"impossible requests fail at once", impossible_requests_fail_at_once},
+      {"impossible requests fail on every rank", impossible_requests_fail_on_every_rank},
       {"threads submit at once", threads_submit_at_once},
       {"done may submit the next", done_may_submit_the_next},
       {"two engines do not meet", two_engines_do_not_meet},

@@ -25,28 +25,29 @@ void expect_sum_of(Engine& engine, const std::string& name) {
 void together_when_all_leave() {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
-  CHECK_EQ(engine->leave("", 60), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "", 60), Farewell::together);
   Call late(Kind::allreduce, "late");
   late.add(DType::float32, {4}).submit(*engine);
   late.expect_error(Code::aborted, {"allreduce 'late' cannot run", "hvd.init()"});
-  CHECK_EQ(engine->leave("", -1), Farewell::together);  // again, at once
+  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);  // again, at once
 }
 
 void together_when_nothing_was_ever_submitted() {
-  CHECK_EQ(test::new_engine()->leave("", -1), Farewell::together);
+  const auto engine = test::new_engine();
+  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
 }
 
 void who_leaves_early_fails_the_others_requests() {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
   if (size == 1) {
-    CHECK_EQ(engine->leave("the script ended", -1), Farewell::together);
+    CHECK_EQ(test::leave(*engine, "the script ended", -1), Farewell::together);
     return;
   }
   const std::string why =
       "rank " + std::to_string(size - 1) + " has left the job: the script ended";
   if (is_last()) {
-    CHECK_EQ(engine->leave("the script ended", -1), Farewell::alone);
+    CHECK_EQ(test::leave(*engine, "the script ended", -1), Farewell::alone);
   } else {
     std::deque<Call> pending;
     for (const char* name : {"a", "b", "c"}) {
@@ -55,7 +56,7 @@ void who_leaves_early_fails_the_others_requests() {
     }
     for (Call& call : pending)
       call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", why});
-    CHECK_EQ(engine->leave("me too", -1), Farewell::deserted);
+    CHECK_EQ(test::leave(*engine, "me too", -1), Farewell::deserted);
   }
   Call late(Kind::broadcast, "late");
   late.add(DType::float32, {4}).submit(*engine);
@@ -71,14 +72,14 @@ void who_leaves_is_served_first() {
   if (is_last()) {
     b.submit(*engine);
     a.submit(*engine);
-    CHECK_EQ(engine->leave("early", -1), Farewell::together);
+    CHECK_EQ(test::leave(*engine, "early", -1), Farewell::together);
   } else {
     a.submit(*engine);
     b.submit(*engine);
   }
   a.expect_sum();
   b.expect_sum();
-  if (!is_last()) CHECK_EQ(engine->leave("late", -1), Farewell::together);
+  if (!is_last()) CHECK_EQ(test::leave(*engine, "late", -1), Farewell::together);
 }
 
 // A rank that leaves with a request nobody shares fails with it.
@@ -88,27 +89,27 @@ void leaving_ranks_own_requests_fail_too() {
   call.add(DType::float32, {4}).submit(*engine);
   if (size == 1) {
     call.expect_sum();
-    CHECK_EQ(engine->leave("", -1), Farewell::together);
+    CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
     return;
   }
-  if (rank == 0) CHECK_EQ(engine->leave("impatient", -1), Farewell::alone);
+  if (rank == 0) CHECK_EQ(test::leave(*engine, "impatient", -1), Farewell::alone);
   call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run",
                                     "rank 0 has left the job: impatient"});
-  if (rank != 0) CHECK_EQ(engine->leave("", -1), Farewell::deserted);
+  if (rank != 0) CHECK_EQ(test::leave(*engine, "", -1), Farewell::deserted);
 }
 
 void unheard_in_time_and_together_later() {
   const auto engine = test::new_engine();
   if (size > 1 && rank == 0) {
     const auto start = std::chrono::steady_clock::now();
-    CHECK_EQ(engine->leave("first", 0.3), Farewell::unheard);
+    CHECK_EQ(test::leave(*engine, "first", 0.3), Farewell::unheard);
     const double waited =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     CHECK(waited >= 0.3);
     CHECK(waited < 10);
   }
   MPI_Barrier(MPI_COMM_WORLD);
-  CHECK_EQ(engine->leave("second", -1), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "second", -1), Farewell::together);
 }
 
 double cpu_seconds() {
@@ -148,7 +149,7 @@ void waiting_burns_no_core() {
   if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(2));
   expect_sum_of(*engine, "late");
   share.expect_below(0.2);
-  CHECK_EQ(engine->leave("", -1), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
 }
 
 // All ranks have submitted, but different things: they compare again and again.
@@ -166,7 +167,54 @@ void disagreeing_burns_no_core() {
   shared.expect_sum();
   own.expect_sum();
   share.expect_below(0.2);
-  CHECK_EQ(engine->leave("", -1), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
+}
+
+// Past the first requests, for which the deadline is long.
+std::unique_ptr<Engine> engine_with_deadline(double seconds) {
+  Settings settings;
+  settings.timeout_seconds = seconds;
+  auto engine = test::new_engine(settings);
+  for (int i = 0; i < 10; ++i) expect_sum_of(*engine, "first");
+  return engine;
+}
+
+// One rank never submits what the others wait for: they learn its name, all in the same words, and
+// so does it when it comes.
+void the_deadline_names_who_is_missing() {
+  auto engine = engine_with_deadline(1.5);
+  if (size > 1) {
+    if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(3));
+    Call call(Kind::allreduce, "late");
+    call.add(DType::float32, {4}).submit(*engine);
+    call.expect_error(
+        Code::deadline_exceeded,
+        {"allreduce 'late' cannot run: no progress for 1 s: rank ",
+         " waits for allreduce 'late', which rank " + std::to_string(size - 1) + " (on ",
+         ") has not submitted"});
+    CHECK_EQ(test::leave(*engine, "", -1), Farewell::lost);
+    engine.release();  // it has messages under way, which nobody will wait for
+  } else {
+    CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
+  }
+}
+
+void the_deadline_ends_a_disagreement() {
+  const auto engine = engine_with_deadline(0.5);
+  Call call(Kind::allreduce, is_last() ? "mine" : "theirs");
+  call.add(DType::float32, {4}).submit(*engine);
+  if (size == 1) return call.expect_sum(), void(test::leave(*engine, "", -1));
+  call.expect_error(Code::deadline_exceeded,
+                    {"no progress for", "rank 0 has submitted: allreduce 'theirs'",
+                     "rank " + std::to_string(size - 1) + " has submitted: allreduce 'mine'"});
+  CHECK_EQ(test::leave(*engine, "", -1), Farewell::lost);
+}
+
+// However long the others' scripts go on.
+void leaving_has_no_deadline() {
+  const auto engine = engine_with_deadline(0.2);
+  if (is_last()) std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
 }
 
 }  // namespace
@@ -183,5 +231,8 @@ int main() {
       {"unheard in time and together later", unheard_in_time_and_together_later},
       {"waiting burns no core", waiting_burns_no_core},
       {"disagreeing burns no core", disagreeing_burns_no_core},
+      {"leaving has no deadline", leaving_has_no_deadline},
+      {"the deadline ends a disagreement", the_deadline_ends_a_disagreement},
+      {"the deadline names who is missing", the_deadline_names_who_is_missing},
   });
 }

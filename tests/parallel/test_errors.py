@@ -69,7 +69,7 @@ def test_unsupported_dtype() -> None:
 
 @pytest.mark.parametrize("root", [-1, SIZE, 1.5, None])
 def test_root_rank_out_of_range(root) -> None:
-    with pytest.raises(ValueError, match=f"expected a rank of this job: 0 to {SIZE - 1}"):
+    with pytest.raises(ValueError, match="expected one of the ranks that take part: 0"):
         hvd.broadcast(tf.ones(2), root)
 
 

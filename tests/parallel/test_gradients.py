@@ -23,20 +23,24 @@ def weights(rank: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def check(collective, alone, points, *, compiled: bool) -> None:
-    """``alone`` computes from all ranks' inputs what ``collective`` gives each rank."""
+    """``alone`` computes from all ranks' inputs what ``collective`` gives each rank, or a list of
+    what it gives to which."""
     mine = tf.Variable(points[RANK])
-    shape = alone(points).shape
+
+    def of_each(inputs):
+        outputs = alone(inputs)
+        return outputs if isinstance(outputs, list) else [outputs] * SIZE
 
     def gradient():
         with tf.GradientTape() as tape:
             y = collective(mine)
-            loss = tf.reduce_sum(y * tf.constant(weights(RANK, shape)))
+            loss = tf.reduce_sum(y * tf.constant(weights(RANK, of_each(points)[RANK].shape)))
         return tape.gradient(loss, mine)
 
     got = (tf.function(gradient, autograph=False) if compiled else gradient)()
 
     def total_loss(inputs):
-        return sum(np.sum(alone(inputs) * weights(r, shape)) for r in range(SIZE))
+        return sum(np.sum(y * weights(r, y.shape)) for r, y in enumerate(of_each(inputs)))
 
     step = 1e-6
     expected = np.zeros_like(points[RANK])
@@ -103,3 +107,41 @@ def test_broadcast(compiled: bool) -> None:
         [point(r, (3,)) for r in range(SIZE)],
         compiled=compiled,
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("op", ["Average", "Sum"])
+def test_reducescatter(op: str, compiled: bool) -> None:
+    combine = {"Average": np.mean, "Sum": np.sum}[op]
+    check(
+        lambda x: hvd.reducescatter(
+            x, op=getattr(hvd, op), prescale_factor=0.5, postscale_factor=3.0, name=f"g {op}"
+        ),
+        lambda inputs: np.array_split(combine(1.5 * np.stack(inputs), axis=0), SIZE),
+        [point(r, (2 * SIZE + 1, 2)) for r in range(SIZE)],  # rows do not divide by the ranks
+        compiled=compiled,
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_alltoall(compiled: bool) -> None:
+    splits = [[1 + (r + to) % 2 for to in range(SIZE)] for r in range(SIZE)]
+
+    def alone(inputs):
+        parts = [np.split(x, np.cumsum(splits[r])[:-1]) for r, x in enumerate(inputs)]
+        return [np.concatenate([parts[r][to] for r in range(SIZE)]) for to in range(SIZE)]
+
+    check(
+        lambda x: hvd.alltoall(x, splits[RANK], name="g")[0],
+        alone,
+        [point(r, (sum(splits[r]), 2)) for r in range(SIZE)],
+        compiled=compiled,
+    )
+
+
+def test_adasum_has_none_and_says_so() -> None:
+    x = tf.Variable([1.0, 2.0])
+    with tf.GradientTape() as tape:
+        y = hvd.allreduce(x, op=hvd.Adasum)
+    with pytest.raises(Exception, match="Adasum has no gradient"):
+        tape.gradient(y, x)

@@ -63,10 +63,17 @@ def test_engine(binaries: pathlib.Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
+def test_exchange(binaries: pathlib.Path, size: int) -> None:
+    job = ranks.mpirun(size, str(binaries / "exchange_test"), timeout=120)
+    assert job.status == 0, job.output
+    assert job.output.count("beyond two gibibytes") == size, job.output
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_leave(binaries: pathlib.Path, size: int) -> None:
     job = ranks.mpirun(size, str(binaries / "leave_test"), timeout=120)
     assert job.status == 0, job.output
-    assert job.output.count("disagreeing burns no core") == size, job.output
+    assert job.output.count("the deadline names who is missing") == size, job.output
     # The last rank of "waiting burns no core" comes late; the others say so, once.
     for rank in range(size - 1):
         assert job.output.count(f"rank {rank} waits for allreduce 'late'") == 1, job.output

@@ -1,0 +1,69 @@
+"""What all collectives do before they start."""
+
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import _library
+from hvd_keras.process_sets import ProcessSet
+
+raw = _library.tensorflow_ops()
+
+DTYPES = {
+    tf.bool,
+    tf.uint8,
+    tf.int8,
+    tf.uint16,
+    tf.int16,
+    tf.uint32,
+    tf.int32,
+    tf.uint64,
+    tf.int64,
+    tf.float16,
+    tf.bfloat16,
+    tf.float32,
+    tf.float64,
+}
+
+
+def checked(kind: str, tensor: Any, process_set: ProcessSet) -> Any:
+    """A tensor, or ``tf.IndexedSlices``, that this rank may send in this process set."""
+    process_set.check_included(kind)
+    if not isinstance(tensor, tf.IndexedSlices):
+        tensor = tf.convert_to_tensor(tensor)
+    if tensor.dtype not in DTYPES:
+        names = ", ".join(sorted(dtype.name for dtype in DTYPES))
+        raise TypeError(
+            f"hvd.{kind}: got a tensor of dtype {tensor.dtype.name}, expected one of {names}. "
+            "Encode it as one of these first."
+        )
+    return tensor
+
+
+def with_rows(kind: str, tensor: Any, process_set: ProcessSet) -> tf.Tensor:
+    """The same, if it has a first dimension."""
+    tensor = tf.convert_to_tensor(checked(kind, tensor, process_set))
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            f"hvd.{kind}: got a scalar, expected a tensor with at least one dimension. "
+            "Use tf.expand_dims(tensor, 0)."
+        )
+    return tensor
+
+
+_unnamed: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def name(kind: str, given: str | None) -> str:
+    """An unnamed call in a function is known by its place among those of its kind in there.
+
+    Not by a name of TensorFlow's: those differ between ranks as soon as one has traced more.
+    """
+    if given is not None:
+        return given
+    if tf.executing_eagerly():
+        return "unnamed"
+    counts = _unnamed.setdefault(tf.compat.v1.get_default_graph(), {})
+    counts[kind] = counts.get(kind, -1) + 1
+    return f"unnamed.{counts[kind]}"

@@ -1,0 +1,96 @@
+"""The gradients of the collectives. The loss is the sum over the ranks of the process set."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import _library, process_sets, runtime
+from hvd_keras.ops import Adasum, Average, Product, ReduceOp, Sum
+
+_raw = _library.tensorflow_ops()
+
+
+def _call(op: Any, suffix: str = ".gradient") -> dict[str, Any]:
+    """What identifies a gradient's own collective."""
+    return {
+        "tensor_name": op.get_attr("tensor_name").decode() + suffix,
+        "process_set": op.get_attr("process_set"),
+    }
+
+
+def _set_of(op: Any) -> process_sets.ProcessSet:
+    return process_sets.of_id(op.get_attr("process_set"))
+
+
+@tf.RegisterGradient("HvdAllreduce")  # type: ignore[untyped-decorator]
+def _allreduce(op: Any, *upstream: Any) -> list[Any]:
+    reduction = ReduceOp(op.get_attr("reduction").decode())
+    if reduction is Adasum:
+        raise NotImplementedError("hvd.allreduce with op=hvd.Adasum has no gradient.")
+    if reduction in (Average, Sum):
+        return list(
+            _raw.hvd_allreduce(
+                upstream,
+                reduction=reduction.value,
+                prescale_factor=op.get_attr("prescale_factor"),
+                postscale_factor=op.get_attr("postscale_factor"),
+                **_call(op),
+            )
+        )
+    total = _raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
+    weights = _product_weights if reduction is Product else _extremum_weights
+    return [gradient * weight for gradient, weight in zip(total, weights(op), strict=True)]
+
+
+def _extremum_weights(op: Any) -> list[tf.Tensor]:
+    """Ranks that tie for the minimum or maximum share its gradient, as in ``tf.reduce_max``."""
+    hits = [tf.cast(x == y, x.dtype) for x, y in zip(op.inputs, op.outputs, strict=True)]
+    ties = _raw.hvd_allreduce(hits, reduction=Sum.value, **_call(op, ".gradient.ties"))
+    return [hit / tie for hit, tie in zip(hits, ties, strict=True)]
+
+
+def _product_weights(op: Any) -> list[tf.Tensor]:
+    """The product of the other ranks' values, right where some are 0 too."""
+    zeros = [tf.cast(x == 0, x.dtype) for x in op.inputs]
+    nonzero = [tf.where(x == 0, tf.ones_like(x), x) for x in op.inputs]
+    counts = _raw.hvd_allreduce(zeros, reduction=Sum.value, **_call(op, ".gradient.zeros"))
+    products = _raw.hvd_allreduce(
+        nonzero, reduction=Product.value, **_call(op, ".gradient.nonzero")
+    )
+    return [
+        tf.where(count - zero > 0, tf.zeros_like(x), product / x)
+        for zero, count, product, x in zip(zeros, counts, products, nonzero, strict=True)
+    ]
+
+
+@tf.RegisterGradient("HvdAllgather")  # type: ignore[untyped-decorator]
+def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
+    total = _raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
+    rows = tf.stack([tf.shape(x, tf.int64)[0] for x in op.inputs])
+    before = _raw.hvd_allgather([rows[tf.newaxis]], **_call(op, ".gradient.rows"))[0]
+    starts = tf.reduce_sum(before[: _set_of(op).rank()], axis=0)
+    return [gradient[starts[i] : starts[i] + rows[i]] for i, gradient in enumerate(total)]
+
+
+@tf.RegisterGradient("HvdBroadcast")  # type: ignore[untyped-decorator]
+def _broadcast(op: Any, *upstream: Any) -> list[tf.Tensor]:
+    total = list(_raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op)))
+    if runtime.rank() == op.get_attr("root_rank"):
+        return total
+    return [tf.zeros_like(gradient) for gradient in total]
+
+
+@tf.RegisterGradient("HvdAlltoall")  # type: ignore[untyped-decorator]
+def _alltoall(op: Any, upstream: Any, _: Any) -> list[Any]:
+    """What came from a rank goes back to it."""
+    returned, _ = _raw.hvd_alltoall(upstream, op.outputs[1], **_call(op))
+    return [returned, None]
+
+
+@tf.RegisterGradient("HvdReducescatter")  # type: ignore[untyped-decorator]
+def _reducescatter(op: Any, *upstream: Any) -> list[tf.Tensor]:
+    factor = float(op.get_attr("prescale_factor")) * float(op.get_attr("postscale_factor"))
+    if ReduceOp(op.get_attr("reduction").decode()) is Average:
+        factor /= _set_of(op).size()
+    gathered = _raw.hvd_allgather(upstream, **_call(op))
+    return [gradient * tf.constant(factor, gradient.dtype) for gradient in gathered]

@@ -1,0 +1,22 @@
+// What a framework's kernels need of the core: no MPI, no engine.
+#pragma once
+
+#include <string>
+
+#include "core/export.h"
+#include "core/request.h"
+#include "core/status.h"
+
+namespace hvd {
+
+// Hands a request to its engine.
+HVD_EXPORT void submit(Request request);
+
+// Whether outputs of this kind have the inputs' shapes.
+HVD_EXPORT bool keeps_shape(Kind kind);
+
+// A number of this process's place: "rank", "size", "local_rank", "local_size", or
+// "included" (1 or 0), in a process set where that matters.
+HVD_EXPORT Status look_up(const std::string& what, int process_set, int* value);
+
+}  // namespace hvd

@@ -1,0 +1,137 @@
+#include "core/mpi_patience.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+namespace hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How a wait turns from spinning to sleeping: a rank that is as fast as the others never sleeps,
+// one that waits for long costs next to nothing and wakes up late by a small part of what it has
+// waited.
+constexpr double kSpinSeconds = 200e-6;
+constexpr double kMaxSleepSeconds = 1e-3;
+
+// A wait that is worth telling of.
+constexpr double kLongSeconds = 1.0;
+
+// How long a rank that gives up lets MPI send its last words.
+constexpr double kLastWordsSeconds = 0.1;
+
+constexpr int kWaits = 1;   // the step's number
+constexpr int kGaveUp = 2;  // the reason
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace
+
+MpiPatience::MpiPatience(MPI_Comm communicator, const std::vector<int>& ranks)
+    : ranks_(ranks), waits_in_(ranks.size(), 0) {
+  MPI_Comm_dup(communicator, &communicator_);
+  MPI_Comm_rank(communicator_, &rank_);
+}
+
+MpiPatience::~MpiPatience() {
+  try {
+    listen();              // a message left behind could be taken for one of the next communicator
+  } catch (const Lost&) {  // all ranks have left
+  }
+  for (Notice& notice : sent_) {
+    MPI_Waitall(static_cast<int>(notice.requests.size()), notice.requests.data(),
+                MPI_STATUSES_IGNORE);
+  }
+  MPI_Comm_free(&communicator_);
+}
+
+void MpiPatience::wait(std::vector<MPI_Request>& requests, const Waiting& waiting) {
+  const int count = static_cast<int>(requests.size());
+  std::vector<int> indices(requests.size());
+  auto start = Clock::now();
+  bool told = false;
+  int left = count;
+  while (left > 0) {
+    int completed = 0;
+    MPI_Testsome(count, requests.data(), &completed, indices.data(), MPI_STATUSES_IGNORE);
+    if (completed == MPI_UNDEFINED) return;
+    if (completed > 0) {
+      left -= completed;
+      start = Clock::now();
+      continue;
+    }
+    const double waited = seconds_since(start);
+    if (waited < kSpinSeconds) {
+      std::this_thread::yield();
+      continue;
+    }
+    std::this_thread::sleep_for(
+        std::chrono::duration<double>(std::min(waited / 20, kMaxSleepSeconds)));
+    if (waited > kLongSeconds && !told) {
+      told = true;
+      tell(kWaits, std::string(reinterpret_cast<const char*>(&step_), sizeof step_));
+    }
+    listen();
+    const std::string why = waiting(waited, told ? missing() : std::vector<int>{});
+    if (!why.empty()) give_up(why);
+  }
+}
+
+void MpiPatience::tell(int tag, const std::string& bytes) {
+  sent_.remove_if([](Notice& notice) {
+    int done = 0;
+    MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
+                MPI_STATUSES_IGNORE);
+    return done != 0;
+  });
+  Notice& notice = sent_.emplace_back();
+  notice.bytes = bytes;
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (static_cast<int>(r) == rank_) continue;
+    notice.requests.push_back(MPI_REQUEST_NULL);
+    MPI_Isend(notice.bytes.data(), static_cast<int>(notice.bytes.size()), MPI_BYTE,
+              static_cast<int>(r), tag, communicator_, &notice.requests.back());
+  }
+}
+
+void MpiPatience::listen() {
+  while (true) {
+    int arrived = 0;
+    MPI_Status status;
+    MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, communicator_, &arrived, &status);
+    if (!arrived) return;
+    int size = 0;
+    MPI_Get_count(&status, MPI_BYTE, &size);
+    std::string bytes(size, '\0');
+    MPI_Recv(bytes.data(), size, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, communicator_,
+             MPI_STATUS_IGNORE);
+    if (status.MPI_TAG == kGaveUp) throw Lost(bytes);
+    std::memcpy(&waits_in_[status.MPI_SOURCE], bytes.data(), sizeof step_);
+  }
+}
+
+void MpiPatience::give_up(const std::string& why) {
+  tell(kGaveUp, why);
+  Notice& notice = sent_.back();
+  const auto start = Clock::now();
+  int done = 0;
+  while (!done && seconds_since(start) < kLastWordsSeconds) {
+    MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
+                MPI_STATUSES_IGNORE);
+  }
+  throw Lost(why);
+}
+
+std::vector<int> MpiPatience::missing() const {
+  std::vector<int> missing;
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (static_cast<int>(r) != rank_ && waits_in_[r] < step_) missing.push_back(ranks_[r]);
+  }
+  return missing;
+}
+
+}  // namespace hvd

@@ -1,0 +1,47 @@
+// Waiting for other ranks: politely, knowing for whom, and not for ever.
+//
+// The ranks of a set make the same sequence of steps. A rank that waits in a step for more than a
+// second tells the others so, with the step's number; who has not told is missing. A rank that
+// gives up tells the others why, and they give up with the same words.
+#pragma once
+
+#include <mpi.h>
+
+#include <list>
+#include <string>
+#include <vector>
+
+#include "core/transport.h"
+
+namespace hvd {
+
+class MpiPatience {
+ public:
+  MpiPatience(MPI_Comm communicator, const std::vector<int>& ranks);  // duplicates it
+  ~MpiPatience();
+
+  void next_step() { ++step_; }
+
+  // Until all requests are complete. Throws Lost.
+  void wait(std::vector<MPI_Request>& requests, const Waiting& waiting);
+
+ private:
+  struct Notice {
+    std::string bytes;
+    std::vector<MPI_Request> requests;
+  };
+
+  void tell(int tag, const std::string& bytes);
+  void listen();
+  void give_up(const std::string& why);
+  std::vector<int> missing() const;
+
+  MPI_Comm communicator_;
+  const std::vector<int> ranks_;
+  int rank_;
+  uint64_t step_ = 0;
+  std::vector<uint64_t> waits_in_;  // by rank: the last step of which it told that it waits
+  std::list<Notice> sent_;
+};
+
+}  // namespace hvd

@@ -1,0 +1,114 @@
+"""Collectives that send different rows to different ranks, or none; and joining."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from tests.harness import inputs
+
+RANK, SIZE = hvd.rank(), hvd.size()
+
+
+def test_alltoall_with_splits() -> None:
+    splits = [[(r + 2 * to) % 3 for to in range(SIZE)] for r in range(SIZE)]
+    tensors = [inputs.tensor(r, (sum(splits[r]), 2)) for r in range(SIZE)]
+    parts = [np.split(tensors[r], np.cumsum(splits[r])[:-1]) for r in range(SIZE)]
+    for call in (hvd.alltoall, tf.function(hvd.alltoall)):
+        received, received_splits = call(tf.constant(tensors[RANK]), splits[RANK])
+        np.testing.assert_array_equal(
+            received, np.concatenate([parts[r][RANK] for r in range(SIZE)])
+        )
+        np.testing.assert_array_equal(received_splits, [splits[r][RANK] for r in range(SIZE)])
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16", "float64"])
+def test_alltoall_in_equal_parts(dtype: str) -> None:
+    mine = tf.cast(10 * RANK + np.arange(2 * SIZE), dtype)
+    expected = tf.cast(
+        np.concatenate([10 * r + np.arange(2 * RANK, 2 * RANK + 2) for r in range(SIZE)]), dtype
+    )
+    np.testing.assert_array_equal(hvd.alltoall(mine), expected)
+
+
+def test_alltoall_with_bad_splits_on_one_rank_fails_on_all() -> None:
+    splits = [1] * SIZE
+    if RANK == SIZE - 1:
+        splits[0] = 3
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"rank {SIZE - 1}|add up to"):
+        hvd.alltoall(tf.zeros(SIZE), splits)
+    assert hvd.allreduce(1.0, op=hvd.Sum) == SIZE
+
+
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 70000])
+def test_reducescatter(op: str, rows: int) -> None:
+    combine = {"Sum": np.sum, "Average": np.mean}[op]
+    whole = combine(inputs.of_all_ranks(SIZE, (rows, 3)), axis=0)
+    result = hvd.reducescatter(inputs.tensor(RANK, (rows, 3)), op=getattr(hvd, op))
+    np.testing.assert_allclose(result, np.array_split(whole, SIZE)[RANK], rtol=1e-6)
+
+
+def test_grouped() -> None:
+    tensors = [inputs.tensor(RANK, (3, 2)), inputs.tensor(RANK, (4,), "int32")]
+    everyone = [inputs.of_all_ranks(SIZE, (3, 2)), inputs.of_all_ranks(SIZE, (4,), "int32")]
+    gathered = hvd.grouped_allgather(tensors)
+    reduced = hvd.grouped_reducescatter(tensors, op=hvd.Sum)
+    for i in range(2):
+        np.testing.assert_array_equal(gathered[i], np.concatenate(everyone[i]))
+        whole = everyone[i].sum(0)
+        np.testing.assert_array_equal(reduced[i], np.array_split(whole, SIZE)[RANK])
+
+
+def test_adasum() -> None:
+    # Orthogonal: their sum. Parallel: their mean.
+    orthogonal = np.eye(4, dtype="float32")[RANK % 4] * (RANK + 1)
+    np.testing.assert_allclose(
+        hvd.allreduce(orthogonal, op=hvd.Adasum),
+        sum(np.eye(4)[r % 4] * (r + 1) for r in range(SIZE)),
+        rtol=1e-6,
+    )
+    parallel = np.array([3.0, -4.0], "float64")
+    np.testing.assert_allclose(hvd.allreduce(parallel, op=hvd.Adasum), parallel)
+    with pytest.raises(ValueError, match=r"op=hvd\.Adasum"):
+        hvd.allreduce(tf.constant([1]), op=hvd.Adasum)
+
+
+def test_reducescatter_takes_sums_and_averages_only() -> None:
+    with pytest.raises(NotImplementedError, match=r"expected hvd\.Average or hvd\.Sum"):
+        hvd.reducescatter(tf.zeros(SIZE), op=hvd.Max)
+    with pytest.raises(ValueError, match="scalar"):
+        hvd.reducescatter(tf.constant(1.0))
+
+
+def test_barrier_waits_for_all() -> None:
+    for call in (hvd.barrier, tf.function(hvd.barrier)):
+        counter = tf.Variable(0)
+        counter.assign(RANK)
+        call()
+    assert hvd.allreduce(counter, op=hvd.Sum) == SIZE * (SIZE - 1) // 2
+
+
+def test_join() -> None:
+    # Rank r has r + 1 batches.
+    for batch in range(RANK + 1):
+        total = hvd.allreduce(tf.constant([1.0, batch]), op=hvd.Sum)
+        rest = SIZE - batch
+        np.testing.assert_array_equal(total, [rest, rest * batch])
+        assert len(hvd.allgather([RANK])) == rest
+        slices = tf.IndexedSlices(tf.constant([[1.0]]), tf.constant([RANK]), tf.constant([SIZE, 1]))
+        sparse = hvd.allreduce(slices, op=hvd.Sum)
+        np.testing.assert_array_equal(sparse.indices, range(batch, SIZE))
+    assert hvd.join() == SIZE - 1
+    assert hvd.allreduce(1.0, op=hvd.Sum) == SIZE
+
+
+def test_place_as_tensors() -> None:
+    @tf.function
+    def place():
+        return hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()
+
+    assert [int(x) for x in place()] == [RANK, SIZE, hvd.local_rank(), hvd.local_size()]
+    assert int(hvd.process_set_included_op()) == 1
+    with pytest.raises(tf.errors.FailedPreconditionError, match="no process set 77"):
+        hvd.size_op(77)

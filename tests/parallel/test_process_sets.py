@@ -1,0 +1,117 @@
+"""Some of the ranks, among themselves."""
+
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from tests.harness import inputs
+
+RANK, SIZE = hvd.rank(), hvd.size()
+
+pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has no others to leave out")
+
+
+@pytest.fixture
+def others():
+    """All ranks but rank 0."""
+    process_set = hvd.add_process_set(range(1, SIZE))
+    yield process_set
+    assert hvd.remove_process_set(process_set)
+
+
+def test_place(others) -> None:
+    assert others.size() == SIZE - 1
+    assert others.included() == (RANK != 0)
+    assert others.ranks == list(range(1, SIZE))
+    assert others.process_set_id > 0
+    assert int(hvd.size_op(others.process_set_id)) == SIZE - 1
+    assert int(hvd.process_set_included_op(others.process_set_id)) == int(RANK != 0)
+    if RANK != 0:
+        assert others.rank() == RANK - 1
+    assert hvd.global_process_set.size() == SIZE
+    assert hvd.global_process_set.rank() == RANK
+
+
+def test_every_collective(others) -> None:
+    if RANK == 0:
+        with pytest.raises(ValueError, match=r"rank 0 is not in process set \d+ of ranks 1"):
+            hvd.allreduce(1.0, process_set=others)
+        return
+    size = SIZE - 1
+    everyone = inputs.of_all_ranks(SIZE, (2 * size, 3))[1:]
+    mine = everyone[RANK - 1]
+    np.testing.assert_allclose(hvd.allreduce(mine, process_set=others), everyone.mean(0))
+    np.testing.assert_array_equal(hvd.allgather(mine, process_set=others), np.concatenate(everyone))
+    for root in others.ranks:
+        result = hvd.broadcast(mine, root, process_set=others)
+        np.testing.assert_array_equal(result, everyone[root - 1])
+    with pytest.raises(ValueError, match="root_rank is 0"):
+        hvd.broadcast(mine, 0, process_set=others)
+    np.testing.assert_array_equal(
+        hvd.reducescatter(mine, op=hvd.Sum, process_set=others),
+        np.array_split(everyone.sum(0), size)[RANK - 1],
+    )
+    np.testing.assert_array_equal(
+        hvd.alltoall(mine, process_set=others),
+        np.concatenate([x[2 * (RANK - 1) : 2 * RANK] for x in everyone]),
+    )
+    hvd.barrier(process_set=others)
+    slices = tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([RANK]), tf.constant([SIZE, 1]))
+    sparse = hvd.allreduce(slices, process_set=others)
+    np.testing.assert_allclose(sparse.values, np.full((size, 1), 2.0 / size))
+
+
+def test_gradients(others) -> None:
+    if RANK == 0:
+        return
+    x = tf.Variable([1.0, 2.0])
+    with tf.GradientTape(persistent=True) as tape:
+        mean = hvd.allreduce(x, process_set=others, name="mean")
+        root = hvd.broadcast(x, SIZE - 1, process_set=others, name="root")
+        rows = hvd.allgather(x, process_set=others, name="rows") * float(RANK)
+    np.testing.assert_allclose(tape.gradient(mean, x), [1.0, 1.0])
+    last = SIZE - 1 if RANK == SIZE - 1 else 0
+    np.testing.assert_allclose(tape.gradient(root, x), [last, last])
+    total = sum(range(1, SIZE))
+    np.testing.assert_allclose(tape.gradient(rows, x), [total, total])
+
+
+def test_a_set_goes_on_while_another_is_stuck(others) -> None:
+    waits = threading.Thread(target=lambda: hvd.allreduce(1.0, name="of all"))
+    if RANK != 0:
+        waits.start()  # for rank 0, which comes last
+        assert hvd.allreduce(1.0, op=hvd.Sum, process_set=others) == SIZE - 1
+    hvd.barrier()
+    if RANK == 0:
+        waits.start()
+    waits.join()
+
+
+def test_sets_that_differ_are_refused_on_all_ranks() -> None:
+    with pytest.raises(
+        ValueError, match=r"(?s)different process sets:.*rank 0: \[0\].*rank 1: \[0, 1\]"
+    ):
+        hvd.add_process_set([0] if RANK == 0 else [0, 1])
+    with pytest.raises(ValueError, match="got ranks 0, 99, expected"):
+        hvd.add_process_set([0, 99])
+    with pytest.raises(ValueError, match="has the same ranks"):
+        hvd.add_process_set(range(SIZE))
+    assert hvd.allreduce(1.0, op=hvd.Sum) == SIZE
+
+
+def test_sets_come_and_go() -> None:
+    first = hvd.add_process_set(hvd.ProcessSet([0]))
+    second = hvd.add_process_set([SIZE - 1])
+    assert first.process_set_id != second.process_set_id
+    assert hvd.remove_process_set(first)
+    assert not hvd.remove_process_set(first)
+    with pytest.raises(ValueError, match="has not been added"):
+        hvd.allreduce(1.0, process_set=first)
+    again = hvd.add_process_set(first)
+    if RANK == 0:
+        assert hvd.allreduce(3.0, process_set=again) == 3.0
+    assert hvd.remove_process_set(again)
+    assert hvd.remove_process_set(second)
