@@ -18,11 +18,15 @@ from hvd_keras.callbacks.learning_rate import (
     LearningRateWarmupCallback,
 )
 from hvd_keras.callbacks.metric_average import MetricAverageCallback
+from hvd_keras.callbacks.progress import ProgressLogger
+from hvd_keras.callbacks.restart import Checkpoint
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
+    "Checkpoint",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
     "ModelCheckpoint",
+    "ProgressLogger",
 ]

@@ -3,9 +3,8 @@
 import warnings
 from typing import Any
 
-import keras
-
 from hvd_keras import runtime, variables
+from hvd_keras._keras import keras
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -22,6 +21,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     Also turns off XLA compilation of the model (``jit_compile``), with a warning: Keras turns it on
     by itself on machines with GPUs, and collectives cannot be compiled by XLA yet.
+
+    What ``Checkpoint`` has restored stays as it is, whichever of the two comes first.
 
     Broadcasts once; a later ``fit`` with the same instance does not repeat it.
 
@@ -57,19 +58,18 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         """After Keras has built the model."""
         if self._done:
             return
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:
-            optimizer.build(self.model.trainable_variables)  # Keras would in the first step
-        own = [] if optimizer is None else optimizer.variables
-        variables.broadcast_variables([*self.model.variables, *own], self.root_rank)
+        self._done = True
+        if variables.is_restored(self.model):
+            return
+        variables.broadcast_variables(variables.of_training(self.model), self.root_rank)
         if runtime.size() > 1:
             layers = self.model._flatten_layers()
             variables.give_each_rank_its_own_randomness(variables.seed_states(layers))
-        self._done = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """At the last batch of an epoch: validation comes before ``on_epoch_end``."""
-        if self.params.get("steps") == batch + 1:
+        steps = self.params.get("steps")
+        if steps is not None and batch + 1 >= steps:  # steps_per_execution may count beyond
             self._average_moving_statistics()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

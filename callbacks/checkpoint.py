@@ -1,13 +1,11 @@
 """Checkpoints by rank 0, never half written."""
 
 import os
-import pathlib
-import tempfile
+from collections.abc import Callable
 from typing import Any
 
-import keras
-
-from hvd_keras import agree, runtime
+from hvd_keras import agree, checkpoint, runtime
+from hvd_keras._keras import keras
 
 
 class ModelCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -45,7 +43,7 @@ class ModelCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """For a ``save_freq`` in batches."""
         if self._keras.save_freq != "epoch":
-            self._on_rank_0(lambda: self._keras.on_train_batch_end(batch, logs))
+            on_rank_0(lambda: self._keras.on_train_batch_end(batch, logs))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """From Keras."""
@@ -54,20 +52,7 @@ class ModelCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """For ``save_freq="epoch"``."""
         if self._keras.save_freq == "epoch":
-            self._on_rank_0(lambda: self._keras.on_epoch_end(epoch, logs))
-
-    def _on_rank_0(self, write: Any) -> None:
-        error: Exception | None = None
-        if runtime.rank() == 0:
-            try:
-                write()
-            except Exception as caught:
-                error = caught
-        said = agree.gather_json("checkpoint", str(error) if error else None)[0]
-        if error is not None:
-            raise error
-        if said is not None:
-            raise RuntimeError(f"rank 0 could not write the checkpoint: {said}")
+            on_rank_0(lambda: self._keras.on_epoch_end(epoch, logs))
 
 
 class _SavesWhole:
@@ -80,26 +65,27 @@ class _SavesWhole:
         return getattr(self._model, name)
 
     def save(self, filepath: Any, **kwargs: Any) -> None:
-        _write_whole(filepath, lambda path: self._model.save(path, **kwargs))
+        checkpoint.write_whole(filepath, lambda path: self._model.save(path, **kwargs))
 
     def save_weights(self, filepath: Any, **kwargs: Any) -> None:
-        _write_whole(filepath, lambda path: self._model.save_weights(path, **kwargs))
+        checkpoint.write_whole(filepath, lambda path: self._model.save_weights(path, **kwargs))
 
 
-def _write_whole(filepath: Any, write: Any) -> None:
-    target = pathlib.Path(filepath)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        temporary = pathlib.Path(folder) / target.name  # Keras chooses the format by the ending
-        write(temporary)
-        _sync(temporary)
-        temporary.replace(target)
-    _sync(target.parent)
+def on_rank_0(write: Callable[[], None]) -> None:
+    """Lets rank 0 write, and all ranks know of it.
 
-
-def _sync(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    Raises:
+        RuntimeError: (on the other ranks) rank 0 could not write; there the error itself is raised.
+    """
+    error: Exception | None = None
+    if runtime.rank() == 0:
+        try:
+            write()
+        except Exception as caught:
+            error = caught
+    text = f"{type(error).__name__}: {error}" if error else None
+    said = agree.gather_json("checkpoint", text)[0]
+    if error is not None:
+        raise error
+    if said is not None:
+        raise RuntimeError(f"rank 0 could not write the checkpoint: {said}")

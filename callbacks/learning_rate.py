@@ -3,12 +3,61 @@
 from collections.abc import Callable
 from typing import Any
 
-import keras
-
 from hvd_keras import runtime
+from hvd_keras._keras import is_legacy, keras
+
+_STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
 
-class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class _LearningRateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """What both recipes share: the place in training, and how the rate is set and logged."""
+
+    def __init__(self, momentum_correction: bool, steps_per_epoch: int | None) -> None:
+        super().__init__()
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self._epoch = 0
+
+    def _known_steps(self) -> int | None:
+        return self.steps_per_epoch or self.params.get("steps")
+
+    def _steps(self) -> int:
+        steps = self._known_steps()
+        if not steps:
+            raise ValueError(
+                f"{type(self).__name__}: the data does not tell how many batches an epoch has. "
+                "Give steps_per_epoch."
+            )
+        return steps
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Remembers the epoch, for batches know theirs only within it."""
+        self._epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Logs the rate."""
+        if logs is not None:
+            logs["lr"] = self._get()
+
+    def _get(self) -> float:
+        return float(self.model.optimizer.learning_rate)
+
+    def _set(self, new: float) -> None:
+        optimizer = self.model.optimizer
+        try:
+            old = self._get()
+            optimizer.learning_rate = new
+        except TypeError as error:
+            raise ValueError(
+                f"{type(self).__name__}: the optimizer's learning rate is a schedule, which cannot "
+                "be set. Give the optimizer a number, or leave this callback out."
+            ) from error
+        if self.momentum_correction and old > 0 and new != old:
+            for buffer in _momentum_buffers(_innermost(optimizer)):
+                buffer.assign(buffer * (new / old))
+
+
+class LearningRateScheduleCallback(_LearningRateCallback):
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` within a range of epochs.
 
     Writes the learning rate to ``logs["lr"]`` at the end of each epoch.
@@ -43,28 +92,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(momentum_correction, steps_per_epoch)
         self.initial_lr = initial_lr
         self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase
-        self.momentum_correction = momentum_correction
-        self.steps_per_epoch = steps_per_epoch
-        self._epoch = 0
-
-    def _steps(self) -> int:
-        steps: int | None = self.steps_per_epoch or self.params.get("steps")
-        if not steps:
-            raise ValueError(
-                f"{type(self).__name__}: the data does not tell how many batches an epoch has. "
-                "Give steps_per_epoch."
-            )
-        return steps
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the epoch, for batches know theirs only within it."""
-        self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Adjusts the rate where it is due."""
@@ -73,47 +106,39 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
             return
         if not self.staircase:
-            self._set(self._epoch + batch / self._steps())
+            self._set(self.initial_lr * self.multiplier(self._epoch + batch / self._steps()))
         elif batch == 0:
-            self._set(self._epoch)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs the rate."""
-        if logs is not None:
-            logs["lr"] = self._get()
-
-    def _get(self) -> float:
-        return float(self.model.optimizer.learning_rate)
-
-    def _set(self, epoch: float) -> None:
-        optimizer = self.model.optimizer
-        old, new = self._get(), self.initial_lr * self.multiplier(epoch)
-        try:
-            optimizer.learning_rate = new
-        except TypeError as error:
-            raise ValueError(
-                f"{type(self).__name__}: the optimizer's learning rate is a schedule, which cannot "
-                "be set. Give the optimizer a number, or leave this callback out."
-            ) from error
-        if self.momentum_correction and old > 0 and new != old:
-            for buffer in _momentum_buffers(optimizer):
-                buffer.assign(buffer * (new / old))
+            self._set(self.initial_lr * self.multiplier(self._epoch))
 
 
-class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` in the first epochs.
+class LearningRateWarmupCallback(_LearningRateCallback):
+    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` as training begins.
 
     Linearly, batch by batch, as Goyal et al. do, to get through the first epochs in which a rate
     scaled by ``size()`` would make training diverge.
+
+    The rate is a function of the epoch and the batch: a restart with ``initial_epoch`` goes on
+    where warm-up was. With ``warmup_steps`` and data of unknown length it is a function of the
+    optimizer's count of steps instead, which a restored optimizer carries along, and to which Keras
+    adds one per epoch, for the batch that it looks for in vain.
+
+    Writes the learning rate to ``logs["lr"]`` at the end of each epoch.
 
     Args:
         initial_lr: the learning rate after warm-up, already scaled by ``hvd.size()``.
         warmup_epochs: how many epochs it takes.
         momentum_correction, steps_per_epoch: as in ``LearningRateScheduleCallback``.
         verbose: above 0, rank 0 says when warm-up ends.
+        warmup_steps: how many batches of a rank it takes, instead of ``warmup_epochs``. Each batch
+            counts, also those whose gradients are only accumulated.
+
+    Raises:
+        ValueError: ``warmup_steps`` is no positive integer; (in ``fit``) as
+            ``LearningRateScheduleCallback``.
 
     Example:
         hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.01 * hvd.size(), warmup_epochs=3)
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=0.01 * hvd.size(), warmup_steps=500)
     """
 
     def __init__(
@@ -123,28 +148,46 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
         verbose: int = 0,
+        warmup_steps: int | None = None,
     ) -> None:
-        def multiplier(epoch: float) -> float:
-            # Counted to the end of the batch, so that the last one trains at the full rate.
-            done = min(1.0, (epoch + 1 / self._steps()) / warmup_epochs)
-            return (1 + done * (runtime.size() - 1)) / runtime.size()
-
-        super().__init__(
-            initial_lr,
-            multiplier,
-            start_epoch=0,
-            end_epoch=warmup_epochs,
-            staircase=False,
-            momentum_correction=momentum_correction,
-            steps_per_epoch=steps_per_epoch,
-        )
+        super().__init__(momentum_correction, steps_per_epoch)
+        if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 1):
+            raise ValueError(f"warmup_steps is {warmup_steps!r}, expected an integer from 1.")
+        self.initial_lr = initial_lr
+        self.warmup_epochs = warmup_epochs
+        self.warmup_steps = warmup_steps
         self.verbose = verbose
+        self._ends = False  # in this epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Sets the rate of the batches that follow."""
+        seen = self._seen(batch)
+        length = self.warmup_steps or self.warmup_epochs * self._steps()
+        if seen >= length:
+            return
+        # Counted to the end of what Keras runs at once, so that the last of warm-up trains at the
+        # full rate.
+        done = min(1.0, (seen + int(getattr(self.model, _STEPS_AT_ONCE))) / length)
+        self._set(self.initial_lr * (1 + done * (runtime.size() - 1)) / runtime.size())
+        self._ends = done == 1.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Logs the rate, and tells of the end of warm-up."""
         super().on_epoch_end(epoch, logs)
-        if epoch + 1 == self.end_epoch and self.verbose > 0 and runtime.rank() == 0:
+        if self._ends and self.verbose > 0 and runtime.rank() == 0:
             print(f"Epoch {epoch + 1}: learning rate is {self._get():g}, warm-up is over.")
+        self._ends = False
+
+    def _seen(self, batch: int) -> int:
+        """The batches before this one, in all epochs."""
+        if self.warmup_steps is None or self._known_steps():
+            return self._epoch * self._steps() + batch
+        # Not ``iterations``, which with accumulation counts the updates.
+        return int(_innermost(self.model.optimizer)._iterations)
+
+
+def _innermost(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:

@@ -3,9 +3,11 @@
 import warnings
 from typing import Any
 
-import keras
-
 from hvd_keras import metrics, runtime
+from hvd_keras._keras import is_legacy, keras
+
+# The model's method that gives what fit and evaluate log.
+_RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_result_or_logs"
 
 
 class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -104,9 +106,9 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         this rank's alone.
         """
         model = self.model
-        names = ("_get_metrics_result_or_logs", "reset_metrics")
+        names = (_RESULT, "reset_metrics")
         before = {name: model.__dict__[name] for name in names if name in model.__dict__}
-        result, reset = model._get_metrics_result_or_logs, model.reset_metrics
+        result, reset = getattr(model, _RESULT), model.reset_metrics
         has_begun = False
 
         def put_back() -> None:
@@ -129,4 +131,4 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
             return reduced
 
         model.reset_metrics = reset_metrics
-        model._get_metrics_result_or_logs = result_of_all_ranks
+        setattr(model, _RESULT, result_of_all_ranks)

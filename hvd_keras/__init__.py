@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from hvd_keras.membership import remove_process_set as remove_process_set
     from hvd_keras.objects import allgather_object as allgather_object
     from hvd_keras.objects import broadcast_object as broadcast_object
+    from hvd_keras.objects import broadcast_object_fn as broadcast_object_fn
     from hvd_keras.ops import Adasum as Adasum
     from hvd_keras.ops import Average as Average
     from hvd_keras.ops import Max as Max
@@ -66,6 +67,8 @@ if TYPE_CHECKING:
     from hvd_keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
     from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
     from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
+    from hvd_keras.tensorflow_v1 import BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook
+    from hvd_keras.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
     from hvd_keras.variables import broadcast_variables as broadcast_variables
 
 __version__ = "0.1.0"
@@ -83,7 +86,7 @@ _HOME = {
     **dict.fromkeys(("add_process_set", "remove_process_set"), "membership"),
     **dict.fromkeys(("Compression", "Compressor"), "compression"),
     **dict.fromkeys(("DistributedOptimizer", "PartialDistributedOptimizer"), "optimizer"),
-    **dict.fromkeys(("allgather_object", "broadcast_object"), "objects"),
+    **dict.fromkeys(("allgather_object", "broadcast_object", "broadcast_object_fn"), "objects"),
     **dict.fromkeys(("linear_scaling", "sqrt_scaling"), "learning_rates"),
     "load_model": "loading",
     "SyncBatchNormalization": "sync_batch_norm",
@@ -91,6 +94,8 @@ _HOME = {
     **dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"), "runtime"),
     **dict.fromkeys(("DistributedGradientTape", "PartialDistributedGradientTape"), "tape"),
     "broadcast_variables": "variables",
+    "BroadcastGlobalVariablesHook": "tensorflow_v1",
+    "broadcast_global_variables": "tensorflow_v1",
 }
 
 _MODULES = ("callbacks", "data")

@@ -1,6 +1,7 @@
 """Small facts that all ranks must know of each other before they go on."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,29 @@ def gather_bytes(name: str, mine: bytes) -> list[bytes]:
     Raises:
         tf.errors.AbortedError: a rank has left the job.
     """
-    with tf.init_scope():
-        lengths = ops.allgather([len(mine)], f"{name}.lengths").numpy()
-        together = ops.allgather(np.frombuffer(mine, np.uint8), name).numpy().tobytes()
+    lengths = at_once(lambda: ops.allgather([len(mine)], f"{name}.lengths"))
+    together = at_once(lambda: ops.allgather(np.frombuffer(mine, np.uint8), name)).tobytes()
     ends = np.cumsum(lengths)
     return [together[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def at_once(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
+    """The result of a collective now, also while a function is traced or a graph is built.
+
+    Args:
+        collective: makes one tensor from values, not from tensors.
+    """
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return np.asarray(collective())
+    # TensorFlow 1: the user's graph runs later, and may be finalised.
+    with tf.Graph().as_default(), tf.compat.v1.Session(config=_aside()) as session:
+        return np.asarray(session.run(collective()))
+
+
+def _aside() -> tf.compat.v1.ConfigProto:
+    """For a session that settles nothing for the user's.
+
+    The first session of a process chooses its GPUs and makes its threads, for all that follow.
+    """
+    return tf.compat.v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)

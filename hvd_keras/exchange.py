@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import keras
 import tensorflow as tf
 
 from hvd_keras import agree, ops, runtime, settings
+from hvd_keras._keras import Variable
 from hvd_keras.compression import Compression, Compressor
 
 Kind = Literal["dense", "sparse"]
@@ -35,12 +35,14 @@ class Entry:
 def entry(variable: Any) -> Entry:
     """Of a Keras variable, a ``tf.Variable`` or a tensor."""
     path = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
-    return Entry(common_path(path), tuple(variable.shape), tf.as_dtype(variable.dtype).name)
+    # In TensorFlow 1 dimensions are objects of a class, and dtypes say "reference".
+    shape = tuple(tf.TensorShape(variable.shape).as_list())
+    return Entry(common_path(path), shape, tf.as_dtype(variable.dtype).base_dtype.name)
 
 
 def key(variable: Any) -> int:
     """Tells variables apart; a Keras variable and the ``tf.Variable`` in it are one."""
-    return id(variable.value if isinstance(variable, keras.Variable) else variable)
+    return id(variable.value if isinstance(variable, Variable) else variable)
 
 
 def common_path(path: str) -> str:
@@ -259,6 +261,58 @@ def places(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
         return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
     place = {key(v): i for i, v in enumerate(variables)}
     return [[place[key(v)] for v in group if key(v) in place] for group in groups]
+
+
+class Distribution:
+    """How the gradients of one optimizer become those of all ranks.
+
+    Attributes:
+        name: identifies the optimizer on all ranks.
+        local: the variables whose gradients stay on this rank, see ``key``.
+    """
+
+    def __init__(self, name: str, manner: Manner, groups: Groups) -> None:
+        self.name = name
+        self.manner = manner
+        self.groups = groups
+        self.local: set[int] = set()
+        self._plans: dict[tuple[Entry, ...], Plan] = {}
+
+    def register_local_var(self, variable: Any) -> None:
+        """Lets this variable's gradient stay on this rank."""
+        self.local.add(key(variable))
+
+    def plan(self, variables: Sequence[Any], gradients: Sequence[Any]) -> Plan:
+        """Made when a list of variables is seen first.
+
+        Raises:
+            ValueError: the ranks' variables differ; on every rank.
+        """
+        entries = tuple(entry(v) for v in variables)
+        if entries not in self._plans:
+            self._plans[entries] = Plan(
+                self.name, entries, gradients, places(self.groups, variables)
+            )
+        return self._plans[entries]
+
+    def reduce(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The gradients over all ranks, in the order given; None where no rank has one.
+
+        Raises:
+            ValueError: the ranks' variables differ, on every rank; or a gradient appears that no
+                rank had in the first step.
+        """
+        if runtime.size() == 1 or len(variables) == 0:
+            return list(gradients)
+        results = self.manner.densified(gradients)
+        shared = [i for i, v in enumerate(variables) if key(v) not in self.local]
+        mine = [results[i] for i in shared]
+        plan = self.plan([variables[i] for i in shared], mine)
+        results = [self.manner.scale_local(gradient) for gradient in results]
+        reduced = plan.exchange(plan.complete(mine), self.manner)
+        for i, gradient in zip(shared, reduced, strict=True):
+            results[i] = gradient
+        return results
 
 
 def _kind(gradient: Any) -> Kind | None:

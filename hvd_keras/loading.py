@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-import keras
-
+from hvd_keras._keras import keras
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.optimizer import DistributedOptimizer
 

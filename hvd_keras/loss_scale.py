@@ -8,10 +8,10 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvd_keras import ops, runtime
+from hvd_keras._keras import keras
 
 
 @functools.cache

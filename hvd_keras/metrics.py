@@ -8,10 +8,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import numpy as np
+import tensorflow as tf
 
 from hvd_keras import agree, ops
+from hvd_keras._keras import Variable, is_legacy, keras
 
 _COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negatives")
 
@@ -87,7 +88,7 @@ def states(model: Any) -> list[MetricState]:
             metric,
             numbers({name: result}),
             [variable.numpy() for variable in metric.variables] if is_summable(metric) else None,
-            isinstance(result, keras.Variable),
+            isinstance(result, Variable),
         )
         for name, metric, result in _results(model)
     ]
@@ -161,8 +162,8 @@ def numbers(results: dict[str, Any]) -> dict[str, Any]:
     for key, value in results.items():
         if isinstance(value, dict):
             flat.update(numbers(value))
-        elif isinstance(value, keras.Variable) or keras.ops.is_tensor(value):
-            array = keras.ops.convert_to_numpy(keras.ops.convert_to_tensor(value))
+        elif isinstance(value, Variable) or tf.is_tensor(value):
+            array = tf.convert_to_tensor(value).numpy()  # a copy, which asarray is not
             flat[key] = float(array.item()) if array.size == 1 else array
         else:
             flat[key] = value
@@ -171,6 +172,9 @@ def numbers(results: dict[str, Any]) -> dict[str, Any]:
 
 def _results(model: Any) -> Iterator[tuple[str, Any, Any]]:
     """Name, metric and result, one by one also of those that Keras keeps in one container."""
+    if is_legacy:
+        yield from ((metric.name, metric, metric.result()) for metric in model.metrics)
+        return
     container: Any = getattr(model, "_compile_metrics", None)
     for metric in model.metrics:
         if metric is not container:
@@ -229,19 +233,35 @@ def _of_all_ranks(summable: list[tuple[str, MetricState]]) -> dict[str, Any]:
     totals = iter(np.split(total, ends[:-1]))
     results: dict[str, Any] = {}
     for prefix, state in summable:
-        mapping = [
-            (
-                variable,
-                keras.ops.convert_to_tensor(next(totals).reshape(variable.shape), variable.dtype),
-            )
-            for variable in state.metric.variables
-        ]
-        # Leaves the metric's own variables as they are: this rank's.
-        with keras.StatelessScope(state_mapping=mapping):
-            result = state.metric.result()
-            named = result if isinstance(result, dict) else dict.fromkeys(state.results, result)
-            results.update({prefix + name: value for name, value in numbers(named).items()})
+        values = [next(totals).reshape(v.shape) for v in state.metric.variables]
+        named = _results_from(state, values)
+        results.update({prefix + name: value for name, value in named.items()})
     return results
+
+
+def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
+    """With these values of the metric's variables. It keeps its own: this rank's."""
+    metric = state.metric
+
+    def results() -> dict[str, Any]:
+        result = metric.result()
+        return numbers(result if isinstance(result, dict) else dict.fromkeys(state.results, result))
+
+    mapping = [
+        (variable, tf.convert_to_tensor(value.astype(tf.as_dtype(variable.dtype).as_numpy_dtype)))
+        for variable, value in zip(metric.variables, values, strict=True)
+    ]
+    if not is_legacy:
+        with keras.StatelessScope(state_mapping=mapping):
+            return results()
+    before = [variable.numpy() for variable in metric.variables]
+    for variable, value in mapping:
+        variable.assign(value)
+    try:
+        return results()
+    finally:
+        for variable, value in zip(metric.variables, before, strict=True):
+            variable.assign(value)
 
 
 def _numeric(logs: dict[str, Any]) -> dict[str, Any]:

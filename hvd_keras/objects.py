@@ -1,5 +1,7 @@
 """Python objects between ranks."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -9,14 +11,14 @@ from hvd_keras import agree, ops, runtime
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, session: None = None, name: str | None = None
+    obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None
 ) -> Any:
     """Gives every rank the object of one.
 
     Args:
         obj: anything that cloudpickle can serialise; counts on the root only.
         root_rank: the rank whose object all get.
-        session: Horovod's, for TensorFlow 1; None.
+        session: not needed: works in TensorFlow 1, too, also when the graph is finalised.
         name: identifies the call on all ranks.
 
     Returns:
@@ -30,19 +32,39 @@ def broadcast_object(
     name = name or "object"
     is_root = runtime.rank() == root_rank
     data = np.frombuffer(cloudpickle.dumps(obj) if is_root else b"", np.uint8)
-    length = int(ops.broadcast(np.int64(len(data)), root_rank, f"{name}.length"))
-    if not is_root:
-        data = np.zeros(length, np.uint8)
-    received = ops.broadcast(data, root_rank, name).numpy()
+    length = agree.at_once(lambda: ops.broadcast(np.int64(len(data)), root_rank, f"{name}.length"))
+    sent = data if is_root else np.zeros(int(length), np.uint8)
+    received = agree.at_once(lambda: ops.broadcast(sent, root_rank, name))
     return obj if is_root else cloudpickle.loads(received.tobytes())
 
 
-def allgather_object(obj: Any, session: None = None, name: str | None = None) -> list[Any]:
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None
+) -> Callable[[Any], Any]:
+    """``broadcast_object`` with all but the object settled.
+
+    Args:
+        root_rank, session, name: as in ``broadcast_object``.
+
+    Returns:
+        A function that takes this rank's object and returns the root's.
+
+    Raises:
+        As ``broadcast_object``, when it is called.
+
+    Example:
+        from_root = hvd.broadcast_object_fn(root_rank=0)
+        config = from_root(config)
+    """
+    return functools.partial(broadcast_object, root_rank=root_rank, session=session, name=name)
+
+
+def allgather_object(obj: Any, session: Any = None, name: str | None = None) -> list[Any]:
     """Gives every rank the objects of all, by rank.
 
     Args:
         obj: anything that cloudpickle can serialise.
-        session: Horovod's, for TensorFlow 1; None.
+        session: not needed: works in TensorFlow 1, too, also when the graph is finalised.
         name: identifies the call on all ranks.
 
     Returns:

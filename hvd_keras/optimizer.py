@@ -4,10 +4,19 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from hvd_keras import exchange, loss_scale, ops, runtime, sync_batch_norm
+from hvd_keras import (
+    exchange,
+    keras_callbacks,
+    legacy_keras,
+    loss_scale,
+    ops,
+    runtime,
+    sync_batch_norm,
+    tensorflow_v1,
+)
+from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compression import Compression, Compressor
 
 _numbers = itertools.count()
@@ -40,7 +49,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     are not copies of each other.
 
     Args:
-        optimizer: any ``keras.optimizers.Optimizer``, built or not, with all its options.
+        optimizer: any ``keras.optimizers.Optimizer``, built or not, with all its options; one of
+            tf_keras, also of its ``legacy`` family, if ``TF_USE_LEGACY_KERAS=1`` is set; or a
+            ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` averages then.
         name: identifies the optimizer on all ranks. Default: its number among those that this
             process has made.
         device_dense: the TensorFlow device on which dense gradients are exchanged; default: theirs.
@@ -52,7 +63,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             sum, by the rest after it. Sums are taken in float32, so it matters with fp16 only.
         op: ``hvd.Average``, or ``hvd.Sum`` to leave the division to the learning rate.
         backward_passes_per_step: local steps whose gradients are added up before an update; sets
-            the optimizer's own ``gradient_accumulation_steps``.
+            the optimizer's own ``gradient_accumulation_steps``. Keras 3 only.
         average_aggregated_gradients: with ``backward_passes_per_step``, apply the mean of the local
             steps instead of their sum.
         num_groups: exchange the gradients in this many requests. Default: by size, see
@@ -65,7 +76,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         The same optimizer.
 
     Raises:
-        TypeError: ``optimizer`` is none of Keras 3.
+        TypeError: ``optimizer`` is none of the Keras in force, nor of TensorFlow 1.
         ValueError: it is distributed already, or an argument is impossible; and in the first step,
             on every rank, if the ranks' models differ.
 
@@ -74,10 +85,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         model.compile(optimizer=optimizer, loss="mse")
     """
     runtime.rank()  # says so, if init() was not called
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
+    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
+    if not is_v1 and not isinstance(optimizer, _keras_classes()):
         raise TypeError(
             f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
-            "such as keras.optimizers.Adam(). For a name use keras.optimizers.get(name)."
+            "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. For a name use "
+            f"keras.optimizers.get(name). {_other_keras(optimizer)}"
         )
     manner = exchange.Manner(
         op=op,
@@ -89,23 +102,28 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         scale_local_gradients=scale_local_gradients,
     )
     target = optimizer
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if not is_v1 and isinstance(optimizer, _loss_scale_class()):
         target = optimizer.inner_optimizer
     if is_distributed(target):
         raise ValueError(
             f"hvd.DistributedOptimizer: this {type(target).__name__} is distributed already. "
             "Wrap an optimizer once."
         )
+    name = name or f"optimizer {next(_numbers)}"
+    chosen = exchange.groups(num_groups, groups)
     passes = _accumulate(target, backward_passes_per_step)
-    _Distribution(
-        target,
-        name or f"optimizer {next(_numbers)}",
-        manner,
-        exchange.groups(num_groups, groups),
-        local_sum=1 if average_aggregated_gradients else passes,
-    ).attach(optimizer)
-    loss_scale.agree_on_finite_gradients()
+    if is_v1:
+        tensorflow_v1.Distribution(target, name, manner, chosen)
+        return optimizer
     sync_batch_norm.synchronize_between_processes()
+    keras_callbacks.cover_all_ranks()
+    if is_legacy:
+        local = legacy_keras.Distribution(target, name, manner, chosen).register_local_var
+        optimizer.register_local_var = local
+        return optimizer
+    local_sum = 1 if average_aggregated_gradients else passes
+    _Distribution(target, name, manner, chosen, local_sum).attach(optimizer)
+    loss_scale.agree_on_finite_gradients()
     return optimizer
 
 
@@ -154,8 +172,28 @@ def is_distributed(optimizer: Any) -> bool:
     return hasattr(optimizer, "_hvd_distribution")
 
 
-class _Distribution:
-    """What an optimizer gains. Lives in the optimizer as an attribute, for its class must stay."""
+def _keras_classes() -> tuple[type, ...]:
+    return legacy_keras.classes() if is_legacy else (keras.optimizers.Optimizer,)
+
+
+def _loss_scale_class() -> Any:
+    # tf_keras has two such classes; this name stands for both.
+    home = keras.mixed_precision if is_legacy else keras.optimizers
+    return home.LossScaleOptimizer
+
+
+def _other_keras(optimizer: Any) -> str:
+    """What to do about an optimizer of the Keras that is not in force."""
+    home = type(optimizer).__module__.partition(".")[0]
+    if is_legacy and home == "keras":
+        return "This one is of Keras 3, but TF_USE_LEGACY_KERAS is set: unset it."
+    if not is_legacy and home == "tf_keras":
+        return "This one is of tf_keras: set TF_USE_LEGACY_KERAS=1 for that."
+    return ""
+
+
+class _Distribution(exchange.Distribution):
+    """What a Keras 3 optimizer gains. Lives in it as an attribute, for its class must stay."""
 
     def __init__(
         self,
@@ -165,13 +203,9 @@ class _Distribution:
         groups: exchange.Groups,
         local_sum: int,
     ) -> None:
+        super().__init__(name, manner, groups)
         self.optimizer = optimizer
-        self.name = name
-        self.manner = manner
-        self.groups = groups
         self.local_sum = local_sum  # Keras averages over local steps; times this, it is their sum
-        self.local: set[int] = set()
-        self.plans: dict[tuple[exchange.Entry, ...], exchange.Plan] = {}
         # The plan of the step, and for each gradient that Keras will clip its place in the plan,
         # or None if it stays local.
         self.step: tuple[exchange.Plan, list[int | None]] | None = None
@@ -181,10 +215,6 @@ class _Distribution:
         self.optimizer.apply = self.apply
         self.optimizer._clip_gradients = self.clip_gradients
         outermost.register_local_var = self.register_local_var
-
-    def register_local_var(self, variable: Any) -> None:
-        """Lets this variable's gradient stay on this rank."""
-        self.local.add(exchange.key(variable))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """In place of ``Optimizer.apply``, which every step calls."""
@@ -198,7 +228,7 @@ class _Distribution:
         variables = list(variables)
         grads = self.manner.densified(grads)
         shared = [i for i, v in enumerate(variables) if exchange.key(v) not in self.local]
-        plan = self._plan([variables[i] for i in shared], [grads[i] for i in shared])
+        plan = self.plan([variables[i] for i in shared], [grads[i] for i in shared])
         for i, gradient in zip(shared, plan.complete([grads[i] for i in shared]), strict=True):
             grads[i] = gradient
         present = [i for i, gradient in enumerate(grads) if gradient is not None]
@@ -243,19 +273,18 @@ class _Distribution:
             for place, gradient in zip(places, grads, strict=True)
         ]
 
-    def _plan(self, variables: list[Any], grads: list[Any]) -> exchange.Plan:
-        entries = tuple(exchange.entry(v) for v in variables)
-        if entries not in self.plans:
-            places = exchange.places(self.groups, variables)
-            self.plans[entries] = exchange.Plan(self.name, entries, grads, places)
-        return self.plans[entries]
-
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
     if not isinstance(passes, int) or passes < 1:
         raise ValueError(f"backward_passes_per_step is {passes!r}, expected an integer from 1.")
     if passes == 1:
         return 1
+    if not hasattr(optimizer, "gradient_accumulation_steps"):
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but a {type(optimizer).__name__} of tf_keras "
+            "or TensorFlow 1 cannot accumulate gradients. Use Keras 3 (unset TF_USE_LEGACY_KERAS), "
+            "or leave it out and use a larger batch."
+        )
     own = optimizer.gradient_accumulation_steps
     if own or optimizer.built or isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ValueError(

@@ -3,10 +3,10 @@
 import functools
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvd_keras import exchange, ops, runtime
+from hvd_keras._keras import is_legacy, keras
 
 
 def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  # noqa: N802
@@ -39,6 +39,9 @@ def synchronize_between_processes() -> None:
 
     On the class, so that layers that are cloned, loaded or made by others are covered as well.
     """
+    if is_legacy:
+        _synchronize_tf_keras()
+        return
     layer_class = keras.layers.BatchNormalization
     local_moments = layer_class._moments
 
@@ -46,13 +49,40 @@ def synchronize_between_processes() -> None:
         if not self.synchronized or not runtime.is_initialized() or runtime.size() == 1:
             return local_moments(self, inputs, mask)
         if mask is not None:
-            raise ValueError(
-                f"Batch normalisation {self.name!r} is synchronised between processes and got a "
-                "mask, which is not supported. Use synchronized=False, or no mask."
-            )
+            raise _no_mask(self.name)
         return _global_moments(inputs, self._reduction_axes, exchange.common_path(self.path))
 
     layer_class._moments = moments
+
+
+def _synchronize_tf_keras() -> None:
+    """The same for tf_keras, whose layer asks for synchronised moments by a method of their own."""
+    name = "_sync_calculate_mean_and_var"
+    layer_class = next(c for c in keras.layers.BatchNormalization.__mro__ if name in vars(c))
+    local_moments = getattr(layer_class, name)
+
+    def moments(self: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None) -> Any:
+        if not runtime.is_initialized() or runtime.size() == 1:
+            return local_moments(self, x, axes, keep_dims, mask)
+        if mask is not None:
+            raise _no_mask(self.name)
+        # As Keras 3 does: half precision is too coarse for variances.
+        half = x.dtype in (tf.float16, tf.bfloat16)
+        values = tf.cast(x, tf.float32) if half else x
+        both = _global_moments(values, list(axes), exchange.common_path(self.name))
+        if keep_dims:
+            sizes = [1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)]
+            both = tf.reshape(both[0], sizes), tf.reshape(both[1], sizes)
+        return tf.cast(both[0], x.dtype), tf.cast(both[1], x.dtype)
+
+    setattr(layer_class, name, moments)
+
+
+def _no_mask(layer: str) -> ValueError:
+    return ValueError(
+        f"Batch normalisation {layer!r} is synchronised between processes and got a mask, which is "
+        "not supported. Use synchronized=False, or no mask."
+    )
 
 
 def _global_moments(inputs: tf.Tensor, axes: list[int], path: str) -> tuple[tf.Tensor, tf.Tensor]:

@@ -1,13 +1,14 @@
 """One rank's variables for all."""
 
+import random
 from collections.abc import Iterable
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras import exchange, ops, runtime, settings
+from hvd_keras._keras import is_legacy, keras
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
@@ -32,6 +33,26 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
             _broadcast(bucket, root_rank, number)
             bucket, size, number = [], 0, number + 1
     _broadcast(bucket, root_rank, number)
+
+
+def of_training(model: Any) -> list[Any]:
+    """Model and optimizer variables, in one order. Builds the optimizer, if it is not."""
+    optimizer = model.optimizer
+    if optimizer is None:
+        return list(model.variables)
+    if is_legacy or not optimizer.built:  # tf_keras knows by itself
+        optimizer.build(model.trainable_variables)
+    return [*model.variables, *optimizer.variables]
+
+
+def mark_restored(model: Any, restored: bool) -> None:
+    """Whether this ``fit`` began with a checkpoint, which nothing shall overwrite."""
+    model._hvd_restored = restored
+
+
+def is_restored(model: Any) -> bool:
+    """As marked by ``mark_restored``."""
+    return getattr(model, "_hvd_restored", False)
 
 
 def _broadcast(variables: list[Any], root_rank: int, number: int) -> None:
@@ -88,3 +109,17 @@ def give_each_rank_its_own_randomness(states: Iterable[Any]) -> None:
         # A seed sequence gives well-mixed words, where seed + rank would collide with another seed.
         mixed = np.random.SeedSequence([int(seed), runtime.rank()]).generate_state(1, np.uint32)[0]
         state.assign(np.array([mixed >> 1, *rest], dtype=state.dtype))
+
+
+def random_state() -> dict[str, Any]:
+    """Of the global generators of Python and NumPy in this process, as JSON can hold it."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {"python": [version, words, gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """What ``random_state`` gave."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))

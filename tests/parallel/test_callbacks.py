@@ -10,6 +10,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras import agree
@@ -39,6 +40,21 @@ def fit(model: keras.Model, callbacks: list, epochs: int = 1, **arguments) -> di
         callbacks=callbacks,
         **arguments,
     ).history
+
+
+def train(model: keras.Model, callbacks: list, known: bool, **arguments) -> list[float]:
+    """Fits a dataset whose length Keras knows, or does not; gives the rate of each batch."""
+    arrays = [training.shard(array, RANK, SIZE) for array in training.data(model, SIZE)]
+    data = tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(training.BATCH)
+    if not known:
+        data = data.filter(lambda x, y: True)
+    seen: list[float] = []
+    # At the end: of unknown data Keras begins one more batch than there are.
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(rates(model))
+    )
+    model.fit(data, verbose=0, callbacks=[*callbacks, record], **arguments)
+    return seen
 
 
 class Record(keras.callbacks.Callback):
@@ -174,6 +190,73 @@ def test_warmup_rises_from_the_rate_of_one_rank_to_that_of_all() -> None:
     expected = rising + [0.3] * training.STEPS
     np.testing.assert_allclose(record.seen, expected, rtol=1e-5)
     np.testing.assert_allclose(history["lr"][1:], [0.3, 0.3], rtol=1e-5)
+
+
+def ramp(steps: int, batches: range) -> list[float]:
+    """The rates of these batches, if warm-up to 0.3 takes ``steps``."""
+    return [0.3 / SIZE * (1 + (SIZE - 1) * min(1.0, (i + 1) / steps)) for i in batches]
+
+
+@pytest.mark.parametrize("accumulated", [None, 4])
+@pytest.mark.parametrize("known", [True, False])
+def test_warmup_over_steps_ends_within_an_epoch(known: bool, accumulated: int | None) -> None:
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.9, gradient_accumulation_steps=accumulated)
+    model = compiled(training.dense_model(), optimizer)
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_steps=training.STEPS + 2)
+    trained_at = train(model, [warmup], known, epochs=2)
+    one = 0.3 / (training.STEPS + 2)  # Keras counts the batch that it tries in vain, too
+    expected = ramp(training.STEPS + 2, range(2 * training.STEPS))
+    np.testing.assert_allclose(trained_at, expected, rtol=1e-5, atol=0 if known else one)
+
+
+@pytest.mark.parametrize("arguments", [{"warmup_steps": 7}, {"warmup_epochs": 2}])
+def test_warmup_ends_at_the_full_rate_with_several_steps_at_once(arguments: dict) -> None:
+    model = compiled(training.dense_model(), steps_per_execution=4)
+    record = Record(rates)
+    fit(model, [hvd.callbacks.LearningRateWarmupCallback(0.3, **arguments), record], epochs=3)
+    length = arguments.get("warmup_steps", 2 * training.STEPS)
+    begins = [epoch * training.STEPS + batch for epoch in range(3) for batch in (0, 4)]
+    expected = [ramp(length, range(begin + 3, begin + 4))[0] for begin in begins]
+    np.testing.assert_allclose(record.seen, expected, rtol=1e-5)
+    assert record.seen[-1] == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_warmup_goes_on_after_a_restart(directory: pathlib.Path, known: bool) -> None:
+    """By ``initial_epoch``, or, for data of unknown length, by the restored optimizer."""
+    length = 2 * training.STEPS - 1
+    model = compiled(training.dense_model())
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_steps=length)
+    train(model, [warmup], known)
+    if RANK == 0:
+        model.save(directory / "model.keras")
+    hvd.allreduce([1.0])
+    restored = keras.models.load_model(directory / "model.keras")
+    restored.compile(hvd.DistributedOptimizer(restored.optimizer), loss="mse")
+    warmup = hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_steps=length)
+    trained_at = train(restored, [warmup], known, epochs=2, initial_epoch=1)
+    one = 0.3 / length  # Keras counts the batch that it tries in vain, too
+    expected = ramp(length, range(training.STEPS, 2 * training.STEPS))
+    np.testing.assert_allclose(trained_at, expected, rtol=1e-5, atol=0 if known else one)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5])
+def test_impossible_warmup_steps(steps) -> None:
+    with pytest.raises(ValueError, match=f"warmup_steps is {steps}, expected an integer from 1"):
+        hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_steps=steps)
+
+
+def test_warmup_in_mixed_precision_corrects_the_momentum() -> None:
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    scaled = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=4.0)
+    model = compiled(training.dense_model(), scaled)
+    before, after = (Record(lambda net: optimizer.momentums[0].numpy()) for _ in range(2))
+    halve = hvd.callbacks.LearningRateScheduleCallback(0.05, 0.5, start_epoch=1)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)  # builds the optimizer
+    fit(model, [broadcast, before, halve, after], epochs=2)
+    i = training.STEPS
+    assert np.abs(before.seen[i]).max() > 0
+    np.testing.assert_allclose(after.seen[i], before.seen[i] / 2, rtol=1e-5)
 
 
 def test_schedule_in_a_range_of_epochs() -> None:

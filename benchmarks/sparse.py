@@ -1,0 +1,121 @@
+"""An embedding's gradient: sent as rows or as a whole table, which is faster?
+
+    hvdrun -np 2 python benchmarks/sparse.py
+
+Each rank uses other rows of a table of ROWS x WIDTH float32, a fraction k / ROWS of them. The
+gradient travels as rows (what hvd does with tf.IndexedSlices) and as a table, made of the same rows
+(what sparse_as_dense=True does). Both are measured in turn, in one run, and compared element by
+element: first the exchange alone, then with the update of the table that follows, by plain
+subtraction. Printed are medians of the slowest rank, and the fraction at which both take as long.
+"""
+
+import argparse
+import os
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+
+import hvd_keras as hvd
+
+FRACTIONS = (0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
+
+
+def ways(table):
+    """The two ways, without and with the update of the table."""
+
+    def as_rows(values, indices, update):
+        slices = tf.IndexedSlices(values, indices, tf.shape(table, tf.int64))
+        rows = hvd.allreduce(slices, op=hvd.Sum, name="rows")
+        return table.scatter_sub(rows) if update else rows
+
+    def as_table(values, indices, update):
+        slices = tf.IndexedSlices(values, indices, tf.shape(table, tf.int64))
+        gradient = hvd.allreduce(tf.convert_to_tensor(slices), op=hvd.Sum, name="table")
+        return table.assign_sub(gradient) if update else gradient
+
+    return tf.function(as_rows, reduce_retracing=True), tf.function(as_table, reduce_retracing=True)
+
+
+def seconds(function, *arguments):
+    """Of one call, from the moment at which all ranks are ready."""
+    hvd.allreduce(0.0, name="ready")
+    start = time.perf_counter()
+    function(*arguments)
+    return time.perf_counter() - start
+
+
+def medians(table, used, repeats):
+    """Milliseconds of the slowest rank: rows and table without update, and both with it."""
+    as_rows, as_table = ways(table)
+    random = np.random.default_rng(hvd.rank())
+    indices = tf.constant(random.choice(table.shape[0], used, replace=False).astype("int64"))
+    # Small integers, whose sums are exact: the two ways must give equal bits.
+    values = tf.constant(random.integers(-9, 10, (used, table.shape[1])).astype("float32"))
+    sparse, dense = (way(values, indices, False) for way in (as_rows, as_table))
+    if not np.array_equal(tf.convert_to_tensor(sparse), dense):
+        raise SystemExit(f"rank {hvd.rank()}: the two ways differ with {used} rows")
+    calls = [(way, update) for update in (False, True) for way in (as_rows, as_table)]
+    times = [[seconds(way, values, indices, update) for way, update in calls]]
+    times += [
+        [seconds(way, values, indices, update) for way, update in calls] for _ in range(repeats)
+    ]
+    slowest = hvd.allreduce(np.median(times[1:], axis=0), op=hvd.Max, name="medians")
+    return slowest.numpy() * 1e3
+
+
+def break_even(fractions, ratios):
+    """Where the ratio passes 1, between its neighbours, or None."""
+    for i in range(1, len(ratios)):
+        if ratios[i - 1] < 1 <= ratios[i]:
+            share = (1 - ratios[i - 1]) / (ratios[i] - ratios[i - 1])
+            return fractions[i - 1] + share * (fractions[i] - fractions[i - 1])
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=50_000, help="of the table (default 50000)")
+    parser.add_argument("--width", type=int, default=64, help="of a row (default 64)")
+    parser.add_argument("--repeats", type=int, default=30, help="of each measurement (default 30)")
+    options = parser.parse_args()
+    hvd.init()
+
+    def say(text):
+        if hvd.rank() == 0:
+            print(text, flush=True)
+
+    say(
+        f"{hvd.size()} ranks, a table of {options.rows} x {options.width} float32 "
+        f"({options.rows * options.width * 4 / 1e6:.1f} MB), medians of {options.repeats}\n"
+    )
+    table = tf.Variable(tf.zeros([options.rows, options.width]))
+    say(
+        "| rows used per rank | as rows, ms | as a table, ms | ratio | ratio with update |\n"
+        "|---|---|---|---|---|"
+    )
+    ratios = []
+    for fraction in FRACTIONS:
+        used = max(1, round(fraction * options.rows))
+        rows, dense, rows_update, dense_update = medians(table, used, options.repeats)
+        ratios.append((rows / dense, rows_update / dense_update))
+        say(
+            f"| {fraction:.1%} | {rows:.2f} | {dense:.2f} | "
+            f"{ratios[-1][0]:.2f} | {ratios[-1][1]:.2f} |"
+        )
+    for what, column in zip(("exchange", "with update"), zip(*ratios, strict=True), strict=True):
+        even = break_even(FRACTIONS, column)
+        say(
+            f"{what}: "
+            + (
+                "rows are faster at every fraction"
+                if even is None
+                else f"equal at {even:.0%} of the rows"
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

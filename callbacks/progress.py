@@ -1,0 +1,146 @@
+"""Progress of all ranks, shown by one."""
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from hvd_keras import ops, runtime
+from hvd_keras._keras import is_legacy, keras
+
+
+class ProgressLogger(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
+    """Keras's progress bar on rank 0, with the samples per second of all ranks.
+
+    In a terminal a bar that moves; elsewhere (a file, a pipe, ``hvdrun``) one line per epoch::
+
+        Epoch 2/40: 23/23 - 0s - 15ms/step - 11938 samples/s - loss: 0.0186 - val_loss: 0.0394
+
+    ``fit`` uses it instead of the bar that it would make itself, whatever its ``verbose`` is; the
+    other ranks print nothing.
+
+    The samples are those that the ranks have really trained on, so that ranks and batches may have
+    different sizes. The ranks add them up once per epoch. The time is that of training, without
+    validation; in the first epoch it contains the tracing of the model. While an epoch runs, the
+    bar shows rank 0's own metrics, and the rate that the number of samples in the epoch before
+    makes likely. Where a rank cannot tell its samples it is ``steps/s`` instead: with a
+    ``train_step`` of your own that does not weigh the loss by them as Keras's does, and with
+    batches of one sample, which look the same.
+
+    Give it to all ranks, behind ``MetricAverageCallback``, so that the epoch's metrics are those of
+    all ranks.
+
+    Args:
+        verbose: 1 is the bar, 2 one line per epoch. Default: 1 in a terminal, else 2.
+
+    Raises:
+        ValueError: ``verbose`` is something else, or Keras is tf_keras.
+
+    Example:
+        average, progress = hvd.callbacks.MetricAverageCallback(), hvd.callbacks.ProgressLogger()
+        model.fit(x, y, callbacks=[average, progress])
+    """
+
+    def __init__(self, verbose: int | None = None) -> None:
+        if is_legacy:
+            raise ValueError(
+                "ProgressLogger needs Keras 3, and TF_USE_LEGACY_KERAS chose tf_keras. "
+                "Use fit(verbose=hvd.rank() == 0) instead."
+            )
+        super().__init__()
+        if verbose not in (None, 1, 2):
+            raise ValueError(f"ProgressLogger: verbose is {verbose!r}, expected None, 1 or 2.")
+        self._verbose = verbose
+        self._steps: int | None = None  # batches in an epoch, if known
+        self._start = 0.0
+        self._seconds = 0.0
+        # This rank's in the epoch; None until its last batch is over.
+        self._samples: float | None = None
+        # Of all ranks, in the last epoch; None if a rank cannot tell.
+        self._samples_per_step: float | None = None
+
+    def set_params(self, params: dict[str, Any]) -> None:
+        """Its own ``verbose`` counts, not that of ``fit``."""
+        verbose = self._verbose or (1 if sys.stdout.isatty() else 2)
+        super().set_params({**params, "verbose": verbose if runtime.rank() == 0 else 0})
+        self._steps = params["steps"]
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        super().on_train_begin(logs)
+        self._samples_per_step = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Starts the clock."""
+        self.target = self._steps  # where it is unknown, Keras keeps that of the first epoch
+        self._samples = None
+        self._reset_progbar()
+        self._maybe_init_progbar()
+        if self.verbose == 1:
+            _print(f"Epoch {epoch + 1}/{self.epochs}\n")
+        self._start = time.monotonic()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Moves the bar."""
+        if self._steps is not None:
+            batch = min(batch, self._steps - 1)  # steps_per_execution may count beyond
+        if self._samples_per_step is not None:
+            seconds = time.monotonic() - self._start
+            self._show(self._samples_per_step * (batch + 1) / seconds)
+        super().on_train_batch_end(batch, logs)
+        if batch + 1 == self._steps:
+            self._end_of_training()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Validation begins: what was counted in training is about to be reset."""
+        if self._called_in_fit:
+            self._end_of_training()
+        super().on_test_begin(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Adds up the ranks' samples, and shows the epoch."""
+        self._end_of_training()
+        total = float(ops.allreduce(np.float64(self._samples), op=ops.Sum, name="progress.samples"))
+        self._samples_per_step = None if np.isnan(total) else total / max(1, self.seen)
+        if self._samples_per_step is None:
+            self._show(self.seen / self._seconds, "steps")
+        else:
+            self._show(total / self._seconds)
+        # Where training stopped in the middle, the bar stays there.
+        self.progbar.target = self._steps or self.seen
+        self.target = self.seen
+        if self.verbose == 2:
+            _print(f"Epoch {epoch + 1}/{self.epochs}: ")
+        super().on_epoch_end(epoch, logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """From here on ``evaluate`` has a bar of its own again."""
+        self._called_in_fit = False
+
+    def _end_of_training(self) -> None:
+        if self._samples is None:
+            self._seconds = time.monotonic() - self._start
+            self._samples = _samples(self.model, self.seen)
+
+    def _show(self, rate: float, unit: str = "samples") -> None:
+        # The bar prints the unit behind the time of a step.
+        self.progbar.unit_name = f"step - {rate:.{0 if rate >= 10 else 2}f} {unit}/s"
+
+
+def _print(text: str) -> None:
+    """As the bar does, unless Keras shall write to the log."""
+    if keras.config.is_interactive_logging_enabled():
+        print(text, end="", flush=True)
+
+
+def _samples(model: Any, steps: int) -> float:
+    """How many samples the model has trained on since its metrics were reset, or NaN.
+
+    Keras's ``train_step`` weighs the loss by the number of samples, so that they add up in the
+    metric's ``count``. If that is the number of steps, then a ``train_step`` may have left the
+    weight out.
+    """
+    count = getattr(getattr(model, "_loss_tracker", None), "count", None)
+    samples = np.nan if count is None else float(count)
+    return samples if samples > steps else np.nan

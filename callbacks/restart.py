@@ -1,0 +1,415 @@
+"""Checkpoints of a whole training, from which it goes on as if it had not been interrupted."""
+
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from hvd_keras.callbacks.checkpoint import on_rank_0
+
+from hvd_keras import agree, checkpoint, objects, ops, runtime, variables
+from hvd_keras._keras import is_legacy
+
+
+class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves the whole state of the training, and goes on from the last good checkpoint.
+
+    Start the script again, unchanged, after a crash: ``fit`` continues at the epoch and batch of
+    the last checkpoint, or does nothing if all epochs are done. On the same number of ranks the
+    final weights are, bit for bit, those of a run without the crash.
+
+    Rank 0 writes one file per checkpoint, in one step, with a SHA-256 of all of it, and removes
+    older ones when it is on the disk. Rank 0 alone reads, too, so that the ranks need no common
+    file system. A damaged file is reported, and the one before it is used.
+
+    Saved are weights, moving statistics, optimizer variables with the learning rate, epoch and
+    batch, and the states of random generators: of the layers (dropout) and the global ones of
+    Python and NumPy. What differs between ranks is saved for each rank.
+
+    Data: what you give to ``fit`` must begin with epoch ``initial_epoch``, see the example; of that
+    epoch, the batches that were seen are read and left out. Training continues exactly where an
+    epoch's order depends on its number only: ``hvd.data.shard(…, start_epoch=…)``, or no shuffling;
+    with ``dataset.repeat()`` and ``steps_per_epoch``, add ``.skip(initial_epoch * steps)``.
+    Arrays that ``fit`` itself shuffles get a new order.
+
+    On another number of ranks: what was equal on all ranks is restored; dropout's generators derive
+    from rank 0's, as after ``BroadcastGlobalVariablesCallback``; moving statistics become their
+    mean; and an epoch begun starts over, for its batches are others. Variables of layers that
+    belong to one rank cannot be divided anew and are refused.
+
+    Not saved: the Python state of other callbacks (``EarlyStopping``'s patience and best value), so
+    they start afresh; metrics, so that those of an interrupted epoch are of its remaining batches;
+    TensorFlow's own random generators.
+
+    In ``fit``, put it behind the callbacks that change the model or the optimizer. Restores once; a
+    later ``fit`` with the same instance only saves. More is told in docs/checkpoints.md.
+
+    Args:
+        directory: where the files are, on rank 0; for this training alone.
+        keep: how many of the last checkpoints are kept, 1 or more. A damaged last one is survived
+            from 2 on.
+        save_freq: "epoch", or after how many batches of an epoch to save, besides its end.
+        restore: False trains from scratch. Its first checkpoint replaces all that are there.
+
+    Raises:
+        ValueError: an argument is impossible. And in ``fit``, on every rank: the model is not built
+            yet; the checkpoint is another model's; or the ranks' arguments differ.
+        RuntimeError: (in ``fit``, on every rank) there are checkpoints, but all are damaged.
+        OSError: (in ``fit``, on rank 0; RuntimeError on the others) a checkpoint cannot be written,
+            say because the disk is full. The ones before stay.
+
+    Example:
+        checkpoint = hvd.callbacks.Checkpoint("checkpoints", save_freq=100)
+        data = hvd.data.shard((x, y), batch_size=32, start_epoch=checkpoint.initial_epoch)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(data, epochs=10, callbacks=[broadcast, checkpoint])
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 2,
+        save_freq: str | int = "epoch",
+        restore: bool = True,
+    ) -> None:
+        super().__init__()
+        if is_legacy:
+            raise ValueError(
+                "Checkpoint is for Keras 3, and tf_keras is in force. Unset TF_USE_LEGACY_KERAS "
+                "or use ModelCheckpoint."
+            )
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"Checkpoint: keep is {keep!r}, expected an integer from 1.")
+        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
+            raise ValueError(
+                f"Checkpoint: save_freq is {save_freq!r}, expected 'epoch' or a number of batches."
+            )
+        self.directory = pathlib.Path(directory)
+        self.keep = keep
+        self.save_freq = save_freq
+        self.restore = restore
+        self._found: _Found | None = None
+        self._initial_epoch: int | None = None
+        self._skipping: _Skipping | None = None
+        self._epoch = 0
+        self._batches = 0  # done in this epoch
+
+    @property
+    def initial_epoch(self) -> int:
+        """The epoch in which ``fit`` will go on: 0 unless there is something to restore.
+
+        The first use reads the checkpoint, so let all ranks do it.
+        """
+        self._find()
+        return self._initial_epoch or 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores, after Keras has built the model."""
+        self._check()
+        self._stop_skipping()  # should an earlier fit have broken off in it
+        found = self._find()
+        self._found = None
+        if found is not None:
+            self._restore(found)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        self._epoch, self._batches = epoch, 0
+        self._end_restart()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """For a ``save_freq`` in batches."""
+        before, self._batches = self._batches, batch + 1
+        if self._skipping is not None:
+            if self._batches >= self._skipping.batches:
+                self._skipping.put_back()
+                self._stop_skipping()
+            return
+        steps = self.params.get("steps")
+        if steps is not None and self._batches >= steps:
+            return  # the end of the epoch follows
+        every = self.save_freq
+        if isinstance(every, int) and self._batches // every > before // every:
+            self._save(self._epoch, self._batches)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves."""
+        if self._skipping is not None:
+            expected = self._skipping.batches
+            self._stop_skipping()
+            raise ValueError(
+                f"Checkpoint: the data ended after {self._batches} batches of epoch {epoch}, of "
+                f"which {expected} had been seen when the checkpoint was written. "
+                "Give fit the same data, or train from scratch with restore=False."
+            )
+        self._save(epoch + 1, 0)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Also where no epoch was left to train."""
+        self._end_restart()
+
+    def _stop_skipping(self) -> None:
+        if self._skipping is not None:
+            self._skipping.stop()
+            self._skipping = None
+
+    def _end_restart(self) -> None:
+        self.model._initial_epoch = None  # or a later fit would start there as well
+        variables.mark_restored(self.model, False)
+
+    def _check(self) -> None:
+        problem = None
+        if not self.model.built:
+            problem = (
+                "the model has no variables yet. Build it first: give it an Input, or call it once."
+            )
+        arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
+        everyone = agree.gather_json("checkpoint arguments", [problem, arguments])
+        for rank, (text, _) in enumerate(everyone):
+            if text is not None:
+                raise ValueError(f"Checkpoint: rank {rank}: {text}")
+        if len({text for _, text in everyone}) > 1:
+            told = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyone))
+            raise ValueError(f"Checkpoint: the ranks' arguments differ: {told}.")
+
+    def _find(self) -> "_Found | None":
+        """What rank 0 finds, on all ranks. Looks once."""
+        if self._initial_epoch is not None:
+            return self._found
+        seen: dict[str, Any] = {}
+        error: Exception | None = None
+        content: checkpoint.Content | None = None
+        if runtime.rank() == 0:
+            try:
+                content, seen = self._look()
+            except Exception as caught:
+                error = caught
+                seen = {"error": f"{type(caught).__name__}: {caught}"}
+        seen = objects.broadcast_object(seen, 0, "checkpoint found")
+        if error is not None:
+            raise error
+        if "error" in seen:
+            raise RuntimeError(f"rank 0 could not look for checkpoints: {seen['error']}")
+        damaged = "; ".join(seen["damaged"])
+        if seen["damaged"] and seen["facts"] is None:
+            raise RuntimeError(
+                f"Checkpoint: all checkpoints are damaged: {damaged}. Delete them, or give "
+                "restore=False, to train from scratch."
+            )
+        if seen["facts"] is None:
+            self._initial_epoch = 0
+            return None
+        self._initial_epoch = seen["facts"]["epoch"]
+        if runtime.rank() == 0 and damaged:
+            warnings.warn(
+                f"Checkpoint: damaged: {damaged}. Restoring {seen['path']}.", stacklevel=3
+            )
+        self._found = _Found(seen["path"], seen["facts"], seen["stored"], content)
+        return self._found
+
+    def _look(self) -> tuple[checkpoint.Content | None, dict[str, Any]]:
+        checkpoint.remove_unfinished(self.directory)
+        damaged = []
+        for path in checkpoint.files(self.directory) if self.restore else []:
+            try:
+                content = checkpoint.read(path)
+            except (checkpoint.DamagedError, OSError) as error:
+                damaged.append(f"{path}: {error}")
+                continue
+            stored = [
+                (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
+                for v in content.variables
+            ]
+            seen = {"path": str(path), "facts": content.facts, "stored": stored}
+            return content, {**seen, "damaged": damaged}
+        return None, {"path": None, "facts": None, "stored": None, "damaged": damaged}
+
+    def _restore(self, found: "_Found") -> None:
+        own = variables.of_training(self.model)
+        same_ranks = found.facts["ranks"] == runtime.size()
+        self._refuse_what_does_not_fit(found, own, same_ranks)
+        _assign(found, own, self.model._flatten_layers())
+        if same_ranks:
+            variables.set_random_state(found.facts["random"][runtime.rank()])
+        self.model._initial_epoch = found.facts["epoch"]
+        variables.mark_restored(self.model, True)
+        if found.facts["batch"] and same_ranks:
+            self._skipping = _Skipping(self.model, own, found.facts["batch"])
+        elif found.facts["batch"] and runtime.rank() == 0:
+            warnings.warn(
+                f"Checkpoint: {found.path} was written by {found.facts['ranks']} ranks after batch "
+                f"{found.facts['batch']} of epoch {found.facts['epoch']}, and now there are "
+                f"{runtime.size()}: the epoch starts over.",
+                stacklevel=3,
+            )
+
+    def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
+        differences = _differences(found.stored, own)
+        if not same_ranks:
+            layers = list(self.model._flatten_layers())
+            divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
+            differences += [
+                f"{path} differs between the {found.facts['ranks']} ranks of the checkpoint, now "
+                f"there are {runtime.size()}"
+                for (path, _, _, by_rank), variable in zip(found.stored, own, strict=False)
+                if by_rank and not any(variable is other for other in divisible)
+            ]
+        calls = self.model.steps_per_execution
+        if same_ranks and found.facts["batch"] % calls:
+            differences.append(
+                f"saved after {found.facts['batch']} batches, which steps_per_execution={calls} "
+                "does not divide"
+            )
+        for rank, theirs in enumerate(agree.gather_json("checkpoint fits", differences[:5])):
+            if theirs:
+                raise ValueError(
+                    f"Checkpoint: {found.path} does not fit this model and optimizer on rank "
+                    f"{rank}: {'; '.join(theirs)}. Give this training a directory of its own, or "
+                    "restore=False."
+                )
+
+    def _save(self, epoch: int, batch: int) -> None:
+        own = variables.of_training(self.model)
+        apart = _of_each_rank(own)
+        facts = {
+            "epoch": epoch,
+            "batch": batch,
+            "ranks": runtime.size(),
+            "random": agree.gather_json("checkpoint random state", variables.random_state()),
+        }
+        path = checkpoint.path_of(self.directory, epoch, batch)
+
+        def write() -> None:
+            values = (
+                checkpoint.Variable(v.path, i in apart, apart[i] if i in apart else np.asarray(v))
+                for i, v in enumerate(own)
+            )
+            checkpoint.write(path, facts, values)
+            checkpoint.prune(path, self.keep)
+
+        on_rank_0(write)
+
+
+class _Found:
+    """A checkpoint, as all ranks know it. The values are on rank 0 only."""
+
+    def __init__(self, path: str, facts: dict[str, Any], stored: list[Any], content: Any) -> None:
+        self.path = path
+        self.facts = facts
+        self.stored = stored  # (path, shape, dtype, whether by rank) of each variable
+        self.content = content
+
+
+class _Skipping:
+    """Lets ``fit`` pass the batches that were seen before, without training.
+
+    Other callbacks see these batches, so that they count right; what they change of the model is
+    put back at the point at which the checkpoint was written.
+    """
+
+    def __init__(self, model: Any, own: list[Any], batches: int) -> None:
+        self.batches = batches
+        self._read = 0
+        self._model = model
+        self._own = own
+        self._values = [np.asarray(variable).copy() for variable in own]
+        self._random = variables.random_state()
+        self._train_function = model.train_function
+        model.train_function = self._skip
+
+    def _skip(self, iterator: Any) -> Any:
+        if self._read >= self.batches:  # a fit that broke off before stop()
+            return self._train_function(iterator)
+        self._read += self._model.steps_per_execution
+        next(iterator)  # raises at the end of the data, as Keras's function does
+        for _ in range(1, self._model.steps_per_execution):
+            next(iterator, None)
+        return {}
+
+    def put_back(self) -> None:
+        """The state of the checkpoint."""
+        for variable, value in zip(self._own, self._values, strict=True):
+            variable.assign(value)
+        variables.set_random_state(self._random)
+
+    def stop(self) -> None:
+        """From now on, train."""
+        self._model.train_function = self._train_function
+
+
+def _without_numbers(path: str) -> str:
+    """Keras counts layers of a name through a process's life, and optimizers repeat these names."""
+    return re.sub(r"_\d+(?=[_/]|$)", "", path)
+
+
+def _differences(stored: list[Any], own: list[Any]) -> list[str]:
+    there = [f"{path} {dtype}{list(shape)}" for path, shape, dtype, _ in stored]
+    here = [f"{v.path} {tf.as_dtype(v.dtype).name}{list(v.shape)}" for v in own]
+    return [
+        f"{theirs or 'nothing'} in the checkpoint, {mine or 'nothing'} in the model"
+        for theirs, mine in itertools.zip_longest(there, here)
+        if not theirs or not mine or _without_numbers(theirs) != _without_numbers(mine)
+    ]
+
+
+def _assign(found: _Found, own: list[Any], layers: Any) -> None:
+    values = found.content.variables if runtime.rank() == 0 else [None] * len(own)
+    layers = list(layers)
+    common = []
+    for variable, value, (_, _, _, by_rank) in zip(own, values, found.stored, strict=True):
+        if by_rank:
+            stack = _to_all_ranks(variable, value, found.facts["ranks"])
+            # On another number of ranks only moving statistics and seeds, set below, come here.
+            same_ranks = len(stack) == runtime.size()
+            variable.assign(stack[runtime.rank()] if same_ranks else _mean(stack))
+        else:
+            common.append(variable)
+            if value is not None:
+                variable.assign(value.value)
+    variables.broadcast_variables(common, 0)
+    if found.facts["ranks"] != runtime.size():
+        seeds = variables.seed_states(layers)
+        variables.give_each_rank_its_own_randomness(seeds)
+
+
+def _mean(stack: Any) -> Any:
+    return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
+
+
+def _to_all_ranks(variable: Any, value: Any, ranks: int) -> Any:
+    """Rank 0's stack of all ranks' values, as bytes, which travel whatever the dtype."""
+    dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+    shape = (ranks, *variable.shape)
+    if value is None:
+        data = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
+    else:
+        data = np.frombuffer(value.value.tobytes(), np.uint8)
+    return np.frombuffer(ops.broadcast(data, 0).numpy().tobytes(), dtype).reshape(shape)
+
+
+def _of_each_rank(own: list[Any]) -> dict[int, Any]:
+    """Of the variables that differ between ranks, by their place: all ranks' values, stacked."""
+    if runtime.size() == 1:
+        return {}
+    mine = b"".join(hashlib.sha256(np.asarray(v).tobytes()).digest() for v in own)
+    everyone = agree.gather_bytes("checkpoint digests", mine)
+    if len({len(digests) for digests in everyone}) > 1:
+        counts = [len(digests) // 32 for digests in everyone]
+        raise ValueError(f"Checkpoint: the ranks train different models, of {counts} variables.")
+    places = [
+        i
+        for i in range(len(own))
+        if len({digests[32 * i : 32 * i + 32] for digests in everyone}) > 1
+    ]
+    apart = {}
+    for i in places:
+        value = np.asarray(own[i])
+        parts = agree.gather_bytes("checkpoint by rank", value.tobytes())
+        apart[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
+    return apart

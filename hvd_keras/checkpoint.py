@@ -1,0 +1,230 @@
+"""The files of checkpoints: written whole or not at all, and verified before use.
+
+A checkpoint is an HDF5 file behind a user block of 512 bytes, which HDF5 skips and which holds the
+SHA-256 of all that follows. So every bit of the file is covered, and HDF5 never parses a damaged
+one. Inside are a text ``facts`` (JSON) and a group ``variables``, one dataset each, in order.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import h5py  # type: ignore[import-untyped]
+import numpy as np
+import tensorflow as tf
+
+_FIRST_LINE = b"hvd_keras checkpoint 1\n"
+_BLOCK = 512  # bytes; the smallest user block that HDF5 knows
+_NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
+_UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
+
+
+class DamagedError(Exception):
+    """A file is not what a writer had completed; the text says why."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable of a training.
+
+    Attributes:
+        path: Keras's.
+        by_rank: whether the first axis of ``value`` counts the ranks.
+        value: an array of any dtype of TensorFlow but strings.
+    """
+
+    path: str
+    by_rank: bool
+    value: Any
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint holds.
+
+    Attributes:
+        facts: all that JSON can hold.
+        variables: in the order in which they were written.
+    """
+
+    facts: dict[str, Any]
+    variables: list[Variable]
+
+
+def path_of(directory: pathlib.Path, epoch: int, batch: int) -> pathlib.Path:
+    """The file of the state before batch ``batch`` of epoch ``epoch``, both counted from 0."""
+    return directory / f"checkpoint-{epoch:05d}-{batch:07d}.h5"
+
+
+def files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The checkpoints in a directory, the most advanced first. None if there is no directory.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    if not directory.exists():
+        return []
+    return sorted(
+        (path for path in directory.iterdir() if _NAME.fullmatch(path.name)),
+        key=_position,
+        reverse=True,
+    )
+
+
+def _position(path: pathlib.Path) -> tuple[int, ...]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return tuple(map(int, match.groups()))
+
+
+def remove_unfinished(directory: pathlib.Path) -> None:
+    """What killed writers have left. There must be no other writer in this directory.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    if directory.exists():
+        for path in directory.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def write(path: pathlib.Path, facts: dict[str, Any], variables: Iterable[Variable]) -> None:
+    """Writes a checkpoint in one step: a crash leaves either none under this name or all of it.
+
+    Args:
+        path: from ``path_of``. A file of this name is replaced.
+        facts, variables: as in ``Content``. Variables are taken one by one.
+
+    Raises:
+        OSError: there is no room, or no permission. Nothing is left of the attempt.
+    """
+
+    def fill(temporary: pathlib.Path) -> None:
+        with h5py.File(temporary, "w", userblock_size=_BLOCK) as file:
+            file["facts"] = json.dumps(facts)
+            group = file.create_group("variables")
+            for number, variable in enumerate(variables):
+                data = group.create_dataset(f"{number:06d}", data=_storable(variable.value))
+                data.attrs["path"] = variable.path
+                data.attrs["by_rank"] = variable.by_rank
+                data.attrs["dtype"] = variable.value.dtype.name
+        with temporary.open("r+b") as file:
+            block = _block(file)
+            file.seek(0)
+            file.write(block)
+
+    write_whole(path, fill)
+
+
+def prune(newest: pathlib.Path, keep: int) -> None:
+    """Removes all checkpoints but the last ``keep`` up to ``newest``, which is written already.
+
+    More advanced ones go, too: they belong to a training that was given up, and the next restart
+    would take them for this one's.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    older = [p for p in files(newest.parent) if _position(p) <= _position(newest)]
+    for path in files(newest.parent):
+        if path not in older[:keep]:
+            path.unlink(missing_ok=True)
+
+
+def read(path: pathlib.Path) -> Content:
+    """Verifies and reads a checkpoint.
+
+    Raises:
+        DamagedError: the file is not as it was written.
+        OSError: it cannot be read.
+    """
+    verify(path)
+    with h5py.File(path, "r") as file:
+        facts = json.loads(file["facts"].asstr()[()])
+        variables = [
+            Variable(data.attrs["path"], bool(data.attrs["by_rank"]), _restored(data))
+            for _, data in sorted(file["variables"].items())
+        ]
+    return Content(facts, variables)
+
+
+def verify(path: pathlib.Path) -> None:
+    """Compares every byte with what was written.
+
+    Raises:
+        DamagedError: the file is not as it was written.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        found = file.read(_BLOCK)
+        if size == 0:
+            raise DamagedError("it is empty")
+        if not found.startswith(_FIRST_LINE):
+            raise DamagedError("it does not begin as checkpoints of hvd_keras do")
+        told = re.search(rb"\n(\d+) bytes\n", found)
+        if told and int(told[1]) != size:
+            raise DamagedError(f"it has {size} bytes, {int(told[1])} were written")
+        if found != _block(file):
+            raise DamagedError("its content does not match its SHA-256")
+
+
+def _block(file: Any) -> bytes:
+    """The user block that belongs to the content of an open file."""
+    digest = hashlib.sha256()
+    file.seek(_BLOCK)
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    text = b"%b%d bytes\nSHA-256 %b\n" % (_FIRST_LINE, file.tell(), digest.hexdigest().encode())
+    return text.ljust(_BLOCK, b"\0")
+
+
+def _storable(value: Any) -> Any:
+    """HDF5 has no bfloat16 and the like: as bytes, in an axis more."""
+    if value.dtype.isbuiltin == 1:
+        return value
+    return np.frombuffer(value.tobytes(), np.uint8).reshape(*value.shape, value.dtype.itemsize)
+
+
+def _restored(data: Any) -> Any:
+    dtype = np.dtype(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
+    value = np.asarray(data[()])
+    if dtype.isbuiltin == 1:
+        return value
+    return np.frombuffer(value.tobytes(), dtype).reshape(value.shape[:-1])
+
+
+def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
+    """Lets ``write`` write a file beside the target, which takes the target's place when durable.
+
+    Args:
+        filepath: the target; its folder is made if there is none.
+        write: gets the path to write to, which ends as the target does.
+
+    Raises:
+        OSError: there is no room, or no permission. Nothing is left of the attempt.
+    """
+    target = pathlib.Path(filepath)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        temporary = pathlib.Path(folder) / target.name  # Keras chooses the format by the ending
+        write(temporary)
+        _sync(temporary)
+        temporary.replace(target)
+    _sync(target.parent)
+
+
+def _sync(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,228 @@
+"""Keras's own callbacks, and the progress of all ranks, in a real fit."""
+
+import csv
+import pathlib
+import tempfile
+
+import keras
+import numpy as np
+import pytest
+
+import hvd_keras as hvd
+from hvd_keras import agree
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+
+
+@pytest.fixture
+def directory():
+    """One temporary directory for all ranks."""
+    with tempfile.TemporaryDirectory() as mine:
+        yield pathlib.Path(agree.gather_json("directory", mine)[0])
+        agree.gather_json("directory is no longer used", None)
+
+
+def compiled(distributed: bool = True, **arguments) -> keras.Model:
+    model = training.dense_model()
+    optimizer = keras.optimizers.SGD(0.1)
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    model.compile(optimizer=optimizer, loss="mse", **arguments)
+    return model
+
+
+def fit(model: keras.Model, callbacks: list, epochs: int = 2, **arguments) -> dict:
+    x, y = training.data(model, SIZE)
+    x, y = (training.shard(array, RANK, SIZE) for array in (x, y))
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    arguments = {"batch_size": training.BATCH, "verbose": 0, "shuffle": False} | arguments
+    return model.fit(x, y, epochs=epochs, callbacks=[broadcast, *callbacks], **arguments).history
+
+
+class Watch(keras.callbacks.Callback):
+    """Logs a number of each rank's own, and counts batches."""
+
+    def __init__(self, by_epoch: list[float] = ()) -> None:
+        super().__init__()
+        self.by_epoch = by_epoch
+        self.batches = 0
+
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        self.batches += 1
+
+    def on_epoch_end(self, epoch, logs=None) -> None:
+        if self.by_epoch:
+            logs["watched"] = self.by_epoch[epoch]
+
+
+def assert_equal_on_all_ranks(value) -> None:
+    everyone = agree.gather_json("must be equal", value)
+    assert all(theirs == everyone[0] for theirs in everyone), everyone
+
+
+def writers(directory: pathlib.Path) -> list[keras.callbacks.Callback]:
+    return [
+        keras.callbacks.CSVLogger(directory / "log.csv"),
+        keras.callbacks.ModelCheckpoint(directory / "deep" / "{epoch}.keras"),
+    ]
+
+
+def written(directory: pathlib.Path) -> list[str]:
+    paths = directory.rglob("*")
+    return sorted(str(path.relative_to(directory)) for path in paths if path.is_file())
+
+
+def test_writers_write_on_rank_0_alone(directory: pathlib.Path) -> None:
+    mine = directory / str(RANK)
+    mine.mkdir()
+    model = compiled()
+    x, y = np.full((4, 5), RANK), np.full((4, 1), RANK)
+    average = hvd.callbacks.MetricAverageCallback()
+    history = fit(model, [average, *writers(mine)], validation_data=(x, y))
+    assert written(mine) == (["deep/1.keras", "deep/2.keras", "log.csv"] if RANK == 0 else [])
+    if RANK == 0:
+        with open(mine / "log.csv") as file:
+            rows = list(csv.DictReader(file))
+        assert [float(row["val_loss"]) for row in rows] == history["val_loss"]
+        saved = keras.models.load_model(mine / "deep" / "2.keras")
+        np.testing.assert_array_equal(training.flat(saved), training.flat(model))
+    assert_equal_on_all_ranks(history["val_loss"])
+
+
+def test_tensorboard_writes_on_rank_0_alone(directory: pathlib.Path) -> None:
+    pytest.importorskip("tensorboard")
+    mine = directory / str(RANK)
+    (mine / "train").mkdir(parents=True)
+    board = keras.callbacks.TensorBoard(
+        mine,
+        histogram_freq=1,
+        write_images=True,
+        write_steps_per_second=True,
+        update_freq=2,
+        profile_batch=(2, 3),
+        embeddings_freq=1,
+    )
+    model = compiled()
+    x, y = np.full((4, 5), RANK), np.full((4, 1), RANK)
+    fit(model, [hvd.callbacks.MetricAverageCallback(), board], validation_data=(x, y))
+    training.assert_bit_identical_on_all_ranks(model)
+    assert any("validation" in path for path in written(mine)) == (RANK == 0)
+    assert bool(written(mine)) == (RANK == 0)
+
+
+@several
+def test_a_model_of_one_rank_is_written_by_that_rank(directory: pathlib.Path) -> None:
+    mine = directory / str(RANK)
+    mine.mkdir()
+    compiled()  # from here on Keras's callbacks are changed
+    model = compiled(distributed=False)
+    x, y = np.ones((4, 5)), np.ones((4, 1))
+    model.fit(x, y, verbose=0, callbacks=writers(mine)[:2])
+    assert {path.name for path in mine.rglob("*.*")} == {"log.csv", "1.keras"}
+
+
+def test_the_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path) -> None:
+    # On rank 0 alone the second epoch looks worse; over all ranks it is better.
+    watch = Watch([5.0, 6.0] if RANK == 0 else [5.0, 1.0])
+    best = keras.callbacks.ModelCheckpoint(
+        directory / "best.weights.h5",
+        monitor="watched",
+        mode="min",
+        save_best_only=True,
+        save_weights_only=True,
+    )
+    model = compiled()
+    fit(model, [watch, hvd.callbacks.MetricAverageCallback(), best])
+    agree.gather_json("written", None)
+    saved = training.dense_model()
+    saved.load_weights(directory / "best.weights.h5")
+    assert np.array_equal(training.flat(saved), training.flat(model)) == (SIZE > 1)
+
+
+@several
+def test_derived_callbacks_run_their_own_part_everywhere(directory: pathlib.Path) -> None:
+    class Counting(keras.callbacks.ModelCheckpoint):
+        def on_epoch_end(self, epoch, logs=None):
+            super().on_epoch_end(epoch, logs)
+            ranks.append(float(hvd.allreduce(float(RANK), op=hvd.Sum, name="theirs")))
+            assert self.model.built
+
+    ranks: list[float] = []
+    fit(compiled(), [Counting(directory / f"{RANK}.keras")])
+    assert ranks == [sum(range(SIZE))] * 2
+    agree.gather_json("written", None)
+    assert [path.name for path in directory.iterdir()] == ["0.keras"]
+
+
+@several
+def test_backup_and_restore_is_refused_on_all_ranks(directory: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=r"Use hvd\.callbacks\.Checkpoint\('"):
+        fit(compiled(), [keras.callbacks.BackupAndRestore(directory)])
+
+
+# The mean over 2 ranks stays 1; that over 3 ranks falls from 4/3; one rank sees it rise.
+WATCHED = [0.0, 1.0, 2.0, 3.0] if RANK == 0 else [2.0, 1.0, 0.0, -1.0]
+ORDERS = pytest.mark.parametrize("order", ["behind", "before", "without"])
+
+
+def with_metric_average(order: str, callback: keras.callbacks.Callback) -> list:
+    average = hvd.callbacks.MetricAverageCallback()
+    return {"behind": [average, callback], "before": [callback, average], "without": [callback]}[
+        order
+    ]
+
+
+@ORDERS
+def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str) -> None:
+    watch = Watch(WATCHED)
+    stop = keras.callbacks.EarlyStopping("watched", mode="max", patience=0)
+    history = fit(compiled(), [watch, *with_metric_average(order, stop)], epochs=4)
+    assert_equal_on_all_ranks(watch.batches)
+    assert watch.batches == {1: 4, 2: 2, 3: 2}[SIZE] * training.STEPS
+    if order == "without":  # others see what this rank has logged
+        assert history["watched"] == WATCHED[: len(history["watched"])]
+
+
+@ORDERS
+def test_reduce_lr_on_plateau_gives_all_ranks_the_same_rate(order: str) -> None:
+    reduce = keras.callbacks.ReduceLROnPlateau("watched", mode="max", factor=0.5, patience=1)
+    callbacks = [Watch(WATCHED), *with_metric_average(order, reduce)]
+    history = fit(compiled(), callbacks, epochs=4)
+    falling = [0.1, 0.1, 0.05, 0.025] if SIZE > 1 else [0.1] * 4
+    np.testing.assert_allclose(history["learning_rate"], falling, rtol=1e-6)
+    assert_equal_on_all_ranks(history["learning_rate"])
+
+
+def test_early_stopping_by_what_one_rank_alone_has_measured() -> None:
+    watch = Watch([0.0, 1.0, 2.0, 3.0] if RANK == SIZE - 1 else [])
+    stop = keras.callbacks.EarlyStopping("watched", mode="min", patience=0)
+    history = fit(compiled(), [watch, stop], epochs=4)
+    assert watch.batches == 2 * training.STEPS
+    assert ("watched" in history) == (RANK == SIZE - 1)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_a_nan_of_one_rank_terminates_all_after_the_same_batch(steps_per_execution: int) -> None:
+    model = compiled(steps_per_execution=steps_per_execution)
+    x, y = training.data(model, SIZE)
+    x, y = (training.shard(array, RANK, SIZE) for array in (x, y))
+    if RANK == SIZE - 1:
+        y[2 * training.BATCH] = np.nan  # in the third step
+    watch = Watch()
+    callbacks = [hvd.callbacks.MetricAverageCallback(), keras.callbacks.TerminateOnNaN(), watch]
+    model.fit(
+        x, y, batch_size=training.BATCH, epochs=3, verbose=0, shuffle=False, callbacks=callbacks
+    )
+    assert watch.batches == {1: 3, 2: 2}[steps_per_execution]
+    # All are in one place: what follows is answered by all.
+    assert float(hvd.allreduce(float(RANK), op=hvd.Sum)) == sum(range(SIZE))
+
+
+@several
+def test_a_nan_raises_on_all_ranks() -> None:
+    model = compiled()
+    x, y = np.ones((8, 5)), np.full((8, 1), np.nan if RANK == SIZE - 1 else 1.0)
+    with pytest.raises(RuntimeError, match="NaN or Inf loss encountered at batch 0"):
+        model.fit(x, y, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN(raise_error=True)])

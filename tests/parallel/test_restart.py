@@ -1,0 +1,360 @@
+"""A training that is interrupted and started again ends as one that is not."""
+
+import pathlib
+import random
+import tempfile
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import agree, checkpoint
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+EPOCHS, STEPS, BATCH = 3, 5, 4
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+
+
+@pytest.fixture
+def directory():
+    """One temporary directory for all ranks. Rank 0 alone uses it."""
+    with tempfile.TemporaryDirectory() as mine:
+        yield pathlib.Path(agree.gather_json("directory", mine)[0]) / "checkpoints"
+        agree.gather_json("directory is no longer used", None)
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends ``fit`` as a crash would, after a batch, both counted over all epochs from 0."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        if self.left <= 0:
+            raise KeyboardInterrupt
+        self.left -= self.model.steps_per_execution
+
+
+def build(make_optimizer, run_eagerly: bool = True, **arguments) -> keras.Model:
+    """With all kinds of state. Weights and generators differ by rank: restoring must help.
+
+    Eager unless told otherwise: these few steps take less time than tracing them.
+    """
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            layers.Dense(8, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.4, seed=RANK + 1),
+            layers.Dense(1),
+        ]
+    )
+    training.set_weights(model, seed=RANK)
+    optimizer = hvd.DistributedOptimizer(make_optimizer())
+    model.compile(optimizer=optimizer, loss="mse", run_eagerly=run_eagerly, **arguments)
+    return model
+
+
+def adam() -> keras.optimizers.Optimizer:
+    return keras.optimizers.Adam(0.01)
+
+
+def momentum() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
+def rows() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(3)
+    shape = SIZE * STEPS * BATCH
+    return (
+        generator.normal(size=(shape, 5)).astype("float32"),
+        generator.normal(size=(shape, 1)).astype("float32"),
+    )
+
+
+def train(
+    model: keras.Model,
+    saved: hvd.callbacks.Checkpoint | None,
+    *more: keras.callbacks.Callback,
+    last: bool = True,
+    epochs: int = EPOCHS,
+) -> None:
+    start = saved.initial_epoch if saved else 0
+    data = hvd.data.shard(rows(), batch_size=BATCH, seed=5, start_epoch=start)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.LearningRateWarmupCallback(0.05 * SIZE, warmup_epochs=2),
+    ]
+    if saved:
+        callbacks = [*callbacks, saved] if last else [saved, *callbacks]
+    model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])
+
+
+def assert_same_state(model: keras.Model, other: keras.Model) -> None:
+    mine, theirs = ([*m.variables, *m.optimizer.variables] for m in (model, other))
+    for one, two in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(one.numpy(), two.numpy(), err_msg=one.path)
+
+
+def interrupt(model: keras.Model, saved: hvd.callbacks.Checkpoint, after: int, **options) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        train(model, saved, Interrupt(after), **options)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "save_freq", "after", "last"),
+    [
+        (momentum, "epoch", 7, False),
+        (adam, 3, 4, False),
+        (momentum, 2, 9, True),
+    ],
+)
+def test_restart_ends_as_if_undisturbed(directory, make_optimizer, save_freq, after, last) -> None:
+    """In warm-up: at the end of an epoch, in the middle of the first and of the second."""
+    undisturbed = build(make_optimizer)
+    train(undisturbed, None)
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=save_freq)
+    interrupt(build(make_optimizer), saved, after, last=last)
+    again = build(make_optimizer)
+    others = [
+        hvd.callbacks.MetricAverageCallback(),
+        keras.callbacks.TerminateOnNaN(),
+        keras.callbacks.EarlyStopping("loss", patience=EPOCHS),
+        hvd.callbacks.ProgressLogger(),
+    ]
+    trained: list[int] = []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: trained.append(batch) if "loss" in logs else None
+    )
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=save_freq)
+    train(again, saved, record, *others, last=last)
+    assert saved.initial_epoch == after // STEPS
+    every = STEPS if save_freq == "epoch" else save_freq
+    done = after // STEPS * STEPS + after % STEPS // every * every
+    assert len(trained) == EPOCHS * STEPS - done, "seen batches were trained again"
+    assert_same_state(again, undisturbed)
+    # No random seeds here, which must differ.
+    training.assert_bit_identical_on_all_ranks(keras.Sequential(again.layers[-1:]))
+
+
+def test_restart_with_several_steps_per_execution(directory) -> None:
+    undisturbed = build(adam, steps_per_execution=2, run_eagerly=False)
+    train(undisturbed, None, epochs=2)
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=4)
+    interrupt(
+        build(adam, steps_per_execution=2, run_eagerly=False), saved, 6 + 4
+    )  # 2 + 2 + 1 steps are 6 by count
+    again = build(adam, steps_per_execution=2, run_eagerly=False)
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=4)
+    assert saved.initial_epoch == 1
+    train(again, saved, epochs=2)
+    assert_same_state(again, undisturbed)
+    undivided = build(adam, steps_per_execution=3, run_eagerly=False)
+    interrupt(build(adam), hvd.callbacks.Checkpoint(directory, save_freq=4, restore=False), 4)
+    with pytest.raises(ValueError, match="after 4 batches, which steps_per_execution=3 does not"):
+        train(undivided, hvd.callbacks.Checkpoint(directory))
+
+
+@pytest.mark.parametrize("kind", ["arrays", "repeated", "length unknown"])
+def test_restart_with_other_data(directory, kind: str) -> None:
+    """Interrupted at the end of an epoch, before on_epoch_end, and in the middle of one."""
+    x, y = (part[RANK::SIZE] for part in rows())
+
+    def fit(net: keras.Model, *callbacks: keras.callbacks.Callback, start: int = 0) -> None:
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        arguments: dict[str, Any] = {"x": data}
+        if kind == "arrays":
+            arguments = {"x": x, "y": y, "batch_size": BATCH}
+        elif kind == "repeated":
+            data = data.repeat().skip(start * (STEPS - 1))
+            arguments = {"x": data, "steps_per_epoch": STEPS - 1}  # epochs begin anywhere
+        else:
+            arguments = {"x": data.filter(lambda x, y: True)}
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        everything = [broadcast, *callbacks]
+        net.fit(**arguments, epochs=2, shuffle=False, verbose=0, callbacks=everything)
+
+    undisturbed = build(adam)
+    fit(undisturbed)
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=STEPS)
+    with pytest.raises(KeyboardInterrupt):
+        fit(build(adam), saved, Interrupt(STEPS - 1))
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
+    # Of the second epoch two batches; its first is where "repeated" is by now.
+    seen = 2 if kind == "repeated" else STEPS + 2
+    with pytest.raises(KeyboardInterrupt):
+        fit(build(adam), saved, Interrupt(seen), start=saved.initial_epoch)
+    again = build(adam)
+    saved = hvd.callbacks.Checkpoint(directory)
+    fit(again, saved, start=saved.initial_epoch)
+    assert_same_state(again, undisturbed)
+
+
+def test_finished_training_is_not_repeated(directory) -> None:
+    first = build(adam)
+    train(first, hvd.callbacks.Checkpoint(directory))
+    again = build(adam)
+    batches: list[int] = []
+    record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda b, logs: batches.append(b))
+    train(again, hvd.callbacks.Checkpoint(directory), record)
+    assert batches == []
+    assert_same_state(again, first)
+    # More epochs are trained, from there; and a later fit does not start where that one did.
+    train(again, hvd.callbacks.Checkpoint(directory), record, epochs=EPOCHS + 1)
+    assert len(batches) == STEPS
+    train(again, None, record, epochs=1)
+    assert len(batches) == 2 * STEPS
+
+
+def test_random_generators_of_python_and_numpy_go_on(directory) -> None:
+    random.seed(RANK)
+    np.random.seed(RANK)
+    train(build(adam), hvd.callbacks.Checkpoint(directory), epochs=1)
+    expected = random.random(), np.random.random()
+    train(build(adam), hvd.callbacks.Checkpoint(directory), epochs=1)
+    assert (random.random(), np.random.random()) == expected
+
+
+def test_variables_that_numpy_does_not_know_and_local_ones(directory) -> None:
+    """bfloat16 weights, and a layer whose weights differ by rank."""
+
+    def make() -> keras.Model:
+        net = keras.Sequential(
+            [keras.Input((5,)), keras.layers.Dense(3, dtype="bfloat16"), keras.layers.Dense(1)]
+        )
+        training.set_weights(net, seed=RANK)
+        local = hvd.PartialDistributedOptimizer(adam(), local_layers=net.layers[1])
+        net.compile(optimizer=local, loss="mse")
+        return net
+
+    def fit(net: keras.Model) -> None:
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        data = hvd.data.shard(rows(), batch_size=BATCH)
+        net.fit(data, verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory), broadcast])
+
+    first, again = make(), make()
+    fit(first)
+    fit(again)  # has nothing left to train, and nothing to broadcast
+    assert_same_state(again, first)
+    kernels = agree.gather_json("kernels", first.layers[1].kernel.numpy().tolist())
+    assert all(kernel != kernels[0] for kernel in kernels[1:])
+
+
+def flip(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(directory) -> None:
+    undisturbed = build(adam)
+    train(undisturbed, None)
+    interrupt(build(adam), hvd.callbacks.Checkpoint(directory), 2 * STEPS)
+    if RANK == 0:
+        assert [path.name for path in checkpoint.files(directory)] == [
+            "checkpoint-00002-0000000.h5",
+            "checkpoint-00001-0000000.h5",
+        ]
+        flip(checkpoint.files(directory)[0])
+        (directory / ".checkpoint-00003-0000000.h5.killed").mkdir()
+    again = build(adam)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(again, hvd.callbacks.Checkpoint(directory))
+    told = [str(w.message) for w in caught if "damaged" in str(w.message)]
+    assert len(told) == (RANK == 0)
+    if RANK == 0:
+        assert "checkpoint-00002-0000000.h5: its content does not match its SHA-256" in told[0]
+        assert "Restoring" in told[0]
+        assert len(list(directory.iterdir())) == 2
+    assert_same_state(again, undisturbed)
+
+
+def test_only_damaged_checkpoints_are_an_error(directory) -> None:
+    train(build(adam), hvd.callbacks.Checkpoint(directory, keep=3))
+    if RANK == 0:
+        for path in checkpoint.files(directory):
+            flip(path)
+    with pytest.raises(RuntimeError, match=r"(?s)all .* damaged: .*00003.*00002.*00001.*restore="):
+        train(build(adam), hvd.callbacks.Checkpoint(directory))
+    scratch, expected = build(adam), build(adam)
+    train(expected, None, epochs=1)
+    train(scratch, hvd.callbacks.Checkpoint(directory, restore=False), epochs=1)
+    assert_same_state(scratch, expected)
+    if RANK == 0:
+        assert [p.name for p in checkpoint.files(directory)] == ["checkpoint-00001-0000000.h5"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(directory) -> None:
+    train(build(adam), hvd.callbacks.Checkpoint(directory), epochs=1)
+    with pytest.raises(ValueError, match=r"adam.*momentum.*in the checkpoint.*in the model"):
+        train(build(momentum), hvd.callbacks.Checkpoint(directory))
+    other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(9), keras.layers.Dense(1)])
+    other.compile(optimizer=hvd.DistributedOptimizer(adam()), loss="mse")
+    before = training.flat(other)
+    with pytest.raises(ValueError, match=r"kernel float32\[5, 8\] in.*kernel float32\[5, 9\] in"):
+        train(other, hvd.callbacks.Checkpoint(directory), last=False)
+    np.testing.assert_array_equal(training.flat(other), before)
+
+
+@several
+def test_a_model_that_does_not_fit_on_one_rank_is_refused_on_all(directory) -> None:
+    train(build(adam), hvd.callbacks.Checkpoint(directory), epochs=1)
+    model = build(momentum if RANK == SIZE - 1 else adam)
+    with pytest.raises(ValueError, match=f"on rank {SIZE - 1}: adam"):
+        train(model, hvd.callbacks.Checkpoint(directory), last=False)
+
+
+@several
+def test_arguments_that_differ_are_refused(directory) -> None:
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=RANK + 1)
+    with pytest.raises(ValueError, match=r"differ: rank 0: .*save_freq=1.*rank 1: .*save_freq=2"):
+        train(build(adam), saved)
+
+
+def test_impossible_arguments_and_a_model_not_built(directory) -> None:
+    with pytest.raises(ValueError, match="keep is 0, expected an integer from 1"):
+        hvd.callbacks.Checkpoint(directory, keep=0)
+    with pytest.raises(ValueError, match="save_freq is 'batch', expected 'epoch' or a number"):
+        hvd.callbacks.Checkpoint(directory, save_freq="batch")
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(adam()), loss="mse")
+    with pytest.raises(ValueError, match=r"no variables yet\. Build it first"):
+        model.fit(*rows(), verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory)])
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(directory) -> None:
+    if RANK == 0:
+        directory.write_text("in the way")
+    error = OSError if RANK == 0 else RuntimeError
+    with pytest.raises(error, match="checkpoints"):
+        train(build(adam), hvd.callbacks.Checkpoint(directory / "deep"))
+
+
+def test_loss_scaling_goes_on(directory) -> None:
+    def make() -> keras.Model:
+        return build(lambda: keras.optimizers.LossScaleOptimizer(adam(), dynamic_growth_steps=2))
+
+    undisturbed = make()
+    train(undisturbed, None, epochs=2)
+    interrupt(make(), hvd.callbacks.Checkpoint(directory, save_freq=3), 8, last=False)
+    again = make()
+    train(again, hvd.callbacks.Checkpoint(directory, save_freq=3), epochs=2)
+    assert_same_state(again, undisturbed)
+
+
+def test_data_that_ends_before_the_saved_batch(directory) -> None:
+    interrupt(build(adam), hvd.callbacks.Checkpoint(directory, save_freq=4), 4)
+    model = build(adam)
+    less = hvd.data.shard(rows(), batch_size=2 * BATCH)
+    with pytest.raises(ValueError, match="ended after 3 batches of epoch 0, of which 4 had been"):
+        model.fit(less, verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory)])
+    history = model.fit(less, verbose=0).history
+    assert history["loss"][0] > 0, "does not train any more"

@@ -1,0 +1,300 @@
+"""Scripts of TensorFlow 1 and of tf_keras run with the import changed.
+
+In jobs of their own, for a process has one Keras, and either eager execution or not.
+"""
+
+import pathlib
+
+from tests.harness.ranks import run_script
+
+# What the literature's scripts have, but for their data sets. Each rank takes its rows of each
+# batch, and one process takes the whole batch.
+TENSORFLOW_1 = """
+import os, sys
+import numpy as np
+import tensorflow as tf
+tf.compat.v1.disable_v2_behavior()
+import hvd_keras as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+random = np.random.default_rng(3)
+x = random.normal(size=(6, 8, 5)).astype("float32")
+words = random.integers(0, 20, (6, 8, 3))
+y = random.normal(size=(6, 8, 1)).astype("float32")
+
+def model(make_optimizer, seed, rows):
+    tf.compat.v1.set_random_seed(seed)
+    features, labels = tf.constant(x[:, rows]), tf.constant(y[:, rows])
+    step = tf.compat.v1.train.get_or_create_global_step()
+    table = tf.compat.v1.get_variable("table", [20, 4])
+    kernel = tf.compat.v1.get_variable("kernel", [9, 1])
+    unused = tf.compat.v1.get_variable("unused", [2])
+    embedded = tf.nn.embedding_lookup(table, tf.gather(tf.constant(words[:, rows]), step % 6))
+    inputs = tf.concat([tf.gather(features, step % 6), tf.reduce_sum(embedded, 1)], 1)
+    loss = tf.reduce_mean(tf.square(tf.tanh(inputs) @ kernel - tf.gather(labels, step % 6)))
+    return loss, make_optimizer(), step
+
+def weights(session):
+    return np.concatenate([v.ravel() for v in session.run(tf.compat.v1.trainable_variables())])
+
+optimizers = {
+    "Adagrad": lambda: tf.compat.v1.train.AdagradOptimizer(0.01 * hvd.size()),
+    "Adam": lambda: tf.compat.v1.train.AdamOptimizer(0.01 * hvd.size()),
+    "Momentum": lambda: tf.compat.v1.train.MomentumOptimizer(0.01 * hvd.size(), 0.9),
+}
+for name, make_optimizer in optimizers.items():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        loss, opt, step = model(make_optimizer, 0, slice(None))
+        train_op = opt.minimize(loss, global_step=step)
+        session.run(tf.compat.v1.global_variables_initializer())
+        start = weights(session)
+        for _ in range(12):
+            session.run(train_op)
+        alone = weights(session)
+
+    with tf.Graph().as_default():
+        loss, opt, step = model(make_optimizer, rank, slice(rank, None, size))
+        opt = hvd.DistributedOptimizer(opt)
+        hooks = [hvd.BroadcastGlobalVariablesHook(0), tf.compat.v1.train.StopAtStepHook(12)]
+        train_op = opt.minimize(loss, global_step=step)
+        checkpoint_dir = f"{sys.argv[0]}.{name}" if hvd.rank() == 0 else None
+        config = tf.compat.v1.ConfigProto()
+        with tf.compat.v1.train.MonitoredTrainingSession(
+            checkpoint_dir=checkpoint_dir, config=config, hooks=hooks
+        ) as mon_sess:
+            while not mon_sess.should_stop():
+                mon_sess.run(train_op)
+                raw = mon_sess._tf_sess()
+            # The graph is finalised by now.
+            assert hvd.broadcast_object({"rank": rank}, 0, session=raw) == {"rank": 0}
+            assert hvd.broadcast_object_fn(size - 1, raw, "fn")(rank) == size - 1
+            assert hvd.allgather_object(rank, session=raw) == list(range(size))
+            together = weights(raw)
+    assert np.abs(alone - start).max() > 0.01, "training did nothing"
+    np.testing.assert_allclose(together, alone, rtol=1e-4, atol=1e-5)
+    everyone = hvd.allgather_object(together.tobytes())
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+# Clipped between the two halves of minimize(), and started without a hook.
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    results = []
+    for seed, rows, wrap in (0, slice(None), lambda o: o), (
+        rank, slice(rank, None, size), hvd.DistributedOptimizer
+    ):
+        with tf.compat.v1.variable_scope(f"model{len(results)}"):
+            loss, opt, step = model(optimizers["Adam"], seed, rows)
+            opt = wrap(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+            gradients, variables = zip(*opt.compute_gradients(
+                loss, tf.compat.v1.trainable_variables(f"model{len(results)}")
+            ))
+            clipped, norm = tf.clip_by_global_norm(gradients, 0.1)
+            results.append((opt.apply_gradients(zip(clipped, variables)), norm, variables))
+    session.run(tf.compat.v1.global_variables_initializer())
+    session.run(hvd.broadcast_global_variables(0))
+    (_, alone, ours), (_, together, theirs) = results
+    session.run([theirs[i].assign(ours[i]) for i in range(len(ours))])
+    for _ in range(2):
+        a, b = session.run([alone, together])
+        assert a > 0.2
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+        session.run([results[0][0], results[1][0]])
+    for a, b in session.run(list(zip(ours, theirs))):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+# Unnamed collectives, in two independent branches.
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    one, two = hvd.allreduce(tf.constant(1.0 + rank)), hvd.allgather(tf.constant([rank]))
+    for _ in range(3):
+        mean, ranks = session.run([one, two])
+        assert mean == 1 + (size - 1) / 2 and list(ranks) == list(range(size))
+try:
+    hvd.DistributedOptimizer(optimizers["Adam"](), backward_passes_per_step=2)
+except ValueError as error:
+    assert "cannot accumulate" in str(error)
+else:
+    raise AssertionError("accepted")
+print("done")
+"""
+
+# A rank that makes fewer steps. TensorFlow would try to recover for ever.
+ENDS_EARLY = """
+import tensorflow as tf
+tf.compat.v1.disable_v2_behavior()
+import hvd_keras as hvd
+
+hvd.init()
+step = tf.compat.v1.train.get_or_create_global_step()
+w = tf.compat.v1.get_variable("w", [3])
+opt = hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+train_op = opt.minimize(tf.reduce_sum(w * w), global_step=step)
+hooks = [hvd.BroadcastGlobalVariablesHook(0), tf.compat.v1.train.StopAtStepHook(3 + 3 * hvd.rank())]
+with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks) as session:
+    while not session.should_stop():
+        session.run(train_op)
+print("ended after its steps")
+"""
+
+# The same for tf_keras, which must be what tf.keras is.
+TF_KERAS = """
+import sys
+import numpy as np
+import tensorflow as tf
+import hvd_keras as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+optimizers, layers = tf.keras.optimizers, tf.keras.layers
+assert tf.keras.Model.__module__.startswith("tf_keras")
+B, STEPS = 4, 5
+random = np.random.default_rng(5)
+x = random.normal(size=(STEPS, size, B, 6)).astype("float32")
+y = random.normal(size=(STEPS, size, B, 1)).astype("float32")
+words = random.integers(0, 20, (STEPS, size, B, 3))
+everything = [a.reshape(STEPS * size * B, -1) for a in (x, words, y)]
+share = [a[:, rank].reshape(STEPS * B, -1) for a in (x, words, y)]
+
+def make_model(seed, *, synchronized=None, policy="float32"):
+    features, tokens = tf.keras.Input((6,)), tf.keras.Input((3,))
+    hidden = layers.Dense(5, activation="tanh", dtype=policy)(features)
+    if synchronized is not None:
+        hidden = layers.BatchNormalization(synchronized=synchronized)(hidden)
+    embedded = layers.Flatten()(layers.Embedding(20, 2)(tokens))
+    out = layers.Dense(1, dtype="float32")(layers.Concatenate()([hidden, embedded]))
+    model = tf.keras.Model([features, tokens], out)
+    random = np.random.default_rng(seed)
+    # Squared, for there may be variances among them.
+    model.set_weights([random.normal(size=w.shape, scale=0.3) ** 2 for w in model.get_weights()])
+    return model
+
+def flat(model):
+    return np.concatenate([w.ravel() for w in model.get_weights()])
+
+def train(model, optimizer, data, batch, callbacks=(), epochs=2, **options):
+    model.compile(optimizer=optimizer, loss="mse", metrics=["mae", tf.keras.metrics.AUC(name="auc"),
+        tf.keras.metrics.RootMeanSquaredError()], experimental_run_tf_function=False)
+    x, words, y = data
+    y = (y > 0).astype("float32") if options.pop("binary", False) else y
+    return model.fit([x, words], y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0,
+                     callbacks=list(callbacks), **options)
+
+def check(make_optimizer, synchronized=None):
+    # One process normalises over its batch, which is the whole one.
+    alone = make_model(0, synchronized=False if synchronized else None)
+    start = flat(alone)
+    train(alone, make_optimizer(), everything, size * B)
+    together = make_model(rank, synchronized=synchronized)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    train(together, hvd.DistributedOptimizer(make_optimizer()), share, B, [broadcast])
+    assert np.abs(flat(alone) - start).max() > 0.005, "training did nothing"
+    np.testing.assert_allclose(flat(together), flat(alone), rtol=1e-4, atol=1e-5)
+    everyone = hvd.allgather_object(flat(together).tobytes())
+    assert all(theirs == everyone[0] for theirs in everyone)
+
+check(lambda: optimizers.Adam(0.05, global_clipnorm=0.5))
+check(lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3, use_ema=True))
+check(lambda: optimizers.legacy.Adam(0.05, clipnorm=0.1))
+check(lambda: optimizers.SGD(0.05), synchronized=True)
+
+# All callbacks: one log for all ranks, and it is that of one process.
+alone, together = make_model(0), make_model(rank)
+plan = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5 ** epoch)
+expected = train(alone, optimizers.SGD(0.1, momentum=0.9), everything, size * B, [plan],
+                 binary=True, validation_data=([everything[0][::2], everything[1][::2]],
+                 everything[2][::2] > 0)).history
+path = f"{sys.argv[0]}.keras"
+average = hvd.callbacks.MetricAverageCallback()
+history = train(
+    together, hvd.DistributedOptimizer(optimizers.SGD(0.1, momentum=0.9)), share, B,
+    [hvd.callbacks.BroadcastGlobalVariablesCallback(0), average,
+     hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5 ** epoch),
+     hvd.callbacks.ModelCheckpoint(path, monitor="val_loss", mode="min")],
+    binary=True, validation_data=([everything[0][::2][rank::size], everything[1][::2][rank::size]],
+    everything[2][::2][rank::size] > 0)).history
+assert history.keys() == expected.keys() and len(history) == 9, history.keys()
+for key in history:
+    np.testing.assert_allclose(history[key], expected[key], rtol=1e-4, err_msg=key)
+data = [everything[0][rank::size], everything[1][rank::size]], everything[2][rank::size] > 0
+results = together.evaluate(*data, callbacks=[average], verbose=0)
+np.testing.assert_allclose(
+    results, alone.evaluate(everything[:2], everything[2] > 0, verbose=0), rtol=1e-4)
+
+# Training goes on from the file, with the optimizer's state.
+loaded = hvd.load_model(path)
+for model in loaded, together:
+    model.fit(share[:2], share[2], batch_size=B, shuffle=False, verbose=0)
+np.testing.assert_allclose(flat(loaded), flat(together), rtol=1e-5)
+assert np.abs(flat(loaded) - flat(alone)).max() > 0.01
+
+warmup = hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=1)
+rates = []
+see = tf.keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: rates.append(float(loaded.optimizer.learning_rate)))
+loaded.fit(share[:2], share[2], batch_size=B, verbose=0, callbacks=[warmup, see])
+np.testing.assert_allclose(rates, 0.2 * (1 + np.arange(1, 6) / 5 * (size - 1)) / size, rtol=1e-5)
+
+# An overflow on one rank: no rank makes the step.
+for family in optimizers, optimizers.legacy:
+    model = make_model(rank, policy="mixed_float16")
+    model.compile(optimizer=tf.keras.mixed_precision.LossScaleOptimizer(
+        hvd.DistributedOptimizer(family.SGD(0.1))), loss="mse")
+    data = [np.float32(a[:B]) for a in share]
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(data[:2], data[2], batch_size=B, verbose=0, callbacks=[broadcast])
+    before, scale = flat(model), float(model.optimizer.loss_scale)
+    everyone = hvd.allgather_object(before.tobytes())
+    assert all(theirs == everyone[0] for theirs in everyone)
+    if rank == size - 1:
+        data[2] = data[2] * np.inf
+    model.fit(data[:2], data[2], batch_size=B, verbose=0)
+    assert (flat(model) == before).all() and float(model.optimizer.loss_scale) == scale / 2
+
+# A custom loop, in which a rank lacks a gradient, and one that is dense there and sparse here.
+v, w, u = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([3, 2])), tf.Variable(5.0)
+for wrapped in (optimizers.SGD(1.0), optimizers.legacy.SGD(1.0)):
+    for variable, value in (v, [1.0, 2.0]), (w, tf.ones([3, 2])), (u, 5.0):
+        variable.assign(value)
+    opt = hvd.DistributedOptimizer(wrapped, op=hvd.Sum)
+    opt.register_local_var(u)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(w, [rank, 2])) + u * rank
+        if rank == 0:
+            loss += tf.reduce_sum(v * [1.0, 3.0])
+    opt.apply_gradients(zip(tape.gradient(loss, [v, w, u]), [v, w, u]))
+    np.testing.assert_allclose(v, [0.0, -1.0])
+    np.testing.assert_allclose(w[:, 0], [0.0, 0.0, -1.0])
+    np.testing.assert_allclose(u, 5.0 - rank / size)
+
+def fails(error, text, *args, **kwargs):
+    try:
+        hvd.DistributedOptimizer(*args, **kwargs)
+    except error as caught:
+        assert text in str(caught), caught
+    else:
+        raise AssertionError(text)
+
+import keras
+fails(TypeError, "unset it", keras.optimizers.SGD())
+fails(ValueError, "cannot accumulate", optimizers.SGD(), backward_passes_per_step=2)
+fails(ValueError, "distributed already", loaded.optimizer)
+print("done")
+"""
+
+
+def test_scripts_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
+    job = run_script(tmp_path, 2, TENSORFLOW_1)
+    assert job.status == 0, job.output
+    assert job.output.count("done") == 2, job.output
+
+
+def test_a_rank_that_ends_early_ends_a_monitored_session(tmp_path: pathlib.Path) -> None:
+    job = run_script(tmp_path, 2, ENDS_EARLY, timeout=60)
+    assert job.status != 0
+    assert job.output.count("ended after its steps") == 1, job.output
+    assert "another rank has left the job" in job.output
+
+
+def test_scripts_of_tf_keras(tmp_path: pathlib.Path) -> None:
+    job = run_script(tmp_path, 2, TF_KERAS, TF_USE_LEGACY_KERAS="1")
+    assert job.status == 0, job.output
+    assert job.output.count("done") == 2, job.output

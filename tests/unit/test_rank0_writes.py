@@ -1,0 +1,39 @@
+"""What rank 0 alone does must reach the others when it fails."""
+
+import pathlib
+
+import pytest
+
+from tests.harness import ranks
+
+SCRIPT = """
+import sys
+import keras, numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+x, y = np.full((8, 2), hvd.rank()), np.ones((8, 1))
+callback = CALLBACK
+model.fit(x, y, epochs=EPOCHS, verbose=0, callbacks=[callback])
+hvd.allreduce([1.0], name="after")
+print("both went on", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("callback", "epochs"),
+    [
+        ("keras.callbacks.CSVLogger('FOLDER/no such folder/log.csv')", 3),
+        # After the last step: rank 1 needs rank 0 no more in its fit.
+        ("keras.callbacks.ModelCheckpoint('FOLDER/script.py/model.keras')", 1),
+    ],
+)
+def test_keras_callback_that_cannot_write(tmp_path: pathlib.Path, callback: str, epochs) -> None:
+    script = SCRIPT.replace("CALLBACK", callback).replace("EPOCHS", str(epochs))
+    job = ranks.run_script(tmp_path, 2, script.replace("FOLDER", str(tmp_path)), timeout=60)
+    assert job.status != 0
+    assert str(tmp_path) in job.output
+    assert "rank 0 has left the job" in job.output, job.output
+    assert "both went on" not in job.output

@@ -1,0 +1,288 @@
+"""What can happen to checkpoints: killed writers, damage, full disks, killed jobs."""
+
+import pathlib
+import random
+import subprocess
+import sys
+import textwrap
+
+import h5py
+import numpy as np
+import pytest
+
+from hvd_keras import checkpoint
+from tests.harness import ranks
+
+KILLS = 25
+
+# The parent kills its children, which save without a pause. All values of a checkpoint are its
+# number: a mixture of two would show. TensorFlow has no threads yet, so that fork is safe.
+KILL_LOOP = """
+import os, pathlib, random, signal, sys, time
+import numpy as np
+from hvd_keras import checkpoint
+
+folder, kills, moment = pathlib.Path(sys.argv[1]), int(sys.argv[2]), random.Random(0)
+
+def save(number):
+    values = [np.full(200_000, number, "float32") for _ in range(10)]  # 8 MB in all
+    variables = [checkpoint.Variable(f"v{i}", False, value) for i, value in enumerate(values)]
+    path = checkpoint.path_of(folder, number, 0)
+    checkpoint.write(path, {"number": number}, variables)
+    checkpoint.prune(path, 2)
+
+def newest():
+    path = checkpoint.files(folder)[0]
+    content = checkpoint.read(path)
+    number = content.facts["number"]
+    assert path == checkpoint.path_of(folder, number, 0)
+    assert len(content.variables) == 10
+    assert all((v.value == number).all() for v in content.variables), "a mixture"
+    return number
+
+begun, torn = 1, 0
+save(begun)
+for _ in range(kills):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        for number in range(begun + 1, 10**5):
+            save(number)
+            os.write(writing, b"saved")
+        os._exit(0)
+    os.read(reading, 5)
+    time.sleep(moment.uniform(0, 0.1))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(writing)
+    told = begun + 1
+    while os.read(reading, 5):
+        told += 1
+    os.close(reading)
+    torn += any(path.name.startswith(".") for path in folder.iterdir())
+    checkpoint.remove_unfinished(folder)
+    assert all(path.name.startswith("checkpoint-") for path in folder.iterdir())
+    begun = newest()
+    assert begun in (told, told + 1), f"{told} was saved, {begun} is there"
+print(f"{kills} kills, {torn} in mid write, none lost")
+"""
+
+
+def test_killed_writers_lose_no_checkpoint(tmp_path: pathlib.Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", KILL_LOOP, str(tmp_path), str(KILLS)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    print(result.stdout)
+    assert result.stdout.startswith(f"{KILLS} kills, ")
+    assert int(result.stdout.split()[2]) > 0, "no kill came in mid write"
+
+
+def written(path: pathlib.Path) -> list[np.ndarray]:
+    """A checkpoint of 100 kB."""
+    generator = np.random.default_rng(0)
+    values = [generator.normal(size=n).astype("float32") for n in (20_000, 3, 5_000)]
+    variables = [checkpoint.Variable(f"v{i}", False, value) for i, value in enumerate(values)]
+    checkpoint.write(path, {"epoch": 1}, variables)
+    return values
+
+
+def same(path: pathlib.Path, values: list[np.ndarray]) -> bool:
+    """Whether the file gives these values; False if it is said to be damaged."""
+    try:
+        content = checkpoint.read(path)
+    except checkpoint.DamagedError:
+        return False
+    for variable, value in zip(content.variables, values, strict=True):
+        np.testing.assert_array_equal(variable.value, value, err_msg="silently wrong")
+    assert content.facts == {"epoch": 1}
+    return True
+
+
+def test_damage_is_never_silent(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "checkpoint-00001-0000000.h5"
+    values = written(path)
+    whole = path.read_bytes()
+    assert same(path, values)
+    moment = random.Random(0)
+    for offset in [*range(600), *(moment.randrange(len(whole)) for _ in range(1000))]:
+        damaged = bytearray(whole)
+        damaged[offset] ^= 1 << moment.randrange(8)
+        path.write_bytes(damaged)
+        assert not same(path, values), f"a flipped bit in byte {offset} is not seen"
+    for offset in range(0, len(whole), 4096):
+        zeroed = whole[:offset] + bytes(len(whole[offset : offset + 4096])) + whole[offset + 4096 :]
+        path.write_bytes(zeroed)
+        assert same(path, values) == (zeroed == whole)
+    for length in [0, 1, 511, 512, 513, *range(1000, len(whole), 7919), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        assert not same(path, values)
+    path.write_bytes(whole + b"\0")
+    assert not same(path, values)
+    path.write_bytes(whole)
+    assert same(path, values)
+
+
+def test_damage_is_named(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "checkpoint-00001-0000000.h5"
+    written(path)
+    whole = path.read_bytes()
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["x"] = 1
+    for data, reason in [
+        (b"", "empty"),
+        (b"a text", "does not begin as checkpoints"),
+        ((tmp_path / "other.h5").read_bytes(), "does not begin as checkpoints"),
+        (whole[:-9], f"has {len(whole) - 9} bytes, {len(whole)} were written"),
+        (whole[:-1] + b"?", "SHA-256"),
+    ]:
+        path.write_bytes(data)
+        with pytest.raises(checkpoint.DamagedError, match=reason):
+            checkpoint.verify(path)
+
+
+def test_prune_keeps_the_last_ones_and_drops_those_of_a_training_given_up(
+    tmp_path: pathlib.Path,
+) -> None:
+    positions = [(0, 50), (1, 0), (1, 50), (2, 0), (7, 0), (123456, 0)]
+    for position in positions:
+        checkpoint.path_of(tmp_path, *position).touch()
+    (tmp_path / "notes.txt").touch()
+    order = [checkpoint.path_of(tmp_path, *position) for position in reversed(positions)]
+    assert checkpoint.files(tmp_path) == order
+    checkpoint.prune(checkpoint.path_of(tmp_path, 2, 0), 2)
+    assert checkpoint.files(tmp_path) == [
+        checkpoint.path_of(tmp_path, 2, 0),
+        checkpoint.path_of(tmp_path, 1, 50),
+    ]
+    assert (tmp_path / "notes.txt").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: pathlib.Path):
+    """A file system of 3 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+FULL_DISK = """
+import errno, sys
+import keras, numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.Input((500,)), keras.layers.Dense(600)])
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()), loss="mse")
+epochs = []
+callbacks = [
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.Checkpoint({folder!r}),
+    keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch)),
+]
+try:
+    model.fit(np.ones((2, 500)), np.ones((2, 600)), epochs=9, verbose=0, callbacks=callbacks)
+except OSError as error:
+    assert hvd.rank() == 0 and error.errno == errno.ENOSPC, error
+    print("rank 0 says so after", len(epochs), flush=True)
+except RuntimeError as error:
+    assert hvd.rank() == 1, error
+    assert "rank 0 could not write the checkpoint: OSError: [Errno 28]" in str(error), error
+    print("rank 1 says so after", len(epochs), flush=True)
+hvd.allreduce([1.0])
+"""
+
+
+def test_full_disk_is_an_error_on_all_ranks_and_the_old_ones_stay(
+    tmp_path: pathlib.Path, small_disk: pathlib.Path
+) -> None:
+    job = ranks.run_script(tmp_path, 2, FULL_DISK.format(folder=str(small_disk)))
+    assert job.status == 0, job.output
+    # Of 1.2 MB each, two fit and the third does not.
+    for rank in range(2):
+        assert f"rank {rank} says so after 2" in job.output, job.output
+    names = ["checkpoint-00001-0000000.h5", "checkpoint-00002-0000000.h5"]
+    assert sorted(path.name for path in small_disk.iterdir()) == names
+    for path in small_disk.iterdir():
+        checkpoint.verify(path)
+
+
+TRAIN = """
+import hashlib, os, signal, sys, threading
+import keras, numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+keras.utils.set_random_seed(hvd.rank())
+model = keras.Sequential(
+    [
+        keras.Input((200,)),
+        keras.layers.Dense(300, activation="relu"),
+        keras.layers.Dropout(0.3),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(1),
+    ]
+)
+model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
+random = np.random.default_rng(0)
+rows = random.normal(size=(160, 200)).astype("float32"), random.normal(size=160)
+checkpoint = hvd.callbacks.Checkpoint({folder!r}, save_freq=2)
+data = hvd.data.shard(rows, batch_size=8, start_epoch=checkpoint.initial_epoch)
+print("begins with epoch", checkpoint.initial_epoch, flush=True)
+
+class Die(keras.callbacks.Callback):
+    batches = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.batches += 1
+        if self.batches == {batches}:
+            kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
+            threading.Timer({delay}, kill).start()
+
+broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+warmup = hvd.callbacks.LearningRateWarmupCallback(0.01 * hvd.size(), warmup_epochs=2)
+model.fit(data, epochs=4, verbose=0, callbacks=[broadcast, warmup, checkpoint, Die()])
+state = [v.numpy().tobytes() for v in (*model.weights, *model.optimizer.variables)]
+print("ends with", hashlib.sha256(b"".join(state)).hexdigest(), flush=True)
+"""
+
+
+def end(output: str) -> set[str]:
+    return {line.partition("ends with ")[2] for line in output.splitlines() if "ends with" in line}
+
+
+def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path) -> None:
+    """Every rank is killed, at some moment of an epoch, saves included."""
+
+    def run(name: str, size: int, batches: int = 0, delay: float = 0.0) -> ranks.Job:
+        folder = str(tmp_path / name)
+        script = TRAIN.format(folder=folder, batches=batches, delay=delay)
+        return ranks.run_script(tmp_path, size, textwrap.dedent(script))
+
+    undisturbed = run("undisturbed", 2)
+    assert undisturbed.status == 0, undisturbed.output
+    moment = random.Random(0)
+    killed = run("killed", 2, batches=24, delay=moment.uniform(0, 0.03))  # of 10 an epoch
+    assert killed.status != 0
+    assert end(killed.output) == set()
+    copy = tmp_path / "killed, one rank"
+    copy.mkdir()
+    left = checkpoint.files(tmp_path / "killed")
+    newest = next(path for path in left if not path.name.endswith("-0000000.h5"))
+    (copy / newest.name).write_bytes(newest.read_bytes())
+    again = run("killed", 2)
+    assert again.status == 0, again.output
+    assert "begins with epoch 0" not in again.output, again.output
+    assert end(again.output) == end(undisturbed.output)
+    assert len(end(again.output)) == 1
+    alone = run(copy.name, 1)  # what was begun starts over
+    assert alone.status == 0, alone.output
+    assert "begins with epoch 2" in alone.output, alone.output
+    assert "now there are 1: the epoch starts over" in alone.output, alone.output
