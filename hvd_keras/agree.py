@@ -7,36 +7,46 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, runtime
+from hvd_keras import ops
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
-def gather_json(name: str, value: Any) -> list[Any]:
+def gather_json(name: str, value: Any, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Every rank's value, by rank. Works while TensorFlow traces a function, too.
 
     Args:
         name: identifies the call on all ranks.
         value: anything that JSON can hold.
+        process_set: the ranks that take part.
 
     Raises:
         tf.errors.AbortedError: a rank has left the job.
     """
-    if runtime.size() == 1:
+    if process_set.size() == 1:
         return [value]
-    return [json.loads(data) for data in gather_bytes(name, json.dumps(value).encode())]
+    gathered = gather_bytes(name, json.dumps(value).encode(), process_set)
+    return [json.loads(data) for data in gathered]
 
 
-def gather_bytes(name: str, mine: bytes) -> list[bytes]:
+def gather_bytes(
+    name: str, mine: bytes, process_set: ProcessSet = global_process_set
+) -> list[bytes]:
     """Every rank's bytes, by rank. Works while TensorFlow traces a function, too.
 
     Args:
         name: identifies the call on all ranks.
         mine: any number of bytes.
+        process_set: the ranks that take part.
 
     Raises:
         tf.errors.AbortedError: a rank has left the job.
     """
-    lengths = at_once(lambda: ops.allgather([len(mine)], f"{name}.lengths"))
-    together = at_once(lambda: ops.allgather(np.frombuffer(mine, np.uint8), name)).tobytes()
+
+    def gather(values: Any, call: str) -> Any:
+        return at_once(lambda: ops.allgather(values, call, process_set=process_set))
+
+    lengths = gather([len(mine)], f"{name}.lengths")
+    together = gather(np.frombuffer(mine, np.uint8), name).tobytes()
     ends = np.cumsum(lengths)
     return [together[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 

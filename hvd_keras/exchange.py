@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from hvd_keras import agree, ops, runtime, settings
+from hvd_keras import agree, ops, settings
 from hvd_keras._keras import Variable
 from hvd_keras.compression import Compression, Compressor
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
 Kind = Literal["dense", "sparse"]
 
@@ -70,10 +71,14 @@ class Manner:
     device_sparse: str = ""
     gradient_predivide_factor: float = 1.0
     scale_local_gradients: bool = True
+    process_set: ProcessSet = global_process_set
 
     def __post_init__(self) -> None:
-        if self.op not in (ops.Average, ops.Sum):
-            raise ValueError(f"op is {self.op!r}, expected hvd.Average or hvd.Sum.")
+        self.process_set.check_included("DistributedOptimizer")
+        if self.op not in (ops.Average, ops.Sum, ops.Adasum):
+            raise ValueError(f"op is {self.op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
+        if self.op is ops.Adasum and not self.sparse_as_dense:
+            raise ValueError("op=hvd.Adasum needs dense gradients. Give sparse_as_dense=True, too.")
         if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):
             raise ValueError(
                 f"compression is {self.compression!r}, expected hvd.Compression.none, .fp16 or "
@@ -94,7 +99,7 @@ class Manner:
         """Of a variable that stays on this rank."""
         if gradient is None or not self.scale_local_gradients:
             return gradient
-        factor = tf.constant(1 / runtime.size(), gradient.dtype)
+        factor = tf.constant(1 / self.process_set.size(), gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(
                 gradient.values * factor, gradient.indices, gradient.dense_shape
@@ -124,8 +129,9 @@ class Plan:
         entries: Sequence[Entry],
         gradients: Sequence[Any],
         groups: Sequence[Sequence[int]] = (),
+        process_set: ProcessSet = global_process_set,
     ) -> None:
-        """Compares notes with the other ranks.
+        """Compares notes with the other ranks of a process set.
 
         ``groups`` names variables, by place, that shall travel together.
 
@@ -138,8 +144,14 @@ class Plan:
         views = agree.gather_json(
             f"{name}.plan",
             [[str(e), _kind(g)] for e, g in zip(entries, gradients, strict=True)],
+            process_set,
         )
-        _check_equal([[text for text, _ in view] for view in views])
+        _check_equal(
+            {
+                rank: [text for text, _ in view]
+                for rank, view in zip(process_set.ranks, views, strict=True)
+            }
+        )
         self.kinds = tuple(
             self._common_kind({view[i][1] for view in views}) for i in range(len(self.entries))
         )
@@ -201,6 +213,7 @@ class Plan:
                     device_sparse=manner.device_sparse,
                     prescale_factor=1 / manner.gradient_predivide_factor,
                     postscale_factor=manner.gradient_predivide_factor,
+                    process_set=manner.process_set,
                     name=name,
                 )
             for i, gradient in zip(bucket, reduced, strict=True):
@@ -291,7 +304,11 @@ class Distribution:
         entries = tuple(entry(v) for v in variables)
         if entries not in self._plans:
             self._plans[entries] = Plan(
-                self.name, entries, gradients, places(self.groups, variables)
+                self.name,
+                entries,
+                gradients,
+                places(self.groups, variables),
+                self.manner.process_set,
             )
         return self._plans[entries]
 
@@ -302,7 +319,7 @@ class Distribution:
             ValueError: the ranks' variables differ, on every rank; or a gradient appears that no
                 rank had in the first step.
         """
-        if runtime.size() == 1 or len(variables) == 0:
+        if self.manner.process_set.size() == 1 or len(variables) == 0:
             return list(gradients)
         results = self.manner.densified(gradients)
         shared = [i for i, v in enumerate(variables) if key(v) not in self.local]
@@ -321,17 +338,16 @@ def _kind(gradient: Any) -> Kind | None:
     return "sparse" if isinstance(gradient, tf.IndexedSlices) else "dense"
 
 
-def _check_equal(views: list[list[str]]) -> None:
-    if all(view == views[0] for view in views):
+def _check_equal(views: dict[int, list[str]]) -> None:
+    """``views`` are by rank."""
+    if len({tuple(view) for view in views.values()}) == 1:
         return
-    longest = max(len(view) for view in views)
+    longest = max(map(len, views.values()))
     lines = []
     for i in range(longest):
-        row = [view[i] if i < len(view) else "none" for view in views]
-        if len(set(row)) > 1:
-            lines.append(
-                f"variable {i}: " + ", ".join(f"rank {r} has {v}" for r, v in enumerate(row))
-            )
+        row = {r: view[i] if i < len(view) else "none" for r, view in views.items()}
+        if len(set(row.values())) > 1:
+            lines.append(f"variable {i}: " + ", ".join(f"rank {r} has {v}" for r, v in row.items()))
     shown = "\n  ".join(lines[:5]) + (f"\n  and {len(lines) - 5} more" if len(lines) > 5 else "")
     raise ValueError(
         f"The ranks train different models:\n  {shown}\n"

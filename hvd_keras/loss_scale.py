@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops, runtime
+from hvd_keras import ops
 from hvd_keras._keras import keras
 
 
@@ -26,10 +26,13 @@ def agree_on_finite_gradients() -> None:
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         finite = local_check(self, grads)
         distribution = getattr(self.inner_optimizer, "_hvd_distribution", None)
-        if distribution is None or runtime.size() == 1:
+        if distribution is None:
             return finite
         return ops.allreduce(
-            tf.cast(finite, tf.bool), op=ops.Min, name=f"{distribution.name} gradients are finite"
+            tf.cast(finite, tf.bool),
+            op=ops.Min,
+            name=f"{distribution.name} gradients are finite",
+            process_set=distribution.manner.process_set,
         )
 
     loss_scale_optimizer.check_finite = check_finite

@@ -8,10 +8,15 @@ import cloudpickle
 import numpy as np
 
 from hvd_keras import agree, ops, runtime
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
 def broadcast_object(
-    obj: Any, root_rank: int = 0, session: Any = None, name: str | None = None
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Gives every rank the object of one.
 
@@ -20,6 +25,7 @@ def broadcast_object(
         root_rank: the rank whose object all get.
         session: not needed: works in TensorFlow 1, too, also when the graph is finalised.
         name: identifies the call on all ranks.
+        process_set: the ranks that take part.
 
     Returns:
         The root's object, a copy of it on the other ranks.
@@ -32,19 +38,25 @@ def broadcast_object(
     name = name or "object"
     is_root = runtime.rank() == root_rank
     data = np.frombuffer(cloudpickle.dumps(obj) if is_root else b"", np.uint8)
-    length = agree.at_once(lambda: ops.broadcast(np.int64(len(data)), root_rank, f"{name}.length"))
-    sent = data if is_root else np.zeros(int(length), np.uint8)
-    received = agree.at_once(lambda: ops.broadcast(sent, root_rank, name))
+
+    def from_root(value: Any, call: str) -> Any:
+        return agree.at_once(lambda: ops.broadcast(value, root_rank, call, process_set=process_set))
+
+    length = from_root(np.int64(len(data)), f"{name}.length")
+    received = from_root(data if is_root else np.zeros(int(length), np.uint8), name)
     return obj if is_root else cloudpickle.loads(received.tobytes())
 
 
 def broadcast_object_fn(
-    root_rank: int = 0, session: Any = None, name: str | None = None
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
     """``broadcast_object`` with all but the object settled.
 
     Args:
-        root_rank, session, name: as in ``broadcast_object``.
+        root_rank, session, name, process_set: as in ``broadcast_object``.
 
     Returns:
         A function that takes this rank's object and returns the root's.
@@ -56,23 +68,31 @@ def broadcast_object_fn(
         from_root = hvd.broadcast_object_fn(root_rank=0)
         config = from_root(config)
     """
-    return functools.partial(broadcast_object, root_rank=root_rank, session=session, name=name)
+    return functools.partial(
+        broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set
+    )
 
 
-def allgather_object(obj: Any, session: Any = None, name: str | None = None) -> list[Any]:
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
     """Gives every rank the objects of all, by rank.
 
     Args:
         obj: anything that cloudpickle can serialise.
         session: not needed: works in TensorFlow 1, too, also when the graph is finalised.
         name: identifies the call on all ranks.
+        process_set: the ranks that take part.
 
     Returns:
-        A list of ``size()`` objects.
+        A list of one object per rank.
 
     Raises:
         tf.errors.AbortedError: a rank has left the job.
     """
     del session
-    gathered = agree.gather_bytes(name or "object", cloudpickle.dumps(obj))
+    gathered = agree.gather_bytes(name or "object", cloudpickle.dumps(obj), process_set)
     return [cloudpickle.loads(data) for data in gathered]

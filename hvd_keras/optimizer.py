@@ -1,7 +1,8 @@
 """``DistributedOptimizer``: one process's optimizer, fed with the gradients of all."""
 
+import collections
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -18,8 +19,10 @@ from hvd_keras import (
 )
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compression import Compression, Compressor
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
-_numbers = itertools.count()
+# By process set: ranks of one set make the same optimizers, those of another may make others.
+_numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -35,6 +38,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
     """Makes a Keras optimizer apply the gradients of all ranks.
@@ -61,7 +65,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             used in every step.
         gradient_predivide_factor: splits the division of the average: by this factor before the
             sum, by the rest after it. Sums are taken in float32, so it matters with fp16 only.
-        op: ``hvd.Average``, or ``hvd.Sum`` to leave the division to the learning rate.
+        op: ``hvd.Average``, or ``hvd.Sum`` to leave the division to the learning rate, or
+            ``hvd.Adasum`` (with ``sparse_as_dense``) to decide between both by the gradients'
+            directions.
         backward_passes_per_step: local steps whose gradients are added up before an update; sets
             the optimizer's own ``gradient_accumulation_steps``. Keras 3 only.
         average_aggregated_gradients: with ``backward_passes_per_step``, apply the mean of the local
@@ -69,6 +75,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         num_groups: exchange the gradients in this many requests. Default: by size, see
             ``HVD_BUCKET_BYTES``.
         groups: the same, or lists of variables whose gradients shall travel together.
+        process_set: the ranks that train this model together; only they call this.
         scale_local_gradients: divide the gradients of local variables by ``size()``, as those of
             all others are in an average.
 
@@ -100,6 +107,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         device_sparse=device_sparse,
         gradient_predivide_factor=gradient_predivide_factor,
         scale_local_gradients=scale_local_gradients,
+        process_set=process_set,
     )
     target = optimizer
     if not is_v1 and isinstance(optimizer, _loss_scale_class()):
@@ -109,7 +117,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"hvd.DistributedOptimizer: this {type(target).__name__} is distributed already. "
             "Wrap an optimizer once."
         )
-    name = name or f"optimizer {next(_numbers)}"
+    name = name or f"optimizer {next(_numbers[process_set.id()])}"
     chosen = exchange.groups(num_groups, groups)
     passes = _accumulate(target, backward_passes_per_step)
     if is_v1:
@@ -219,7 +227,7 @@ class _Distribution(exchange.Distribution):
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """In place of ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
-        if runtime.size() == 1 or len(grads) == 0:
+        if self.manner.process_set.size() == 1 or len(grads) == 0:
             keras_apply(self.optimizer, grads, trainable_variables)
             return
         variables = trainable_variables
@@ -236,7 +244,10 @@ class _Distribution(exchange.Distribution):
         if overwritten:
             # Such "gradients" (float8 scales) are new values; Keras takes the largest of several.
             largest = ops.grouped_allreduce(
-                [grads[i] for i in overwritten], op=ops.Max, name=f"{self.name} overwritten"
+                [grads[i] for i in overwritten],
+                op=ops.Max,
+                name=f"{self.name} overwritten",
+                process_set=self.manner.process_set,
             )
             for i, value in zip(overwritten, largest, strict=True):
                 grads[i] = value
@@ -254,7 +265,7 @@ class _Distribution(exchange.Distribution):
 
         Keras calls it after accumulation and before all that looks at the gradients.
         """
-        if runtime.size() > 1:
+        if self.manner.process_set.size() > 1:
             grads = self._exchange(grads)
         if self.local_sum > 1:
             grads = [g if g is None else g * tf.constant(self.local_sum, g.dtype) for g in grads]

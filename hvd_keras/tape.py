@@ -4,12 +4,13 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvd_keras import exchange, ops, runtime, sync_batch_norm
+from hvd_keras._keras import keras
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.optimizer import local_variables
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
 class DistributedGradientTape:
@@ -19,7 +20,7 @@ class DistributedGradientTape:
         gradtape: the tape to wrap. All else of it (``watch``, ``stop_recording``, use as a context
             manager) stays as it is.
         device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
-            num_groups, groups, scale_local_gradients: as in ``DistributedOptimizer``.
+            num_groups, groups, process_set, scale_local_gradients: as in ``DistributedOptimizer``.
 
     Raises:
         TypeError: ``gradtape`` is no ``tf.GradientTape``.
@@ -44,6 +45,7 @@ class DistributedGradientTape:
         gradient_predivide_factor: float = 1.0,
         num_groups: int = 0,
         groups: int | Sequence[Sequence[Any]] | None = None,
+        process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
         runtime.rank()  # says so, if init() was not called
@@ -60,6 +62,7 @@ class DistributedGradientTape:
             device_sparse=device_sparse,
             gradient_predivide_factor=gradient_predivide_factor,
             scale_local_gradients=scale_local_gradients,
+            process_set=process_set,
         )
         self._groups = exchange.groups(num_groups, groups)
         self._local: set[int] = set()
@@ -92,7 +95,7 @@ class DistributedGradientTape:
             ValueError: the ranks' sources differ in number, name, dtype or shape; on every rank.
         """
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
-        if runtime.size() == 1:
+        if self._manner.process_set.size() == 1:
             return gradients
         flat_sources = tf.nest.flatten(sources)
         flat = self._manner.densified(tf.nest.flatten(gradients))
@@ -109,9 +112,10 @@ class DistributedGradientTape:
     def _plan(self, sources: list[Any], gradients: list[Any]) -> exchange.Plan:
         places = exchange.places(self._groups, sources)
         entries = tuple(exchange.entry(source) for source in sources)
-        key = entries, self._manner.sparse_as_dense, tuple(map(tuple, places))
+        process_set = self._manner.process_set
+        key = entries, self._manner.sparse_as_dense, tuple(map(tuple, places)), process_set.id()
         if key not in _plans():
-            _plans()[key] = exchange.Plan("tape", entries, gradients, places)
+            _plans()[key] = exchange.Plan("tape", entries, gradients, places, process_set)
         return _plans()[key]
 
 

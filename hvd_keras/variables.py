@@ -9,30 +9,39 @@ import tensorflow as tf
 
 from hvd_keras import exchange, ops, runtime, settings
 from hvd_keras._keras import is_legacy, keras
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
-def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> None:
     """Assigns the root's values to the variables of every rank.
 
     Args:
         variables: Keras variables or ``tf.Variable``s, in the same order on all ranks.
-        root_rank: the rank whose values all get.
+        root_rank: the rank, of the job, whose values all get.
+        process_set: the ranks that take part.
+        inplace: Horovod's; variables are always assigned to.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: there is no such rank, or this rank is not in the process set.
         TypeError: a variable has a dtype that cannot travel.
         tf.errors.FailedPreconditionError: the ranks' variables differ in dtype, shape or number; on
             every rank.
     """
+    del inplace
     bucket: list[Any] = []
     size = number = 0
     for variable in variables:
         bucket.append(variable)
         size += exchange.size_in_bytes(exchange.entry(variable))
         if size >= settings.read().bucket_bytes:
-            _broadcast(bucket, root_rank, number)
+            _broadcast(bucket, root_rank, number, process_set)
             bucket, size, number = [], 0, number + 1
-    _broadcast(bucket, root_rank, number)
+    _broadcast(bucket, root_rank, number, process_set)
 
 
 def of_training(model: Any) -> list[Any]:
@@ -55,11 +64,11 @@ def is_restored(model: Any) -> bool:
     return getattr(model, "_hvd_restored", False)
 
 
-def _broadcast(variables: list[Any], root_rank: int, number: int) -> None:
+def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: ProcessSet) -> None:
     if not variables:
         return
     values = ops.grouped_broadcast(
-        [tf.convert_to_tensor(v) for v in variables], root_rank, f"variables {number}"
+        [tf.convert_to_tensor(v) for v in variables], root_rank, f"variables {number}", process_set
     )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)

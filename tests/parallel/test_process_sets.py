@@ -2,6 +2,7 @@
 
 import threading
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -77,6 +78,46 @@ def test_gradients(others) -> None:
     np.testing.assert_allclose(tape.gradient(root, x), [last, last])
     total = sum(range(1, SIZE))
     np.testing.assert_allclose(tape.gradient(rows, x), [total, total])
+
+
+def test_training_in_a_set(others) -> None:
+    """Rank 0 trains one model, the others another, together."""
+    if RANK == 0:
+        with pytest.raises(ValueError, match="rank 0 is not in process set"):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(), process_set=others)
+    mine = others if RANK != 0 else None
+    x = tf.Variable([float(RANK), 1.0], name="others" if RANK else "alone")
+    table = tf.Variable(tf.ones((3, 1)), name="table")
+    optimizer = keras.optimizers.SGD(1.0)
+    if mine:
+        optimizer = hvd.DistributedOptimizer(optimizer, process_set=others)
+        hvd.broadcast_variables([x], 1, process_set=others)
+        np.testing.assert_array_equal(x, [1.0, 1.0])
+    rows = tf.IndexedSlices(tf.constant([[float(RANK)]]), tf.constant([0]), tf.constant([3, 1]))
+    optimizer.apply([tf.constant([float(RANK), 0.0]), rows], [x, table])
+    mean = (SIZE / 2) if RANK else 0.0  # of 1 to SIZE - 1
+    np.testing.assert_allclose(x, [(1.0 if RANK else 0.0) - mean, 1.0])
+    np.testing.assert_allclose(table, [[1.0 - mean], [1.0], [1.0]])
+
+    tape = tf.GradientTape()
+    with tape:
+        loss = tf.reduce_sum(x * float(RANK))
+    if mine:
+        gradient = hvd.DistributedGradientTape(tape, process_set=others).gradient(loss, x)
+        np.testing.assert_allclose(gradient, [mean, mean])
+        assert hvd.allgather_object(RANK, process_set=others) == others.ranks
+        assert hvd.broadcast_object(RANK, SIZE - 1, process_set=others) == SIZE - 1
+
+
+def test_models_that_differ_within_a_set_name_the_ranks_of_the_job() -> None:
+    last = hvd.global_process_set if SIZE == 2 else hvd.add_process_set([0, SIZE - 1])
+    if last.included():
+        v = tf.Variable(tf.zeros(1 + RANK))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(), process_set=last)
+        with pytest.raises(ValueError, match=rf"rank 0 has .*\[1\], rank {SIZE - 1} has"):
+            optimizer.apply([tf.zeros_like(v)], [v])
+    if SIZE > 2:
+        hvd.remove_process_set(last)
 
 
 def test_a_set_goes_on_while_another_is_stuck(others) -> None:
