@@ -1,6 +1,7 @@
 #include "core/mpi_patience.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -24,6 +25,10 @@ constexpr double kLastWordsSeconds = 0.1;
 
 constexpr int kWaits = 1;   // the step's number
 constexpr int kGaveUp = 2;  // the reason
+
+// Set once, when a transport of this process has given up. Its messages are still under way, into
+// memory that is in use no more: no other may let MPI go on.
+std::atomic<const std::string*> lost{nullptr};
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -56,6 +61,7 @@ void MpiPatience::wait(std::vector<MPI_Request>& requests, const Waiting& waitin
   bool told = false;
   int left = count;
   while (left > 0) {
+    if (const std::string* why = lost) throw Lost(*why);
     int completed = 0;
     MPI_Testsome(count, requests.data(), &completed, indices.data(), MPI_STATUSES_IGNORE);
     if (completed == MPI_UNDEFINED) return;
@@ -109,7 +115,7 @@ void MpiPatience::listen() {
     std::string bytes(size, '\0');
     MPI_Recv(bytes.data(), size, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, communicator_,
              MPI_STATUS_IGNORE);
-    if (status.MPI_TAG == kGaveUp) throw Lost(bytes);
+    if (status.MPI_TAG == kGaveUp) lose(bytes);
     std::memcpy(&waits_in_[status.MPI_SOURCE], bytes.data(), sizeof step_);
   }
 }
@@ -123,6 +129,11 @@ void MpiPatience::give_up(const std::string& why) {
     MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
                 MPI_STATUSES_IGNORE);
   }
+  lose(why);
+}
+
+void MpiPatience::lose(const std::string& why) {
+  lost = new std::string(why);  // for ever
   throw Lost(why);
 }
 

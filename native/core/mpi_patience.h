@@ -33,7 +33,8 @@ class MpiPatience {
 
   void tell(int tag, const std::string& bytes);
   void listen();
-  void give_up(const std::string& why);
+  [[noreturn]] void give_up(const std::string& why);
+  [[noreturn]] static void lose(const std::string& why);
   std::vector<int> missing() const;
 
   MPI_Comm communicator_;

@@ -1,5 +1,6 @@
 """Collectives that send different rows to different ranks, or none; and joining."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -72,6 +73,17 @@ def test_adasum() -> None:
     np.testing.assert_allclose(hvd.allreduce(parallel, op=hvd.Adasum), parallel)
     with pytest.raises(ValueError, match=r"op=hvd\.Adasum"):
         hvd.allreduce(tf.constant([1]), op=hvd.Adasum)
+
+
+def test_adasum_in_an_optimizer() -> None:
+    variable = keras.Variable(np.zeros(4, "float32"))
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), op=hvd.Adasum, sparse_as_dense=True
+    )
+    optimizer.apply([tf.constant(np.eye(4, dtype="float32")[RANK % 4])], [variable])
+    np.testing.assert_allclose(variable, -sum(np.eye(4)[r % 4] for r in range(SIZE)))
+    with pytest.raises(ValueError, match="sparse_as_dense=True"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(), op=hvd.Adasum)
 
 
 def test_reducescatter_takes_sums_and_averages_only() -> None:

@@ -28,7 +28,6 @@ EVERY = sorted(
     and issubclass(value, optimizers.Optimizer)
     and name not in NOT_BY_THEMSELVES
 )
-# Each with a way to see that it does something.
 OPTIONS = {
     "plain": {},
     "clipnorm": {"clipnorm": 0.1},
@@ -39,6 +38,8 @@ OPTIONS = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
     "loss_scale_factor": {"loss_scale_factor": 128.0},
 }
+if SIZE != 2:  # where all would take long, and tell nothing new
+    OPTIONS = {name: OPTIONS[name] for name in ("plain", "global_clipnorm")}
 RATES = {"Adadelta": 1.0, "Lion": 0.001, "SGD": 0.1, "Ftrl": 0.05, "Adagrad": 0.1}
 SPECIAL = {
     "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
@@ -287,7 +288,7 @@ def test_wrong_optimizers() -> None:
         hvd.DistributedOptimizer("adam")
     with pytest.raises(ValueError, match="Wrap an optimizer once"):
         hvd.DistributedOptimizer(hvd.DistributedOptimizer(optimizers.SGD()))
-    with pytest.raises(ValueError, match=r"hvd\.Average or hvd\.Sum"):
+    with pytest.raises(ValueError, match=r"hvd\.Average, hvd\.Sum"):
         hvd.DistributedOptimizer(optimizers.SGD(), op=hvd.Max)
     with pytest.raises(TypeError, match=r"tf.GradientTape"):
         hvd.DistributedGradientTape(None)

@@ -8,16 +8,19 @@ import pytest
 
 from tests.harness import ranks
 
-PARALLEL = pathlib.Path(__file__).parents[1] / "parallel"
+ROOT = pathlib.Path(__file__).parents[2]
+PARALLEL = ROOT / "tests" / "parallel"
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_parallel(size: int) -> None:
+def test_parallel(size: int, tmp_path: pathlib.Path) -> None:
+    matrix = tmp_path / "matrix.md"
     job = ranks.mpirun(
         size,
         sys.executable,
         *("-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider", str(PARALLEL)),
+        *("-p", "tests.harness.matrix", "--matrix", str(matrix)),
         # A rank that hangs shows where, and ends the job. No test takes nearly as long.
         *("--timeout=120", "--timeout-method=thread"),
         timeout=800,
@@ -27,4 +30,7 @@ def test_parallel(size: int) -> None:
     passed = re.findall(r"(\d+) passed", job.output)
     assert len(passed) == size, job.output
     assert len(set(passed)) == 1, job.output
+    if size == 2:
+        table = (ROOT / "docs" / "matrix.md").read_text()
+        assert matrix.read_text() == table, "docs/matrix.md is old: see tests/harness/matrix.py"
     print(f"{passed[0]} tests passed on {size} ranks")

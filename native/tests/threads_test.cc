@@ -1,0 +1,197 @@
+// The engine with its ranks as threads of one process, for ThreadSanitizer, which MPI does not bear.
+#include <deque>
+#include <future>
+#include <random>
+#include <thread>
+
+#include "core/engine.h"
+#include "tests/check.h"
+#include "tests/thread_transport.h"
+
+namespace hvd {
+namespace {
+
+constexpr int kRanks = 3;
+
+using Farewell = Engine::Farewell;
+
+// Runs a body on each rank, with an engine.
+void on_all_ranks(const Settings& settings, const std::function<void(Engine&, int)>& body) {
+  const auto hub = std::make_shared<test::Hub>(kRanks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      Engine engine(std::make_unique<test::ThreadTransport>(hub, rank), settings);
+      body(engine, rank);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+Farewell leave(Engine& engine, const std::string& reason) {
+  engine.announce_leaving(reason);
+  return engine.leave(-1);
+}
+
+// One request and its result; `values` are this rank's, of one dimension.
+class Call {
+ public:
+  Call(Kind kind, std::string name, std::vector<float> values = {})
+      : values_(std::move(values)), result_(promise_.get_future()) {
+    request_.kind = kind;
+    request_.name = std::move(name);
+    if (kind == Kind::barrier || kind == Kind::join) return;
+    request_.inputs.push_back(
+        {values_.data(), DType::float32, {static_cast<int64_t>(values_.size())}});
+    if (kind == Kind::allreduce) {
+      output = values_;
+      request_.outputs.push_back(output.data());
+    }
+  }
+
+  void submit(Engine& engine) {
+    request_.allocate = [this](size_t, const Shape& shape, void** data) {
+      output.resize(elements(shape));
+      *data = output.data();
+      return Status();
+    };
+    request_.done = [this](const Status& status) { promise_.set_value(status); };
+    engine.submit(request_);
+  }
+
+  Status wait() { return result_.get(); }
+
+  Request& request() { return request_; }
+  std::vector<float> output;
+
+ private:
+  std::vector<float> values_;
+  Request request_;
+  std::promise<Status> promise_;
+  std::future<Status> result_;
+};
+
+std::vector<float> times_ranks(float value) { return {value * kRanks, value + value + value}; }
+
+// Four threads on each rank submit in an order of their own.
+void threads_of_all_ranks_submit_in_any_order() {
+  on_all_ranks({}, [](Engine& engine, int rank) {
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t) {
+      threads.emplace_back([&engine, rank, t] {
+        std::vector<int> order(30);
+        for (int i = 0; i < 30; ++i) order[i] = i;
+        std::shuffle(order.begin(), order.end(), std::mt19937(rank * 10 + t));
+        std::deque<Call> calls;
+        for (int i = 0; i < 30; ++i) {
+          const auto value = static_cast<float>(t * 100 + i);
+          calls.emplace_back(Kind::allreduce, std::to_string(t) + "." + std::to_string(i),
+                             std::vector<float>{value, value});
+        }
+        for (const int i : order) calls[i].submit(engine);
+        for (int i = 0; i < 30; ++i) {
+          CHECK_EQ(calls[i].wait().message, "");
+          CHECK(calls[i].output == times_ranks(static_cast<float>(t * 100 + i)));
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(leave(engine, "done"), Farewell::together);
+  });
+}
+
+void errors_reach_all_and_work_goes_on() {
+  on_all_ranks({}, [](Engine& engine, int rank) {
+    for (int i = 0; i < 20; ++i) {
+      Call shape(Kind::allreduce, "shape", std::vector<float>(rank + 1));
+      Call root(Kind::broadcast, "root", {1});
+      root.request().root = rank == 1 ? 7 : 0;
+      shape.submit(engine);
+      root.submit(engine);
+      CHECK_EQ(shape.wait().code, Code::failed_precondition);
+      CHECK_EQ(root.wait().code, Code::invalid_argument);
+      Call next(Kind::allreduce, "shape", {2, 2});
+      next.submit(engine);
+      CHECK_EQ(next.wait().message, "");
+      CHECK(next.output == times_ranks(2));
+    }
+    CHECK_EQ(leave(engine, "done"), Farewell::together);
+  });
+}
+
+void ranks_join_one_after_another() {
+  on_all_ranks({}, [](Engine& engine, int rank) {
+    for (int round = 0; round < 10; ++round) {
+      for (int i = 0; i < rank; ++i) {
+        Call rows(Kind::allgather, "rows " + std::to_string(i), {1, 2});
+        rows.submit(engine);
+        CHECK_EQ(rows.wait().message, "");
+        CHECK_EQ(rows.output.size(), size_t(2 * (kRanks - i - 1)));
+      }
+      Call join(Kind::join, "");
+      join.submit(engine);
+      CHECK_EQ(join.wait().message, "");
+      int32_t last;
+      std::memcpy(&last, join.output.data(), sizeof last);
+      CHECK_EQ(last, kRanks - 1);
+    }
+    CHECK_EQ(leave(engine, "done"), Farewell::together);
+  });
+}
+
+void who_leaves_fails_what_others_submit_at_that_time() {
+  on_all_ranks({}, [](Engine& engine, int rank) {
+    if (rank == 1) {
+      CHECK_EQ(leave(engine, "tired"), Farewell::alone);
+      return;
+    }
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 3; ++t) {
+      threads.emplace_back([&engine, t] {
+        for (int i = 0; i < 5; ++i) {
+          Call call(Kind::allreduce, std::to_string(t), {1, 1});
+          call.submit(engine);
+          const Status status = call.wait();
+          CHECK_EQ(status.code, Code::aborted);
+          CHECK_CONTAINS(status.message, "rank 1 has left the job: tired (on here)");
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    CHECK_EQ(leave(engine, ""), Farewell::deserted);
+  });
+}
+
+void the_deadline_reaches_all() {
+  Settings settings;
+  settings.timeout_seconds = 0.3;
+  on_all_ranks(settings, [](Engine& engine, int rank) {
+    for (int i = 0; i < 10; ++i) {  // past the first requests, for which the deadline is long
+      Call first(Kind::barrier, "");
+      first.submit(engine);
+      CHECK_EQ(first.wait().message, "");
+    }
+    if (rank == 2) std::this_thread::sleep_for(std::chrono::seconds(1));
+    Call late(Kind::allreduce, "late", {1, 1});
+    late.submit(engine);
+    const Status status = late.wait();
+    CHECK_EQ(status.code, Code::deadline_exceeded);
+    CHECK_CONTAINS(status.message, "which rank 2 (on here) has not submitted");
+    CHECK_EQ(leave(engine, ""), Farewell::lost);
+  });
+}
+
+}  // namespace
+}  // namespace hvd
+
+int main() {
+  using namespace hvd;
+  return test::run({
+      {"threads of all ranks submit in any order", threads_of_all_ranks_submit_in_any_order},
+      {"errors reach all and work goes on", errors_reach_all_and_work_goes_on},
+      {"ranks join one after another", ranks_join_one_after_another},
+      {"who leaves fails what others submit at that time",
+       who_leaves_fails_what_others_submit_at_that_time},
+      {"the deadline reaches all", the_deadline_reaches_all},
+  });
+}

@@ -1,0 +1,59 @@
+"""Builds the core and its tests with sanitizers, and runs them. TensorFlow is not loaded.
+
+AddressSanitizer and UndefinedBehaviorSanitizer see all tests. ThreadSanitizer sees those without
+MPI: Open MPI itself does not start under it, so there ranks are threads (threads_test).
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+from tests.harness import ranks
+
+ROOT = pathlib.Path(__file__).parents[2]
+ALONE = ("agreement_test", "collectives_test", "explorer_test", "recorder_test", "reduce_test")
+WITH_MPI = ("engine_test", "exchange_test", "leave_test")
+# Memory that these libraries never free, by their own design: it is theirs until the process ends.
+LEAKS_OF_OTHERS = ("libmpi.so", "libopen-pal.so", "libpmix.so", "libevent", "libhwloc.so")
+
+
+def build(name: str, *flags: str) -> pathlib.Path:
+    """The folder of the test programs."""
+    folder = ROOT / "build" / f"sanitize-{name}"
+    tools = pathlib.Path(sys.executable).parent
+    configure = [str(tools / "cmake"), "-S", str(ROOT / "native"), "-B", str(folder), "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}"]
+    configure += ["-DHVD_TENSORFLOW=OFF", "-DHVD_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Debug"]
+    configure += [f"-DCMAKE_CXX_FLAGS=-O1 {' '.join(flags)}"]
+    subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([str(tools / "ninja"), "-C", str(folder), "--quiet"], check=True)
+    return folder / "tests"
+
+
+def run(binaries: pathlib.Path, *tests: str) -> None:
+    """Runs programs one by one; ends this one at the first that finds something."""
+    for test in tests:
+        print(f"{binaries.parent.name}: {test}", flush=True)
+        subprocess.run([str(binaries / test)], check=True, timeout=600)
+
+
+def main() -> None:
+    """Everything."""
+    address = build("address", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    suppressions = address / "leaks-of-others"
+    suppressions.write_text("".join(f"leak:{library}\n" for library in LEAKS_OF_OTHERS))
+    os.environ["LSAN_OPTIONS"] = f"suppressions={suppressions}:print_suppressions=0"
+    run(address, *ALONE, "threads_test")
+    for test in WITH_MPI:
+        print(f"{address.parent.name}: {test} on 2 ranks", flush=True)
+        job = ranks.mpirun(2, str(address / test), timeout=600)
+        if job.status != 0:
+            sys.exit(job.output)
+    run(build("thread", "-fsanitize=thread"), *ALONE, "threads_test")
+    print("The sanitizers have found nothing.")
+
+
+if __name__ == "__main__":
+    main()
