@@ -1,0 +1,89 @@
+"""``python -m hvd_keras.check``: what this installation is made of, and whether it works.
+
+Under a launcher, ``hvdrun -np 2 python -m hvd_keras.check``, all ranks take part;
+``hvdrun --check`` does that.
+"""
+
+import os
+import platform
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import _build_info, _library
+
+_SELF_TEST_SECONDS = 2.0
+
+
+def facts() -> dict[str, str]:
+    """What hvd_keras was built with and what it runs on, in words. Needs no ``init()``."""
+    core = _library.core()
+    gpus = [gpu.name for gpu in tf.config.list_physical_devices("GPU")]
+    return {
+        "hvd_keras": f"{hvd.__version__}, in {os.path.dirname(hvd.__file__)}",
+        "Python": f"{platform.python_version()}, {sys.executable}",
+        "TensorFlow": f"{tf.__version__}, built for {_build_info.TENSORFLOW_VERSION}",
+        "Keras": keras.__version__,
+        "MPI": core.hvd_mpi_version().decode().strip("\0\n ").splitlines()[0],
+        "MPI library": core.hvd_mpi_file().decode(),
+        "GPUs": ", ".join(gpus) if gpus else "none",
+        "NCCL": "not used: tensors of GPUs go over the host",
+        "XLA": "not used: models train without jit_compile",
+    }
+
+
+def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
+    """Runs every collective again and again and compares its values. All ranks call it.
+
+    Args:
+        seconds: how long, by rank 0's clock.
+
+    Returns:
+        The number of collectives that ran.
+
+    Raises:
+        AssertionError: a value is wrong.
+    """
+    rank, size = hvd.rank(), hvd.size()
+    start, rounds = time.monotonic(), 0
+    dtypes = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
+    while hvd.broadcast(time.monotonic() - start < seconds, 0, name="check.go on"):
+        dtype = dtypes[rounds % len(dtypes)]
+        everyone = np.arange(4.0 * size).reshape(1, -1) % 5 + np.arange(size).reshape(-1, 1)
+        mine = tf.cast(everyone[rank], dtype)
+        total = everyone.sum(0)
+        rows = 4 * rank, 4 * rank + 4
+        results = {
+            "allreduce": (hvd.allreduce(mine, op=hvd.Sum), total),
+            "allgather": (hvd.allgather(mine), everyone.ravel()),
+            "broadcast": (hvd.broadcast(mine, size - 1), everyone[-1]),
+            "alltoall": (hvd.alltoall(mine), everyone[:, slice(*rows)].ravel()),
+            "reducescatter": (hvd.reducescatter(mine, op=hvd.Sum), total[slice(*rows)]),
+        }
+        for name, (got, expected) in results.items():
+            if not np.array_equal(tf.cast(got, tf.float64), expected):
+                raise AssertionError(f"{name} of {dtype.name}: got {got}, expected {expected}.")
+        hvd.barrier()
+        if hvd.join() not in range(size):
+            raise AssertionError("join: the last rank does not exist.")
+        rounds += 1
+    return rounds * 7
+
+
+def main() -> None:
+    """Prints the facts and the result of the self-test, on rank 0."""
+    hvd.init()
+    say = print if hvd.rank() == 0 else lambda *text: None
+    for name, fact in facts().items():
+        say(f"{name + ':':<13} {fact}")
+    count = self_test()
+    ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
+    say(f"{'Self-test:':<13} {count} collectives of 7 kinds on {ranks}, all right")
+
+
+if __name__ == "__main__":
+    main()
