@@ -4,6 +4,7 @@
 moves the gradients of every step in buckets, one request each.
 """
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from hvd_keras import agree, ops, settings
+from hvd_keras import agree, log, ops, settings
 from hvd_keras._keras import Variable
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
@@ -155,6 +156,8 @@ class Plan:
         self.kinds = tuple(
             self._common_kind({view[i][1] for view in views}) for i in range(len(self.entries))
         )
+        counts = collections.Counter(map(str, self.kinds))
+        log.logger.debug("%s: gradients of %d variables: %s", name, len(entries), dict(counts))
 
     @staticmethod
     def _common_kind(kinds: set[Kind | None]) -> Kind | None:

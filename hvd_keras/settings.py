@@ -6,6 +6,9 @@ The core reads its own settings (native/core/settings.h) in the same manner.
 import dataclasses
 import functools
 import os
+from typing import Any
+
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,9 +18,16 @@ class Settings:
     Attributes:
         bucket_bytes: ``HVD_BUCKET_BYTES``, the bytes of gradients that travel as one request.
             More per request means fewer agreements; less means that a request can start earlier.
+        log_level: ``HVD_LOG_LEVEL``: DEBUG, INFO, WARNING or ERROR, for the core as well.
     """
 
     bucket_bytes: int = 64 << 20
+    log_level: str = "WARNING"
+
+    @property
+    def log_number(self) -> int:
+        """The level as the core knows it."""
+        return _LOG_LEVELS.index(self.log_level)
 
 
 @functools.cache
@@ -27,15 +37,22 @@ def read() -> Settings:
     Raises:
         ValueError: a variable is set to something that it cannot be.
     """
-    text = os.environ.get("HVD_BUCKET_BYTES", "")
-    if not text:
-        return Settings()
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError(
-            f"HVD_BUCKET_BYTES is {text!r}, expected a number of bytes, 1 or more. "
-            "Correct or unset it."
-        )
-    return Settings(bucket_bytes=int(text))
+    chosen: dict[str, Any] = {}
+    if text := os.environ.get("HVD_BUCKET_BYTES"):
+        if not text.isdecimal() or int(text) == 0:
+            raise ValueError(
+                f"HVD_BUCKET_BYTES is {text!r}, expected a number of bytes, 1 or more. "
+                "Correct or unset it."
+            )
+        chosen["bucket_bytes"] = int(text)
+    if text := os.environ.get("HVD_LOG_LEVEL"):
+        if text.upper() not in _LOG_LEVELS:
+            raise ValueError(
+                f"HVD_LOG_LEVEL is {text!r}, expected debug, info, warning or error. "
+                "Correct or unset it."
+            )
+        chosen["log_level"] = text.upper()
+    return Settings(**chosen)
 
 
 def point_mpi4py_at(mpi_library: str) -> None:

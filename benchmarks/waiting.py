@@ -1,0 +1,48 @@
+"""What waiting for another rank costs: CPU seconds over seconds, of a rank that waits.
+
+hvdrun -np 2 python benchmarks/waiting.py
+"""
+
+import argparse
+import resource
+import time
+
+import mpi4py
+
+import hvd_keras as hvd
+
+
+def cpu_seconds() -> float:
+    """Of all threads of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def share_of_a_core(wait, late_by: float) -> float:
+    """All ranks call ``wait``, the last one late. Of rank 0."""
+    hvd.barrier()
+    cpu, start = cpu_seconds(), time.monotonic()
+    if hvd.rank() == hvd.size() - 1:
+        time.sleep(late_by)
+    wait()
+    return (cpu_seconds() - cpu) / (time.monotonic() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10, help="how late a rank comes")
+    seconds = parser.parse_args().seconds
+    hvd.init()
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+
+    if hvd.size() < 2:
+        raise SystemExit("One rank waits for nobody: start it with hvdrun -np 2.")
+    ours = share_of_a_core(lambda: hvd.allreduce(1.0), seconds)
+    mpi = share_of_a_core(MPI.COMM_WORLD.Barrier, seconds)
+    if hvd.rank() == 0:
+        print(f"waiting {seconds:g} s: hvd.allreduce {ours:.1%} of a core, MPI_Barrier {mpi:.1%}")
+
+
+if __name__ == "__main__":
+    main()
