@@ -20,6 +20,7 @@ from hvd_keras.callbacks.learning_rate import (
 from hvd_keras.callbacks.metric_average import MetricAverageCallback
 from hvd_keras.callbacks.progress import ProgressLogger
 from hvd_keras.callbacks.restart import Checkpoint
+from hvd_keras.callbacks.stats import StatsLogger
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -29,4 +30,5 @@ __all__ = [
     "MetricAverageCallback",
     "ModelCheckpoint",
     "ProgressLogger",
+    "StatsLogger",
 ]

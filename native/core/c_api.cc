@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/export.h"
+#include "core/log.h"
 #include "core/world.h"
 
 namespace {
@@ -37,6 +38,11 @@ HVD_EXPORT int hvd_add_process_set(int id, const int* ranks, int count) {
 
 HVD_EXPORT void hvd_remove_process_set(int id) { hvd::World::instance().remove_process_set(id); }
 
+// Lines on stderr from this level on: 0 debug, 1 info, 2 warning, 3 error. After hvd_init().
+HVD_EXPORT void hvd_set_log(int level) {
+  hvd::set_log(static_cast<hvd::LogLevel>(level), hvd::World::instance().place().rank);
+}
+
 HVD_EXPORT int hvd_initialized() { return hvd::World::instance().initialized(); }
 
 // rank, size, local_rank, local_size, cross_rank, cross_size.
@@ -56,6 +62,20 @@ HVD_EXPORT void hvd_place(int* six) {
 HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
   return static_cast<int>(hvd::World::instance().leave(reason, seconds));
 }
+
+// This process's counters since hvd_init(), as JSON; see docs/observing.md.
+HVD_EXPORT const char* hvd_stats() {
+  thread_local std::string text;
+  text = hvd::World::instance().recorder()->stats();
+  return text.c_str();
+}
+
+// On rank 0, after hvd_init(). 0, or 1 with hvd_error().
+HVD_EXPORT int hvd_start_timeline(const char* path) {
+  return result(hvd::World::instance().recorder()->start_timeline(path));
+}
+
+HVD_EXPORT void hvd_stop_timeline() { hvd::World::instance().recorder()->stop_timeline(); }
 
 HVD_EXPORT void hvd_finalize() { hvd::World::instance().finalize(); }
 

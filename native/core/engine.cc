@@ -1,17 +1,14 @@
 #include "core/engine.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <utility>
 
 #include "core/collectives.h"
+#include "core/log.h"
 #include "core/stand_in.h"
 
 namespace hvd {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // The value that a leaving rank agrees on; fingerprint() never returns it.
 constexpr uint64_t kLeaving = 1;
@@ -27,9 +24,11 @@ constexpr double kFirstTimeoutSeconds = 1800;
 
 }  // namespace
 
-Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings)
+Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings,
+               std::shared_ptr<Recorder> recorder, int process_set)
     : transport_(std::move(transport)),
       settings_(settings),
+      history_(std::move(recorder), process_set, *transport_),
       joined_(transport_->ranks().size(), false),
       thread_([this] { loop(); }) {}
 
@@ -42,7 +41,7 @@ void Engine::submit(Request request) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_) {
-      queue_.push_back({std::move(request), print, wrong});
+      queue_.push_back({std::move(request), print, wrong, Clock::now()});
       changed_.notify_all();
       return;
     }
@@ -79,16 +78,16 @@ void Engine::loop() try {
       head = queue_.empty() ? kLeaving : queue_.front().fingerprint;
       head_identity = queue_.empty() ? "the end of the job" : identity(queue_.front().request);
     }
-    const auto start = Clock::now();
     const std::vector<Ballot> ballots = transport_->agree(
-        {head, waited_ns_}, [&](double seconds, const std::vector<int>& missing) -> std::string {
+        {head, history_.past()},
+        [&](double seconds, const std::vector<int>& missing) -> std::string {
           if (head == kLeaving) return "";  // a rank may finish long after another
           return watch(seconds, "rank " + std::to_string(ranks()[transport_->rank()]) +
                                     " waits for " + head_identity + ", which " + who(missing) +
                                     " has not submitted. Do all ranks take the same steps (as "
                                     "many batches, the same branches)?");
         });
-    waited_ns_ = static_cast<uint64_t>(std::chrono::nanoseconds(Clock::now() - start).count());
+    history_.agreed(ballots);
     const bool equal = std::all_of(ballots.begin(), ballots.end(), [&](const Ballot& ballot) {
       return ballot.fingerprint == head;
     });
@@ -110,6 +109,8 @@ void Engine::serve(const std::string& name, const std::string& header) {
   warned_ = false;
   Entry entry;
   if (!take(name, &entry)) entry.request = stand_in(header);
+  uint64_t bytes = 0;
+  for (const Input& input : entry.request.inputs) bytes += input.bytes();
   Status status = Status::error(Code::invalid_argument, name + ": " + entry.problem);
   if (entry.problem.empty()) {
     if (collective(entry.request.kind).joins) {
@@ -117,6 +118,7 @@ void Engine::serve(const std::string& name, const std::string& header) {
       entry.request.root = last_joined_;
       joined_.assign(joined_.size(), false);
     }
+    const auto start = Clock::now();
     try {
       status = transport_->run(
           entry.request, [&](double seconds, const std::vector<int>& missing) -> std::string {
@@ -127,6 +129,8 @@ void Engine::serve(const std::string& name, const std::string& header) {
           Status::error(Code::deadline_exceeded, name + " cannot run: " + lost.what()));
       throw;
     }
+    history_.served(collective(entry.request.kind).name, entry.request.name, bytes, entry.submitted,
+                    start);
   }
   ++served_;
   entry.request.done(status);
@@ -141,10 +145,12 @@ bool Engine::negotiate() {
   for (const std::string& bytes : encoded) reports.push_back(decode(bytes));
 
   const Decision decision = decide(reports);
+  if (logs(LogLevel::debug)) log(LogLevel::debug, "negotiates:" + summary(reports));
   for (const Refusal& refusal : decision.refuse) {
     Entry entry;
     if (take(refusal.identity, &entry))
       entry.request.done(Status::error(refusal.code, refusal.message));
+    history_.free();
   }
   for (const Step& step : decision.run) serve(step.identity, step.header);
   if (!decision.left.empty()) {
@@ -243,7 +249,8 @@ std::string Engine::watch(double seconds, const std::string& text) {
   if (!warned_ && settings_.stall_warning_seconds > 0 &&
       seconds >= settings_.stall_warning_seconds) {
     warned_ = true;
-    std::fprintf(stderr, "hvd_keras: no progress for %.0f s: %s\n", seconds, text.c_str());
+    log(LogLevel::warning,
+        "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text);
   }
   if (timeout() == 0 || seconds < timeout()) return "";
   return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "core/agreement.h"
+#include "core/recorder.h"
 #include "core/request.h"
 #include "core/settings.h"
 #include "core/transport.h"
@@ -30,7 +31,9 @@ class Engine {
   // after the ranks had waited too long for one of them.
   enum class Farewell { together, alone, unheard, deserted, lost };
 
-  Engine(std::unique_ptr<Transport> transport, const Settings& settings);
+  // Tells the recorder of all that it does.
+  Engine(std::unique_ptr<Transport> transport, const Settings& settings,
+         std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>(), int process_set = 0);
   ~Engine();
 
   const std::vector<int>& ranks() const { return transport_->ranks(); }
@@ -49,6 +52,7 @@ class Engine {
     Request request;
     uint64_t fingerprint;
     std::string problem;
+    Clock::time_point submitted;
   };
 
   void loop();
@@ -77,7 +81,7 @@ class Engine {
 
   // The engine's thread alone uses these.
   uint64_t served_ = 0;
-  uint64_t waited_ns_ = 0;    // in the last agreement
+  History history_;
   double idle_seconds_ = 0;   // in negotiations that found nothing to do, since the last that did
   std::vector<bool> joined_;  // in the last negotiation, by rank of the set
   int last_joined_ = 0;

@@ -101,13 +101,16 @@ void MpiTransport::wait(MPI_Request request) {
 std::vector<Ballot> MpiTransport::agree(const Ballot& mine, const Waiting& waiting) {
   patience_->next_step();
   waiting_ = waiting;
-  std::vector<Ballot> all(size(), mine);
-  if (size() == 1) return all;
-  static_assert(sizeof(Ballot) == 2 * sizeof(uint64_t));
+  my_ballot_ = mine;
+  ballots_.assign(size(), mine);
+  if (size() == 1) return ballots_;
+  constexpr int kWords = sizeof(Ballot) / sizeof(uint64_t);
+  static_assert(sizeof(Ballot) == kWords * sizeof(uint64_t));
   MPI_Request request;
-  MPI_Iallgather(&mine, 2, MPI_UINT64_T, all.data(), 2, MPI_UINT64_T, communicator_, &request);
+  MPI_Iallgather(&my_ballot_, kWords, MPI_UINT64_T, ballots_.data(), kWords, MPI_UINT64_T,
+                 communicator_, &request);
   wait(request);
-  return all;
+  return ballots_;
 }
 
 std::vector<std::string> MpiTransport::gather(const std::string& mine, const Waiting& waiting) {
@@ -257,7 +260,7 @@ void MpiTransport::adasum(Request& request) {
     held[i].resize(mine * width * size());
     AdasumTensor tensor{input.dtype, mine, {}};
     for (int r = 0; r < size(); ++r) tensor.slices.push_back(held[i].data() + r * mine * width);
-    std::memcpy(tensor.slices[rank_], whole + bound(rank_) * width, mine * width);
+    if (mine > 0) std::memcpy(tensor.slices[rank_], whole + bound(rank_) * width, mine * width);
     scatter.with_others([&](int r) { scatter.receive(tensor.slices[r], mine * width, r); });
     scatter.with_others([&](int r) {
       scatter.send(whole + bound(r) * width, (bound(r + 1) - bound(r)) * width, r);
@@ -463,10 +466,15 @@ void MpiTransport::gather_numbers(const std::vector<int64_t>& mine, std::vector<
 Status MpiTransport::agree_on(const Status& mine, const Request& request) {
   std::vector<int64_t> failed;
   gather_numbers({mine.ok() ? 0 : 1}, &failed);
+  return all_or_none(mine, failed, ranks_, request);
+}
+
+Status all_or_none(const Status& mine, const std::vector<int64_t>& failed,
+                   const std::vector<int>& ranks, const Request& request) {
   if (!mine.ok()) return mine;
   const auto other = std::find(failed.begin(), failed.end(), 1);
   if (other == failed.end()) return {};
-  return Status::error(Code::aborted, "rank " + std::to_string(ranks_[other - failed.begin()]) +
+  return Status::error(Code::aborted, "rank " + std::to_string(ranks[other - failed.begin()]) +
                                           " could not allocate the output of " + identity(request));
 }
 

@@ -32,6 +32,7 @@ class MpiTransport : public Transport {
   MpiTransport(MPI_Comm communicator, std::vector<int> ranks);
   ~MpiTransport() override;
 
+  MPI_Comm communicator() const { return communicator_; }
   const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
   const std::string& host(int rank) const override { return hosts_[rank]; }
@@ -64,9 +65,15 @@ class MpiTransport : public Transport {
   int rank_;
   std::vector<std::string> hosts_;
   std::unique_ptr<MpiPatience> patience_;
-  Waiting waiting_;             // of the call in progress
+  Waiting waiting_;   // of the call in progress
+  Ballot my_ballot_;  // these two outlive an agreement that is given up, for MPI still uses them
+  std::vector<Ballot> ballots_;
   std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
   std::vector<char> received_;  // what the other ranks sent of it, in rank order
 };
+
+// What a rank makes of its own status and who has failed (not 0), by rank of the set.
+Status all_or_none(const Status& mine, const std::vector<int64_t>& failed,
+                   const std::vector<int>& ranks, const Request& request);
 
 }  // namespace hvd

@@ -20,9 +20,16 @@ Status read_seconds(const char* name, double* value) {
   return {};
 }
 
+std::string read_text(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+
 }  // namespace
 
 Status read_settings(Settings* settings) {
+  settings->timeline = read_text("HVD_TIMELINE");
+  settings->stats_directory = read_text("HVD_STATS_DIRECTORY");
   const Status status = read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds);
   return status.ok() ? read_seconds("HVD_TIMEOUT_SECONDS", &settings->timeout_seconds) : status;
 }

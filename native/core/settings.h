@@ -1,6 +1,8 @@
 // The only place where the core reads its environment: once, at init.
 #pragma once
 
+#include <string>
+
 #include "core/status.h"
 
 namespace hvd {
@@ -11,6 +13,10 @@ struct Settings {
   double stall_warning_seconds = 60.0;
   // HVD_TIMEOUT_SECONDS: how long before they fail on all ranks; 0: never.
   double timeout_seconds = 600.0;
+  // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.
+  std::string timeline;
+  // HVD_STATS_DIRECTORY: a folder in which each rank leaves its counters at its end; empty: none.
+  std::string stats_directory;
 };
 
 Status read_settings(Settings* settings);

@@ -28,10 +28,18 @@ class Lost : public std::exception {
   const std::string why_;
 };
 
+// What a rank has done since the agreement before: sums over the requests that it served, which are
+// the same on all ranks. Who waited least came last.
+struct Past {
+  uint64_t waited_ns = 0;  // from when it was ready for a request until all ranks agreed on it
+  uint64_t ran_ns = 0;
+  uint64_t bytes = 0;  // that it gave
+};
+
 // What a rank puts on the table to agree on its next request.
 struct Ballot {
   uint64_t fingerprint = 0;
-  uint64_t waited_ns = 0;  // in its previous agreement: who waited least came last
+  Past past;
 };
 
 class Transport {

@@ -1,11 +1,16 @@
 #include "core/world.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <fstream>
 #include <numeric>
+#include <stdexcept>
 #include <utility>
 
 #include "core/collectives.h"
+#include "core/host_transport.h"
 #include "core/kernel_api.h"
+#include "core/log.h"
 #include "core/mpi_transport.h"
 
 namespace hvd {
@@ -37,6 +42,28 @@ MPI_Comm communicator_of(MPI_Comm of, const std::vector<int>& ranks, int tag) {
   MPI_Group_free(&some);
   MPI_Group_free(&all);
   return members;
+}
+
+// The fastest way between these ranks of the job; collective.
+std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::vector<int>& ranks) {
+  auto mpi = std::make_unique<MpiTransport>(communicator, ranks);
+  MPI_Comm host;
+  int neighbours;
+  MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+  MPI_Comm_size(host, &neighbours);
+  MPI_Comm_free(&host);
+  int least = neighbours;
+  MPI_Allreduce(&neighbours, &least, 1, MPI_INT, MPI_MIN, communicator);
+  if (least < mpi->size()) return mpi;
+  try {
+    return std::make_unique<HostTransport>(&mpi);
+  } catch (const std::runtime_error& error) {
+    log(LogLevel::warning, std::string("the ranks of this host cannot share memory (") +
+                               error.what() +
+                               "), so all goes over MPI, which is slower. Is "
+                               "/dev/shm full? Containers need --shm-size or --ipc=host.");
+    return mpi;
+  }
 }
 
 }  // namespace
@@ -121,20 +148,54 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   MPI_Comm_free(&local);
   MPI_Comm_free(&cross);
 
+  recorder_ = std::make_shared<Recorder>(place_.rank, place_.size);
+  if (Status status = begin_timeline(); !status.ok()) {
+    MPI_Comm_free(&job_);
+    return status;
+  }
   std::vector<int> all(place_.size);
   std::iota(all.begin(), all.end(), 0);
-  auto engine = std::make_shared<Engine>(std::make_unique<MpiTransport>(job_, all), settings_);
+  auto engine = std::make_shared<Engine>(transport_between(job_, all), settings_, recorder_);
   std::lock_guard<std::mutex> lock(mutex_);
   sets_[0] = {all, std::move(engine)};
   began_ = true;
   return {};
 }
 
+// Rank 0 alone writes it; if it cannot, all ranks hear of that.
+Status World::begin_timeline() {
+  Status status;
+  if (place_.rank == 0 && !settings_.timeline.empty()) {
+    status = recorder_->start_timeline(settings_.timeline);
+    if (!status.ok()) status.message = "HVD_TIMELINE: rank 0 " + status.message;
+  }
+  int size = static_cast<int>(status.message.size());
+  MPI_Bcast(&size, 1, MPI_INT, 0, job_);
+  status.message.resize(size);
+  MPI_Bcast(status.message.data(), size, MPI_CHAR, 0, job_);
+  if (size > 0) status.code = Code::invalid_argument;
+  return status;
+}
+
+// For hvdrun: to be read when the job is over.
+void World::leave_stats() const {
+  if (settings_.stats_directory.empty()) return;
+  const std::string path =
+      settings_.stats_directory + "/stats-" + std::to_string(place_.rank) + ".json";
+  const std::string unfinished = path + ".new";
+  std::ofstream file(unfinished);
+  file << recorder_->stats();
+  file.close();
+  if (!file || std::rename(unfinished.c_str(), path.c_str()) != 0) {
+    log(LogLevel::error, "cannot write the statistics to '" + path + "' (HVD_STATS_DIRECTORY)");
+  }
+}
+
 Status World::add_process_set(int id, const std::vector<int>& ranks) {
   std::shared_ptr<Engine> engine;
   if (std::find(ranks.begin(), ranks.end(), place_.rank) != ranks.end()) {
     MPI_Comm members = communicator_of(job_, ranks, id);
-    engine = std::make_shared<Engine>(std::make_unique<MpiTransport>(members, ranks), settings_);
+    engine = std::make_shared<Engine>(transport_between(members, ranks), settings_, recorder_, id);
     MPI_Comm_free(&members);
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -197,15 +258,18 @@ Engine::Farewell World::leave(const std::string& reason, double seconds) {
       if (set.engine) engines.push_back(set.engine);
     }
   }
+  recorder_->note_end();
   for (const auto& engine : engines) engine->announce_leaving(reason);
   // Of all sets, the worst.
   Engine::Farewell farewell = Engine::Farewell::together;
   for (const auto& engine : engines) farewell = std::max(farewell, engine->leave(seconds));
+  leave_stats();
   all_left_together_ = farewell == Engine::Farewell::together;
   if (all_left_together_) {
     engines.clear();
     std::lock_guard<std::mutex> lock(mutex_);
     sets_.clear();
+    recorder_->stop_timeline();
     MPI_Comm_free(&job_);
     began_ = false;
   }

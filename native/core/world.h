@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/engine.h"
+#include "core/recorder.h"
 #include "core/request.h"
 #include "core/status.h"
 
@@ -39,6 +40,9 @@ class World {
   // such set.
   Status place_in(int process_set, int* rank, int* size);
 
+  // What this process has done since init; null before it.
+  const std::shared_ptr<Recorder>& recorder() const { return recorder_; }
+
   void submit(Request request);
   Engine::Farewell leave(const std::string& reason, double seconds);
   // Ends MPI if this library began it and all ranks left together; otherwise MPI_Finalize would
@@ -54,9 +58,12 @@ class World {
   World() = default;
   Status start_mpi();
   Status choose_job(const std::vector<int>& ranks, const MPI_Comm* communicator);
+  Status begin_timeline();
+  void leave_stats() const;
   std::shared_ptr<Engine> engine(int process_set);
 
   Settings settings_;
+  std::shared_ptr<Recorder> recorder_;
   MPI_Comm job_ = MPI_COMM_NULL;
   Place place_{};
   bool began_ = false;

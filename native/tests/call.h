@@ -16,6 +16,7 @@
 
 #include "core/collectives.h"
 #include "core/engine.h"
+#include "core/host_transport.h"
 #include "core/mpi_transport.h"
 #include "tests/check.h"
 #include "tests/small_floats.h"
@@ -24,6 +25,7 @@ namespace hvd::test {
 
 inline int rank = 0;
 inline int size = 1;
+inline bool in_shared_memory = false;  // the transport: of one host, or MPI alone
 
 // Small whole numbers: sums and products over a few ranks are exact in every dtype but bool.
 inline int value(int of_rank, size_t tensor, int64_t index) {
@@ -63,10 +65,16 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
   }
 }
 
+inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks) {
+  auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks));
+  if (!in_shared_memory) return mpi;
+  return std::make_unique<HostTransport>(&mpi);
+}
+
 inline std::unique_ptr<Engine> new_engine(const Settings& settings = {}) {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
-  return std::make_unique<Engine>(std::make_unique<MpiTransport>(MPI_COMM_WORLD, ranks), settings);
+  return std::make_unique<Engine>(new_transport(MPI_COMM_WORLD, ranks), settings);
 }
 
 inline Engine::Farewell leave(Engine& engine, const std::string& reason, double seconds) {
@@ -201,8 +209,9 @@ class Call {
   std::future<Status> result_;
 };
 
-// main() of a test that runs under mpirun.
-inline int run_with_mpi(const std::vector<Test>& tests) {
+// main() of a test that runs under mpirun; the transport is "mpi" or "host".
+inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
+  in_shared_memory = argc > 1 && std::string(argv[1]) == "host";
   int level;
   MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
   CHECK_EQ(level, static_cast<int>(MPI_THREAD_MULTIPLE));

@@ -351,23 +351,25 @@ void two_engines_do_not_meet() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
+int main(int argc, char** argv) {
   using namespace hvd;
-  return test::run_with_mpi({
-      {"allreduce of all sizes", allreduce_of_all_sizes},
-      {"allreduce of several tensors", allreduce_of_several_tensors},
-      {"allreduce of mixed dtypes", allreduce_of_mixed_dtypes},
-      {"allreduce with all reductions", allreduce_with_all_reductions},
-      {"allreduce in place", allreduce_in_place},
-      {"allgather of different rows", allgather_of_different_rows},
-      {"allgather without memory on one rank", allgather_without_memory_on_one_rank},
-      {"broadcast from every root", broadcast_from_every_root},
-      {"every order completes", every_order_completes},
-      {"equal names keep their order", equal_names_keep_their_order},
-      {"disagreements fail on every rank", disagreements_fail_on_every_rank},
-      {"impossible requests fail on every rank", impossible_requests_fail_on_every_rank},
-      {"threads submit at once", threads_submit_at_once},
-      {"done may submit the next", done_may_submit_the_next},
-      {"two engines do not meet", two_engines_do_not_meet},
-  });
+  return test::run_with_mpi(
+      argc, argv,
+      {
+          {"allreduce of all sizes", allreduce_of_all_sizes},
+          {"allreduce of several tensors", allreduce_of_several_tensors},
+          {"allreduce of mixed dtypes", allreduce_of_mixed_dtypes},
+          {"allreduce with all reductions", allreduce_with_all_reductions},
+          {"allreduce in place", allreduce_in_place},
+          {"allgather of different rows", allgather_of_different_rows},
+          {"allgather without memory on one rank", allgather_without_memory_on_one_rank},
+          {"broadcast from every root", broadcast_from_every_root},
+          {"every order completes", every_order_completes},
+          {"equal names keep their order", equal_names_keep_their_order},
+          {"disagreements fail on every rank", disagreements_fail_on_every_rank},
+          {"impossible requests fail on every rank", impossible_requests_fail_on_every_rank},
+          {"threads submit at once", threads_submit_at_once},
+          {"done may submit the next", done_may_submit_the_next},
+          {"two engines do not meet", two_engines_do_not_meet},
+      });
 }

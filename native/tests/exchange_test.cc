@@ -238,8 +238,7 @@ void sets_work_independently() {
     MPI_Comm pair;
     MPI_Group_incl(all, 2, sets[s].data(), &some);
     MPI_Comm_create_group(MPI_COMM_WORLD, some, static_cast<int>(s), &pair);
-    engines.back() =
-        std::make_unique<Engine>(std::make_unique<MpiTransport>(pair, sets[s]), Settings());
+    engines.back() = std::make_unique<Engine>(test::new_transport(pair, sets[s]), Settings());
     MPI_Comm_free(&pair);
     MPI_Group_free(&some);
   }
@@ -304,17 +303,20 @@ void beyond_two_gibibytes() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
+int main(int argc, char** argv) {
   using namespace hvd;
-  return test::run_with_mpi({
-      {"alltoall of different rows", alltoall_of_different_rows},
-      {"bad splits fail on every rank", bad_splits_fail_on_every_rank},
-      {"reducescatter of all sizes", reducescatter_of_all_sizes},
-      {"nobody passes a barrier alone", nobody_passes_a_barrier_alone},
-      {"adasum of several tensors", adasum_of_several_tensors},
-      {"ranks that have joined give neutral values", ranks_that_have_joined_give_neutral_values},
-      {"the last to join is known to all", the_last_to_join_is_known_to_all},
-      {"sets work independently", sets_work_independently},
-      {"beyond two gibibytes", beyond_two_gibibytes},
-  });
+  return test::run_with_mpi(
+      argc, argv,
+      {
+          {"alltoall of different rows", alltoall_of_different_rows},
+          {"bad splits fail on every rank", bad_splits_fail_on_every_rank},
+          {"reducescatter of all sizes", reducescatter_of_all_sizes},
+          {"nobody passes a barrier alone", nobody_passes_a_barrier_alone},
+          {"adasum of several tensors", adasum_of_several_tensors},
+          {"ranks that have joined give neutral values",
+           ranks_that_have_joined_give_neutral_values},
+          {"the last to join is known to all", the_last_to_join_is_known_to_all},
+          {"sets work independently", sets_work_independently},
+          {"beyond two gibibytes", beyond_two_gibibytes},
+      });
 }

@@ -220,19 +220,22 @@ void leaving_has_no_deadline() {
 }  // namespace
 }  // namespace hvd
 
-int main() {
+int main(int argc, char** argv) {
   using namespace hvd;
-  return test::run_with_mpi({
-      {"together when all leave", together_when_all_leave},
-      {"together when nothing was ever submitted", together_when_nothing_was_ever_submitted},
-      {"who leaves early fails the others' requests", who_leaves_early_fails_the_others_requests},
-      {"who leaves is served first", who_leaves_is_served_first},
-      {"a leaving rank's own requests fail too", leaving_ranks_own_requests_fail_too},
-      {"unheard in time and together later", unheard_in_time_and_together_later},
-      {"waiting burns no core", waiting_burns_no_core},
-      {"disagreeing burns no core", disagreeing_burns_no_core},
-      {"leaving has no deadline", leaving_has_no_deadline},
-      {"the deadline ends a disagreement", the_deadline_ends_a_disagreement},
-      {"the deadline names who is missing", the_deadline_names_who_is_missing},
-  });
+  return test::run_with_mpi(
+      argc, argv,
+      {
+          {"together when all leave", together_when_all_leave},
+          {"together when nothing was ever submitted", together_when_nothing_was_ever_submitted},
+          {"who leaves early fails the others' requests",
+           who_leaves_early_fails_the_others_requests},
+          {"who leaves is served first", who_leaves_is_served_first},
+          {"a leaving rank's own requests fail too", leaving_ranks_own_requests_fail_too},
+          {"unheard in time and together later", unheard_in_time_and_together_later},
+          {"waiting burns no core", waiting_burns_no_core},
+          {"disagreeing burns no core", disagreeing_burns_no_core},
+          {"leaving has no deadline", leaving_has_no_deadline},
+          {"the deadline ends a disagreement", the_deadline_ends_a_disagreement},
+          {"the deadline names who is missing", the_deadline_names_who_is_missing},
+      });
 }

@@ -1,4 +1,5 @@
-// The engine with its ranks as threads of one process, for ThreadSanitizer, which MPI does not bear.
+// The engine with its ranks as threads of one process, for ThreadSanitizer, which MPI does not
+// bear.
 #include <deque>
 #include <future>
 #include <random>

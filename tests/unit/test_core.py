@@ -48,30 +48,41 @@ def binaries() -> pathlib.Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["agreement_test", "collectives_test", "explorer_test", "reduce_test"]
+    "name",
+    [
+        "agreement_test",
+        "collectives_test",
+        "explorer_test",
+        "recorder_test",
+        "reduce_test",
+        "threads_test",
+    ],
 )
 def test_alone(binaries: pathlib.Path, name: str) -> None:
     output = run(str(binaries / name), timeout=60)
     assert "ok  " in output
 
 
+@pytest.mark.parametrize("transport", ["mpi", "host"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_engine(binaries: pathlib.Path, size: int) -> None:
-    job = ranks.mpirun(size, str(binaries / "engine_test"), timeout=120)
+def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
+    job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("two engines do not meet") == size, job.output
 
 
+@pytest.mark.parametrize("transport", ["mpi", "host"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_exchange(binaries: pathlib.Path, size: int) -> None:
-    job = ranks.mpirun(size, str(binaries / "exchange_test"), timeout=120)
+def test_exchange(binaries: pathlib.Path, size: int, transport: str) -> None:
+    job = ranks.mpirun(size, str(binaries / "exchange_test"), transport, timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("beyond two gibibytes") == size, job.output
 
 
+@pytest.mark.parametrize("transport", ["mpi", "host"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_leave(binaries: pathlib.Path, size: int) -> None:
-    job = ranks.mpirun(size, str(binaries / "leave_test"), timeout=120)
+def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
+    job = ranks.mpirun(size, str(binaries / "leave_test"), transport, timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("the deadline names who is missing") == size, job.output
     # The last rank of "waiting burns no core" comes late; the others say so, once.

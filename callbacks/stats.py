@@ -1,0 +1,66 @@
+"""What the ranks exchange, in TensorBoard."""
+
+import os
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_keras import observe, runtime
+
+
+class StatsLogger(keras.callbacks.Callback):  # type: ignore[misc]
+    """Writes ``hvd.stats()`` of each epoch for TensorBoard, on rank 0.
+
+    Under ``hvd/``: ``waiting_seconds`` and ``moving_seconds`` of rank 0, its ``requests`` and
+    ``bytes``, all collectives together; and for each rank, under ``hvd/rank_1`` and so on,
+    ``awaited_seconds``, how long the others waited for it, and ``last``, how many times it came
+    last. Each number is that of the one epoch. A rank that the others wait for in every epoch has
+    more to do than they, or a slower machine.
+
+    There is no communication: rank 0 knows all this. Give it to ``fit`` on every rank or on rank 0
+    alone.
+
+    Args:
+        log_dir: the folder, such as that of ``keras.callbacks.TensorBoard``. Only rank 0's counts.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._log_dir = os.fspath(log_dir)
+        self._writer: Any = None
+        self._before: dict[str, float] = {}
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        if runtime.rank() == 0:
+            self._writer = tf.summary.create_file_writer(self._log_dir)
+            self._before = _numbers(observe.stats())
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        if self._writer is None:
+            return
+        numbers = _numbers(observe.stats())
+        with self._writer.as_default():
+            for name, number in numbers.items():
+                tf.summary.scalar(f"hvd/{name}", number - self._before.get(name, 0), step=epoch)
+        self._writer.flush()
+        self._before = numbers
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _numbers(stats: dict[str, Any]) -> dict[str, float]:
+    """The sums over the collectives, and each rank's lateness."""
+    numbers = {
+        name: sum(kind[name] for kind in stats["collectives"].values())
+        for name in ("requests", "bytes", "waiting_seconds", "moving_seconds")
+    }
+    for rank, late in enumerate(stats["ranks"]):
+        numbers |= {f"rank_{rank}/{name}": number for name, number in late.items()}
+    return numbers

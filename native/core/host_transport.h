@@ -1,0 +1,61 @@
+// Ranks of one host: collectives that stream through shared memory.
+//
+// Each rank has two slots, used in turn. Allreduce, for N ranks, chunk k:
+//
+//   pack    this rank's tensors ──> its slot of chunk k
+//   meet
+//   reduce  slice r of all slots ──> result k, by rank r, in rank order; meanwhile nobody waits:
+//   pack    chunk k + 1 into the other slots
+//   meet
+//   unpack  result k ──> output tensors
+//
+// One meeting per chunk. The slots stay in the cache, where one call of MPI over the whole tensor
+// goes to memory several times. As with MPI each element is summed once, by one rank, in rank
+// order, so all ranks hold the same bits, and the same as over MPI.
+//
+// What is not here goes over MPI.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/mpi_transport.h"
+#include "core/shared_memory.h"
+
+namespace hvd {
+
+class HostTransport : public Transport {
+ public:
+  // All ranks of `mpi` are on this host. Throws std::runtime_error, on all of them, if they cannot
+  // share memory; only otherwise takes `mpi`.
+  explicit HostTransport(std::unique_ptr<MpiTransport>* mpi);
+
+  const std::vector<int>& ranks() const override { return mpi_->ranks(); }
+  int rank() const override { return mpi_->rank(); }
+  const std::string& host(int rank) const override { return mpi_->host(rank); }
+  std::vector<Ballot> agree(const Ballot& mine, const Waiting& waiting) override;
+  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
+  Status run(Request& request, const Waiting& waiting) override;
+
+ private:
+  // Memory of one or more tensors, as one.
+  class Stream;
+
+  char* slot(int rank, uint64_t step) const;
+  char* result(int rank, uint64_t step) const;
+  void meet() { memory_.meet(waiting_); }
+  void allreduce(Request& request);
+  void reduce_stream(const Request& request, DType dtype, Stream in, Stream out);
+  Status allgather(Request& request);
+  void broadcast(Request& request);
+  void share(const void* mine, const std::vector<int64_t>& sizes,
+             const std::vector<char*>& targets);
+  std::vector<int64_t> share_numbers(const std::vector<int64_t>& mine);
+
+  SharedMemory memory_;
+  const std::unique_ptr<MpiTransport> mpi_;
+  Waiting waiting_;  // of the call in progress
+};
+
+}  // namespace hvd

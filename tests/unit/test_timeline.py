@@ -1,0 +1,124 @@
+"""The timeline and the table of real jobs, also of those that are killed."""
+
+import json
+import os
+import pathlib
+import signal
+import sys
+
+import pytest
+
+from hvd_keras.launch import statistics
+from tests.harness import ranks
+from tests.harness.launcher import wait_until
+
+LATE = 1
+TIMES = 4
+
+SCRIPT = """
+import numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+for step in range(4):
+    hvd.barrier()
+    if hvd.rank() == 1:
+        time.sleep(0.3)
+    hvd.allreduce(np.ones(1000, "float32"), name="gradients")
+hvd.allgather(np.ones((1 + hvd.rank(), 1000)), name="last")
+"""
+
+ENDLESS = """
+import numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+open(f"pid-{rank}.new", "w").write(str(os.getpid()))
+os.rename(f"pid-{rank}.new", f"pid-{rank}")
+while True:
+    hvd.allreduce(np.ones(1000, "float32"), name="gradients")
+"""
+
+
+def slices(path: pathlib.Path) -> list[dict]:
+    return [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+
+
+def test_a_job_with_a_late_rank(hvdrun) -> None:
+    path = hvdrun.folder / "timeline.json"
+    job = ("-np", "2", "--oversubscribe", "--stats", "--timeline", "timeline.json")
+    done = hvdrun.run(*job, sys.executable, hvdrun.script(SCRIPT))
+    assert done.returncode == 0, done.stderr
+
+    found = [e for e in slices(path) if e["args"]["name"] == "gradients"]
+    assert len(found) == 2 * TIMES * 2  # of each rank, each time: waited and moved
+    assert {e["args"]["last_rank"] for e in found} == {LATE}
+    assert {e["args"]["bytes"] for e in found} == {4000}
+    waited = {
+        rank: sum(e["dur"] for e in found if e["pid"] == rank and "wait" in e["name"])
+        for rank in range(2)
+    }
+    assert max(waited[LATE], 1) * 2 < waited[0]
+    assert sum(e["name"] == f"wait for rank {LATE}" for e in found) == TIMES
+    last = [e for e in slices(path) if e["name"] == "allgather last"]
+    assert {e["pid"]: e["args"]["bytes"] for e in last} == {0: 8000, 1: 16000}
+
+    table = [line.split() for line in done.stderr.partition("hvdrun: statistics")[2].splitlines()]
+    assert ["allreduce", str(TIMES), "32", "kB"] in [row[:4] for row in table]
+    assert ["allgather", "1", "24", "kB"] in [row[:4] for row in table]
+    of_rank = {row[0]: row for row in table if row and row[0] in "01" and len(row) > 5}
+    times = {rank: int(row[row.index("times") - 1]) for rank, row in of_rank.items()}
+    assert times["1"] >= TIMES
+    assert f"The others waited for rank {LATE} in" in done.stderr
+
+
+@pytest.mark.parametrize("killed", [[0], [1], [0, 1]])
+def test_the_timeline_survives_kill_9(hvdrun, killed: list[int]) -> None:
+    path = hvdrun.folder / "timeline.json"
+    hvdrun.environment["HVD_TIMELINE"] = str(path)
+    process = hvdrun.start(2, ENDLESS)
+    pids = [hvdrun.folder / f"pid-{rank}" for rank in range(2)]
+    wait_until(lambda: all(pid.exists() for pid in pids), "both ranks run")
+    # The file has grown at least once by then, and nobody has closed it.
+    wait_until(lambda: path.stat().st_size > 1_000_000, "the timeline grows")
+    for rank in killed:
+        os.kill(int(pids[rank].read_text()), signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == 128 + signal.SIGKILL
+    found = slices(path)
+    assert len(found) > 1000
+    moved = [sum(e["pid"] == rank and "gradients" in e["name"] for e in found) for rank in (0, 1)]
+    assert moved[0] - 1 <= moved[1] <= moved[0]
+
+
+def test_a_timeline_that_rank_0_cannot_write(tmp_path) -> None:
+    script = """
+        import hvd_keras as hvd
+        try:
+            hvd.init()
+        except ValueError as error:
+            print("refused:", error)
+    """
+    job = ranks.run_script(tmp_path, 2, script, HVD_TIMELINE=str(tmp_path / "none" / "t.json"))
+    assert job.output.count("refused: HVD_TIMELINE: rank 0 cannot make the file") == 2, job.output
+
+
+@pytest.mark.parametrize("path", ["", "none/timeline.json", "."])
+def test_hvdrun_refuses_a_timeline_without_a_folder(hvdrun, path: str) -> None:
+    done = hvdrun.run("-np", "1", "--timeline", path, "python", "-c", "1")
+    assert (done.stdout, done.returncode) == ("", 2)
+    assert f"--timeline got {path!r}; expected the path of a file" in done.stderr
+
+
+def test_statistics_of_a_job_that_left_some_or_none(hvdrun, tmp_path) -> None:
+    done = hvdrun.run("-np", "1", "--stats", "python", "-c", "1")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "no statistics: no rank came to an end after hvd.init()" in done.stderr
+    spent = {"requests": 3, "bytes": 5e9, "waiting_seconds": 1.0, "moving_seconds": 0.5}
+    late = [{"last": 0, "awaited_seconds": 0.0}, {"last": 7, "awaited_seconds": 0.1}]
+    own = {"rank": 1, "seconds": 4.0, "collectives": {"allreduce": spent}, "ranks": late}
+    (tmp_path / "stats-1.json").write_text(json.dumps(own))
+    table = statistics.table(tmp_path, 2)
+    assert "1.0 s  25%   0.5 s  12%    7 times" in table
+    assert "5 GB" in table
+    assert table.endswith("No statistics of rank 0, which did not end by itself.")
