@@ -56,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
         help="put the rank before each line of output, as in '[0] text' (default: on)",
     )
     add(
+        "--check",
+        action="store_true",
+        help="print what hvd_keras was built with and runs on, and try every collective for two "
+        "seconds, by default on two ranks; takes no command (default: off)",
+    )
+    add(
         "--stats",
         action="store_true",
         help="print to stderr at the end how long the ranks waited, for which of them, and what "
@@ -154,6 +160,11 @@ def _describe(settings: dict[str, str], command: Sequence[str]) -> str:
 
 def _launch(options: argparse.Namespace) -> int:
     words = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if options.check:
+        if words:
+            raise UsageError(f"--check got the command {shlex.join(words)!r}; it takes none")
+        words = [sys.executable, "-m", "hvd_keras.check"]
+        options.size = options.size or str(min(2, usable_cores()))
     size = _size(options.size, options.oversubscribe)
     if not words:
         raise UsageError(f"the command is missing; expected a program, for example: {EXAMPLE}")

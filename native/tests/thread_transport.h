@@ -103,8 +103,9 @@ class ThreadTransport : public Transport {
         void* data = nullptr;
         status = request.allocate(i, shape, &data);
         for (const Request* other : all) {
-          std::memcpy(data, other->inputs[i].data, other->inputs[i].bytes());
-          data = static_cast<char*>(data) + other->inputs[i].bytes();
+          const size_t bytes = other->inputs[i].bytes();
+          if (bytes > 0) std::memcpy(data, other->inputs[i].data, bytes);
+          data = static_cast<char*>(data) + bytes;
         }
       }
     }

@@ -248,9 +248,20 @@ def test_verbose_shows_the_command(hvdrun):
 def test_help_and_version(hvdrun):
     text = hvdrun.run("--help").stdout
     options = re.findall(r"^  (-\S.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert len(options) == 11
+    assert len(options) == 12
     assert all("default" in option for option in options if "--help" not in option)
     assert re.fullmatch(r"hvdrun of hvd_keras \d+\.\d+.*\n", hvdrun.run("--version").stdout)
+
+
+def test_check(hvdrun):
+    done = hvdrun.run("--check", "-np", "2", "--oversubscribe")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"TensorFlow: +\d\S*, built for \d", done.stdout)
+    assert re.search(r"MPI library: +/", done.stdout)
+    assert re.search(r"Self-test: +\d+ collectives of 7 kinds on 2 ranks, all right", done.stdout)
+    done = hvdrun.run("--check", "python")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--check got the command 'python'; it takes none" in done.stderr
 
 
 def test_the_launcher_imports_nothing_heavy():
