@@ -52,11 +52,13 @@ def with_rows(kind: str, tensor: Any, process_set: ProcessSet) -> tf.Tensor:
     return tensor
 
 
-_unnamed: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+_unnamed: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], int]] = weakref.WeakKeyDictionary()
 
 
-def name(kind: str, given: str | None) -> str:
-    """An unnamed call in a function is known by its place among those of its kind in there.
+def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
+    """An unnamed call in a function is known by its place in there.
+
+    Among those of its kind and process set, for a rank makes only the calls of sets that it is in.
 
     Not by a name of TensorFlow's: those differ between ranks as soon as one has traced more.
     """
@@ -65,5 +67,6 @@ def name(kind: str, given: str | None) -> str:
     if tf.executing_eagerly():
         return "unnamed"
     counts = _unnamed.setdefault(tf.compat.v1.get_default_graph(), {})
-    counts[kind] = counts.get(kind, -1) + 1
-    return f"unnamed.{counts[kind]}"
+    key = kind, process_set.id()
+    counts[key] = counts.get(key, -1) + 1
+    return f"unnamed.{counts[key]}"

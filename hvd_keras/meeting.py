@@ -16,7 +16,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         ValueError: this rank is not in the process set.
     """
     process_set.check_included("barrier")
-    calls.raw.hvd_barrier(tensor_name=calls.name("barrier", None), process_set=process_set.id())
+    calls.raw.hvd_barrier(
+        tensor_name=calls.name("barrier", None, process_set), process_set=process_set.id()
+    )
 
 
 def join() -> int:

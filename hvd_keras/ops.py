@@ -127,7 +127,7 @@ def grouped_allreduce(
     """
     del ignore_name_scope
     reduction = _reduction(average, op)
-    name = calls.name("allreduce", name)
+    name = calls.name("allreduce", name, process_set)
     results = [calls.checked("allreduce", tensor, process_set) for tensor in tensors]
     for tensor in results:
         check_reducible("allreduce", tensor, reduction, prescale_factor, postscale_factor)
@@ -155,6 +155,7 @@ def grouped_allreduce(
             gathered = _allreduce_sparse(
                 slices,
                 compression,
+                reduction,
                 factor,
                 tensor_name=f"{name}.slices",
                 process_set=process_set.id(),
@@ -211,7 +212,7 @@ def grouped_allgather(
     checked = [calls.with_rows("allgather", tensor, process_set) for tensor in tensors]
     if not checked:
         return []
-    name = calls.name("allgather", name)
+    name = calls.name("allgather", name, process_set)
     return list(calls.raw.hvd_allgather(checked, tensor_name=name, process_set=process_set.id()))
 
 
@@ -238,7 +239,9 @@ def broadcast(
         tf.errors.FailedPreconditionError: dtypes, shapes or roots differ; on every rank.
     """
     del ignore_name_scope
-    return grouped_broadcast([tensor], root_rank, calls.name("broadcast", name), process_set)[0]
+    return grouped_broadcast(
+        [tensor], root_rank, calls.name("broadcast", name, process_set), process_set
+    )[0]
 
 
 def grouped_broadcast(
@@ -280,15 +283,25 @@ def _allreduce_dense(
         )
 
     # The others' gradients compare inputs with outputs, so TensorFlow does the scaling, outside.
+    # The ranks' factors are compared nevertheless.
     def scaled(values: list[tf.Tensor], factor: float) -> list[tf.Tensor]:
         return values if factor == 1.0 else [v * tf.constant(factor, v.dtype) for v in values]
 
-    reduced = calls.raw.hvd_allreduce(scaled(tensors, prescale), reduction=reduction.value, **call)
+    reduced = calls.raw.hvd_allreduce(
+        scaled(tensors, prescale),
+        reduction=reduction.value,
+        note=f"prescale_factor={prescale!r} postscale_factor={postscale!r}",
+        **call,
+    )
     return scaled(list(reduced), postscale)
 
 
 def _allreduce_sparse(
-    slices: list[tf.IndexedSlices], compression: type[Compressor], factor: float, **call: Any
+    slices: list[tf.IndexedSlices],
+    compression: type[Compressor],
+    reduction: ReduceOp,
+    factor: float,
+    **call: Any,
 ) -> list[tf.IndexedSlices]:
     parts, contexts = [], []
     for one in slices:
@@ -297,7 +310,7 @@ def _allreduce_sparse(
         values, context = compression.compress(one.values)
         parts += [values, one.indices]
         contexts.append(context)
-    gathered = calls.raw.hvd_allgather(parts, **call)
+    gathered = calls.raw.hvd_allgather(parts, note=f"{reduction.value} factor={factor!r}", **call)
     results = []
     for i, one in enumerate(slices):
         values = compression.decompress(gathered[2 * i], contexts[i])

@@ -1,13 +1,16 @@
 """Joining and leaving the job, and this process's place in it."""
 
 import atexit
+import contextlib
 import ctypes
+import os
 import sys
 import time
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from hvd_keras import _library, settings
+from hvd_keras import _library, log, settings
+from hvd_keras.launch import status
 
 # How long a rank that fails waits for the others to hear of it.
 _HEARD_SECONDS = 2.0
@@ -22,6 +25,9 @@ _LAST_WORDS_SECONDS = {
     "lost": 0.5,
 }
 _FAREWELLS = tuple(_LAST_WORDS_SECONDS)
+
+# With what a rank ends that fails; hvdrun tells by it who only followed another.
+_EXIT_STATUS = {"deserted": status.DESERTED, "lost": status.WAITED_IN_VAIN}
 
 _guards_installed = False
 
@@ -60,6 +66,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     core = _library.core()
     if core.hvd_initialized():
         return
+    settings.read()  # says so, if a variable is wrong
     _library.tensorflow_ops()
     _use_one_mpi()
     ranks, communicator = _members(comm)
@@ -68,6 +75,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
         raise kind(core.hvd_error().decode())
     _install_guards()
+    core.hvd_set_log(settings.read().log_number)
+    log.start(rank())
+    log.logger.info(
+        "local rank %d of %d, rank %d of %d; %s",
+        *(local_rank(), local_size(), rank(), size()),
+        _library.mpi_version().splitlines()[0],
+    )
     from hvd_keras import gradients, membership  # which need this module
 
     del gradients  # they are registered now
@@ -176,32 +190,51 @@ def _install_guards() -> None:
         return
     _guards_installed = True
     previous_hook = sys.excepthook
+    process = os.getpid()
 
     def abort_all(
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        previous_hook(kind, value, traceback)
+        try:
+            previous_hook(kind, value, traceback)
+        finally:  # whatever becomes of it
+            core = _library.core()
+            if os.getpid() == process and core.hvd_initialized() and size() > 1:
+                _flush()
+                farewell = _leave(_first_line(kind, value), _HEARD_SECONDS)
+                core.hvd_abort(_EXIT_STATUS.get(farewell, 1))
+
+    def at_exit() -> None:
+        if os.getpid() != process:
+            return  # a forked child is no rank, and has no engine
         core = _library.core()
-        if not core.hvd_initialized() or size() == 1:
-            return
-        sys.stdout.flush()
-        sys.stderr.flush()
-        reason = f"{kind.__name__}: {value}".splitlines()[0]
-        _leave(reason, _HEARD_SECONDS)
-        core.hvd_abort(1)
+        if core.hvd_initialized():
+            _flush()
+            _leave("its script has ended", -1.0)
+        core.hvd_finalize()
 
     sys.excepthook = abort_all
-    atexit.register(_at_exit)
+    atexit.register(at_exit)
 
 
-def _at_exit() -> None:
-    core = _library.core()
-    if core.hvd_initialized():
-        sys.stdout.flush()
-        _leave("its script has ended", -1.0)
-    core.hvd_finalize()
+def _first_line(kind: type[BaseException], value: BaseException) -> str:
+    try:
+        return f"{kind.__name__}: {value}".splitlines()[0]
+    except Exception:  # its own __str__ fails
+        return kind.__name__
 
 
-def _leave(reason: str, seconds: float) -> None:
-    farewell = _FAREWELLS[_library.core().hvd_leave(reason.encode(), seconds)]
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or nobody reads it
+            stream.flush()
+
+
+def _leave(reason: str, seconds: float) -> str:
+    farewell: str = _FAREWELLS[_library.core().hvd_leave(reason.encode(), seconds)]
+    if farewell == "alone":
+        text = f"rank {rank()} has left while others waited for it, so the job ends: {reason}"
+        log.logger.error(text)
+        _flush()
     time.sleep(_LAST_WORDS_SECONDS[farewell])
+    return farewell

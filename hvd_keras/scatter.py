@@ -46,7 +46,10 @@ def alltoall(
     else:
         rows = tf.cast(tf.convert_to_tensor(splits), tf.int64)
     received, received_splits = calls.raw.hvd_alltoall(
-        tensor, rows, tensor_name=calls.name("alltoall", name), process_set=process_set.id()
+        tensor,
+        rows,
+        tensor_name=calls.name("alltoall", name, process_set),
+        process_set=process_set.id(),
     )
     return received if splits is None else (received, tf.cast(received_splits, tf.int32))
 
@@ -130,7 +133,7 @@ def grouped_reducescatter(
     with tf.device(device_dense or None):
         reduced = calls.raw.hvd_reducescatter(
             [tensor for tensor, _ in packed],
-            tensor_name=calls.name("reducescatter", name),
+            tensor_name=calls.name("reducescatter", name, process_set),
             process_set=process_set.id(),
             reduction=op.value,
             prescale_factor=repr(float(prescale_factor)),

@@ -16,7 +16,7 @@ from types import FrameType
 
 from hvd_keras.launch import UsageError, stdin, tensorflow_log
 from hvd_keras.launch.output import Destination, Stream, Terminal
-from hvd_keras.launch.verdict import Verdict, first_failure, judge, read_reports
+from hvd_keras.launch.verdict import Verdict, has_failed, judge, read_reports
 from hvd_keras.launch.worker import (
     GRACE,
     PR_SET_CHILD_SUBREAPER,
@@ -212,7 +212,7 @@ class Job:
             self._next_report_check = now + REPORT_CHECK
             reports = read_reports(self._directory, self._size)
             over = [report for report in reports.values() if report.status is not None]
-            if first_failure(reports) is not None or len(over) == self._size:
+            if has_failed(reports) or len(over) == self._size:
                 self._report_limit = min(self._report_limit, now + GRACE)
         if self._out.error or self._err.error or now >= self._report_limit:
             self._stop()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_keras.launch.status import DESERTED, FOLLOWERS, WAITED_IN_VAIN
 from hvd_keras.launch.worker import report_path
 
 
@@ -50,10 +51,25 @@ def read_reports(directory: Path, size: int) -> dict[int, Report]:
 def first_failure(reports: dict[int, Report]) -> int | None:
     """The rank that failed first by itself, if any.
 
-    Ranks that mpirun ended because of it have been asked to end, or have left no report of an end.
+    Ranks that mpirun ended because of it have been asked to end, or have left no report of an end;
+    those that waited for it say so by their status.
     """
-    failed = [rank for rank, report in reports.items() if report.status and not report.stopped]
+    failed = [rank for rank in _failed(reports) if reports[rank].status not in FOLLOWERS]
     return min(failed, key=lambda rank: reports[rank].time, default=None)
+
+
+def has_failed(reports: dict[int, Report]) -> bool:
+    """Whether the job can no longer succeed."""
+    return bool(_failed(reports))
+
+
+def _failed(reports: dict[int, Report]) -> list[int]:
+    return [rank for rank, report in reports.items() if report.status and not report.stopped]
+
+
+def _ended_early(reports: dict[int, Report]) -> list[int]:
+    """Ranks that ended well although others had not: they left these alone."""
+    return [rank for rank, report in reports.items() if report.status == 0 and not report.stopped]
 
 
 def judge(reports: dict[int, Report], size: int, mpirun_status: int) -> Verdict:
@@ -70,8 +86,19 @@ def judge(reports: dict[int, Report], size: int, mpirun_status: int) -> Verdict:
         assert status is not None
         cause = f"rank {culprit} failed first: {_describe_status(status)}"
         return Verdict(_shell_status(status), [cause, *others], True)
+    if early := _ended_early(reports):
+        cause = f"{_names(early)} ended first, without the others"
+        return Verdict(1, [cause, *others], True)
+    if waited := [rank for rank in _failed(reports) if reports[rank].status == WAITED_IN_VAIN]:
+        absent = [rank for rank in range(size) if rank not in waited]
+        cause = f"{_names(absent)} did not go on, and the others waited in vain"
+        return Verdict(WAITED_IN_VAIN, [cause, *others], True)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
     return Verdict(_shell_status(mpirun_status) or 1, [cause, *others], False)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _describe_others(reports: dict[int, Report], size: int, culprit: int | None) -> list[str]:
@@ -81,13 +108,14 @@ def _describe_others(reports: dict[int, Report], size: int, culprit: int | None)
             report = reports.get(rank)
             state = report.describe() if report else "left no report, it did not start"
             states.setdefault(state, []).append(rank)
-    return [
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {state}"
-        for state, ranks in states.items()
-    ]
+    return [f"{_names(ranks)}: {state}" for state, ranks in states.items()]
 
 
 def _describe_status(status: int) -> str:
+    if status == WAITED_IN_VAIN:
+        return f"waited for another rank in vain (exit status {status})"
+    if status == DESERTED:
+        return f"was left by another rank (exit status {status})"
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -150,6 +150,7 @@ std::string describe(const Request& request) {
     if (request.postscale != 1.0) out << "postscale_factor=" << request.postscale << " ";
   }
   if (row.has_root) out << "root_rank=" << request.root << " ";
+  if (!request.note.empty()) out << request.note << " ";
   const char* separator = "";
   for (const Input& input : request.inputs) {
     out << separator << name_of(input.dtype) << "[";
@@ -180,6 +181,7 @@ uint64_t fingerprint(const Request& request, const std::string& problem) {
     hash.add(request.postscale);
   }
   if (row.has_root) hash.add(static_cast<uint64_t>(request.root));
+  hash.add(request.note);
   for (const Input& input : request.inputs) {
     hash.add(static_cast<uint64_t>(input.dtype));
     hash.add(static_cast<uint64_t>(input.shape.size()));

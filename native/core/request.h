@@ -71,6 +71,8 @@ struct Request {
   double postscale = 1.0;                // factor on the result
   int root = 0;  // broadcast: a rank of the job; join: the last to join, set by the engine
 
+  std::string note;  // what else must be equal on all ranks, in words
+
   // Called exactly once, on the engine's thread (or in submit, if the engine has stopped).
   std::function<void(const Status&)> done;
 };

@@ -48,6 +48,7 @@ absl::Status unknown_first_dimension_and_splits(InferenceContext* c) {
 REGISTER_OP("HvdAllreduce")
     .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
     .Attr("tensor_name: string")
+    .Attr("note: string = ''")  // what else must be equal on all ranks
     .Attr("process_set: int = 0")
     .Attr("reduction: {'Average', 'Sum', 'Min', 'Max', 'Product', 'Adasum'}")
     .Attr("prescale_factor: string = '1'")  // float64 in decimal: TensorFlow's float attributes are
@@ -61,6 +62,7 @@ REGISTER_OP("HvdAllreduce")
 REGISTER_OP("HvdAllgather")
     .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
     .Attr("tensor_name: string")
+    .Attr("note: string = ''")  // what else must be equal on all ranks
     .Attr("process_set: int = 0")
     .Input("tensors: T")
     .Output("gathered: T")

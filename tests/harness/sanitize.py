@@ -46,6 +46,7 @@ def main() -> None:
     suppressions.write_text("".join(f"leak:{library}\n" for library in LEAKS_OF_OTHERS))
     os.environ["LSAN_OPTIONS"] = f"suppressions={suppressions}:print_suppressions=0"
     run(address, *ALONE, "threads_test")
+    os.environ["ASAN_OPTIONS"] = "fast_unwind_on_malloc=0"  # whole stacks, to know whose leak it is
     for test in WITH_MPI:
         for transport in ("mpi", "host"):
             print(f"{address.parent.name}: {test} {transport} on 2 ranks", flush=True)

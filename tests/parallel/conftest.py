@@ -8,6 +8,16 @@ from hvd_keras import _library
 hvd.init()
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--fuzz-cases",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="random collectives in test_fuzz.py (default: %(default)s)",
+    )
+
+
 def pytest_report_header() -> str:
     return f"rank {hvd.rank()} of {hvd.size()}"
 

@@ -1,5 +1,7 @@
 """Wrong calls: the same clear error on every rank, and the next collective is right."""
 
+import concurrent.futures
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -54,6 +56,21 @@ def test_ranks_that_differ(first, other, texts) -> None:
         (first if RANK == 0 else other)()
     for text in [*texts, *(f"rank {r}: " for r in range(SIZE))]:
         assert text in str(error.value)
+
+
+@several
+def test_two_kinds_with_one_name_are_two_requests() -> None:
+    """So ranks may bring them in any order, and neither takes the other's data."""
+    calls = [
+        lambda: hvd.allreduce(tf.fill([2], RANK + 1), op=hvd.Sum, name="both"),
+        lambda: hvd.broadcast(tf.fill([2], RANK + 1), SIZE - 1, name="both"),
+    ]
+    first = RANK % 2
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(calls[first])
+        results = {1 - first: calls[1 - first](), first: under_way.result()}
+    np.testing.assert_array_equal(results[0], [SIZE * (SIZE + 1) // 2] * 2)
+    np.testing.assert_array_equal(results[1], [SIZE] * 2)
 
 
 def test_string_tensor() -> None:

@@ -1,0 +1,297 @@
+"""One rank fails in every way that a process can: the job ends soon, says why, leaves nothing.
+
+Three ranks reduce in a loop; rank 1 fails at step 20, when the first requests, for which the
+deadline is generous (docs/protocol.md), are over.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+import textwrap
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness import ranks
+from tests.harness.launcher import Launcher
+
+SIZE = 3
+DEADLINE = 2  # seconds
+# What a busy machine may add to the deadline. An idle one adds less than a second.
+SLACK = 8
+SETTINGS = {"HVD_TIMEOUT_SECONDS": str(DEADLINE), "HVD_STALL_WARNING_SECONDS": "1"}
+
+# A row brings its own fault(), which rank 1 calls at step 20, or its own step().
+HEAD = """
+import os, pathlib, resource, signal, sys, time
+import tensorflow as tf
+import hvd_keras as hvd
+hvd.init()
+here = pathlib.Path(__file__).parent
+
+def fault():
+    pass
+
+def step(i):
+    hvd.allreduce(tf.ones(4), name="gradient")
+
+def fails(i):
+    return hvd.rank() == 1 and i == 20
+
+"""
+LOOP = """
+for i in range(40):
+    if i == 20:
+        (here / f"maps-{hvd.rank()}").write_text(pathlib.Path("/proc/self/maps").read_text())
+        hvd.barrier()
+    if fails(i):
+        (here / "time").write_text(str(time.monotonic()))
+        fault()
+    step(i)
+"""
+
+
+@dataclasses.dataclass
+class Row:
+    """A fault and its consequences.
+
+    ``heard`` is what ranks 0 and 2 must print, ``summary`` a line that says whose fault it is (both
+    regular expressions). A ``status`` of None stands for any but 0.
+    """
+
+    code: str
+    status: int | None = None
+    summary: str = ""
+    heard: str = ""
+
+
+def first(end: str) -> str:
+    return f"hvdrun: rank 1 failed first: {end}$"
+
+
+MISSING = r"rank [02] waits for allreduce 'gradient', which rank 1 \(on .*\) has not submitted"
+
+ROWS = {
+    "SIGKILL": Row(
+        "def fault(): os.kill(os.getpid(), signal.SIGKILL)", 137, first("killed by SIGKILL")
+    ),
+    "SIGSEGV": Row(
+        "def fault(): os.kill(os.getpid(), signal.SIGSEGV)", 139, first("killed by SIGSEGV")
+    ),
+    "SIGTERM": Row(
+        "def fault(): os.kill(os.getpid(), signal.SIGTERM)", 143, first("killed by SIGTERM")
+    ),
+    "exception": Row(
+        "def fault(): raise RuntimeError('bad luck')",
+        1,
+        first("exit status 1"),
+        "AbortedError: .*rank 1 has left the job: RuntimeError: bad luck",
+    ),
+    "an exception that cannot be shown": Row(
+        """
+        class Bad(Exception):
+            def __str__(self):
+                raise ValueError
+
+        def fault():
+            sys.stdout = sys.stderr = None
+            raise Bad
+        """,
+        1,
+        first("exit status 1"),
+        "AbortedError: .*rank 1 has left the job: Bad",
+    ),
+    "MemoryError": Row(
+        """
+        hoard = []
+        def fault():
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), used + (64 << 20)))
+            while True:
+                hoard.append(bytearray(1 << 18))
+        """,
+        1,
+        first("exit status 1"),
+        "AbortedError: .*rank 1 has left the job: MemoryError",
+    ),
+    "sys.exit(0)": Row(
+        "def fault(): sys.exit(0)",
+        None,
+        r"\[1\] hvd_keras: rank 1 has left while others waited for it.*: its script has ended$",
+        "AbortedError: .*rank 1 has left the job: its script has ended",
+    ),
+    "sys.exit(3)": Row(
+        "def fault(): sys.exit(3)",
+        3,
+        first("exit status 3"),
+        "AbortedError: .*rank 1 has left the job: its script has ended",
+    ),
+    "os._exit(0)": Row("def fault(): os._exit(0)", None, "hvdrun: rank 1: exit status 0$"),
+    "os._exit(3)": Row("def fault(): os._exit(3)", 3, first("exit status 3")),
+    "MPI_Abort": Row(
+        """
+        def fault():
+            from mpi4py import MPI
+            MPI.COMM_WORLD.Abort(5)
+        """,
+        5,
+        first("exit status 5"),
+    ),
+    "SIGSTOP": Row(
+        "def fault(): os.kill(os.getpid(), signal.SIGSTOP)",
+        heard="DeadlineExceededError: .*" + MISSING,
+    ),
+    "sleep": Row("def fault(): time.sleep(1000)", heard="DeadlineExceededError: .*" + MISSING),
+    "skips one": Row(
+        """
+        def step(i):
+            if not fails(i):
+                hvd.allreduce(tf.ones(4), name=f"gradient {i}")
+        """,
+        heard="rank 1 has submitted: allreduce 'gradient 21'",
+    ),
+    # Nothing can tell that what follows belongs to other steps, until one has no more to follow.
+    "skips one of many with one name": Row(
+        """
+        def step(i):
+            if not fails(i):
+                hvd.allreduce(tf.ones(4), name="gradient")
+        """,
+        heard="AbortedError: .*rank 1 has left the job: its script has ended",
+    ),
+    # Another thread might bring what each waits for; only the deadline can tell.
+    "broadcast against allreduce": Row(
+        """
+        def step(i):
+            if fails(i):
+                hvd.broadcast(tf.ones(4), 0, name="gradient")
+            else:
+                hvd.allreduce(tf.ones(4), name="gradient")
+        """,
+        heard="rank 1 has submitted: broadcast 'gradient'",
+    ),
+}
+
+# Ranks that differ get an error, after which work goes on; the last one is caught by nobody.
+DIFFERENT = """
+def differ(mine, other, *texts):
+    try:
+        (other if hvd.rank() == 1 else mine)()
+    except tf.errors.FailedPreconditionError as error:
+        for text in [*texts, *(f"rank {rank}: " for rank in range(hvd.size()))]:
+            assert text in str(error), error
+    else:
+        raise SystemExit("no error")
+    total = hvd.allreduce([hvd.rank() + 1], op=hvd.Sum, name="gradient")
+    assert total == [6], total
+
+def reduce(x, op=hvd.Sum):
+    return lambda: hvd.allreduce(x, op=op, name="gradient")
+
+def step(i):
+    hvd.allreduce(tf.ones(4), name="gradient")
+    if i == 20:
+        four = tf.ones(4)
+        differ(reduce(four), reduce(tf.ones(5)), "float32[4]", "float32[5]")
+        differ(reduce(four), reduce(tf.ones(4, tf.int32)), "float32[4]", "int32[4]")
+        differ(reduce(four), reduce(four, hvd.Max), "op=Sum", "op=Max")
+        reduce(tf.ones(1000 if hvd.rank() == 1 else 500))()
+"""
+ROWS["different counts"] = Row(
+    DIFFERENT, 1, "hvdrun: rank [012] failed first: exit status 1$", r"rank 1: .*float32\[1000\]"
+)
+
+
+def script(code: str) -> str:
+    return HEAD + textwrap.dedent(code) + LOOP
+
+
+def check(launcher: Launcher, end: float, what: str, output: str) -> None:
+    """The job was over soon after the fault, and its shared memory is gone."""
+    assert (launcher.folder / "time").exists(), output
+    seconds = end - float((launcher.folder / "time").read_text())
+    print(f"{what}: ended {seconds:.2f} s after the fault")
+    assert seconds < DEADLINE + SLACK
+    maps = "\n".join(path.read_text() for path in launcher.folder.glob("maps-*"))
+    shared = set(re.findall(r"/dev/shm/\S+", maps))
+    assert shared, "the ranks of a host share memory; this test no longer finds it"
+    assert [path for path in shared if os.path.exists(path)] == []
+
+
+def check_row(launcher: Launcher, row: Row, what: str) -> None:
+    done = launcher.python(SIZE, script(row.code), env=launcher.environment | SETTINGS)
+    check(launcher, time.monotonic(), what, done.stderr)
+    assert done.returncode != 0
+    assert row.status in (None, done.returncode), done.stderr
+    assert re.search(row.summary, done.stderr, re.MULTILINE), done.stderr
+    for rank in (0, 2):
+        lines = [line for line in done.stderr.splitlines() if line.startswith(f"[{rank}]")]
+        assert re.search(row.heard, "\n".join(lines)), done.stderr
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_under_hvdrun(hvdrun: Launcher, name: str) -> None:
+    check_row(hvdrun, ROWS[name], name)
+
+
+@pytest.mark.parametrize("name", ["SIGSTOP", "sleep"])
+def test_a_hang_ends_under_plain_mpirun(hvdrun: Launcher, name: str) -> None:
+    """Nobody watches there: the ranks that live must end the job."""
+    job = ranks.run_script(hvdrun.folder, SIZE, script(ROWS[name].code), timeout=60, **SETTINGS)
+    check(hvdrun, time.monotonic(), f"{name}, plain mpirun", job.output)
+    assert job.status != 0, job.output
+    assert re.search(MISSING, job.output), job.output
+
+
+def test_a_forked_child_is_no_rank(hvdrun: Launcher) -> None:
+    """Neither its end nor its exception ends the job, and it does not wait for the ranks."""
+    code = """
+        def step(i):
+            if i == 20:
+                for end in (lambda: sys.exit(0), lambda: 1 / 0):
+                    child = os.fork()
+                    if child == 0:
+                        end()
+                    os.waitpid(child, 0)
+            hvd.allreduce(tf.ones(4), name="gradient")
+        """
+    done = hvdrun.python(2, script(code), env=hvdrun.environment | SETTINGS)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("ZeroDivisionError") == 2
+
+
+@pytest.fixture
+def memory_group() -> Iterator[pathlib.Path]:
+    """An empty control group whose processes may use 64 MiB."""
+    for parent, limit in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
+        group = pathlib.Path("/sys/fs/cgroup", parent, f"hvd-keras-test-{os.getpid()}")
+        try:
+            group.mkdir()
+        except OSError as error:
+            reason = str(error)
+            continue
+        try:
+            if (group / limit).exists():
+                (group / limit).write_text(str(64 << 20))
+                yield group
+                return
+            reason = f"no {limit} in {group}"
+        except OSError as error:
+            reason = str(error)
+        finally:
+            group.rmdir()
+    pytest.skip(f"no control group for memory can be made here: {reason}")
+
+
+def test_out_of_memory(hvdrun: Launcher, memory_group: pathlib.Path) -> None:
+    """The kernel kills the rank."""
+    code = f"""
+        hoard = []
+        def fault():
+            pathlib.Path({str(memory_group)!r}, "cgroup.procs").write_text(str(os.getpid()))
+            while len(hoard) < 1000:
+                hoard.append(b"x" * (1 << 20))
+        """
+    check_row(hvdrun, Row(code, 137, first("killed by SIGKILL")), "out of memory")
