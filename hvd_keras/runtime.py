@@ -233,8 +233,7 @@ def _flush() -> None:
 def _leave(reason: str, seconds: float) -> str:
     farewell: str = _FAREWELLS[_library.core().hvd_leave(reason.encode(), seconds)]
     if farewell == "alone":
-        text = f"rank {rank()} has left while others waited for it, so the job ends: {reason}"
-        log.logger.error(text)
+        log.logger.error("left while others waited for it, so the job ends: %s", reason)
         _flush()
     time.sleep(_LAST_WORDS_SECONDS[farewell])
     return farewell

@@ -90,8 +90,7 @@ def judge(reports: dict[int, Report], size: int, mpirun_status: int) -> Verdict:
         cause = f"{_names(early)} ended first, without the others"
         return Verdict(1, [cause, *others], True)
     if waited := [rank for rank in _failed(reports) if reports[rank].status == WAITED_IN_VAIN]:
-        absent = [rank for rank in range(size) if rank not in waited]
-        cause = f"{_names(absent)} did not go on, and the others waited in vain"
+        cause = f"{_names(waited)} waited for another rank in vain; the error above names it"
         return Verdict(WAITED_IN_VAIN, [cause, *others], True)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
     return Verdict(_shell_status(mpirun_status) or 1, [cause, *others], False)

@@ -71,6 +71,8 @@ def first(end: str) -> str:
     return f"hvdrun: rank 1 failed first: {end}$"
 
 
+EARLY = "hvdrun: rank 1 ended first, without the others$"
+IN_VAIN = r"hvdrun: ranks? [02, ]+ waited for another rank in vain; the error above names it$"
 MISSING = r"rank [02] waits for allreduce 'gradient', which rank 1 \(on .*\) has not submitted"
 
 ROWS = {
@@ -119,7 +121,7 @@ ROWS = {
     "sys.exit(0)": Row(
         "def fault(): sys.exit(0)",
         None,
-        r"\[1\] hvd_keras: rank 1 has left while others waited for it.*: its script has ended$",
+        EARLY,
         "AbortedError: .*rank 1 has left the job: its script has ended",
     ),
     "sys.exit(3)": Row(
@@ -128,7 +130,7 @@ ROWS = {
         first("exit status 3"),
         "AbortedError: .*rank 1 has left the job: its script has ended",
     ),
-    "os._exit(0)": Row("def fault(): os._exit(0)", None, "hvdrun: rank 1: exit status 0$"),
+    "os._exit(0)": Row("def fault(): os._exit(0)", 1, EARLY),
     "os._exit(3)": Row("def fault(): os._exit(3)", 3, first("exit status 3")),
     "MPI_Abort": Row(
         """
@@ -141,9 +143,13 @@ ROWS = {
     ),
     "SIGSTOP": Row(
         "def fault(): os.kill(os.getpid(), signal.SIGSTOP)",
+        75,
+        IN_VAIN,
         heard="DeadlineExceededError: .*" + MISSING,
     ),
-    "sleep": Row("def fault(): time.sleep(1000)", heard="DeadlineExceededError: .*" + MISSING),
+    "sleep": Row(
+        "def fault(): time.sleep(1000)", 75, IN_VAIN, heard="DeadlineExceededError: .*" + MISSING
+    ),
     "skips one": Row(
         """
         def step(i):
