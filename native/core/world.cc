@@ -54,7 +54,7 @@ std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::v
   MPI_Comm_free(&host);
   int least = neighbours;
   MPI_Allreduce(&neighbours, &least, 1, MPI_INT, MPI_MIN, communicator);
-  if (least < mpi->size()) return mpi;
+  if (mpi->size() == 1 || least < mpi->size()) return mpi;
   try {
     return std::make_unique<HostTransport>(&mpi);
   } catch (const std::runtime_error& error) {
