@@ -19,6 +19,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined]
     from hvd_keras import data as data
+    from hvd_keras.built import ccl_built as ccl_built
+    from hvd_keras.built import cuda_built as cuda_built
+    from hvd_keras.built import ddl_built as ddl_built
+    from hvd_keras.built import gloo_built as gloo_built
+    from hvd_keras.built import gloo_enabled as gloo_enabled
+    from hvd_keras.built import mpi_built as mpi_built
+    from hvd_keras.built import mpi_enabled as mpi_enabled
+    from hvd_keras.built import mpi_threads_supported as mpi_threads_supported
+    from hvd_keras.built import nccl_built as nccl_built
+    from hvd_keras.built import rocm_built as rocm_built
     from hvd_keras.compression import Compression as Compression
     from hvd_keras.compression import Compressor as Compressor
     from hvd_keras.learning_rates import linear_scaling as linear_scaling
@@ -58,6 +68,7 @@ if TYPE_CHECKING:
     from hvd_keras.runtime import cross_rank as cross_rank
     from hvd_keras.runtime import cross_size as cross_size
     from hvd_keras.runtime import init as init
+    from hvd_keras.runtime import is_homogeneous as is_homogeneous
     from hvd_keras.runtime import is_initialized as is_initialized
     from hvd_keras.runtime import local_rank as local_rank
     from hvd_keras.runtime import local_size as local_size
@@ -87,6 +98,9 @@ _HOME = {
     **dict.fromkeys(("rank_op", "size_op", "local_rank_op", "local_size_op"), "meeting"),
     **dict.fromkeys(("ProcessSet", "global_process_set"), "process_sets"),
     **dict.fromkeys(("add_process_set", "remove_process_set"), "membership"),
+    **dict.fromkeys(("mpi_built", "mpi_enabled", "mpi_threads_supported"), "built"),
+    **dict.fromkeys(("nccl_built", "cuda_built", "rocm_built"), "built"),
+    **dict.fromkeys(("gloo_built", "gloo_enabled", "ddl_built", "ccl_built"), "built"),
     **dict.fromkeys(("Compression", "Compressor"), "compression"),
     **dict.fromkeys(("DistributedOptimizer", "PartialDistributedOptimizer"), "optimizer"),
     **dict.fromkeys(("allgather_object", "broadcast_object", "broadcast_object_fn"), "objects"),
@@ -95,6 +109,7 @@ _HOME = {
     **dict.fromkeys(("stats", "start_timeline", "stop_timeline"), "observe"),
     "SyncBatchNormalization": "sync_batch_norm",
     **dict.fromkeys(("init", "is_initialized", "shutdown", "rank", "size"), "runtime"),
+    "is_homogeneous": "runtime",
     **dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"), "runtime"),
     **dict.fromkeys(("DistributedGradientTape", "PartialDistributedGradientTape"), "tape"),
     "broadcast_variables": "variables",

@@ -42,6 +42,7 @@ class _Place(NamedTuple):
     local_size: int
     cross_rank: int
     cross_size: int
+    homogeneous: int
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -139,6 +140,11 @@ def cross_size() -> int:
     return _place().cross_size
 
 
+def is_homogeneous() -> bool:
+    """Whether all hosts have as many processes of the job."""
+    return bool(_place().homogeneous)
+
+
 def _place() -> _Place:
     core = _library.core()
     if not core.hvd_initialized():
@@ -146,9 +152,9 @@ def _place() -> _Place:
             "hvd_keras is not initialised in this process. Call hvd.init() first, once, at the "
             "top of the script."
         )
-    six = (ctypes.c_int * 6)()
-    core.hvd_place(six)
-    return _Place(*six)
+    seven = (ctypes.c_int * 7)()
+    core.hvd_place(seven)
+    return _Place(*seven)
 
 
 def _members(comm: Any) -> tuple[list[int], int | None]:

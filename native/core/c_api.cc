@@ -45,15 +45,16 @@ HVD_EXPORT void hvd_set_log(int level) {
 
 HVD_EXPORT int hvd_initialized() { return hvd::World::instance().initialized(); }
 
-// rank, size, local_rank, local_size, cross_rank, cross_size.
-HVD_EXPORT void hvd_place(int* six) {
+// rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous.
+HVD_EXPORT void hvd_place(int* seven) {
   const hvd::Place& place = hvd::World::instance().place();
-  six[0] = place.rank;
-  six[1] = place.size;
-  six[2] = place.local_rank;
-  six[3] = place.local_size;
-  six[4] = place.cross_rank;
-  six[5] = place.cross_size;
+  seven[0] = place.rank;
+  seven[1] = place.size;
+  seven[2] = place.local_rank;
+  seven[3] = place.local_size;
+  seven[4] = place.cross_rank;
+  seven[5] = place.cross_size;
+  seven[6] = place.homogeneous;
 }
 
 // Says that this rank submits nothing more; waits at most `seconds` (< 0: for ever).

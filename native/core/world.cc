@@ -147,6 +147,9 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   MPI_Comm_size(cross, &place_.cross_size);
   MPI_Comm_free(&local);
   MPI_Comm_free(&cross);
+  int bounds[2] = {place_.local_size, -place_.local_size};
+  MPI_Allreduce(MPI_IN_PLACE, bounds, 2, MPI_INT, MPI_MAX, job_);
+  place_.homogeneous = bounds[0] == -bounds[1];
 
   recorder_ = std::make_shared<Recorder>(place_.rank, place_.size);
   if (Status status = begin_timeline(); !status.ok()) {

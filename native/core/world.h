@@ -20,6 +20,7 @@ struct Place {
   int rank, size;              // in the job
   int local_rank, local_size;  // on this host
   int cross_rank, cross_size;  // among the ranks with this local_rank, one per host
+  int homogeneous;             // 1: all hosts have as many ranks
 };
 
 class World {
