@@ -125,7 +125,7 @@ char* SharedMemory::part(int rank) const {
 
 bool SharedMemory::all_are_here() const {
   for (size_t r = 0; r < ranks_.size(); ++r) {
-    if (seat(static_cast<int>(r)).arrived.load(std::memory_order_acquire) < step_) return false;
+    if (seat(static_cast<int>(r)).arrived.load(std::memory_order_seq_cst) < step_) return false;
   }
   return true;
 }
