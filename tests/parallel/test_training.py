@@ -38,8 +38,6 @@ OPTIONS = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 3},
     "loss_scale_factor": {"loss_scale_factor": 128.0},
 }
-if SIZE != 2:  # where all would take long, and tell nothing new
-    OPTIONS = {name: OPTIONS[name] for name in ("plain", "global_clipnorm")}
 RATES = {"Adadelta": 1.0, "Lion": 0.001, "SGD": 0.1, "Ftrl": 0.05, "Adagrad": 0.1}
 SPECIAL = {
     "nesterov": lambda: optimizers.SGD(0.05, momentum=0.9, nesterov=True),
