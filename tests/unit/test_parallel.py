@@ -16,7 +16,7 @@ PARALLEL = ROOT / "tests" / "parallel"
 LEFT_OUT = {
     1: ["fuzz", "metrics", "observe", "options", "progress", "restart", "training"],
     2: [],
-    3: ["keras_callbacks", "observe", "options", "progress", "restart"],
+    3: ["callbacks", "keras_callbacks", "metrics", "observe", "options", "progress", "restart"],
 }
 MATRIX = "test_training.py::test_every_optimizer_with_every_option"
 
