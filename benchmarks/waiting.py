@@ -4,10 +4,14 @@ hvdrun -np 2 python benchmarks/waiting.py
 """
 
 import argparse
+import os
 import resource
 import time
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
 import mpi4py
+import report
 
 import hvd_keras as hvd
 
@@ -31,7 +35,10 @@ def share_of_a_core(wait, late_by: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10, help="how late a rank comes")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--json", action="store_true", help="print one line of JSON, no text")
+    parser.add_argument("--smoke", action="store_true", help="one second, to see that it works")
+    options = parser.parse_args()
+    seconds = 1.0 if options.smoke else options.seconds
     hvd.init()
     mpi4py.rc.initialize = False
     from mpi4py import MPI
@@ -40,7 +47,11 @@ def main() -> None:
         raise SystemExit("One rank waits for nobody: start it with hvdrun -np 2.")
     ours = share_of_a_core(lambda: hvd.allreduce(1.0), seconds)
     mpi = share_of_a_core(MPI.COMM_WORLD.Barrier, seconds)
-    if hvd.rank() == 0:
+    if hvd.rank() == 0 and options.json:
+        what = f"CPU time, waiting {seconds:g} s"
+        row = report.compare(what, hvd.size(), "MPI_Barrier", [ours * seconds], [mpi * seconds])
+        report.show([row], as_json=True)
+    elif hvd.rank() == 0:
         print(f"waiting {seconds:g} s: hvd.allreduce {ours:.1%} of a core, MPI_Barrier {mpi:.1%}")
 
 

@@ -32,7 +32,11 @@ class Mpirun:
             return {}
         if self.major < 5:
             return {"OMPI_MCA_orte_tmpdir_base": str(directory)}
-        return {"PRTE_MCA_prte_local_tmpdir_base": str(directory)}
+        settings = {"PRTE_MCA_prte_local_tmpdir_base": str(directory)}
+        if "OMPI_MCA_btl" not in os.environ:
+            # It looks for networks, which one host does not need, and sleeps a second in MPI_Init.
+            settings["OMPI_MCA_btl"] = "^ofi"
+        return settings
 
     def command(
         self,

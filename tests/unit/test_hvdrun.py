@@ -253,6 +253,15 @@ def test_help_and_version(hvdrun):
     assert re.fullmatch(r"hvdrun of hvd_keras \d+\.\d+.*\n", hvdrun.run("--version").stdout)
 
 
+def test_open_mpi_does_not_look_for_networks(hvdrun):
+    dry = ("-n", "1", "--dry-run", "python")
+    if "PRTE_MCA" not in hvdrun.run(*dry).stdout:
+        pytest.skip("not Open MPI 5")
+    assert "OMPI_MCA_btl='^ofi'\n" in hvdrun.run(*dry).stdout
+    chosen = hvdrun.run(*dry, env=hvdrun.environment | {"OMPI_MCA_btl": "self,sm"})
+    assert "OMPI_MCA_btl" not in chosen.stdout
+
+
 def test_check(hvdrun):
     done = hvdrun.run("--check", "-np", "2", "--oversubscribe")
     assert done.returncode == 0, done.stderr

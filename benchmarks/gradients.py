@@ -1,0 +1,109 @@
+"""The gradients of known models, averaged as DistributedOptimizer does, against raw MPI and memcpy.
+
+    hvdrun -np 2 --oversubscribe python benchmarks/gradients.py
+
+Ours: one tensor per trainable variable, all in one tf.function, packed, summed, divided and
+unpacked. MPI: one MPI_Allreduce in place of as many float32 in one buffer, nothing packed or
+divided. Memcpy: one core copies as many bytes twice, while the other ranks sleep.
+"""
+
+import clock  # first
+import numpy as np
+import report
+import tensorflow as tf
+from clock import MPI
+
+import hvd_keras as hvd
+from hvd_keras.exchange import Distribution, Manner
+
+MODELS = ("ResNet50", "InceptionV3", "ResNet101", "VGG16")
+SYNTHETIC = [(3, 3, 16, 32), (32,), (512, 64), (64,), (64, 10), (10,)]
+
+
+def shapes_of(model: str) -> list[tuple[int, ...]]:
+    """Of the trainable variables; rank 0 builds the model, for all ranks."""
+    shapes = None
+    if hvd.rank() == 0:
+        import keras
+
+        built = getattr(keras.applications, model)(weights=None)
+        shapes = [tuple(variable.shape) for variable in built.trainable_variables]
+        del built
+        keras.backend.clear_session()
+    return hvd.broadcast_object(shapes, 0)
+
+
+def gradient(shape: tuple[int, ...]) -> tf.Tensor:
+    """Small integers that differ by element and rank: sums are exact."""
+    values = np.full(int(np.prod(shape)), hvd.rank(), np.float32)
+    values[::3] += 1
+    values[::7] += 2
+    return tf.constant(values.reshape(shape))
+
+
+def rows_of(model: str, shapes: list[tuple[int, ...]], repeats: int) -> list[report.Row]:
+    gradients = [gradient(shape) for shape in shapes]
+    variables = [tf.TensorSpec(shape, tf.float32, f"v{i}") for i, shape in enumerate(shapes)]
+    distribution = Distribution(model, Manner(), 0)
+    average = tf.function(lambda tensors: distribution.reduce(tensors, variables), autograph=False)
+
+    flat = np.empty(sum(int(np.prod(shape)) for shape in shapes), np.float32)
+    spare = np.empty_like(flat if hvd.rank() == 0 else flat[:0])
+    bounds = np.cumsum([0, *(int(np.prod(shape)) for shape in shapes)])
+    parts = [flat[a:b].reshape(s) for a, b, s in zip(bounds, bounds[1:], shapes, strict=False)]
+
+    def fill() -> None:
+        for part, tensor in zip(parts, gradients, strict=True):
+            np.copyto(part, tensor.numpy())
+
+    def allreduce() -> None:
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)
+
+    def raw() -> float:
+        fill()  # in place it grows otherwise
+        return clock.together(allreduce)()
+
+    def copy_twice() -> None:
+        np.copyto(spare, flat)
+        np.copyto(flat, spare)
+
+    # Others' mean less this rank's own.
+    shift = (hvd.size() - 1) / 2 - hvd.rank()
+    for mine, result in zip(gradients, average(gradients), strict=True):
+        error = result.numpy() - mine.numpy()
+        error -= shift
+        clock.expect(max(error.max(), -error.min()) < 1e-5, f"{model}: averages")
+    del result, error
+    raw()
+    for mine, part in zip(gradients, parts, strict=True):
+        part /= hvd.size()
+        part -= mine.numpy()
+        clock.expect(max(part.max() - shift, shift - part.min()) < 1e-5, "MPI_Allreduce")
+
+    times = clock.interleaved(
+        {
+            "ours": clock.together(lambda: average(gradients)),
+            "raw": raw,
+            "memcpy": clock.alone(copy_twice),
+        },
+        repeats,
+    )
+    what = f"{model}, {len(shapes)} tensors, {flat.nbytes / 1e6:.3g} MB"
+    return [
+        report.compare(what, hvd.size(), "MPI_Allreduce", times["ours"], times["raw"]),
+        report.compare(what, hvd.size(), "memcpy, twice", times["ours"], times["memcpy"]),
+    ]
+
+
+def main() -> None:
+    options = clock.options(__doc__, repeats=9)
+    rows = []
+    for model in ("synthetic",) if options.smoke else MODELS:
+        shapes = SYNTHETIC if options.smoke else shapes_of(model)
+        rows += rows_of(model, shapes, options.repeats)
+    if hvd.rank() == 0:
+        report.show(rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Runs all benchmarks and writes their results: JSON, a table in Markdown, and plots.
+
+    make bench
+    python benchmarks/run.py --smoke
+
+Every benchmark compares two things that it measures in turn in one job, with one thread per
+process, and checks their values.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import report
+
+HERE = Path(__file__).parent
+LIMIT = 600  # seconds; none takes nearly as long
+
+# Which benchmarks run on how many ranks; startup starts its ranks itself.
+FULL = {
+    "startup": [None],
+    "latency": [2],
+    "fit": [2],
+    "gradients": [2, 4],
+    "growth": [8],
+    "sparse": [2],
+    "waiting": [2],
+}
+SMOKE = FULL | {"gradients": [2], "growth": [4]}
+
+
+def measured(name: str, ranks: int | None, smoke: bool) -> list[report.Row]:
+    """The rows that one benchmark prints.
+
+    Raises:
+        SystemExit: it fails, or takes longer than LIMIT.
+    """
+    command = [sys.executable, str(HERE / f"{name}.py"), "--json", *["--smoke"] * smoke]
+    if ranks is not None:
+        job = [sys.executable, "-m", "hvd_keras.launch", "-np", str(ranks), "--oversubscribe"]
+        command = [*job, "--no-prefix", *command]
+    threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+    environment = os.environ | dict.fromkeys(threads, "1") | {"CUDA_VISIBLE_DEVICES": "-1"}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, timeout=LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"benchmarks/{name}.py takes longer than {LIMIT} s") from None
+    if done.returncode != 0:
+        raise SystemExit(f"benchmarks/{name}.py failed with exit status {done.returncode}")
+    line = next(line for line in done.stdout.splitlines() if line.startswith('{"benchmark"'))
+    where = "" if ranks is None else f" on {ranks} ranks"
+    print(f"{name}{where}: {time.monotonic() - start:.0f} s", flush=True)
+    return [{"benchmark": name, **row} for row in json.loads(line)["rows"]]
+
+
+def machine() -> dict[str, Any]:
+    """What the results depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    packages = ("hvd_keras", "tensorflow", "keras", "mpi4py")
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def in_words(results: dict[str, Any]) -> str:
+    # One's own ranks load the machine, too; much more than that were others.
+    load = f"load average {results['load_before']:.1f} before, {results['load_after']:.1f} after"
+    facts = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    size = "Tiny sizes, which say nothing. " if results["smoke"] else ""
+    return f"{size}Measured {results['date']}; {facts}; {load}."
+
+
+def sections(rows: list[report.Row]) -> dict[str, list[report.Row]]:
+    """The rows by benchmark."""
+    found: dict[str, list[report.Row]] = {}
+    for row in rows:
+        found.setdefault(row["benchmark"], []).append(row)
+    return found
+
+
+def plot(rows: list[report.Row], path: Path) -> None:
+    """Ratios as bars, with their quartiles, beside a line at 1."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    labels = [f"{row['what']}\n{row['ranks']} ranks, to {row['against']}" for row in rows]
+    ratios = [row["ratio"] for row in rows]
+    spread = [
+        [row["ratio"] - row["quartiles"][0] for row in rows],
+        [row["quartiles"][1] - row["ratio"] for row in rows],
+    ]
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.5 * len(rows)), layout="constrained")
+    axes.barh(labels, ratios, xerr=spread, capsize=3, color="#5b8db8")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xlabel("time of hvd_keras over the other's; bars: medians, lines: quartiles")
+    if max(ratios) > 20 * min(ratios):
+        axes.set_xscale("log")
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def write(results: dict[str, Any], folder: Path) -> None:
+    """results.json, results.md and, with matplotlib, a plot for each benchmark."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    parts = [f"# Benchmarks\n\n{in_words(results)}\n"]
+    by_name = sections(results["rows"])
+    parts += [f"\n## {name}\n\n{report.table(rows)}\n" for name, rows in by_name.items()]
+    (folder / "results.md").write_text("".join(parts))
+    if importlib.util.find_spec("matplotlib") is None:
+        print("No plots, for matplotlib is missing: pip install 'hvd_keras[bench]'")
+        return
+    for name, rows in by_name.items():
+        plot(rows, folder / f"{name}.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that all works")
+    parser.add_argument("--only", nargs="+", choices=FULL, metavar="NAME", default=list(FULL))
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="a folder")
+    options = parser.parse_args()
+    plan = SMOKE if options.smoke else FULL
+    results = {
+        "date": time.strftime("%Y-%m-%d"),
+        "smoke": options.smoke,
+        "machine": machine(),
+        "load_before": os.getloadavg()[0],
+        "rows": [
+            row
+            for name in options.only
+            for ranks in plan[name]
+            for row in measured(name, ranks, options.smoke)
+        ],
+        "load_after": os.getloadavg()[0],
+    }
+    write(results, options.output)
+    print(f"Results: {options.output / 'results.md'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The benchmarks run, with tiny sizes, and check the values that they take the time of."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
+# The others take a minute: `benchmarks/run.py --smoke`.
+NAMES = {"latency", "gradients"}
+
+
+def run(*options):
+    return subprocess.run(
+        [sys.executable, str(RUN), *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+
+
+@pytest.mark.timeout(450)
+def test_smoke(tmp_path):
+    done = run("--smoke", "--only", *sorted(NAMES), "--output", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["smoke"]
+    assert {row["benchmark"] for row in results["rows"]} == NAMES
+    table = (tmp_path / "results.md").read_text()
+    for row in results["rows"]:
+        assert math.isfinite(row["ratio"]), row
+        assert 0 < row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1], row
+        assert row["seconds"] > 0 < row["against_seconds"], row
+        assert row["what"] in table
+
+
+def test_an_unknown_benchmark_is_refused(tmp_path):
+    done = run("--only", "gradient", "--output", tmp_path)
+    assert done.returncode == 2
+    assert "gradients" in done.stderr
+    assert list(tmp_path.iterdir()) == []
