@@ -82,6 +82,13 @@ inline Engine::Farewell leave(Engine& engine, const std::string& reason, double 
   return engine.leave(seconds);
 }
 
+// Runs a test with an engine of its own, and leaves with all ranks.
+inline void with_engine(const std::function<void(Engine&)>& body) {
+  const auto engine = new_engine();
+  body(*engine);
+  CHECK_EQ(leave(*engine, "the test is over", -1), Engine::Farewell::together);
+}
+
 class Call {
  public:
   Call(Kind kind, std::string name) : result_(promise_.get_future()) {

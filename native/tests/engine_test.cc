@@ -13,13 +13,7 @@ using test::Call;
 using test::rank;
 using test::size;
 using test::value;
-
-// Runs a test with an engine of its own, and leaves with all ranks.
-void with_engine(const std::function<void(Engine&)>& body) {
-  const auto engine = test::new_engine();
-  body(*engine);
-  CHECK_EQ(test::leave(*engine, "the test is over", -1), Engine::Farewell::together);
-}
+using test::with_engine;
 
 std::string numbered(const std::string& name, int64_t i) { return name + std::to_string(i); }
 

@@ -1,11 +1,23 @@
 """Every rank runs every test, in one order; the first failure anywhere ends the job."""
 
+import pathlib
 import sys
+import tempfile
+
+import pytest
 
 import hvd_keras as hvd
-from hvd_keras import _library
+from hvd_keras import _library, agree
 
 hvd.init()
+
+
+@pytest.fixture
+def directory():
+    """One temporary directory for all ranks."""
+    with tempfile.TemporaryDirectory() as mine:
+        yield pathlib.Path(agree.gather_json("directory", mine)[0])
+        agree.gather_json("directory is no longer used", None)
 
 
 def pytest_addoption(parser) -> None:

@@ -4,7 +4,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import warnings
 
 import keras
@@ -18,14 +17,6 @@ from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
-
-
-@pytest.fixture
-def directory():
-    """One temporary directory for all ranks."""
-    with tempfile.TemporaryDirectory() as mine:
-        yield pathlib.Path(agree.gather_json("directory", mine)[0])
-        agree.gather_json("directory is no longer used", None)
 
 
 def fit(model: keras.Model, callbacks: list, epochs: int = 1, **arguments) -> dict:

@@ -2,7 +2,6 @@
 
 import csv
 import pathlib
-import tempfile
 
 import keras
 import numpy as np
@@ -14,14 +13,6 @@ from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
-
-
-@pytest.fixture
-def directory():
-    """One temporary directory for all ranks."""
-    with tempfile.TemporaryDirectory() as mine:
-        yield pathlib.Path(agree.gather_json("directory", mine)[0])
-        agree.gather_json("directory is no longer used", None)
 
 
 def compiled(distributed: bool = True, **arguments) -> keras.Model:

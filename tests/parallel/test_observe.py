@@ -3,7 +3,6 @@
 import itertools
 import json
 import pathlib
-import tempfile
 import threading
 import time
 
@@ -19,14 +18,6 @@ from tests.harness import training
 RANK, SIZE = hvd.rank(), hvd.size()
 LATE = SIZE - 1
 several = pytest.mark.skipif(SIZE == 1, reason="one rank waits for nobody")
-
-
-@pytest.fixture
-def directory():
-    """Rank 0's temporary directory, on all ranks."""
-    with tempfile.TemporaryDirectory() as mine:
-        yield pathlib.Path(agree.gather_json("directory", mine)[0])
-        agree.gather_json("directory is no longer used", None)
 
 
 def counted(kind: str) -> dict[str, float]:
