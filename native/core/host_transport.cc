@@ -4,7 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "core/collectives.h"
 #include "core/reduce.h"
 
 namespace hvd {
@@ -20,51 +19,6 @@ constexpr int64_t kSmallBytes = 16 << 10;
 constexpr int64_t kSlotBytes = kChunkBytes + 4096;
 
 }  // namespace
-
-class HostTransport::Stream {
- public:
-  void add(const void* data, int64_t bytes) {
-    if (bytes > 0) pieces_.push_back({static_cast<char*>(const_cast<void*>(data)), bytes});
-    left_ += bytes;
-  }
-
-  int64_t left() const { return left_; }
-
-  void copy_to(char* target, int64_t bytes) {
-    walk(bytes, [&](char* piece, int64_t at, int64_t n) { std::memcpy(target + at, piece, n); });
-  }
-
-  void copy_from(const char* source, int64_t bytes) {
-    walk(bytes, [&](char* piece, int64_t at, int64_t n) { std::memcpy(piece, source + at, n); });
-  }
-
- private:
-  struct Piece {
-    char* data;
-    int64_t bytes;
-  };
-
-  template <typename Copy>
-  void walk(int64_t bytes, const Copy& copy) {
-    left_ -= bytes;
-    for (int64_t done = 0; done < bytes;) {
-      const Piece& piece = pieces_[piece_];
-      const int64_t n = std::min(piece.bytes - offset_, bytes - done);
-      copy(piece.data + offset_, done, n);
-      done += n;
-      offset_ += n;
-      if (offset_ == piece.bytes) {
-        ++piece_;
-        offset_ = 0;
-      }
-    }
-  }
-
-  std::vector<Piece> pieces_;
-  int64_t left_ = 0;
-  size_t piece_ = 0;
-  int64_t offset_ = 0;  // in the piece
-};
 
 HostTransport::HostTransport(std::unique_ptr<MpiTransport>* mpi)
     : memory_((*mpi)->communicator(), (*mpi)->ranks(), 4 * kSlotBytes), mpi_(std::move(*mpi)) {}
@@ -115,23 +69,11 @@ Status HostTransport::run(Request& request, const Waiting& waiting) {
 }
 
 void HostTransport::allreduce(Request& request) {
-  std::vector<bool> taken(request.inputs.size(), false);
-  for (size_t first = 0; first < request.inputs.size(); ++first) {
-    if (taken[first]) continue;
-    const DType dtype = request.inputs[first].dtype;
-    Stream in, out;
-    for (size_t i = first; i < request.inputs.size(); ++i) {
-      const Input& input = request.inputs[i];
-      if (input.dtype != dtype) continue;
-      taken[i] = true;
-      in.add(input.data, static_cast<int64_t>(input.bytes()));
-      out.add(request.outputs[i], static_cast<int64_t>(input.bytes()));
-    }
-    if (in.left() > 0) reduce_stream(request, dtype, in, out);
-  }
+  for (OfOneDType& group : by_dtype(request))
+    reduce_stream(request, group.dtype, group.in, group.out);
 }
 
-void HostTransport::reduce_stream(const Request& request, DType dtype, Stream in, Stream out) {
+void HostTransport::reduce_stream(const Request& request, DType dtype, Stream& in, Stream& out) {
   const int64_t width = static_cast<int64_t>(size_of(dtype));
   std::vector<const void*> sources(size());
   // Of the slots of a step, from one element on.
@@ -169,30 +111,15 @@ void HostTransport::reduce_stream(const Request& request, DType dtype, Stream in
 }
 
 Status HostTransport::allgather(Request& request) {
-  const size_t n = request.inputs.size();
   std::vector<int64_t> my_rows;
   for (const Input& input : request.inputs) my_rows.push_back(input.shape[0]);
   const std::vector<int64_t> rows = share_numbers(my_rows);
 
-  Status status;
-  request.outputs.assign(n, nullptr);
-  std::vector<std::vector<int64_t>> sizes(n);
-  for (size_t i = 0; i < n; ++i) {
-    const Input& input = request.inputs[i];
-    Shape shape = input.shape;
-    shape[0] = 1;
-    const int64_t row_bytes = elements(shape) * static_cast<int64_t>(size_of(input.dtype));
-    shape[0] = 0;
-    for (int r = 0; r < size(); ++r) {
-      shape[0] += rows[r * n + i];
-      sizes[i].push_back(rows[r * n + i] * row_bytes);
-    }
-    if (status.ok()) status = request.allocate(i, shape, &request.outputs[i]);
-  }
-  // One rank without memory must not leave the others waiting for its bytes.
+  std::vector<std::vector<int64_t>> sizes;
+  Status status = allocate_gathered(request, rows, size(), &sizes);
   status = all_or_none(status, share_numbers({status.ok() ? 0 : 1}), ranks(), request);
   if (!status.ok()) return status;
-  for (size_t i = 0; i < n; ++i) {
+  for (size_t i = 0; i < sizes.size(); ++i) {
     std::vector<char*> targets;
     char* target = static_cast<char*>(request.outputs[i]);
     for (int64_t bytes : sizes[i]) {

@@ -20,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "core/layout.h"
 #include "core/mpi_transport.h"
 #include "core/shared_memory.h"
 
@@ -39,14 +40,11 @@ class HostTransport : public Transport {
   Status run(Request& request, const Waiting& waiting) override;
 
  private:
-  // Memory of one or more tensors, as one.
-  class Stream;
-
   char* slot(int rank, uint64_t step) const;
   char* result(int rank, uint64_t step) const;
   void meet() { memory_.meet(waiting_); }
   void allreduce(Request& request);
-  void reduce_stream(const Request& request, DType dtype, Stream in, Stream out);
+  void reduce_stream(const Request& request, DType dtype, Stream& in, Stream& out);
   Status allgather(Request& request);
   void broadcast(Request& request);
   void share(const void* mine, const std::vector<int64_t>& sizes,

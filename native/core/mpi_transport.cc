@@ -6,6 +6,7 @@
 
 #include "core/adasum.h"
 #include "core/collectives.h"
+#include "core/layout.h"
 #include "core/reduce.h"
 
 namespace hvd {
@@ -23,7 +24,6 @@ constexpr int64_t kSmallBytes = 16 << 10;
 // progress.
 constexpr int64_t kPieceBytes = 64 << 20;
 
-// This processor's name, as far as it fits into 64 bytes.
 std::string host_name() {
   char name[MPI_MAX_PROCESSOR_NAME];
   int length = 0;
@@ -32,13 +32,6 @@ std::string host_name() {
 }
 
 }  // namespace
-
-// One tensor's memory, seen as part of the concatenation of all tensors of its dtype.
-struct MpiTransport::Span {
-  const char* in;
-  char* out;
-  int64_t bytes;
-};
 
 // Messages of any size between this rank and others; all are under way at once.
 class MpiTransport::Exchange {
@@ -156,52 +149,14 @@ Status MpiTransport::run(Request& request, const Waiting& waiting) {
 }
 
 void MpiTransport::allreduce(Request& request) {
-  std::vector<bool> taken(request.inputs.size(), false);
-  for (size_t first = 0; first < request.inputs.size(); ++first) {
-    if (taken[first]) continue;
-    const DType dtype = request.inputs[first].dtype;
-    std::vector<Span> spans;
-    for (size_t i = first; i < request.inputs.size(); ++i) {
-      const Input& input = request.inputs[i];
-      if (input.dtype != dtype) continue;
-      taken[i] = true;
-      spans.push_back({static_cast<const char*>(input.data), static_cast<char*>(request.outputs[i]),
-                       static_cast<int64_t>(input.bytes())});
+  for (OfOneDType& group : by_dtype(request)) {
+    while (group.in.left() > 0) {
+      const int64_t bytes = std::min(kChunkBytes, group.in.left());
+      chunk_.resize(bytes);
+      group.in.copy_to(chunk_.data(), bytes);
+      reduce_chunk(request, group.dtype, bytes / static_cast<int64_t>(size_of(group.dtype)));
+      group.out.copy_from(chunk_.data(), bytes);
     }
-    allreduce_spans(request, dtype, spans);
-  }
-}
-
-void MpiTransport::allreduce_spans(const Request& request, DType dtype,
-                                   const std::vector<Span>& spans) {
-  int64_t total = 0;
-  for (const Span& span : spans) total += span.bytes;
-  chunk_.resize(std::min(total, kChunkBytes));
-
-  // Two cursors walk over the spans: one packs a chunk, the other unpacks it after the exchange.
-  struct Cursor {
-    size_t span = 0;
-    int64_t offset = 0;
-  } pack, unpack;
-  const auto walk = [&](Cursor& cursor, int64_t bytes, const auto& copy) {
-    for (int64_t done = 0; done < bytes;) {
-      const Span& span = spans[cursor.span];
-      const int64_t n = std::min(span.bytes - cursor.offset, bytes - done);
-      if (n > 0) copy(span, cursor.offset, done, n);
-      done += n;
-      cursor.offset += n;
-      if (cursor.offset == span.bytes) cursor = {cursor.span + 1, 0};
-    }
-  };
-  for (int64_t start = 0; start < total; start += kChunkBytes) {
-    const int64_t bytes = std::min(kChunkBytes, total - start);
-    walk(pack, bytes, [&](const Span& span, int64_t offset, int64_t at, int64_t n) {
-      std::memcpy(chunk_.data() + at, span.in + offset, n);
-    });
-    reduce_chunk(request, dtype, bytes / static_cast<int64_t>(size_of(dtype)));
-    walk(unpack, bytes, [&](const Span& span, int64_t offset, int64_t at, int64_t n) {
-      std::memcpy(span.out + offset, chunk_.data() + at, n);
-    });
   }
 }
 
@@ -341,21 +296,8 @@ Status MpiTransport::allgather(Request& request) {
   for (size_t i = 0; i < n; ++i) my_rows[i] = request.inputs[i].shape[0];
   gather_numbers(my_rows, &rows);
 
-  Status status;
-  request.outputs.assign(n, nullptr);
-  std::vector<std::vector<int64_t>> sizes(n);
-  for (size_t i = 0; i < n; ++i) {
-    const Input& input = request.inputs[i];
-    Shape shape = input.shape;
-    shape[0] = 1;
-    const int64_t row_bytes = elements(shape) * static_cast<int64_t>(size_of(input.dtype));
-    shape[0] = 0;
-    for (int r = 0; r < size(); ++r) {
-      shape[0] += rows[r * n + i];
-      sizes[i].push_back(rows[r * n + i] * row_bytes);
-    }
-    if (status.ok()) status = request.allocate(i, shape, &request.outputs[i]);
-  }
+  std::vector<std::vector<int64_t>> sizes;
+  Status status = allocate_gathered(request, rows, size(), &sizes);
   if (status = agree_on(status, request); !status.ok()) return status;
   for (size_t i = 0; i < n; ++i) gather_bytes(request.inputs[i].data, sizes[i], request.outputs[i]);
   return {};
@@ -462,20 +404,10 @@ void MpiTransport::gather_numbers(const std::vector<int64_t>& mine, std::vector<
   wait(gathered);
 }
 
-// One rank without memory must not leave the others waiting for its bytes.
 Status MpiTransport::agree_on(const Status& mine, const Request& request) {
   std::vector<int64_t> failed;
   gather_numbers({mine.ok() ? 0 : 1}, &failed);
   return all_or_none(mine, failed, ranks_, request);
-}
-
-Status all_or_none(const Status& mine, const std::vector<int64_t>& failed,
-                   const std::vector<int>& ranks, const Request& request) {
-  if (!mine.ok()) return mine;
-  const auto other = std::find(failed.begin(), failed.end(), 1);
-  if (other == failed.end()) return {};
-  return Status::error(Code::aborted, "rank " + std::to_string(ranks[other - failed.begin()]) +
-                                          " could not allocate the output of " + identity(request));
 }
 
 }  // namespace hvd

@@ -41,11 +41,9 @@ class MpiTransport : public Transport {
   Status run(Request& request, const Waiting& waiting) override;
 
  private:
-  struct Span;
   class Exchange;
 
   void allreduce(Request& request);
-  void allreduce_spans(const Request& request, DType dtype, const std::vector<Span>& spans);
   void reduce_chunk(const Request& request, DType dtype, int64_t elements);
   void adasum(Request& request);
   Status reducescatter(Request& request);
@@ -71,9 +69,5 @@ class MpiTransport : public Transport {
   std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
   std::vector<char> received_;  // what the other ranks sent of it, in rank order
 };
-
-// What a rank makes of its own status and who has failed (not 0), by rank of the set.
-Status all_or_none(const Status& mine, const std::vector<int64_t>& failed,
-                   const std::vector<int>& ranks, const Request& request);
 
 }  // namespace hvd
