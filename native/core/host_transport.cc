@@ -79,8 +79,8 @@ void HostTransport::reduce_stream(const Request& request, DType dtype, Stream& i
   // Of the slots of a step, from one element on.
   const auto combine = [&](uint64_t step, int64_t start, int64_t count, void* target) {
     for (int r = 0; r < size(); ++r) sources[r] = slot(r, step) + start * width;
-    reduce(dtype, request.reduction, request.prescale, request.postscale, sources.data(), size(),
-           count, target);
+    reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(), count,
+           target);
   };
   const auto pack = [&] {
     const int64_t bytes = std::min(in.left(), kChunkBytes);

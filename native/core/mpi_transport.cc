@@ -195,7 +195,7 @@ void MpiTransport::combine_slices(const Request& request, DType dtype, const cha
   std::vector<const void*> sources(size());
   for (int r = 0; r < size(); ++r)
     sources[r] = own && r == rank_ ? own : received_.data() + r * bytes;
-  reduce(dtype, request.reduction, request.prescale, request.postscale, sources.data(), size(),
+  reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
          bytes / static_cast<int64_t>(size_of(dtype)), out);
 }
 
@@ -211,7 +211,7 @@ void MpiTransport::adasum(Request& request) {
     const auto bound = [&](int j) { return n * j / size(); };
     const int64_t mine = bound(rank_ + 1) - bound(rank_);
     char* whole = static_cast<char*>(request.outputs[i]);  // scaled here, sent from here
-    reduce(input.dtype, sum, request.prescale, 1, &input.data, 1, n, whole);
+    reduce(input.dtype, sum, {request.prescale, 1, 1}, &input.data, 1, n, whole);
     held[i].resize(mine * width * size());
     AdasumTensor tensor{input.dtype, mine, {}};
     for (int r = 0; r < size(); ++r) tensor.slices.push_back(held[i].data() + r * mine * width);
@@ -238,7 +238,8 @@ void MpiTransport::adasum(Request& request) {
     const AdasumTensor& tensor = tensors[i];
     const int64_t width = static_cast<int64_t>(size_of(tensor.dtype));
     const void* result = tensor.slices[0];
-    reduce(tensor.dtype, sum, 1, request.postscale, &result, 1, tensor.elements, tensor.slices[0]);
+    reduce(tensor.dtype, sum, {1, 1, request.postscale}, &result, 1, tensor.elements,
+           tensor.slices[0]);
     const int64_t n = elements(request.inputs[i].shape);
     std::vector<int64_t> sizes;
     for (int r = 0; r < size(); ++r)

@@ -121,8 +121,8 @@ struct Greatest {
 };
 
 template <typename T, typename Combine>
-void reduce_with(Combine combine, double prescale, double divisor, double postscale,
-                 const void* const* sources, int count, int64_t elements, void* out) {
+void reduce_with(Combine combine, const Factors& factors, const void* const* sources, int count,
+                 int64_t elements, void* out) {
   using A = Accumulator<T>;
   constexpr bool floating = std::is_floating_point_v<A>;
   A block[kBlock];
@@ -138,8 +138,8 @@ void reduce_with(Combine combine, double prescale, double divisor, double postsc
         }
       };
       if constexpr (floating) {
-        if (prescale != 1.0) {
-          const A factor = static_cast<A>(prescale);
+        if (factors.prescale != 1.0) {
+          const A factor = static_cast<A>(factors.prescale);
           fold([factor](T value) { return static_cast<A>(value) * factor; });
           continue;
         }
@@ -148,11 +148,11 @@ void reduce_with(Combine combine, double prescale, double divisor, double postsc
     }
     if constexpr (floating) {
       // A division, not a multiplication by the reciprocal: exact where the quotient is.
-      if (divisor != 1.0) {
-        for (int64_t i = 0; i < n; ++i) block[i] /= static_cast<A>(divisor);
+      if (factors.divisor != 1.0) {
+        for (int64_t i = 0; i < n; ++i) block[i] /= static_cast<A>(factors.divisor);
       }
-      if (postscale != 1.0) {
-        for (int64_t i = 0; i < n; ++i) block[i] *= static_cast<A>(postscale);
+      if (factors.postscale != 1.0) {
+        for (int64_t i = 0; i < n; ++i) block[i] *= static_cast<A>(factors.postscale);
       }
     }
     T* target = static_cast<T*>(out) + start;
@@ -161,20 +161,19 @@ void reduce_with(Combine combine, double prescale, double divisor, double postsc
 }
 
 template <typename T>
-void reduce_as(Reduction reduction, double prescale, double postscale, const void* const* sources,
-               int count, int64_t elements, void* out) {
+void reduce_as(Reduction reduction, const Factors& factors, const void* const* sources, int count,
+               int64_t elements, void* out) {
   switch (reduction) {
     case Reduction::average:
-      return reduce_with<T>(Add(), prescale, count, postscale, sources, count, elements, out);
     case Reduction::sum:
     case Reduction::adasum:  // no matter of single elements, see adasum.h; alone it is a sum
-      return reduce_with<T>(Add(), prescale, 1, postscale, sources, count, elements, out);
+      return reduce_with<T>(Add(), factors, sources, count, elements, out);
     case Reduction::product:
-      return reduce_with<T>(Multiply(), prescale, 1, postscale, sources, count, elements, out);
+      return reduce_with<T>(Multiply(), factors, sources, count, elements, out);
     case Reduction::min:
-      return reduce_with<T>(Least(), prescale, 1, postscale, sources, count, elements, out);
+      return reduce_with<T>(Least(), factors, sources, count, elements, out);
     case Reduction::max:
-      return reduce_with<T>(Greatest(), prescale, 1, postscale, sources, count, elements, out);
+      return reduce_with<T>(Greatest(), factors, sources, count, elements, out);
   }
 }
 
@@ -229,10 +228,10 @@ T neutral_of(Reduction reduction) {
 
 }  // namespace
 
-void reduce(DType dtype, Reduction reduction, double prescale, double postscale,
-            const void* const* sources, int count, int64_t elements, void* out) {
+void reduce(DType dtype, Reduction reduction, const Factors& factors, const void* const* sources,
+            int count, int64_t elements, void* out) {
   with_type(dtype, [&](auto zero) {
-    reduce_as<decltype(zero)>(reduction, prescale, postscale, sources, count, elements, out);
+    reduce_as<decltype(zero)>(reduction, factors, sources, count, elements, out);
   });
 }
 

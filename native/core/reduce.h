@@ -7,15 +7,26 @@
 
 namespace hvd {
 
-// out[i] = scale(sources[0][i] ∘ sources[1][i] ∘ …), where ∘ is the reduction; the terms are
-// combined in the order given, so that equal inputs give equal bits wherever it is computed.
+struct Factors {
+  double prescale = 1.0;   // of each term
+  double divisor = 1.0;    // of the result
+  double postscale = 1.0;  // of the quotient
+};
+
+// Of a request that is reduced in one go over so many ranks.
+inline Factors factors_of(const Request& request, int ranks) {
+  return {request.prescale, request.reduction == Reduction::average ? ranks : 1.0,
+          request.postscale};
+}
+
+// out[i] = scale(sources[0][i] ∘ sources[1][i] ∘ …), where ∘ is the reduction (an average adds);
+// the terms are combined in the order given, so that equal inputs give equal bits wherever it is
+// computed.
 //
-// Each term is first multiplied by `prescale`; the result is divided by the number of sources if
-// the reduction is the average, and multiplied by `postscale`. float16 and bfloat16 are accumulated
-// in float32 and rounded once. Integers wrap around. For bool, min is `and` and max is `or`. `out`
-// may be one of the sources.
-void reduce(DType dtype, Reduction reduction, double prescale, double postscale,
-            const void* const* sources, int count, int64_t elements, void* out);
+// float16 and bfloat16 are accumulated in float32 and rounded once. Integers are not scaled, and
+// wrap around. For bool, min is `and` and max is `or`. `out` may be one of the sources.
+void reduce(DType dtype, Reduction reduction, const Factors& factors, const void* const* sources,
+            int count, int64_t elements, void* out);
 
 // Fills with the value that leaves the others' as they are: 0 for sums, 1 for products, the
 // greatest there is for min, the least for max.

@@ -42,8 +42,9 @@ std::vector<T> reduced(DType dtype, Reduction reduction, const std::vector<std::
   for (const auto& source : sources) pointers.push_back(source.data());
   const size_t n = sources[0].size();
   std::vector<T> out(n + 1, T{99});
-  reduce(dtype, reduction, prescale, postscale, pointers.data(), static_cast<int>(sources.size()),
-         static_cast<int64_t>(n), out.data());
+  const double divisor = reduction == Reduction::average ? sources.size() : 1.0;
+  reduce(dtype, reduction, {prescale, divisor, postscale}, pointers.data(),
+         static_cast<int>(sources.size()), static_cast<int64_t>(n), out.data());
   CHECK_EQ(out[n], T{99});  // nothing is written behind the end
   out.resize(n);
   return out;
@@ -360,7 +361,7 @@ void the_output_may_be_a_source() {
     }
     const std::vector<float> expected = reduced(DType::float32, Reduction::sum, sources);
     const void* pointers[] = {sources[0].data(), sources[1].data(), sources[2].data()};
-    reduce(DType::float32, Reduction::sum, 1, 1, pointers, 3, 5000, sources[alias].data());
+    reduce(DType::float32, Reduction::sum, {}, pointers, 3, 5000, sources[alias].data());
     CHECK(sources[alias] == expected);
   }
 }

@@ -92,8 +92,8 @@ class ThreadTransport : public Transport {
         std::vector<const void*> sources;
         for (const Request* other : all) sources.push_back(other->inputs[i].data);
         std::vector<char> result(input.bytes());
-        reduce(input.dtype, request.reduction, request.prescale, request.postscale, sources.data(),
-               size(), elements(input.shape), result.data());
+        reduce(input.dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
+               elements(input.shape), result.data());
         hub_->meet(rank_, nullptr, waiting);  // all have read before any writes, maybe in place
         std::memcpy(request.outputs[i], result.data(), result.size());
       } else {
