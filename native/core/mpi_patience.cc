@@ -57,34 +57,39 @@ MpiPatience::~MpiPatience() {
 void MpiPatience::wait(std::vector<MPI_Request>& requests, const Waiting& waiting) {
   const int count = static_cast<int>(requests.size());
   std::vector<int> indices(requests.size());
-  auto start = Clock::now();
-  bool told = false;
-  int left = count;
-  while (left > 0) {
-    if (const std::string* why = lost) throw Lost(*why);
+  Wait wait(*this, waiting);
+  wait.check();
+  for (int left = count; left > 0;) {
     int completed = 0;
     MPI_Testsome(count, requests.data(), &completed, indices.data(), MPI_STATUSES_IGNORE);
     if (completed == MPI_UNDEFINED) return;
-    if (completed > 0) {
-      left -= completed;
-      start = Clock::now();
-      continue;
-    }
-    const double waited = seconds_since(start);
-    if (waited < kSpinSeconds) {
-      std::this_thread::yield();
-      continue;
-    }
-    std::this_thread::sleep_for(
-        std::chrono::duration<double>(std::min(waited / 20, kMaxSleepSeconds)));
-    if (waited > kLongSeconds && !told) {
-      told = true;
-      tell(kWaits, std::string(reinterpret_cast<const char*>(&step_), sizeof step_));
-    }
-    listen();
-    const std::string why = waiting(waited, told ? missing() : std::vector<int>{});
-    if (!why.empty()) give_up(why);
+    left -= completed;
+    wait.turn(completed > 0);
   }
+}
+
+void MpiPatience::Wait::check() const {
+  if (const std::string* why = lost) throw Lost(*why);
+}
+
+void MpiPatience::Wait::turn(bool something_has_come) {
+  check();
+  if (something_has_come) {
+    start_ = Clock::now();
+    return;
+  }
+  const double waited = seconds_since(start_);
+  if (waited < kSpinSeconds) return std::this_thread::yield();
+  std::this_thread::sleep_for(
+      std::chrono::duration<double>(std::min(waited / 20, kMaxSleepSeconds)));
+  if (waited > kLongSeconds && !told_) {
+    told_ = true;
+    const uint64_t step = patience_.step_;
+    patience_.tell(kWaits, std::string(reinterpret_cast<const char*>(&step), sizeof step));
+  }
+  patience_.listen();
+  const std::string why = waiting_(waited, told_ ? patience_.missing() : std::vector<int>{});
+  if (!why.empty()) patience_.give_up(why);
 }
 
 void MpiPatience::tell(int tag, const std::string& bytes) {

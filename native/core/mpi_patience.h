@@ -7,6 +7,7 @@
 
 #include <mpi.h>
 
+#include <chrono>
 #include <list>
 #include <string>
 #include <vector>
@@ -17,6 +18,25 @@ namespace hvd {
 
 class MpiPatience {
  public:
+  // A wait for the others in the present step. Its owner looks itself for what it waits for.
+  class Wait {
+   public:
+    Wait(MpiPatience& patience, const Waiting& waiting) : patience_(patience), waiting_(waiting) {}
+
+    // Throws Lost if a transport of this process has given up: MPI must not be called any more.
+    void check() const;
+
+    // Checks, and lets a moment pass if nothing has come: a short one at first, then longer ones.
+    // Throws Lost.
+    void turn(bool something_has_come);
+
+   private:
+    MpiPatience& patience_;
+    const Waiting& waiting_;
+    std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+    bool told_ = false;
+  };
+
   MpiPatience(MPI_Comm communicator, const std::vector<int>& ranks);  // duplicates it
   ~MpiPatience();
 

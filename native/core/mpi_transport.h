@@ -33,6 +33,7 @@ class MpiTransport : public Transport {
   ~MpiTransport() override;
 
   MPI_Comm communicator() const { return communicator_; }
+  MpiPatience& patience() { return *patience_; }
   const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
   const std::string& host(int rank) const override { return hosts_[rank]; }

@@ -20,6 +20,21 @@ Status read_seconds(const char* name, double* value) {
   return {};
 }
 
+Status read_allreduce(Allreduce* value) {
+  const char* given = std::getenv("HVD_ALLREDUCE");
+  const std::string text = given == nullptr ? "" : given;
+  if (text == "ring") {
+    *value = Allreduce::ring;
+  } else if (text == "mpi") {
+    *value = Allreduce::mpi;
+  } else if (!text.empty() && text != "auto") {
+    return Status::error(
+        Code::invalid_argument,
+        "HVD_ALLREDUCE is '" + text + "', expected auto, ring or mpi. Correct or unset it.");
+  }
+  return {};
+}
+
 std::string read_text(const char* name) {
   const char* text = std::getenv(name);
   return text == nullptr ? "" : text;
@@ -30,8 +45,13 @@ std::string read_text(const char* name) {
 Status read_settings(Settings* settings) {
   settings->timeline = read_text("HVD_TIMELINE");
   settings->stats_directory = read_text("HVD_STATS_DIRECTORY");
-  const Status status = read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds);
-  return status.ok() ? read_seconds("HVD_TIMEOUT_SECONDS", &settings->timeout_seconds) : status;
+  for (const Status& status :
+       {read_allreduce(&settings->allreduce),
+        read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds),
+        read_seconds("HVD_TIMEOUT_SECONDS", &settings->timeout_seconds)}) {
+    if (!status.ok()) return status;
+  }
+  return {};
 }
 
 }  // namespace hvd

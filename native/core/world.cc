@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/cluster_transport.h"
 #include "core/collectives.h"
 #include "core/host_transport.h"
 #include "core/kernel_api.h"
@@ -45,25 +46,31 @@ MPI_Comm communicator_of(MPI_Comm of, const std::vector<int>& ranks, int tag) {
 }
 
 // The fastest way between these ranks of the job; collective.
-std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::vector<int>& ranks) {
+std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::vector<int>& ranks,
+                                             Allreduce way) {
   auto mpi = std::make_unique<MpiTransport>(communicator, ranks);
+  if (mpi->size() == 1) return mpi;
   MPI_Comm host;
-  int neighbours;
-  MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host);
+  MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, mpi->rank(), MPI_INFO_NULL, &host);
+  int neighbours, most;
   MPI_Comm_size(host, &neighbours);
-  MPI_Comm_free(&host);
-  int least = neighbours;
-  MPI_Allreduce(&neighbours, &least, 1, MPI_INT, MPI_MIN, communicator);
-  if (mpi->size() == 1 || least < mpi->size()) return mpi;
+  MPI_Allreduce(&neighbours, &most, 1, MPI_INT, MPI_MAX, communicator);
+  std::unique_ptr<Transport> fastest;
   try {
-    return std::make_unique<HostTransport>(&mpi);
+    if (most == mpi->size()) {
+      fastest = std::make_unique<HostTransport>(&mpi);
+    } else {
+      fastest = std::make_unique<ClusterTransport>(&mpi, host, way);
+    }
   } catch (const std::runtime_error& error) {
     log(LogLevel::warning, std::string("the ranks of this host cannot share memory (") +
                                error.what() +
                                "), so all goes over MPI, which is slower. Is "
                                "/dev/shm full? Containers need --shm-size or --ipc=host.");
-    return mpi;
+    fastest = std::move(mpi);
   }
+  MPI_Comm_free(&host);
+  return fastest;
 }
 
 }  // namespace
@@ -158,7 +165,8 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   }
   std::vector<int> all(place_.size);
   std::iota(all.begin(), all.end(), 0);
-  auto engine = std::make_shared<Engine>(transport_between(job_, all), settings_, recorder_);
+  auto engine = std::make_shared<Engine>(transport_between(job_, all, settings_.allreduce),
+                                         settings_, recorder_);
   std::lock_guard<std::mutex> lock(mutex_);
   sets_[0] = {all, std::move(engine)};
   began_ = true;
@@ -198,7 +206,8 @@ Status World::add_process_set(int id, const std::vector<int>& ranks) {
   std::shared_ptr<Engine> engine;
   if (std::find(ranks.begin(), ranks.end(), place_.rank) != ranks.end()) {
     MPI_Comm members = communicator_of(job_, ranks, id);
-    engine = std::make_shared<Engine>(transport_between(members, ranks), settings_, recorder_, id);
+    engine = std::make_shared<Engine>(transport_between(members, ranks, settings_.allreduce),
+                                      settings_, recorder_, id);
     MPI_Comm_free(&members);
   }
   std::lock_guard<std::mutex> lock(mutex_);

@@ -8,12 +8,14 @@
 #include <cstring>
 #include <deque>
 #include <future>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "core/cluster_transport.h"
 #include "core/collectives.h"
 #include "core/engine.h"
 #include "core/host_transport.h"
@@ -25,7 +27,7 @@ namespace hvd::test {
 
 inline int rank = 0;
 inline int size = 1;
-inline bool in_shared_memory = false;  // the transport: of one host, or MPI alone
+inline std::string transport = "mpi";
 
 // Small whole numbers: sums and products over a few ranks are exact in every dtype but bool.
 inline int value(int of_rank, size_t tensor, int64_t index) {
@@ -65,10 +67,21 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
   }
 }
 
+// By name: all over MPI; one host; or as if ranks 0 and 1 were one host, 2 and 3 another, and so
+// on, by one of the ways to cross between them.
 inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks) {
+  static const std::map<std::string, Allreduce> ways = {
+      {"cluster", Allreduce::direct}, {"ring", Allreduce::ring}, {"cluster-mpi", Allreduce::mpi}};
   auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks));
-  if (!in_shared_memory) return mpi;
-  return std::make_unique<HostTransport>(&mpi);
+  if (transport == "mpi") return mpi;
+  const auto host_of = [](int of_rank) { return transport == "host" ? 0 : of_rank / 2; };
+  if (host_of(mpi->ranks().front()) == host_of(mpi->ranks().back()))
+    return std::make_unique<HostTransport>(&mpi);
+  MPI_Comm host;
+  MPI_Comm_split(communicator, host_of(rank), rank, &host);
+  auto cluster = std::make_unique<ClusterTransport>(&mpi, host, ways.at(transport));
+  MPI_Comm_free(&host);
+  return cluster;
 }
 
 inline std::unique_ptr<Engine> new_engine(const Settings& settings = {}) {
@@ -216,9 +229,9 @@ class Call {
   std::future<Status> result_;
 };
 
-// main() of a test that runs under mpirun; the transport is "mpi" or "host".
+// main() of a test that runs under mpirun, with the name of the transport.
 inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
-  in_shared_memory = argc > 1 && std::string(argv[1]) == "host";
+  if (argc > 1) transport = argv[1];
   int level;
   MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
   CHECK_EQ(level, static_cast<int>(MPI_THREAD_MULTIPLE));

@@ -48,9 +48,9 @@ def main() -> None:
     run(address, *ALONE, "threads_test")
     os.environ["ASAN_OPTIONS"] = "fast_unwind_on_malloc=0"  # whole stacks, to know whose leak it is
     for test in WITH_MPI:
-        for transport in ("mpi", "host"):
-            print(f"{address.parent.name}: {test} {transport} on 2 ranks", flush=True)
-            job = ranks.mpirun(2, str(address / test), transport, timeout=600)
+        for transport, size in (("mpi", 2), ("host", 2), ("cluster", 3), ("ring", 3)):
+            print(f"{address.parent.name}: {test} {transport} on {size} ranks", flush=True)
+            job = ranks.mpirun(size, str(address / test), transport, timeout=600)
             if job.status != 0:
                 sys.exit(job.output)
     # UCX, which comes with Open MPI, puts itself before mmap, where the sanitizer is already.

@@ -12,6 +12,8 @@ from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = ROOT / "build" / "core-tests"
+# As native/tests/call.h knows them: "cluster" takes each two ranks for a host.
+TRANSPORTS = [(1, "mpi"), (2, "mpi"), (2, "host"), (3, "mpi"), (3, "host"), (3, "cluster")]
 
 
 def program(name: str) -> str:
@@ -63,27 +65,21 @@ def test_alone(binaries: pathlib.Path, name: str) -> None:
     assert "ok  " in output
 
 
-@pytest.mark.parametrize(
-    ("size", "transport"), [(1, "mpi"), (2, "mpi"), (2, "host"), (3, "mpi"), (3, "host")]
-)
+@pytest.mark.parametrize(("size", "transport"), [*TRANSPORTS, (4, "ring"), (4, "cluster-mpi")])
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("two engines do not meet") == size, job.output
 
 
-@pytest.mark.parametrize(
-    ("size", "transport"), [(1, "mpi"), (2, "mpi"), (2, "host"), (3, "mpi"), (3, "host")]
-)
+@pytest.mark.parametrize(("size", "transport"), TRANSPORTS)
 def test_exchange(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "exchange_test"), transport, timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("beyond two gibibytes") == size, job.output
 
 
-@pytest.mark.parametrize(
-    ("size", "transport"), [(1, "mpi"), (2, "mpi"), (2, "host"), (3, "mpi"), (3, "host")]
-)
+@pytest.mark.parametrize(("size", "transport"), TRANSPORTS)
 def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "leave_test"), transport, timeout=120)
     assert job.status == 0, job.output

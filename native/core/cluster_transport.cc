@@ -1,0 +1,157 @@
+#include "core/cluster_transport.h"
+
+#include <algorithm>
+#include <atomic>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+#include "core/reduce.h"
+
+namespace hvd {
+namespace {
+
+// Small enough to stay in the caches, large enough that a message costs by its bytes.
+constexpr int64_t kChunkBytes = 1 << 20;
+
+// Chunks under way at once.
+constexpr uint64_t kWindow = 4;
+
+// The page between keeps the slots of all ranks from falling on the same lines of a cache.
+constexpr int64_t kSlotBytes = kChunkBytes + 4096;
+constexpr int64_t kCounterBytes = 4096;
+
+}  // namespace
+
+// How many chunks a rank has brought so far; each on a cache line of its own, for others read it.
+struct ClusterTransport::Progress {
+  alignas(64) std::atomic<uint64_t> packed{0};    // into its slots
+  alignas(64) std::atomic<uint64_t> reduced{0};   // as a carrier: the slots are free
+  alignas(64) std::atomic<uint64_t> crossed{0};   // as a carrier: the results are there
+  alignas(64) std::atomic<uint64_t> unpacked{0};  // the results are free
+};
+
+ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host, Allreduce way)
+    : way_(way) {
+  MPI_Comm_rank(host, &local_rank_);
+  MPI_Comm_size(host, &local_size_);
+  const MPI_Comm all = (*mpi)->communicator();
+  std::vector<int> neighbours(local_size_);
+  const int own = (*mpi)->ranks()[(*mpi)->rank()];
+  MPI_Allgather(&own, 1, MPI_INT, neighbours.data(), 1, MPI_INT, host);
+  std::string why;
+  try {
+    memory_ =
+        std::make_unique<SharedMemory>(host, neighbours, kCounterBytes + 2 * kWindow * kSlotBytes);
+    new (&progress(local_rank_)) Progress;
+  } catch (const std::runtime_error& error) {
+    why = error.what();
+  }
+  int failed = why.empty() ? 0 : 1;
+  MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, all);  // the counters are ready, too
+  if (failed) throw std::runtime_error(why.empty() ? "those of another host cannot" : why);
+  MPI_Allreduce(&local_size_, &carriers_, 1, MPI_INT, MPI_MIN, all);
+  MPI_Comm_split(all, local_rank_ < carriers_ ? local_rank_ : MPI_UNDEFINED, (*mpi)->rank(),
+                 &across_);
+  mpi_ = std::move(*mpi);
+}
+
+ClusterTransport::~ClusterTransport() {
+  if (across_ != MPI_COMM_NULL) MPI_Comm_free(&across_);
+}
+
+ClusterTransport::Progress& ClusterTransport::progress(int local_rank) const {
+  return *reinterpret_cast<Progress*>(memory_->part(local_rank));
+}
+
+char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {
+  return memory_->part(local_rank) + kCounterBytes + chunk % kWindow * kSlotBytes;
+}
+
+char* ClusterTransport::result(int carrier, uint64_t chunk) const {
+  return slot(carrier, chunk) + kWindow * kSlotBytes;
+}
+
+// Of the host's first ranks.
+uint64_t ClusterTransport::least(std::atomic<uint64_t> Progress::* counter, int ranks) const {
+  uint64_t least = UINT64_MAX;
+  for (int r = 0; r < ranks; ++r)
+    least = std::min(least, (progress(r).*counter).load(std::memory_order_acquire));
+  return least;
+}
+
+Status ClusterTransport::run(Request& request, const Waiting& waiting) {
+  if (request.kind != Kind::allreduce || request.reduction == Reduction::adasum)
+    return mpi_->run(request, waiting);
+  mpi_->patience().next_step();
+  for (OfOneDType& group : by_dtype(request)) allreduce(request, group, waiting);
+  return {};
+}
+
+void ClusterTransport::allreduce(const Request& request, OfOneDType& group,
+                                 const Waiting& waiting) {
+  const int64_t width = static_cast<int64_t>(size_of(group.dtype)), total = group.in.left();
+  const uint64_t first = chunks_;
+  chunks_ += (total + kChunkBytes - 1) / kChunkBytes;
+  const auto elements = [&](uint64_t chunk) {
+    const int64_t before = static_cast<int64_t>(chunk - first) * kChunkBytes;
+    return std::min(kChunkBytes, total - before) / width;
+  };
+  const bool carries = local_rank_ < carriers_;
+  Progress& mine = progress(local_rank_);
+  uint64_t packed = first, reduced = first, crossed = first, unpacked = first;
+
+  const auto step = [&] {
+    bool came_further = false;
+    if (packed < chunks_ && packed < least(&Progress::reduced, carriers_) + kWindow) {
+      group.in.copy_to(slot(local_rank_, packed), elements(packed) * width);
+      mine.packed.store(++packed, std::memory_order_release);
+      came_further = true;
+    }
+    if (carries && reduced < least(&Progress::packed, local_size_) &&
+        reduced < least(&Progress::unpacked, local_size_) + kWindow) {
+      start_crossing(request, group.dtype, elements(reduced), reduced);
+      mine.reduced.store(++reduced, std::memory_order_release);
+      came_further = true;
+    }
+    for (const auto& crossing : crossings_) came_further |= crossing->advance();
+    while (!crossings_.empty() && crossings_.front()->done()) {
+      crossings_.pop_front();
+      mine.crossed.store(++crossed, std::memory_order_release);
+      came_further = true;
+    }
+    if (unpacked < least(&Progress::crossed, carriers_)) {
+      for (int c = 0; c < carriers_; ++c) {
+        const int64_t n = elements(unpacked);
+        const int64_t slice = n * (c + 1) / carriers_ - n * c / carriers_;
+        group.out.copy_from(result(c, unpacked), slice * width);
+      }
+      mine.unpacked.store(++unpacked, std::memory_order_release);
+      came_further = true;
+    }
+    return came_further;
+  };
+  MpiPatience::Wait wait(mpi_->patience(), waiting);
+  wait.check();
+  while (unpacked < chunks_) wait.turn(step());
+}
+
+// Of this carrier's slice of a chunk that all ranks of the host have packed.
+void ClusterTransport::start_crossing(const Request& request, DType dtype, int64_t elements,
+                                      uint64_t chunk) {
+  const int64_t begin = elements * local_rank_ / carriers_;
+  const int64_t end = elements * (local_rank_ + 1) / carriers_;
+  std::vector<const void*> sources;
+  for (int r = 0; r < local_size_; ++r)
+    sources.push_back(slot(r, chunk) + begin * static_cast<int64_t>(size_of(dtype)));
+  char* sum = result(local_rank_, chunk);
+  reduce(dtype, request.reduction, {request.prescale, 1, 1}, sources.data(), local_size_,
+         end - begin, sum);
+  Factors factors = factors_of(request, size());
+  factors.prescale = 1;
+  crossings_.push_back(new_crossing(way_, across_,
+                                    {sum, end - begin, dtype, request.reduction, factors},
+                                    static_cast<int>(2 * (chunk % kWindow))));
+}
+
+}  // namespace hvd
