@@ -11,14 +11,19 @@
 namespace hvd {
 namespace {
 
-// Small enough to stay in the caches, large enough that a message costs by its bytes.
-constexpr int64_t kChunkBytes = 1 << 20;
+// A chunk is as large as it takes for its messages, one from each carrier to each other host, to
+// cost by their bytes, but small enough to stay in the caches. The smaller, the sooner the first
+// crosses and the less the last one keeps all waiting: over three links of 100 Mbit/s, 10 MB took
+// 1.15 of the least possible time with chunks of 1 MiB and 1.06 with 256 KiB.
+constexpr int64_t kMessageBytes = 64 << 10;
+constexpr int64_t kLeastChunkBytes = 256 << 10;
+constexpr int64_t kMostChunkBytes = 1 << 20;
 
 // Chunks under way at once.
-constexpr uint64_t kWindow = 4;
+constexpr uint64_t kWindow = 8;
 
-// The page between keeps the slots of all ranks from falling on the same lines of a cache.
-constexpr int64_t kSlotBytes = kChunkBytes + 4096;
+// Between slots, to keep those of all ranks from falling on the same lines of a cache.
+constexpr int64_t kGapBytes = 4096;
 constexpr int64_t kCounterBytes = 4096;
 
 }  // namespace
@@ -39,10 +44,15 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   std::vector<int> neighbours(local_size_);
   const int own = (*mpi)->ranks()[(*mpi)->rank()];
   MPI_Allgather(&own, 1, MPI_INT, neighbours.data(), 1, MPI_INT, host);
+  MPI_Allreduce(&local_size_, &carriers_, 1, MPI_INT, MPI_MIN, all);
+  int hosts = local_rank_ == 0 ? 1 : 0;
+  MPI_Allreduce(MPI_IN_PLACE, &hosts, 1, MPI_INT, MPI_SUM, all);
+  chunk_bytes_ = std::clamp(kMessageBytes * carriers_ * hosts, kLeastChunkBytes, kMostChunkBytes);
+
   std::string why;
   try {
-    memory_ =
-        std::make_unique<SharedMemory>(host, neighbours, kCounterBytes + 2 * kWindow * kSlotBytes);
+    const int64_t slots = 2 * kWindow * (chunk_bytes_ + kGapBytes);
+    memory_ = std::make_unique<SharedMemory>(host, neighbours, kCounterBytes + slots);
     new (&progress(local_rank_)) Progress;
   } catch (const std::runtime_error& error) {
     why = error.what();
@@ -50,7 +60,6 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   int failed = why.empty() ? 0 : 1;
   MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, all);  // the counters are ready, too
   if (failed) throw std::runtime_error(why.empty() ? "those of another host cannot" : why);
-  MPI_Allreduce(&local_size_, &carriers_, 1, MPI_INT, MPI_MIN, all);
   MPI_Comm_split(all, local_rank_ < carriers_ ? local_rank_ : MPI_UNDEFINED, (*mpi)->rank(),
                  &across_);
   mpi_ = std::move(*mpi);
@@ -65,11 +74,11 @@ ClusterTransport::Progress& ClusterTransport::progress(int local_rank) const {
 }
 
 char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {
-  return memory_->part(local_rank) + kCounterBytes + chunk % kWindow * kSlotBytes;
+  return memory_->part(local_rank) + kCounterBytes + chunk % kWindow * (chunk_bytes_ + kGapBytes);
 }
 
 char* ClusterTransport::result(int carrier, uint64_t chunk) const {
-  return slot(carrier, chunk) + kWindow * kSlotBytes;
+  return slot(carrier, chunk) + kWindow * (chunk_bytes_ + kGapBytes);
 }
 
 // Of the host's first ranks.
@@ -92,10 +101,10 @@ void ClusterTransport::allreduce(const Request& request, OfOneDType& group,
                                  const Waiting& waiting) {
   const int64_t width = static_cast<int64_t>(size_of(group.dtype)), total = group.in.left();
   const uint64_t first = chunks_;
-  chunks_ += (total + kChunkBytes - 1) / kChunkBytes;
+  chunks_ += (total + chunk_bytes_ - 1) / chunk_bytes_;
   const auto elements = [&](uint64_t chunk) {
-    const int64_t before = static_cast<int64_t>(chunk - first) * kChunkBytes;
-    return std::min(kChunkBytes, total - before) / width;
+    const int64_t before = static_cast<int64_t>(chunk - first) * chunk_bytes_;
+    return std::min(chunk_bytes_, total - before) / width;
   };
   const bool carries = local_rank_ < carriers_;
   Progress& mine = progress(local_rank_);

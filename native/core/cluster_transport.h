@@ -59,7 +59,8 @@ class ClusterTransport : public Transport {
   const Allreduce way_;
   int local_rank_ = 0, local_size_ = 0, carriers_ = 0;
   MPI_Comm across_ = MPI_COMM_NULL;  // this carrier's, one rank of each host
-  uint64_t chunks_ = 0;              // of all requests so far
+  int64_t chunk_bytes_ = 0;
+  uint64_t chunks_ = 0;  // of all requests so far
   std::unique_ptr<SharedMemory> memory_;
   std::unique_ptr<MpiTransport> mpi_;
   // Outlives a request that is given up, for MPI still uses its memory.
