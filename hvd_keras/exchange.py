@@ -21,6 +21,10 @@ from hvd_keras.process_sets import ProcessSet, global_process_set
 
 Kind = Literal["dense", "sparse"]
 
+# The first bucket is small, so that it is on its way soon after backpropagation has begun (Li et
+# al., 2020, https://arxiv.org/abs/2006.15704).
+_FIRST_BUCKET_BYTES = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -230,14 +234,18 @@ class Plan:
         grouped = {i for group in self.groups for i in group}
         buckets = [[i for i in group if gradients[i] is not None] for group in self.groups]
         buckets = [bucket for bucket in buckets if bucket]
-        limit, room = settings.read().bucket_bytes, -1
+        limit = settings.read().bucket_bytes
+        limits, room = (
+            itertools.chain([min(_FIRST_BUCKET_BYTES, limit)], itertools.repeat(limit)),
+            -1,
+        )
         for i in present:
             if i in grouped:
                 continue
             size = size_in_bytes(self.entries[i])
             if size > room:
                 buckets.append([])
-                room = limit
+                room = next(limits)
             buckets[-1].append(i)
             room -= size
         return buckets

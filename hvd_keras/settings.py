@@ -21,7 +21,7 @@ class Settings:
         log_level: ``HVD_LOG_LEVEL``: DEBUG, INFO, WARNING or ERROR, for the core as well.
     """
 
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = 16 << 20
     log_level: str = "WARNING"
 
     @property
