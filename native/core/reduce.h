@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/request.h"
 
@@ -38,5 +39,18 @@ double dot(DType dtype, const void* a, const void* b, int64_t elements);
 // a = weight_a * a + weight_b * b, in float64, rounded once.
 void add_weighted(DType dtype, double weight_a, void* a, double weight_b, const void* b,
                   int64_t elements);
+
+// The same loops, compiled for one kind of CPU. All kinds give the same bits (but if several terms
+// are nan, any of them may come out); the functions above are the fastest that this CPU has.
+struct Loops {
+  const char* kind;
+  decltype(&hvd::reduce) reduce;
+  decltype(&hvd::fill_neutral) fill_neutral;
+  decltype(&hvd::dot) dot;
+  decltype(&hvd::add_weighted) add_weighted;
+};
+
+// All that this CPU can run, the fastest last.
+std::vector<Loops> loops();
 
 }  // namespace hvd

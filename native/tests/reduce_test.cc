@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,8 @@ namespace {
 
 constexpr Reduction kArithmetic[] = {Reduction::sum, Reduction::product, Reduction::min,
                                      Reduction::max};
+Loops tested;  // one of the kinds that this CPU can run
+
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -43,19 +46,22 @@ std::vector<T> reduced(DType dtype, Reduction reduction, const std::vector<std::
   const size_t n = sources[0].size();
   std::vector<T> out(n + 1, T{99});
   const double divisor = reduction == Reduction::average ? sources.size() : 1.0;
-  reduce(dtype, reduction, {prescale, divisor, postscale}, pointers.data(),
-         static_cast<int>(sources.size()), static_cast<int64_t>(n), out.data());
+  tested.reduce(dtype, reduction, {prescale, divisor, postscale}, pointers.data(),
+                static_cast<int>(sources.size()), static_cast<int64_t>(n), out.data());
   CHECK_EQ(out[n], T{99});  // nothing is written behind the end
   out.resize(n);
   return out;
 }
 
+// Of single terms; in as many elements as make a vector of the CPU, and some more.
 template <typename T>
 T one(DType dtype, Reduction reduction, const std::vector<T>& terms, double prescale = 1,
       double postscale = 1) {
   std::vector<std::vector<T>> sources;
-  for (T term : terms) sources.push_back({term});
-  return reduced(dtype, reduction, sources, prescale, postscale)[0];
+  for (T term : terms) sources.emplace_back(19, term);
+  const std::vector<T> out = reduced(dtype, reduction, sources, prescale, postscale);
+  CHECK(std::memcmp(&out[0], &out[1], (out.size() - 1) * sizeof(T)) == 0);
+  return out[0];
 }
 
 // Small, of both signs, different for each source and element.
@@ -361,8 +367,73 @@ void the_output_may_be_a_source() {
     }
     const std::vector<float> expected = reduced(DType::float32, Reduction::sum, sources);
     const void* pointers[] = {sources[0].data(), sources[1].data(), sources[2].data()};
-    reduce(DType::float32, Reduction::sum, {}, pointers, 3, 5000, sources[alias].data());
+    tested.reduce(DType::float32, Reduction::sum, {}, pointers, 3, 5000, sources[alias].data());
     CHECK(sources[alias] == expected);
+  }
+}
+
+bool is_nan(DType dtype, const std::vector<char>& data, int64_t index) {
+  const auto at = [&](auto zero) {
+    std::memcpy(&zero, data.data() + index * static_cast<int64_t>(sizeof zero), sizeof zero);
+    return zero;
+  };
+  if (dtype == DType::float16) return is_nan(test::kFloat16, at(uint16_t{}));
+  if (dtype == DType::bfloat16) return is_nan(test::kBFloat16, at(uint16_t{}));
+  if (dtype == DType::float32) return std::isnan(at(float{}));
+  return dtype == DType::float64 && std::isnan(at(double{}));
+}
+
+// Whatever the terms' bits are; only of several nans may any come out.
+void all_kinds_give_the_same_bits() {
+  const Loops baseline = loops()[0];
+  std::mt19937_64 random(7);
+  for (int i = 0; i <= static_cast<int>(DType::float64); ++i) {
+    const DType dtype = static_cast<DType>(i);
+    const int64_t width = static_cast<int64_t>(size_of(dtype)), n = 65541;
+    std::vector<std::vector<char>> sources(3, std::vector<char>(n * width));
+    for (auto& source : sources) {
+      for (char& byte : source)
+        byte = static_cast<char>(random() & (dtype == DType::boolean ? 1 : 255));
+    }
+    for (int64_t k = 0; width == 2 && k < n; ++k) {  // every number there is
+      const uint16_t bits = static_cast<uint16_t>(k);
+      std::memcpy(&sources[0][2 * k], &bits, 2);
+    }
+    const auto compare = [&](int terms, const auto& run) {
+      std::vector<char> wanted = sources[0], got = sources[0];
+      run(baseline, wanted);
+      run(tested, got);
+      if (got == wanted) return;
+      for (int64_t k = 0; k < n; ++k) {
+        int nans = 0;
+        for (int s = 0; s < terms; ++s) nans += is_nan(dtype, sources[s], k);
+        if (nans > 1 && is_nan(dtype, got, k) && is_nan(dtype, wanted, k)) continue;
+        test::context = std::string(tested.kind) + ", " + name_of(dtype) + ", " +
+                        std::to_string(terms) + " terms, element " + std::to_string(k);
+        CHECK(std::memcmp(&got[k * width], &wanted[k * width], width) == 0);
+      }
+    };
+    const void* const pointers[] = {sources[0].data(), sources[1].data(), sources[2].data()};
+    for (int count : {1, 2, 3}) {
+      for (const Factors& factors : {Factors{}, Factors{0.3, 3, 1.7}}) {
+        for (Reduction reduction : kArithmetic) {
+          compare(count, [&](const Loops& loops, std::vector<char>& out) {
+            loops.reduce(dtype, reduction, factors, pointers, count, n, out.data());
+          });
+        }
+      }
+    }
+    compare(2, [&](const Loops& loops, std::vector<char>& out) {
+      loops.add_weighted(dtype, 0.3, out.data(), 0.7, pointers[1], n);
+    });
+    compare(1, [&](const Loops& loops, std::vector<char>& out) {
+      loops.fill_neutral(dtype, Reduction::max, n, out.data());
+    });
+    const void* const finite = dtype < DType::float16 ? pointers[1] : pointers[0];
+    const int64_t some = dtype < DType::float32 && dtype >= DType::float16 ? 0x7c00 : 1000;
+    const double product = tested.dot(dtype, finite, finite, some);
+    const double wanted = baseline.dot(dtype, finite, finite, some);
+    CHECK(std::memcmp(&product, &wanted, sizeof product) == 0 || std::isnan(wanted));
   }
 }
 
@@ -371,19 +442,26 @@ void the_output_may_be_a_source() {
 
 int main() {
   using namespace hvd;
-  return test::run({
-      {"integers", integers},
-      {"floats", floats},
-      {"bools", bools},
-      {"integers wrap around", integers_wrap_around},
-      {"small floats survive", small_floats_survive},
-      {"ties go to even", ties_go_to_even},
-      {"small floats overflow to infinity", small_floats_overflow_to_infinity},
-      {"small floats accumulate in float32", small_floats_accumulate_in_float32},
-      {"terms are combined in order", terms_are_combined_in_order},
-      {"nan wins from any rank", nan_wins_from_any_rank},
-      {"scale factors and averages are exact", scale_factors_and_averages_are_exact},
-      {"averages divide", averages_divide},
-      {"the output may be a source", the_output_may_be_a_source},
-  });
+  for (const Loops& kind : loops()) {
+    tested = kind;
+    std::printf("compiled for: %s\n", kind.kind);
+    const int status = test::run({
+        {"integers", integers},
+        {"floats", floats},
+        {"bools", bools},
+        {"integers wrap around", integers_wrap_around},
+        {"small floats survive", small_floats_survive},
+        {"ties go to even", ties_go_to_even},
+        {"small floats overflow to infinity", small_floats_overflow_to_infinity},
+        {"small floats accumulate in float32", small_floats_accumulate_in_float32},
+        {"terms are combined in order", terms_are_combined_in_order},
+        {"nan wins from any rank", nan_wins_from_any_rank},
+        {"scale factors and averages are exact", scale_factors_and_averages_are_exact},
+        {"averages divide", averages_divide},
+        {"the output may be a source", the_output_may_be_a_source},
+        {"all kinds give the same bits", all_kinds_give_the_same_bits},
+    });
+    if (status != 0) return status;
+  }
+  return 0;
 }

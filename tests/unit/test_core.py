@@ -63,6 +63,16 @@ def test_alone(binaries: pathlib.Path, name: str) -> None:
     assert "ok  " in output
 
 
+def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) -> None:
+    # An inline function that is compiled in them too could be the copy that the linker keeps.
+    objects = sorted(BUILD.rglob("loops_*.o"))
+    assert len(objects) == 2
+    for path in objects:
+        symbols = run("nm", "--defined-only", "--extern-only", str(path), timeout=60).splitlines()
+        assert len(symbols) == 1, symbols
+        assert "_loops" in symbols[0]
+
+
 @pytest.mark.parametrize(
     ("size", "transport"), [(1, "mpi"), (2, "mpi"), (2, "host"), (3, "mpi"), (3, "host")]
 )
