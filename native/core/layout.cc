@@ -12,12 +12,13 @@ std::vector<OfOneDType> by_dtype(const Request& request) {
   std::map<DType, size_t> places;
   for (size_t i = 0; i < request.inputs.size(); ++i) {
     const Input& input = request.inputs[i];
-    const int64_t bytes = static_cast<int64_t>(input.bytes());
-    if (bytes == 0) continue;
-    const auto [place, is_new] = places.emplace(input.dtype, groups.size());
-    if (is_new) groups.push_back({input.dtype, {}, {}});
-    groups[place->second].in.add(input.data, bytes);
-    groups[place->second].out.add(request.outputs[i], bytes);
+    const int64_t n = elements(input.shape);
+    if (n == 0) continue;
+    const DType dtype = on_the_wire(request, input.dtype);
+    const auto [place, is_new] = places.emplace(dtype, groups.size());
+    if (is_new) groups.push_back({dtype, Stream(dtype), Stream(dtype)});
+    groups[place->second].in.add(input.data, input.dtype, n);
+    groups[place->second].out.add(request.outputs[i], input.dtype, n);
   }
   return groups;
 }

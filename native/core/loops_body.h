@@ -127,6 +127,36 @@ void narrow(const float* in, int64_t n, T* out) {
   for (; i < n; ++i) out[i] = T::from(in[i]);
 }
 
+// To float32, so that rounding that once more gives what rounding the double at once would give:
+// where float32 is not exact, its last bit is odd, so that it is no tie of a half (Boldo and
+// Melquiond, 2008, https://doi.org/10.1109/TC.2007.70819).
+float round_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  const double back = nearest;
+  const double magnitude = value < 0 ? -value : value, got = back < 0 ? -back : back;
+  const uint32_t truncated = bits_of(nearest) - (got > magnitude ? 1 : 0);
+  return float_of(truncated | (back != value ? 1 : 0));
+}
+
+template <typename Half>
+void to_half(DType from, const void* in, Half* out, int64_t elements) {
+  if (from == DType::float32) return narrow(static_cast<const float*>(in), elements, out);
+  const double* source = static_cast<const double*>(in);
+  float block[kBlock];
+  for (int64_t start = 0; start < elements; start += kBlock) {
+    const int64_t n = elements - start < kBlock ? elements - start : kBlock;
+    for (int64_t i = 0; i < n; ++i) block[i] = round_to_odd(source[start + i]);
+    narrow(block, n, out + start);
+  }
+}
+
+template <typename Half>
+void from_half(const Half* in, DType to, void* out, int64_t elements) {
+  if (to == DType::float32) return widen(in, elements, static_cast<float*>(out));
+  for (int64_t i = 0; i < elements; ++i)
+    static_cast<double*>(out)[i] = static_cast<double>(static_cast<float>(in[i]));
+}
+
 // Integers wrap around without undefined behaviour.
 template <typename A, typename Combine>
 A wrapping(A a, A b, Combine combine) {
@@ -291,6 +321,21 @@ void reduce_loop(DType dtype, Reduction reduction, const Factors& factors,
   });
 }
 
+void convert_loop(DType from, const void* in, DType to, void* out, int64_t elements) {
+  if (to == DType::float16) return to_half(from, in, static_cast<Float16*>(out), elements);
+  if (to == DType::bfloat16) return to_half(from, in, static_cast<BFloat16*>(out), elements);
+  if (from == DType::float16) return from_half(static_cast<const Float16*>(in), to, out, elements);
+  if (from == DType::bfloat16)
+    return from_half(static_cast<const BFloat16*>(in), to, out, elements);
+  if (to == DType::float32) {
+    for (int64_t i = 0; i < elements; ++i)
+      static_cast<float*>(out)[i] = static_cast<float>(static_cast<const double*>(in)[i]);
+  } else {
+    for (int64_t i = 0; i < elements; ++i)
+      static_cast<double*>(out)[i] = static_cast<const float*>(in)[i];
+  }
+}
+
 void fill_neutral_loop(DType dtype, Reduction reduction, int64_t elements, void* out) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -326,7 +371,7 @@ void add_weighted_loop(DType dtype, double weight_a, void* a, double weight_b, c
 }
 
 Loops loops_of(const char* kind) {
-  return {kind, reduce_loop, fill_neutral_loop, dot_loop, add_weighted_loop};
+  return {kind, reduce_loop, convert_loop, fill_neutral_loop, dot_loop, add_weighted_loop};
 }
 
 }  // namespace

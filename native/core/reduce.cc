@@ -32,6 +32,10 @@ void reduce(DType dtype, Reduction reduction, const Factors& factors, const void
   fastest().reduce(dtype, reduction, factors, sources, count, elements, out);
 }
 
+void convert(DType from, const void* in, DType to, void* out, int64_t elements) {
+  fastest().convert(from, in, to, out, elements);
+}
+
 void fill_neutral(DType dtype, Reduction reduction, int64_t elements, void* out) {
   fastest().fill_neutral(dtype, reduction, elements, out);
 }

@@ -29,6 +29,10 @@ inline Factors factors_of(const Request& request, int ranks) {
 void reduce(DType dtype, Reduction reduction, const Factors& factors, const void* const* sources,
             int count, int64_t elements, void* out);
 
+// Between floating-point dtypes of different sizes; to the narrower one rounded once, to the
+// nearest, ties to even, and to infinity beyond its range.
+void convert(DType from, const void* in, DType to, void* out, int64_t elements);
+
 // Fills with the value that leaves the others' as they are: 0 for sums, 1 for products, the
 // greatest there is for min, the least for max.
 void fill_neutral(DType dtype, Reduction reduction, int64_t elements, void* out);
@@ -45,6 +49,7 @@ void add_weighted(DType dtype, double weight_a, void* a, double weight_b, const 
 struct Loops {
   const char* kind;
   decltype(&hvd::reduce) reduce;
+  decltype(&hvd::convert) convert;
   decltype(&hvd::fill_neutral) fill_neutral;
   decltype(&hvd::dot) dot;
   decltype(&hvd::add_weighted) add_weighted;

@@ -1,11 +1,10 @@
-// The element loops against exact arithmetic: modulo 2^64 for integers, double for floats.
+// Reductions against exact arithmetic: modulo 2^64 for integers, double for floats.
 #include "core/reduce.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -372,71 +371,6 @@ void the_output_may_be_a_source() {
   }
 }
 
-bool is_nan(DType dtype, const std::vector<char>& data, int64_t index) {
-  const auto at = [&](auto zero) {
-    std::memcpy(&zero, data.data() + index * static_cast<int64_t>(sizeof zero), sizeof zero);
-    return zero;
-  };
-  if (dtype == DType::float16) return is_nan(test::kFloat16, at(uint16_t{}));
-  if (dtype == DType::bfloat16) return is_nan(test::kBFloat16, at(uint16_t{}));
-  if (dtype == DType::float32) return std::isnan(at(float{}));
-  return dtype == DType::float64 && std::isnan(at(double{}));
-}
-
-// Whatever the terms' bits are; only of several nans may any come out.
-void all_kinds_give_the_same_bits() {
-  const Loops baseline = loops()[0];
-  std::mt19937_64 random(7);
-  for (int i = 0; i <= static_cast<int>(DType::float64); ++i) {
-    const DType dtype = static_cast<DType>(i);
-    const int64_t width = static_cast<int64_t>(size_of(dtype)), n = 65541;
-    std::vector<std::vector<char>> sources(3, std::vector<char>(n * width));
-    for (auto& source : sources) {
-      for (char& byte : source)
-        byte = static_cast<char>(random() & (dtype == DType::boolean ? 1 : 255));
-    }
-    for (int64_t k = 0; width == 2 && k < n; ++k) {  // every number there is
-      const uint16_t bits = static_cast<uint16_t>(k);
-      std::memcpy(&sources[0][2 * k], &bits, 2);
-    }
-    const auto compare = [&](int terms, const auto& run) {
-      std::vector<char> wanted = sources[0], got = sources[0];
-      run(baseline, wanted);
-      run(tested, got);
-      if (got == wanted) return;
-      for (int64_t k = 0; k < n; ++k) {
-        int nans = 0;
-        for (int s = 0; s < terms; ++s) nans += is_nan(dtype, sources[s], k);
-        if (nans > 1 && is_nan(dtype, got, k) && is_nan(dtype, wanted, k)) continue;
-        test::context = std::string(tested.kind) + ", " + name_of(dtype) + ", " +
-                        std::to_string(terms) + " terms, element " + std::to_string(k);
-        CHECK(std::memcmp(&got[k * width], &wanted[k * width], width) == 0);
-      }
-    };
-    const void* const pointers[] = {sources[0].data(), sources[1].data(), sources[2].data()};
-    for (int count : {1, 2, 3}) {
-      for (const Factors& factors : {Factors{}, Factors{0.3, 3, 1.7}}) {
-        for (Reduction reduction : kArithmetic) {
-          compare(count, [&](const Loops& loops, std::vector<char>& out) {
-            loops.reduce(dtype, reduction, factors, pointers, count, n, out.data());
-          });
-        }
-      }
-    }
-    compare(2, [&](const Loops& loops, std::vector<char>& out) {
-      loops.add_weighted(dtype, 0.3, out.data(), 0.7, pointers[1], n);
-    });
-    compare(1, [&](const Loops& loops, std::vector<char>& out) {
-      loops.fill_neutral(dtype, Reduction::max, n, out.data());
-    });
-    const void* const finite = dtype < DType::float16 ? pointers[1] : pointers[0];
-    const int64_t some = dtype < DType::float32 && dtype >= DType::float16 ? 0x7c00 : 1000;
-    const double product = tested.dot(dtype, finite, finite, some);
-    const double wanted = baseline.dot(dtype, finite, finite, some);
-    CHECK(std::memcmp(&product, &wanted, sizeof product) == 0 || std::isnan(wanted));
-  }
-}
-
 }  // namespace
 }  // namespace hvd
 
@@ -459,7 +393,6 @@ int main() {
         {"scale factors and averages are exact", scale_factors_and_averages_are_exact},
         {"averages divide", averages_divide},
         {"the output may be a source", the_output_may_be_a_source},
-        {"all kinds give the same bits", all_kinds_give_the_same_bits},
     });
     if (status != 0) return status;
   }

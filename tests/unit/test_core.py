@@ -53,6 +53,7 @@ def binaries() -> pathlib.Path:
         "agreement_test",
         "collectives_test",
         "explorer_test",
+        "loops_test",
         "recorder_test",
         "reduce_test",
         "threads_test",
