@@ -96,6 +96,29 @@ std::vector<OfOneDType> by_dtype(const Request& request);
 Status allocate_gathered(Request& request, const std::vector<int64_t>& rows, int size,
                          std::vector<std::vector<int64_t>>* bytes);
 
+// The first row of a tensor that a rank gets of a reducescatter. The first ranks get one row more
+// if the rows do not divide.
+int64_t first_row(int64_t rows, int rank, int size);
+
+// Allocates the outputs of a reducescatter.
+Status allocate_scattered(Request& request, int rank, int size);
+
+// Memory that goes to a rank of the set, or comes from it. The k-th that a rank sends to another is
+// the k-th that the other receives from it.
+struct Part {
+  int rank;
+  char* data;
+  int64_t bytes;
+};
+
+// Allocates the outputs of an alltoall and sets what goes where. `splits` are those of all ranks:
+// by rank, tensor, and the rank to which the rows go.
+Status allocate_exchanged(Request& request, const std::vector<int64_t>& splits, int rank, int size,
+                          std::vector<Part>* sent, std::vector<Part>* received);
+
+// What a rank sends to itself.
+void copy_own(const std::vector<Part>& sent, const std::vector<Part>& received, int rank);
+
 // What a rank makes of its own status and who has failed (not 0), by rank of the set: one rank
 // without memory must not leave the others waiting for its bytes.
 Status all_or_none(const Status& mine, const std::vector<int64_t>& failed,
