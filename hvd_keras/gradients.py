@@ -34,25 +34,39 @@ def _allreduce(op: Any, *upstream: Any) -> list[Any]:
                 reduction=reduction.value,
                 prescale_factor=op.get_attr("prescale_factor"),
                 postscale_factor=op.get_attr("postscale_factor"),
+                wire_dtype=op.get_attr("wire_dtype"),
                 **_call(op),
             )
         )
-    total = _raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
+    total = _raw.hvd_allreduce(
+        upstream, reduction=Sum.value, wire_dtype=op.get_attr("wire_dtype"), **_call(op)
+    )
     weights = _product_weights if reduction is Product else _extremum_weights
     return [gradient * weight for gradient, weight in zip(total, weights(op), strict=True)]
 
 
+def _sent(op: Any) -> list[tf.Tensor]:
+    """The inputs as they travelled."""
+    wire = op.get_attr("wire_dtype")
+    wider = [x.dtype.is_floating and x.dtype.size > wire.size for x in op.inputs]
+    return [
+        tf.cast(tf.cast(x, wire), x.dtype) if rounded else x
+        for x, rounded in zip(op.inputs, wider, strict=True)
+    ]
+
+
 def _extremum_weights(op: Any) -> list[tf.Tensor]:
     """Ranks that tie for the minimum or maximum share its gradient, as in ``tf.reduce_max``."""
-    hits = [tf.cast(x == y, x.dtype) for x, y in zip(op.inputs, op.outputs, strict=True)]
+    hits = [tf.cast(x == y, x.dtype) for x, y in zip(_sent(op), op.outputs, strict=True)]
     ties = _raw.hvd_allreduce(hits, reduction=Sum.value, **_call(op, ".gradient.ties"))
     return [hit / tie for hit, tie in zip(hits, ties, strict=True)]
 
 
 def _product_weights(op: Any) -> list[tf.Tensor]:
     """The product of the other ranks' values, right where some are 0 too."""
-    zeros = [tf.cast(x == 0, x.dtype) for x in op.inputs]
-    nonzero = [tf.where(x == 0, tf.ones_like(x), x) for x in op.inputs]
+    sent = _sent(op)
+    zeros = [tf.cast(x == 0, x.dtype) for x in sent]
+    nonzero = [tf.where(x == 0, tf.ones_like(x), x) for x in sent]
     counts = _raw.hvd_allreduce(zeros, reduction=Sum.value, **_call(op, ".gradient.zeros"))
     products = _raw.hvd_allreduce(
         nonzero, reduction=Product.value, **_call(op, ".gradient.nonzero")

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import calls
-from hvd_keras.compression import Compression, Compressor
+from hvd_keras.compression import Compression, Compressor, wire_dtype
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
@@ -134,7 +134,10 @@ def grouped_allreduce(
     sparse = [i for i, tensor in enumerate(results) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:
-        packed = [compression.compress(results[i]) for i in dense]
+        # The core rounds while it packs; but Adasum's vectors are rounded before.
+        wire = None if reduction is Adasum else wire_dtype(compression)
+        outside = compression if wire is None else Compression.none
+        packed = [outside.compress(results[i]) for i in dense]
         with tf.device(device_dense or None):
             reduced = _allreduce_dense(
                 [tensor for tensor, _ in packed],
@@ -143,9 +146,10 @@ def grouped_allreduce(
                 postscale_factor,
                 tensor_name=name,
                 process_set=process_set.id(),
+                wire_dtype=wire or tf.float64,
             )
         for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
-            results[i] = compression.decompress(tensor, context)
+            results[i] = outside.decompress(tensor, context)
     if sparse:
         factor = prescale_factor * postscale_factor
         if reduction is Average:

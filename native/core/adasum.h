@@ -6,24 +6,27 @@
 #include <functional>
 #include <vector>
 
+#include "core/layout.h"
 #include "core/request.h"
 
 namespace hvd {
 
-// This rank's slice of one tensor of each rank, in rank order.
-struct AdasumTensor {
-  DType dtype;
-  int64_t elements;
-  std::vector<char*> slices;
+// What Adasum needs of a transport; all ranks call the same.
+struct AdasumMoves {
+  // Parts of each rank to each, also to itself.
+  std::function<void(const std::vector<Part>& sent, const std::vector<Part>& received)> exchange;
+  // As many numbers of each rank to all, rank by rank.
+  std::function<std::vector<double>(const std::vector<double>& mine)> numbers;
+  // Bytes of each rank to all, rank by rank.
+  std::function<void(const void* mine, const std::vector<int64_t>& sizes, void* all)> gather;
 };
 
-// Combines each tensor's slices pairwise, neighbours first, into its first slice:
+// Combines each tensor of the ranks pairwise, neighbours first:
 //
 //   a, b ──> (1 - a·b / 2|a|²) a + (1 - a·b / 2|b|²) b
 //
-// `total` replaces numbers by their sums over all ranks, in rank order; it is called equally often
-// on all. Any number of ranks: one without a partner waits for the next level.
-void combine_adasum(std::vector<AdasumTensor>& tensors,
-                    const std::function<void(std::vector<double>&)>& total);
+// Each rank does so with one slice of every rank's tensors; only the dot products need all slices.
+// Any number of ranks: one without a partner waits for the next level.
+void adasum(Request& request, int rank, int size, const AdasumMoves& moves);
 
 }  // namespace hvd

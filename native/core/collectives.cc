@@ -108,6 +108,12 @@ std::string problem(const Request& request, const std::vector<int>& ranks) {
     return "root rank " + std::to_string(request.root) + " does not take part. The ranks are " +
            listed(ranks) + ".";
   }
+  if (row.reduces && request.wire != DType::float64 &&
+      (!row.keeps_shape || request.reduction == Reduction::adasum)) {
+    return std::string("got compression=") + name_of(request.wire) +
+           " with op=" + name_of(request.reduction) +
+           ", which sums tensors as they are. Round them before, or leave compression out.";
+  }
   for (const Input& input : request.inputs) {
     if ((row.first_dim_free || (row.reduces && !row.keeps_shape)) && input.shape.empty()) {
       return "got a scalar, expected a tensor with at least one dimension. Use "
@@ -136,6 +142,10 @@ std::string problem(const Request& request, const std::vector<int>& ranks) {
   return {};
 }
 
+DType on_the_wire(const Request& request, DType dtype) {
+  return is_floating(dtype) && size_of(dtype) > size_of(request.wire) ? request.wire : dtype;
+}
+
 std::string identity(const Request& request) {
   return std::string(collective(request.kind).name) + " '" + request.name + "'";
 }
@@ -148,6 +158,7 @@ std::string describe(const Request& request) {
     out << "op=" << name_of(request.reduction) << " ";
     if (request.prescale != 1.0) out << "prescale_factor=" << request.prescale << " ";
     if (request.postscale != 1.0) out << "postscale_factor=" << request.postscale << " ";
+    if (request.wire != DType::float64) out << "compression=" << name_of(request.wire) << " ";
   }
   if (row.has_root) out << "root_rank=" << request.root << " ";
   if (!request.note.empty()) out << request.note << " ";
@@ -179,6 +190,7 @@ uint64_t fingerprint(const Request& request, const std::string& problem) {
     hash.add(static_cast<uint64_t>(request.reduction));
     hash.add(request.prescale);
     hash.add(request.postscale);
+    hash.add(static_cast<uint64_t>(request.wire));
   }
   if (row.has_root) hash.add(static_cast<uint64_t>(request.root));
   hash.add(request.note);
@@ -198,6 +210,7 @@ std::string encode_header(const Request& request) {
   out.number(request.reduction);
   out.number(request.prescale);
   out.number(request.postscale);
+  out.number(request.wire);
   out.number(request.root);
   for (const Input& input : request.inputs) {
     out.number(input.dtype);
@@ -215,6 +228,7 @@ Request decode_header(const std::string& bytes) {
   request.reduction = in.number<Reduction>();
   request.prescale = in.number<double>();
   request.postscale = in.number<double>();
+  request.wire = in.number<DType>();
   request.root = in.number<int>();
   while (!in.at_end()) {
     Input input;

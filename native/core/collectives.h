@@ -26,6 +26,9 @@ const char* name_of(Reduction reduction);
 // Why this request cannot run among these ranks of the job, or nothing.
 std::string problem(const Request& request, const std::vector<int>& ranks);
 
+// The dtype in which the request's tensors of a dtype travel.
+DType on_the_wire(const Request& request, DType dtype);
+
 // Two requests with one identity are the same step of the program.
 std::string identity(const Request& request);
 

@@ -110,7 +110,8 @@ void Engine::serve(const std::string& name, const std::string& header) {
   Entry entry;
   if (!take(name, &entry)) entry.request = stand_in(header);
   uint64_t bytes = 0;
-  for (const Input& input : entry.request.inputs) bytes += input.bytes();
+  for (const Input& input : entry.request.inputs)
+    bytes += elements(input.shape) * size_of(on_the_wire(entry.request, input.dtype));
   Status status = Status::error(Code::invalid_argument, name + ": " + entry.problem);
   if (entry.problem.empty()) {
     if (collective(entry.request.kind).joins) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/adasum.h"
 #include "core/reduce.h"
 
 namespace hvd {
@@ -17,6 +18,19 @@ constexpr int64_t kSmallBytes = 16 << 10;
 
 // A slot. The page between keeps the slots of all ranks from falling on the same lines of a cache.
 constexpr int64_t kSlotBytes = kChunkBytes + 4096;
+
+constexpr int64_t kWidest = 8;  // bytes of an element
+
+// Where blocks of these sizes begin.
+std::vector<char*> one_after_another(const std::vector<int64_t>& sizes, void* start) {
+  std::vector<char*> blocks;
+  char* block = static_cast<char*>(start);
+  for (int64_t bytes : sizes) {
+    blocks.push_back(block);
+    block += bytes;
+  }
+  return blocks;
+}
 
 }  // namespace
 
@@ -45,7 +59,7 @@ std::vector<Ballot> HostTransport::agree(const Ballot& mine, const Waiting& wait
 
 std::vector<std::string> HostTransport::gather(const std::string& mine, const Waiting& waiting) {
   waiting_ = waiting;
-  const std::vector<int64_t> sizes = share_numbers({static_cast<int64_t>(mine.size())});
+  const std::vector<int64_t> sizes = share_numbers<int64_t>({static_cast<int64_t>(mine.size())});
   std::vector<std::string> parts;
   std::vector<char*> targets;
   for (int64_t size : sizes) parts.emplace_back(size, '\0');
@@ -56,16 +70,22 @@ std::vector<std::string> HostTransport::gather(const std::string& mine, const Wa
 
 Status HostTransport::run(Request& request, const Waiting& waiting) {
   waiting_ = waiting;
-  if (request.kind == Kind::allreduce && request.reduction != Reduction::adasum) {
-    allreduce(request);
-    return {};
+  switch (request.kind) {
+    case Kind::allreduce:
+      request.reduction == Reduction::adasum ? adasum(request) : allreduce(request);
+      return {};
+    case Kind::allgather:
+      return allgather(request);
+    case Kind::broadcast:
+      broadcast(request);
+      return {};
+    case Kind::alltoall:
+      return alltoall(request);
+    case Kind::reducescatter:
+      return reducescatter(request);
+    default:
+      return mpi_->run(request, waiting);  // these move nothing
   }
-  if (request.kind == Kind::allgather) return allgather(request);
-  if (request.kind == Kind::broadcast) {
-    broadcast(request);
-    return {};
-  }
-  return mpi_->run(request, waiting);
 }
 
 void HostTransport::allreduce(Request& request) {
@@ -110,6 +130,43 @@ void HostTransport::reduce_stream(const Request& request, DType dtype, Stream& i
   }
 }
 
+void HostTransport::adasum(Request& request) {
+  hvd::adasum(request, rank(), size(),
+              {[this](const auto& sent, const auto& received) { exchange(sent, received); },
+               [this](const auto& mine) { return share_numbers<double>(mine); },
+               [this](const void* mine, const auto& sizes, void* all) {
+                 share(mine, sizes, one_after_another(sizes, all));
+               }});
+}
+
+Status HostTransport::reducescatter(Request& request) {
+  Status status = allocate_scattered(request, rank(), size());
+  if (status = agree_on(status, request); !status.ok()) return status;
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    const Input& input = request.inputs[i];
+    Shape row = input.shape;
+    row[0] = 1;
+    const int64_t width = static_cast<int64_t>(size_of(input.dtype)), of_row = elements(row);
+    const auto begin = [&](int r) { return first_row(input.shape[0], r, size()) * of_row * width; };
+    const char* in = static_cast<const char*>(input.data);
+    std::vector<Stream> to(size());
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) to[r].add(in + begin(r), begin(r + 1) - begin(r));
+    }
+    const int64_t mine = begin(rank() + 1) - begin(rank());
+    std::vector<const void*> sources(size());
+    // Rank 0 gets the most rows.
+    scatter(to, begin(1), [&](int64_t start, int64_t room, const auto& part_of) {
+      if (start >= mine) return;
+      for (int r = 0; r < size(); ++r)
+        sources[r] = r == rank() ? in + begin(r) + start : part_of(r);
+      reduce(input.dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
+             std::min(room, mine - start) / width, static_cast<char*>(request.outputs[i]) + start);
+    });
+  }
+  return {};
+}
+
 Status HostTransport::allgather(Request& request) {
   std::vector<int64_t> my_rows;
   for (const Input& input : request.inputs) my_rows.push_back(input.shape[0]);
@@ -117,17 +174,23 @@ Status HostTransport::allgather(Request& request) {
 
   std::vector<std::vector<int64_t>> sizes;
   Status status = allocate_gathered(request, rows, size(), &sizes);
-  status = all_or_none(status, share_numbers({status.ok() ? 0 : 1}), ranks(), request);
-  if (!status.ok()) return status;
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    std::vector<char*> targets;
-    char* target = static_cast<char*>(request.outputs[i]);
-    for (int64_t bytes : sizes[i]) {
-      targets.push_back(target);
-      target += bytes;
-    }
-    share(request.inputs[i].data, sizes[i], targets);
+  if (status = agree_on(status, request); !status.ok()) return status;
+  for (size_t i = 0; i < sizes.size(); ++i)
+    share(request.inputs[i].data, sizes[i], one_after_another(sizes[i], request.outputs[i]));
+  return {};
+}
+
+Status HostTransport::alltoall(Request& request) {
+  std::vector<int64_t> my_splits;
+  for (size_t i = 1; i < request.inputs.size(); i += 2) {
+    const int64_t* own = static_cast<const int64_t*>(request.inputs[i].data);
+    my_splits.insert(my_splits.end(), own, own + size());
   }
+  const std::vector<int64_t> splits = share_numbers(my_splits);
+  std::vector<Part> sent, received;
+  Status status = allocate_exchanged(request, splits, rank(), size(), &sent, &received);
+  if (status = agree_on(status, request); !status.ok()) return status;
+  exchange(sent, received);
   return {};
 }
 
@@ -153,6 +216,38 @@ void HostTransport::broadcast(Request& request) {
   }
 }
 
+// Each rank's bytes to each, through parts of the slots. `longest` is what any rank has for
+// another; `take` is called with the position in it, how much has come at most, and where it is, by
+// rank.
+template <typename Take>
+void HostTransport::scatter(std::vector<Stream>& to, int64_t longest, const Take& take) {
+  const int64_t room = kChunkBytes / size() / kWidest * kWidest;
+  for (int64_t start = 0; start < longest; start += room) {
+    const uint64_t step = memory_.step();
+    for (int r = 0; r < size(); ++r)
+      to[r].copy_to(slot(rank(), step) + r * room, std::min(room, to[r].left()));
+    meet();
+    take(start, room, [&](int r) { return slot(r, step) + rank() * room; });
+  }
+}
+
+void HostTransport::exchange(const std::vector<Part>& sent, const std::vector<Part>& received) {
+  std::vector<Stream> to(size()), from(size());
+  for (const Part& part : sent) {
+    if (part.rank != rank()) to[part.rank].add(part.data, part.bytes);
+  }
+  for (const Part& part : received) {
+    if (part.rank != rank()) from[part.rank].add(part.data, part.bytes);
+  }
+  copy_own(sent, received, rank());
+  int64_t longest = 0;
+  for (const Stream& stream : to) longest = std::max(longest, stream.left());
+  for (int64_t others : share_numbers<int64_t>({longest})) longest = std::max(longest, others);
+  scatter(to, longest, [&](int64_t, int64_t room, const auto& part_of) {
+    for (int r = 0; r < size(); ++r) from[r].copy_from(part_of(r), std::min(room, from[r].left()));
+  });
+}
+
 // Every rank's bytes into the targets of all, by rank.
 void HostTransport::share(const void* mine, const std::vector<int64_t>& sizes,
                           const std::vector<char*>& targets) {
@@ -171,14 +266,16 @@ void HostTransport::share(const void* mine, const std::vector<int64_t>& sizes,
 }
 
 // As many from each rank.
-std::vector<int64_t> HostTransport::share_numbers(const std::vector<int64_t>& mine) {
-  const int64_t bytes = static_cast<int64_t>(mine.size() * sizeof(int64_t));
-  std::vector<int64_t> all(mine.size() * size());
-  std::vector<char*> targets;
-  for (int r = 0; r < size(); ++r)
-    targets.push_back(reinterpret_cast<char*>(all.data() + r * mine.size()));
-  if (bytes > 0) share(mine.data(), std::vector<int64_t>(size(), bytes), targets);
+template <typename Number>
+std::vector<Number> HostTransport::share_numbers(const std::vector<Number>& mine) {
+  const std::vector<int64_t> sizes(size(), static_cast<int64_t>(mine.size() * sizeof(Number)));
+  std::vector<Number> all(mine.size() * size());
+  share(mine.data(), sizes, one_after_another(sizes, all.data()));
   return all;
+}
+
+Status HostTransport::agree_on(const Status& mine, const Request& request) {
+  return all_or_none(mine, share_numbers<int64_t>({mine.ok() ? 0 : 1}), ranks(), request);
 }
 
 }  // namespace hvd

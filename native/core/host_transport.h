@@ -13,7 +13,8 @@
 // goes to memory several times. As with MPI each element is summed once, by one rank, in rank
 // order, so all ranks hold the same bits, and the same as over MPI.
 //
-// What is not here goes over MPI.
+// The others likewise pack what they give, meet, and take what they want; for alltoall,
+// reducescatter and Adasum a slot has a part for each rank.
 #pragma once
 
 #include <memory>
@@ -45,11 +46,19 @@ class HostTransport : public Transport {
   void meet() { memory_.meet(waiting_); }
   void allreduce(Request& request);
   void reduce_stream(const Request& request, DType dtype, Stream& in, Stream& out);
+  void adasum(Request& request);
+  Status reducescatter(Request& request);
   Status allgather(Request& request);
+  Status alltoall(Request& request);
   void broadcast(Request& request);
+  template <typename Take>
+  void scatter(std::vector<Stream>& to, int64_t longest, const Take& take);
+  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received);
   void share(const void* mine, const std::vector<int64_t>& sizes,
              const std::vector<char*>& targets);
-  std::vector<int64_t> share_numbers(const std::vector<int64_t>& mine);
+  template <typename Number>
+  std::vector<Number> share_numbers(const std::vector<Number>& mine);
+  Status agree_on(const Status& mine, const Request& request);
 
   SharedMemory memory_;
   const std::unique_ptr<MpiTransport> mpi_;

@@ -6,7 +6,6 @@
 
 #include "core/adasum.h"
 #include "core/collectives.h"
-#include "core/layout.h"
 #include "core/reduce.h"
 
 namespace hvd {
@@ -199,76 +198,31 @@ void MpiTransport::combine_slices(const Request& request, DType dtype, const cha
          bytes / static_cast<int64_t>(size_of(dtype)), out);
 }
 
-// Each rank holds one slice of every rank's tensor; only the dot products need all slices.
 void MpiTransport::adasum(Request& request) {
-  const Reduction sum = Reduction::sum;
-  std::vector<std::vector<char>> held(request.inputs.size());
-  std::vector<AdasumTensor> tensors;
-  Exchange scatter(*this);
-  for (size_t i = 0; i < request.inputs.size(); ++i) {
-    const Input& input = request.inputs[i];
-    const int64_t n = elements(input.shape), width = static_cast<int64_t>(size_of(input.dtype));
-    const auto bound = [&](int j) { return n * j / size(); };
-    const int64_t mine = bound(rank_ + 1) - bound(rank_);
-    char* whole = static_cast<char*>(request.outputs[i]);  // scaled here, sent from here
-    reduce(input.dtype, sum, {request.prescale, 1, 1}, &input.data, 1, n, whole);
-    held[i].resize(mine * width * size());
-    AdasumTensor tensor{input.dtype, mine, {}};
-    for (int r = 0; r < size(); ++r) tensor.slices.push_back(held[i].data() + r * mine * width);
-    if (mine > 0) std::memcpy(tensor.slices[rank_], whole + bound(rank_) * width, mine * width);
-    scatter.with_others([&](int r) { scatter.receive(tensor.slices[r], mine * width, r); });
-    scatter.with_others([&](int r) {
-      scatter.send(whole + bound(r) * width, (bound(r + 1) - bound(r)) * width, r);
-    });
-    tensors.push_back(std::move(tensor));
-  }
-  scatter.finish();
-  combine_adasum(tensors, [&](std::vector<double>& numbers) {
-    std::vector<double> all(numbers.size() * size());
-    MPI_Request gathered;
-    MPI_Iallgather(numbers.data(), static_cast<int>(numbers.size()), MPI_DOUBLE, all.data(),
-                   static_cast<int>(numbers.size()), MPI_DOUBLE, communicator_, &gathered);
-    wait(gathered);
-    for (size_t k = 0; k < numbers.size(); ++k) {
-      numbers[k] = 0;
-      for (int r = 0; r < size(); ++r) numbers[k] += all[r * numbers.size() + k];
-    }
-  });
-  for (size_t i = 0; i < request.inputs.size(); ++i) {
-    const AdasumTensor& tensor = tensors[i];
-    const int64_t width = static_cast<int64_t>(size_of(tensor.dtype));
-    const void* result = tensor.slices[0];
-    reduce(tensor.dtype, sum, {1, 1, request.postscale}, &result, 1, tensor.elements,
-           tensor.slices[0]);
-    const int64_t n = elements(request.inputs[i].shape);
-    std::vector<int64_t> sizes;
-    for (int r = 0; r < size(); ++r)
-      sizes.push_back((n * (r + 1) / size() - n * r / size()) * width);
-    gather_bytes(tensor.slices[0], sizes, request.outputs[i]);
-  }
+  hvd::adasum(
+      request, rank_, size(),
+      {[this](const auto& sent, const auto& received) { exchange(sent, received); },
+       [this](const auto& mine) {
+         const int n = static_cast<int>(mine.size());
+         std::vector<double> all(mine.size() * size());
+         MPI_Request gathered;
+         MPI_Iallgather(mine.data(), n, MPI_DOUBLE, all.data(), n, MPI_DOUBLE, communicator_,
+                        &gathered);
+         wait(gathered);
+         return all;
+       },
+       [this](const void* mine, const auto& sizes, void* all) { gather_bytes(mine, sizes, all); }});
 }
 
 Status MpiTransport::reducescatter(Request& request) {
-  const size_t n = request.inputs.size();
-  request.outputs.assign(n, nullptr);
-  // The first ranks get one row more if the rows do not divide.
-  const auto bound = [&](const Input& input, int j) {
-    const int64_t rows = input.shape[0];
-    return rows / size() * j + std::min<int64_t>(j, rows % size());
-  };
-  Status status;
-  for (size_t i = 0; i < n && status.ok(); ++i) {
-    Shape shape = request.inputs[i].shape;
-    shape[0] = bound(request.inputs[i], rank_ + 1) - bound(request.inputs[i], rank_);
-    status = request.allocate(i, shape, &request.outputs[i]);
-  }
+  Status status = allocate_scattered(request, rank_, size());
   if (status = agree_on(status, request); !status.ok()) return status;
-  for (size_t i = 0; i < n; ++i) {
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
     const Input& input = request.inputs[i];
     Shape row = input.shape;
     row[0] = 1;
     const int64_t width = static_cast<int64_t>(size_of(input.dtype)), of_row = elements(row);
-    const auto begin = [&](int j) { return bound(input, j) * of_row * width; };
+    const auto begin = [&](int j) { return first_row(input.shape[0], j, size()) * of_row * width; };
     const char* in = static_cast<const char*>(input.data);
     const int64_t step = kChunkBytes / size() / width * width;
     // Rank 0 has the longest slice, and all make as many steps as it needs.
@@ -305,51 +259,29 @@ Status MpiTransport::allgather(Request& request) {
 }
 
 Status MpiTransport::alltoall(Request& request) {
-  const size_t n = request.inputs.size() / 2;  // tensors, each with its splits
   std::vector<int64_t> my_splits, splits;
-  for (size_t i = 0; i < n; ++i) {
-    const int64_t* own = static_cast<const int64_t*>(request.inputs[2 * i + 1].data);
+  for (size_t i = 1; i < request.inputs.size(); i += 2) {
+    const int64_t* own = static_cast<const int64_t*>(request.inputs[i].data);
     my_splits.insert(my_splits.end(), own, own + size());
   }
   gather_numbers(my_splits, &splits);
-  // Rows of tensor i from one rank to another.
-  const auto rows = [&](size_t i, int from, int to) {
-    return splits[(from * n + i) * size() + to];
-  };
-
-  Status status;
-  request.outputs.assign(2 * n, nullptr);
-  for (size_t i = 0; i < n && status.ok(); ++i) {
-    Shape shape = request.inputs[2 * i].shape;
-    shape[0] = 0;
-    for (int r = 0; r < size(); ++r) shape[0] += rows(i, r, rank_);
-    status = request.allocate(2 * i, shape, &request.outputs[2 * i]);
-    if (status.ok()) status = request.allocate(2 * i + 1, {size()}, &request.outputs[2 * i + 1]);
-  }
+  std::vector<Part> sent, received;
+  Status status = allocate_exchanged(request, splits, rank_, size(), &sent, &received);
   if (status = agree_on(status, request); !status.ok()) return status;
-  Exchange exchange(*this);
-  for (size_t i = 0; i < n; ++i) {
-    const Input& input = request.inputs[2 * i];
-    Shape row = input.shape;
-    row[0] = 1;
-    const int64_t row_bytes = elements(row) * static_cast<int64_t>(size_of(input.dtype));
-    const char* in = static_cast<const char*>(input.data);
-    char* out = static_cast<char*>(request.outputs[2 * i]);
-    for (int r = 0; r < size(); ++r) {
-      static_cast<int64_t*>(request.outputs[2 * i + 1])[r] = rows(i, r, rank_);
-      const int64_t sent = rows(i, rank_, r) * row_bytes, got = rows(i, r, rank_) * row_bytes;
-      if (r != rank_) {
-        exchange.receive(out, got, r);
-        exchange.send(in, sent, r);
-      } else if (sent > 0) {
-        std::memcpy(out, in, sent);
-      }
-      in += sent;
-      out += got;
-    }
-  }
-  exchange.finish();
+  exchange(sent, received);
   return {};
+}
+
+void MpiTransport::exchange(const std::vector<Part>& sent, const std::vector<Part>& received) {
+  Exchange exchange(*this);
+  for (const Part& part : received) {
+    if (part.rank != rank_) exchange.receive(part.data, part.bytes, part.rank);
+  }
+  for (const Part& part : sent) {
+    if (part.rank != rank_) exchange.send(part.data, part.bytes, part.rank);
+  }
+  copy_own(sent, received, rank_);
+  exchange.finish();
 }
 
 Status MpiTransport::join(Request& request) {

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "core/layout.h"
 #include "core/mpi_patience.h"
 #include "core/transport.h"
 
@@ -50,6 +51,7 @@ class MpiTransport : public Transport {
   Status reducescatter(Request& request);
   Status allgather(Request& request);
   Status alltoall(Request& request);
+  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received);
   Status join(Request& request);
   void broadcast(Request& request);
   void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/request.h"
 
@@ -28,6 +29,10 @@ inline Factors factors_of(const Request& request, int ranks) {
 void reduce(DType dtype, Reduction reduction, const Factors& factors, const void* const* sources,
             int count, int64_t elements, void* out);
 
+// Between floating-point dtypes of different sizes; to the narrower one rounded once, to the
+// nearest, ties to even, and to infinity beyond its range.
+void convert(DType from, const void* in, DType to, void* out, int64_t elements);
+
 // Fills with the value that leaves the others' as they are: 0 for sums, 1 for products, the
 // greatest there is for min, the least for max.
 void fill_neutral(DType dtype, Reduction reduction, int64_t elements, void* out);
@@ -38,5 +43,19 @@ double dot(DType dtype, const void* a, const void* b, int64_t elements);
 // a = weight_a * a + weight_b * b, in float64, rounded once.
 void add_weighted(DType dtype, double weight_a, void* a, double weight_b, const void* b,
                   int64_t elements);
+
+// The same loops, compiled for one kind of CPU. All kinds give the same bits (but if several terms
+// are nan, any of them may come out); the functions above are the fastest that this CPU has.
+struct Loops {
+  const char* kind;
+  decltype(&hvd::reduce) reduce;
+  decltype(&hvd::convert) convert;
+  decltype(&hvd::fill_neutral) fill_neutral;
+  decltype(&hvd::dot) dot;
+  decltype(&hvd::add_weighted) add_weighted;
+};
+
+// All that this CPU can run, the fastest last.
+std::vector<Loops> loops();
 
 }  // namespace hvd

@@ -69,6 +69,9 @@ struct Request {
   Reduction reduction = Reduction::sum;  // of those that reduce
   double prescale = 1.0;                 // factor on every rank's input
   double postscale = 1.0;                // factor on the result
+  // The widest floating-point dtype that travels: tensors of wider ones are rounded to it on their
+  // way out and summed as it is. Of an allreduce, but not Adasum.
+  DType wire = DType::float64;
   int root = 0;  // broadcast: a rank of the job; join: the last to join, set by the engine
 
   std::string note;  // what else must be equal on all ranks, in words

@@ -96,6 +96,11 @@ class CollectiveKernel : public AsyncOpKernel {
       call_.prescale = std::strtod(prescale.c_str(), nullptr);
       call_.postscale = std::strtod(postscale.c_str(), nullptr);
     }
+    if (c->HasAttr("wire_dtype")) {
+      tensorflow::DataType wire;
+      OP_REQUIRES_OK(c, c->GetAttr("wire_dtype", &wire));
+      call_.wire = to_dtype(wire);
+    }
     if (c->HasAttr("note")) OP_REQUIRES_OK(c, c->GetAttr("note", &call_.note));
     if (c->HasAttr("root_rank")) OP_REQUIRES_OK(c, c->GetAttr("root_rank", &call_.root));
   }

@@ -118,6 +118,16 @@ class Call {
     return *this;
   }
 
+  // Instead of value().
+  template <typename Term>
+  void change_inputs(const Term& term) {
+    for (size_t tensor = 0; tensor < inputs_.size(); ++tensor) {
+      const Input& input = request.inputs[tensor];
+      for (int64_t i = 0; i < elements(input.shape); ++i)
+        store(input.dtype, term(rank, tensor, i), inputs_[tensor].data(), i);
+    }
+  }
+
   // For alltoall: how many rows of the tensor before go to each rank.
   Call& add_splits(const std::vector<int64_t>& rows) {
     const char* bytes = reinterpret_cast<const char*>(rows.data());

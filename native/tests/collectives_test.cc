@@ -93,6 +93,7 @@ void headers_survive_the_way_through_bytes() {
   made.prescale = 1 / 3.0;
   made.postscale = -2;
   made.root = 3;
+  made.wire = DType::bfloat16;
   const Request copy = decode_header(encode_header(made));
   CHECK_EQ(identity(copy), identity(made));
   CHECK_EQ(describe(copy), describe(made));
@@ -149,6 +150,22 @@ void integers_are_not_averaged_or_scaled() {
   CHECK_EQ(problem(gathered, kTwo), "");
 }
 
+void only_wider_floats_are_compressed() {
+  Request some = request(Kind::allreduce, DType::float32, {2});
+  for (DType dtype : kFloats) CHECK_EQ(on_the_wire(some, dtype), dtype);
+  some.wire = DType::bfloat16;
+  for (DType dtype : {DType::bfloat16, DType::float32, DType::float64})
+    CHECK_EQ(on_the_wire(some, dtype), DType::bfloat16);
+  CHECK_EQ(on_the_wire(some, DType::float16), DType::float16);
+  for (DType dtype : kIntegers) CHECK_EQ(on_the_wire(some, dtype), dtype);
+  CHECK_EQ(problem(some, kTwo), "");
+  some.reduction = Reduction::adasum;
+  expect_refused(some, kTwo, {"compression=bfloat16", "Adasum"});
+  some.kind = Kind::reducescatter;
+  some.reduction = Reduction::sum;
+  expect_refused(some, kTwo, {"compression=bfloat16"});
+}
+
 void the_first_dimension_is_free_in_allgather_alone() {
   for (Kind kind : {Kind::allreduce, Kind::allgather, Kind::broadcast, Kind::reducescatter}) {
     const bool free = kind == Kind::allgather;
@@ -173,6 +190,10 @@ void descriptions_are_readable() {
   some.inputs.push_back({nullptr, DType::float16, {}});
   CHECK_EQ(describe(some),
            "op=Average prescale_factor=0.5 postscale_factor=2 float32[2,3], float16[]");
+  some.reduction = Reduction::sum;
+  some.prescale = some.postscale = 1;
+  some.wire = DType::float16;
+  CHECK_EQ(describe(some), "op=Sum compression=float16 float32[2,3], float16[]");
   Request broadcast = request(Kind::broadcast, DType::boolean, {0});
   broadcast.root = 1;
   CHECK_EQ(describe(broadcast), "root_rank=1 bool[0]");
@@ -200,6 +221,7 @@ void fingerprints_are_equal_if_and_only_if_the_words_are() {
     made.prescale = any(1.0, 1.0, 1.0, 1 / 3.0, 0.333333333, 1 + 1e-12, -0.0, 0.0);
     made.postscale = any(1.0, 1.0, 1.0, 0.1, 1e-300);
     made.root = any(0, 1);
+    made.wire = any(DType::float64, DType::float64, DType::bfloat16);
     for (int inputs = any(0, 1, 1, 2); inputs > 0; --inputs) {
       Shape shape;
       for (int dims = any(0, 1, 2); dims > 0; --dims) shape.push_back(any(0, 1, 6, 11));
@@ -282,6 +304,7 @@ int main() {
       {"scalars cannot be gathered", scalars_cannot_be_gathered},
       {"bools have no arithmetic", bools_have_no_arithmetic},
       {"integers are not averaged or scaled", integers_are_not_averaged_or_scaled},
+      {"only wider floats are compressed", only_wider_floats_are_compressed},
       {"the first dimension is free in allgather alone",
        the_first_dimension_is_free_in_allgather_alone},
       {"descriptions are readable", descriptions_are_readable},

@@ -108,6 +108,56 @@ void allreduce_with_all_reductions() {
   });
 }
 
+// Values that neither float16 nor bfloat16 hold, of every size and dtype.
+void allreduce_of_rounded_tensors() {
+  if (test::transport == "ring") return;  // it rounds after each host, from another one on per part
+  const bool hosts_are_one = test::transport == "mpi" || test::transport == "host" || size <= 2;
+  with_engine([hosts_are_one](Engine& engine) {
+    const auto rounded = [](test::Format format, double number) {
+      return value_of(format, nearest(format, number));
+    };
+    const auto term = [](int r, size_t tensor, int64_t index) {
+      return (r + 1) / 3.0 + value(r, tensor, index) * 1.01;
+    };
+    for (const DType wire : {DType::float16, DType::bfloat16}) {
+      const test::Format format = wire == DType::float16 ? test::kFloat16 : test::kBFloat16;
+      for (const bool in_place : {false, true}) {
+        Call call(Kind::allreduce, "rounded");
+        call.request.wire = wire;
+        call.request.prescale = 0.5;
+        call.request.postscale = 4;
+        call.in_place = in_place;
+        for (const int64_t n : {int64_t{3}, int64_t{0}, int64_t{1} << 19, int64_t{4097}}) {
+          for (const DType dtype : {DType::float32, DType::float64, wire}) call.add(dtype, {n});
+        }
+        call.change_inputs(term);
+        call.submit(engine);
+        call.expect_output([&](size_t tensor, int64_t index) {
+          float sum = 0, of_host = 0;
+          for (int r = 0; r < size; ++r) {
+            const double number =
+                term(r, tensor, index);  // a float32 is one that was rounded before
+            const double stored = tensor % 3 == 0 ? static_cast<float>(number) : number;
+            of_host += static_cast<float>(rounded(format, stored)) * 0.5f;
+            const bool next_is_here = hosts_are_one || r % 2 == 0;
+            if (next_is_here && r + 1 < size) continue;
+            // What crosses between hosts is rounded once more.
+            sum += hosts_are_one ? of_host : static_cast<float>(rounded(format, of_host));
+            of_host = 0;
+          }
+          return rounded(format, sum * 4);
+        });
+      }
+    }
+
+    Call mixed(Kind::allreduce, "what is not wider stays");
+    mixed.request.wire = DType::float16;
+    mixed.add(DType::int32, {70001}).add(DType::bfloat16, {70001}).add(DType::float32, {70001});
+    mixed.submit(engine);
+    mixed.expect_sum();
+  });
+}
+
 void allreduce_in_place() {
   with_engine([](Engine& engine) {
     Call call(Kind::allreduce, "in place");
@@ -258,6 +308,13 @@ void disagreements_fail_on_every_rank() {
                            : "op=Sum prescale_factor=0.33333333333333";
     });
 
+    Call wire(Kind::allreduce, "wire");
+    wire.request.wire = last ? DType::float16 : DType::float64;
+    wire.add(DType::float32, {2});
+    expect_refused_everywhere(engine, wire, [](int r) {
+      return r == size - 1 ? "op=Sum compression=float16 float32[2]" : "op=Sum float32[2]";
+    });
+
     Call root(Kind::broadcast, "root");
     root.request.root = last ? size - 1 : 0;
     root.add(DType::float32, {2});
@@ -354,6 +411,7 @@ int main(int argc, char** argv) {
           {"allreduce of several tensors", allreduce_of_several_tensors},
           {"allreduce of mixed dtypes", allreduce_of_mixed_dtypes},
           {"allreduce with all reductions", allreduce_with_all_reductions},
+          {"allreduce of rounded tensors", allreduce_of_rounded_tensors},
           {"allreduce in place", allreduce_in_place},
           {"allgather of different rows", allgather_of_different_rows},
           {"allgather without memory on one rank", allgather_without_memory_on_one_rank},

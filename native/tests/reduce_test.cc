@@ -1,4 +1,4 @@
-// The element loops against exact arithmetic: modulo 2^64 for integers, double for floats.
+// Reductions against exact arithmetic: modulo 2^64 for integers, double for floats.
 #include "core/reduce.h"
 
 #include <algorithm>
@@ -16,6 +16,8 @@ namespace {
 
 constexpr Reduction kArithmetic[] = {Reduction::sum, Reduction::product, Reduction::min,
                                      Reduction::max};
+Loops tested;  // one of the kinds that this CPU can run
+
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -43,19 +45,22 @@ std::vector<T> reduced(DType dtype, Reduction reduction, const std::vector<std::
   const size_t n = sources[0].size();
   std::vector<T> out(n + 1, T{99});
   const double divisor = reduction == Reduction::average ? sources.size() : 1.0;
-  reduce(dtype, reduction, {prescale, divisor, postscale}, pointers.data(),
-         static_cast<int>(sources.size()), static_cast<int64_t>(n), out.data());
+  tested.reduce(dtype, reduction, {prescale, divisor, postscale}, pointers.data(),
+                static_cast<int>(sources.size()), static_cast<int64_t>(n), out.data());
   CHECK_EQ(out[n], T{99});  // nothing is written behind the end
   out.resize(n);
   return out;
 }
 
+// Of single terms; in as many elements as make a vector of the CPU, and some more.
 template <typename T>
 T one(DType dtype, Reduction reduction, const std::vector<T>& terms, double prescale = 1,
       double postscale = 1) {
   std::vector<std::vector<T>> sources;
-  for (T term : terms) sources.push_back({term});
-  return reduced(dtype, reduction, sources, prescale, postscale)[0];
+  for (T term : terms) sources.emplace_back(19, term);
+  const std::vector<T> out = reduced(dtype, reduction, sources, prescale, postscale);
+  CHECK(std::memcmp(&out[0], &out[1], (out.size() - 1) * sizeof(T)) == 0);
+  return out[0];
 }
 
 // Small, of both signs, different for each source and element.
@@ -361,7 +366,7 @@ void the_output_may_be_a_source() {
     }
     const std::vector<float> expected = reduced(DType::float32, Reduction::sum, sources);
     const void* pointers[] = {sources[0].data(), sources[1].data(), sources[2].data()};
-    reduce(DType::float32, Reduction::sum, {}, pointers, 3, 5000, sources[alias].data());
+    tested.reduce(DType::float32, Reduction::sum, {}, pointers, 3, 5000, sources[alias].data());
     CHECK(sources[alias] == expected);
   }
 }
@@ -371,19 +376,25 @@ void the_output_may_be_a_source() {
 
 int main() {
   using namespace hvd;
-  return test::run({
-      {"integers", integers},
-      {"floats", floats},
-      {"bools", bools},
-      {"integers wrap around", integers_wrap_around},
-      {"small floats survive", small_floats_survive},
-      {"ties go to even", ties_go_to_even},
-      {"small floats overflow to infinity", small_floats_overflow_to_infinity},
-      {"small floats accumulate in float32", small_floats_accumulate_in_float32},
-      {"terms are combined in order", terms_are_combined_in_order},
-      {"nan wins from any rank", nan_wins_from_any_rank},
-      {"scale factors and averages are exact", scale_factors_and_averages_are_exact},
-      {"averages divide", averages_divide},
-      {"the output may be a source", the_output_may_be_a_source},
-  });
+  for (const Loops& kind : loops()) {
+    tested = kind;
+    std::printf("compiled for: %s\n", kind.kind);
+    const int status = test::run({
+        {"integers", integers},
+        {"floats", floats},
+        {"bools", bools},
+        {"integers wrap around", integers_wrap_around},
+        {"small floats survive", small_floats_survive},
+        {"ties go to even", ties_go_to_even},
+        {"small floats overflow to infinity", small_floats_overflow_to_infinity},
+        {"small floats accumulate in float32", small_floats_accumulate_in_float32},
+        {"terms are combined in order", terms_are_combined_in_order},
+        {"nan wins from any rank", nan_wins_from_any_rank},
+        {"scale factors and averages are exact", scale_factors_and_averages_are_exact},
+        {"averages divide", averages_divide},
+        {"the output may be a source", the_output_may_be_a_source},
+    });
+    if (status != 0) return status;
+  }
+  return 0;
 }

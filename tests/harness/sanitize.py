@@ -12,7 +12,8 @@ import sys
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
-ALONE = ("agreement_test", "collectives_test", "explorer_test", "recorder_test", "reduce_test")
+ALONE = ("agreement_test", "collectives_test", "explorer_test")
+ALONE += ("loops_test", "recorder_test", "reduce_test")
 WITH_MPI = ("engine_test", "exchange_test", "leave_test")
 # Memory that these libraries never free, by their own design: it is theirs until the process ends.
 LEAKS_OF_OTHERS = ("libmpi.so", "libopen-pal.so", "libpmix.so", "libevent", "libhwloc.so")

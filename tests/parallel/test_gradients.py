@@ -67,6 +67,23 @@ def test_allreduce(op: str, compiled: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("op", ["Average", "Sum", "Min", "Max", "Product"])
+def test_compressed_allreduce(op: str) -> None:
+    # What float16 holds is not changed on the way, nor are these gradients.
+    values = [np.array([1.5, -2.0, 3.0 + r, 0.25 * (-1) ** r]) for r in range(SIZE)]
+
+    def gradient(compression) -> np.ndarray:
+        x = tf.Variable(values[RANK] + (1e-5 if compression is hvd.Compression.fp16 else 0.0))
+        with tf.GradientTape() as tape:
+            y = hvd.allreduce(x, op=getattr(hvd, op), compression=compression)
+            loss = tf.reduce_sum(y * [1.0, 2.0, 0.5, -1.0])
+        return tape.gradient(loss, x).numpy()
+
+    got = gradient(hvd.Compression.fp16)
+    np.testing.assert_allclose(got, gradient(hvd.Compression.none), rtol=2**-10)
+    assert got.any()
+
+
 def test_product_with_zeros() -> None:
     points = [point(r, (4,)) for r in range(SIZE)]
     points[0][1] = 0.0  # one rank's factor is 0

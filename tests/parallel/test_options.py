@@ -50,6 +50,63 @@ def test_compression_keeps_to_its_error_bound(compression: str, error: float) ->
 
 
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_compression_keeps_to_its_error_bound_over_the_whole_range(
+    compression: str, dtype: str
+) -> None:
+    how, half = getattr(hvd.Compression, compression), compression == "fp16"
+    unit, tiny = (2.0**-11, 2.0**-25) if half else (2.0**-8, 0.0)
+    random = np.random.default_rng(5)  # the same on all ranks, which take a row each
+    exponents = random.uniform(-30, 15, 20000) if half else random.uniform(-100, 100, 20000)
+    values = random.uniform(-1, 1, (SIZE, 20000)) * 2**exponents
+    values[:, :2] = 0.0
+    values = values.astype(dtype)
+    got = hvd.allreduce(tf.constant(values[RANK]), compression=how, name="range")
+    assert got.dtype == dtype
+    values = values.astype(np.float64)
+    exact = values.mean(0)
+    bound = unit * (np.abs(values).mean(0) + np.abs(exact)) + 2 * tiny
+    bound += SIZE * 2.0**-24 * np.abs(values).mean(0)  # the sum, in float32
+    assert (np.abs(got - exact) <= bound).all()
+    assert (np.abs(got - exact) > bound / 4).any(), "nothing was compressed"
+    np.testing.assert_array_equal(got[:2], 0.0)
+
+
+@several
+def test_compression_beyond_the_range_gives_infinity_to_all_ranks() -> None:
+    def one(rank: int, value: float) -> float:
+        return value if rank == RANK else 1.0
+
+    mine = [one(0, 65519.0), one(1, 65520.0), one(0, -1e30), one(1, np.inf), one(0, np.nan), 1.0]
+    fp16 = hvd.allreduce(tf.constant(mine), op=hvd.Sum, compression=hvd.Compression.fp16)
+    large = 65504.0 if SIZE < 17 else np.inf  # 65519 is rounded to 65504; with the ones, again
+    np.testing.assert_array_equal(fp16, [large, np.inf, -np.inf, np.inf, np.nan, SIZE])
+    bf16 = hvd.allreduce(tf.constant(mine), op=hvd.Sum, compression=hvd.Compression.bf16)
+    assert np.isfinite(bf16.numpy()[:3]).all()
+    np.testing.assert_array_equal(bf16[3:], [np.inf, np.nan, SIZE])
+
+
+@several
+def test_ranks_that_compress_differently_get_an_error() -> None:
+    how = hvd.Compression.fp16 if RANK == 0 else hvd.Compression.none
+    with pytest.raises(tf.errors.FailedPreconditionError, match="compression=float16 float32"):
+        hvd.allreduce(tf.ones(3), compression=how, name="differs")
+
+
+def test_compression_adds_no_ops_and_a_compressor_of_a_derived_class_is_called() -> None:
+    class Mine(hvd.Compression.fp16):
+        pass
+
+    def casts(compression) -> int:
+        with tf.Graph().as_default() as graph:
+            hvd.allreduce(tf.ones(4), compression=compression, name="ops")
+        return sum(op.type == "Cast" for op in graph.get_operations())
+
+    assert casts(hvd.Compression.fp16) == 0
+    assert casts(Mine) == 2
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
 def test_compression_of_sparse_gradients_and_integers(compression: str) -> None:
     row = inputs.tensor(RANK, (1, 2))
     slices = tf.IndexedSlices(tf.constant(row), [RANK], [SIZE, 2])

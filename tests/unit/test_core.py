@@ -55,6 +55,7 @@ def binaries() -> pathlib.Path:
         "agreement_test",
         "collectives_test",
         "explorer_test",
+        "loops_test",
         "recorder_test",
         "reduce_test",
         "threads_test",
@@ -63,6 +64,16 @@ def binaries() -> pathlib.Path:
 def test_alone(binaries: pathlib.Path, name: str) -> None:
     output = run(str(binaries / name), timeout=60)
     assert "ok  " in output
+
+
+def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) -> None:
+    # An inline function that is compiled in them too could be the copy that the linker keeps.
+    objects = sorted(BUILD.rglob("loops_*.o"))
+    assert len(objects) == 2
+    for path in objects:
+        symbols = run("nm", "--defined-only", "--extern-only", str(path), timeout=60).splitlines()
+        assert len(symbols) == 1, symbols
+        assert "_loops" in symbols[0]
 
 
 @pytest.mark.parametrize(("size", "transport"), [*TRANSPORTS, (4, "ring"), (4, "cluster-mpi")])

@@ -1,0 +1,175 @@
+// Conversions against exact arithmetic, and the kinds of loops against each other.
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/reduce.h"
+#include "tests/check.h"
+#include "tests/small_floats.h"
+
+namespace hvd {
+namespace {
+
+Loops tested;  // one of the kinds that this CPU can run
+
+template <typename Wide>
+std::vector<uint16_t> halves(DType from, DType to, const std::vector<Wide>& values) {
+  std::vector<uint16_t> out(values.size() + 1, 99);
+  tested.convert(from, values.data(), to, out.data(), static_cast<int64_t>(values.size()));
+  CHECK_EQ(out.back(), uint16_t{99});
+  out.pop_back();
+  return out;
+}
+
+template <typename Wide>
+void conversions(DType wide, DType half, test::Format format) {
+  // All that there is of the small format, there and back.
+  std::vector<uint16_t> all(65536);
+  for (int bits = 0; bits < 65536; ++bits) all[bits] = static_cast<uint16_t>(bits);
+  std::vector<Wide> widened(all.size());
+  tested.convert(half, all.data(), wide, widened.data(), 65536);
+  const std::vector<uint16_t> back = halves(wide, half, widened);
+  for (int bits = 0; bits < 65536; ++bits) {
+    if (is_nan(format, all[bits])) {
+      CHECK(std::isnan(widened[bits]) && is_nan(format, back[bits]));
+    } else {
+      CHECK_EQ(static_cast<double>(widened[bits]), value_of(format, all[bits]));
+      CHECK_EQ(back[bits], all[bits]);
+    }
+  }
+  // Ties and what is beside them, as near as the wide format comes; and whatever bits there are.
+  std::vector<Wide> values;
+  for (int bits = 0; bits < format.infinity(); ++bits) {
+    const double low = value_of(format, static_cast<uint16_t>(bits));
+    double high = value_of(format, static_cast<uint16_t>(bits + 1));
+    if (std::isinf(high)) high = low + (low - value_of(format, static_cast<uint16_t>(bits - 1)));
+    const Wide tie = static_cast<Wide>(low + (high - low) / 2), zero = 0;
+    for (Wide value : {tie, std::nextafter(tie, zero),
+                       std::nextafter(tie, std::numeric_limits<Wide>::infinity())}) {
+      values.push_back(value);
+      values.push_back(-value);
+    }
+  }
+  std::mt19937_64 random(3);
+  for (int i = 0; i < 30000; ++i) {
+    const uint64_t bits = random();
+    Wide value;
+    std::memcpy(&value, &bits, sizeof value);
+    values.push_back(value);
+    values.push_back(static_cast<Wide>(std::ldexp(1 + bits * 0x1p-64, i % 40 - 26)));
+  }
+  values.push_back(std::numeric_limits<Wide>::max());
+  values.push_back(std::numeric_limits<Wide>::denorm_min());
+  const std::vector<uint16_t> out = halves(wide, half, values);
+  for (size_t i = 0; i < values.size(); ++i) {
+    test::context = std::string(tested.kind) + ", " + name_of(half) + " of " + name_of(wide) + " " +
+                    test::shown(values[i]);
+    if (std::isnan(values[i])) {
+      CHECK(is_nan(format, out[i]));
+    } else {
+      CHECK_EQ(out[i], nearest(format, static_cast<double>(values[i])));
+    }
+  }
+}
+
+// A double too, which is not rounded to float32 before.
+void conversions_round_once() {
+  conversions<float>(DType::float32, DType::float16, test::kFloat16);
+  conversions<float>(DType::float32, DType::bfloat16, test::kBFloat16);
+  conversions<double>(DType::float64, DType::float16, test::kFloat16);
+  conversions<double>(DType::float64, DType::bfloat16, test::kBFloat16);
+  constexpr float infinity = std::numeric_limits<float>::infinity();
+  const std::vector<double> doubles = {0.1, -1e300, 1e-320, infinity, 16777217, 3e38 * 1.2};
+  std::vector<float> floats(doubles.size());
+  tested.convert(DType::float64, doubles.data(), DType::float32, floats.data(), 6);
+  std::vector<double> back(doubles.size());
+  tested.convert(DType::float32, floats.data(), DType::float64, back.data(), 6);
+  CHECK(floats == (std::vector<float>{0.1f, -infinity, 0, infinity, 16777216, infinity}));
+  CHECK(back == std::vector<double>(floats.begin(), floats.end()));
+}
+
+bool is_nan(DType dtype, const std::vector<char>& data, int64_t index) {
+  const auto at = [&](auto zero) {
+    std::memcpy(&zero, data.data() + index * static_cast<int64_t>(sizeof zero), sizeof zero);
+    return zero;
+  };
+  if (dtype == DType::float16) return is_nan(test::kFloat16, at(uint16_t{}));
+  if (dtype == DType::bfloat16) return is_nan(test::kBFloat16, at(uint16_t{}));
+  if (dtype == DType::float32) return std::isnan(at(float{}));
+  return dtype == DType::float64 && std::isnan(at(double{}));
+}
+
+// Whatever the terms' bits are; only of several nans may any come out.
+void all_kinds_give_the_same_bits() {
+  const Loops baseline = loops()[0];
+  std::mt19937_64 random(7);
+  for (int i = 0; i <= static_cast<int>(DType::float64); ++i) {
+    const DType dtype = static_cast<DType>(i);
+    const int64_t width = static_cast<int64_t>(size_of(dtype)), n = 65541;
+    std::vector<std::vector<char>> sources(3, std::vector<char>(n * width));
+    for (auto& source : sources) {
+      for (char& byte : source)
+        byte = static_cast<char>(random() & (dtype == DType::boolean ? 1 : 255));
+    }
+    for (int64_t k = 0; width == 2 && k < n; ++k) {  // every number there is
+      const uint16_t bits = static_cast<uint16_t>(k);
+      std::memcpy(&sources[0][2 * k], &bits, 2);
+    }
+    const auto compare = [&](int terms, const auto& run) {
+      std::vector<char> wanted = sources[0], got = sources[0];
+      run(baseline, wanted);
+      run(tested, got);
+      if (got == wanted) return;
+      for (int64_t k = 0; k < n; ++k) {
+        int nans = 0;
+        for (int s = 0; s < terms; ++s) nans += is_nan(dtype, sources[s], k);
+        if (nans > 1 && is_nan(dtype, got, k) && is_nan(dtype, wanted, k)) continue;
+        test::context = std::string(tested.kind) + ", " + name_of(dtype) + ", " +
+                        std::to_string(terms) + " terms, element " + std::to_string(k);
+        CHECK(std::memcmp(&got[k * width], &wanted[k * width], width) == 0);
+      }
+    };
+    const void* const pointers[] = {sources[0].data(), sources[1].data(), sources[2].data()};
+    for (int count : {1, 2, 3}) {
+      for (const Factors& factors : {Factors{}, Factors{0.3, 3, 1.7}}) {
+        for (Reduction reduction :
+             {Reduction::sum, Reduction::product, Reduction::min, Reduction::max}) {
+          compare(count, [&](const Loops& loops, std::vector<char>& out) {
+            loops.reduce(dtype, reduction, factors, pointers, count, n, out.data());
+          });
+        }
+      }
+    }
+    compare(2, [&](const Loops& loops, std::vector<char>& out) {
+      loops.add_weighted(dtype, 0.3, out.data(), 0.7, pointers[1], n);
+    });
+    compare(1, [&](const Loops& loops, std::vector<char>& out) {
+      loops.fill_neutral(dtype, Reduction::max, n, out.data());
+    });
+    const void* const finite = dtype < DType::float16 ? pointers[1] : pointers[0];
+    const int64_t some = dtype < DType::float32 && dtype >= DType::float16 ? 0x7c00 : 1000;
+    const double product = tested.dot(dtype, finite, finite, some);
+    const double wanted = baseline.dot(dtype, finite, finite, some);
+    CHECK(std::memcmp(&product, &wanted, sizeof product) == 0 || std::isnan(wanted));
+  }
+}
+
+}  // namespace
+}  // namespace hvd
+
+int main() {
+  using namespace hvd;
+  for (const Loops& kind : loops()) {
+    tested = kind;
+    std::printf("compiled for: %s\n", kind.kind);
+    const int status = test::run({
+        {"conversions round once", conversions_round_once},
+        {"all kinds give the same bits", all_kinds_give_the_same_bits},
+    });
+    if (status != 0) return status;
+  }
+  return 0;
+}
