@@ -19,9 +19,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     batches. (Where ``fit`` does not know the number of batches, that is after validation.) Use
     ``hvd.SyncBatchNormalization`` for statistics that are those of one process.
 
-    Where XLA cannot compile the collectives (on GPUs, or if ``libhvd_xla.so`` is missing or does not
-    load), the model trains without it, with a warning: ``jit_compile`` is turned off, which Keras
-    turns on by itself on machines with GPUs.
+    Where XLA cannot compile the collectives (on GPUs, or if ``libhvd_xla.so`` is missing or does
+    not load), the model trains without it, with a warning: ``jit_compile``, which Keras turns on by
+    itself on machines with GPUs, is turned off.
 
     What ``Checkpoint`` has restored stays as it is, whichever of the two comes first.
 

@@ -73,7 +73,9 @@ def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
     # By start and size: XLA needs a size that does not depend on data.
     return [
         tf.slice(gradient, tf.concat([[start], tf.zeros_like(shape[1:])], axis=0), shape)
-        for gradient, start, shape in zip(total, tf.unstack(starts, len(shapes)), shapes, strict=True)
+        for gradient, start, shape in zip(
+            total, tf.unstack(starts, len(shapes)), shapes, strict=True
+        )
     ]
 
 

@@ -194,34 +194,38 @@ def test_what_xla_cannot_express_is_refused() -> None:
             compiled(lambda x: hvd.alltoall(x, [1] * (SIZE - 1) + [2]))(x)
 
 
-def train(make_model, jit: bool, optimizer, rows=None, wrap=hvd.DistributedOptimizer, **options):
-    """This rank's weights after training on its shard."""
+def train(
+    make_model,
+    jit: bool,
+    optimizer,
+    rows=None,
+    wrap=hvd.DistributedOptimizer,
+    steps_per_execution=1,
+    overflows=False,
+):
+    """The model after training on this rank's shard."""
     net = make_model()
     training.set_weights(net, seed=RANK)  # the broadcast must make them equal
-    x, y = training.data(net, SIZE)
-    steps = options.pop("steps_per_execution", 1)
-    net.compile(wrap(optimizer()), "mse", jit_compile=jit, steps_per_execution=steps)
-    net.fit(
-        training.shard(x, RANK, SIZE)[:rows],
-        training.shard(y, RANK, SIZE)[:rows],
-        batch_size=training.BATCH,
-        shuffle=False,
-        verbose=0,
-        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
-        **options,
-    )
+    x, y = (training.shard(a, RANK, SIZE)[:rows] for a in training.data(net, SIZE))
+    if overflows and RANK == SIZE - 1:
+        y[0] = 1e30
+    net.compile(wrap(optimizer()), "mse", jit_compile=jit, steps_per_execution=steps_per_execution)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    batch = {"batch_size": training.BATCH, "shuffle": False}
+    net.fit(x, y, **batch, verbose=0, callbacks=callbacks)
     assert net.jit_compile is jit
     training.assert_bit_identical_on_all_ranks(net)
     return net
 
 
-def assert_trains_as_without_xla(make_model, optimizer, rtol=1e-4, atol=1e-5, **options) -> None:
+def assert_trains_as_without_xla(make_model, optimizer, rtol=1e-4, atol=1e-5, **options):
     start = make_model()
     training.set_weights(start, seed=0)
     without = training.flat(train(make_model, False, optimizer, **options))
     assert np.abs(without - training.flat(start)).max() > 10 * atol, "training did nothing"
-    got = training.flat(train(make_model, True, optimizer, **options))
-    np.testing.assert_allclose(got, without, rtol=rtol, atol=atol)
+    net = train(make_model, True, optimizer, **options)
+    np.testing.assert_allclose(training.flat(net), without, rtol=rtol, atol=atol)
+    return net
 
 
 def image_model(dropout: float) -> keras.Model:
@@ -229,7 +233,7 @@ def image_model(dropout: float) -> keras.Model:
         [
             keras.Input((5,)),
             layers.Reshape((5, 1)),
-            # Before batch normalisation a bias has no gradient but noise, of which Adam makes steps.
+            # A bias here would get noise for a gradient, and Adam would make steps of it.
             layers.Conv1D(3, 3, use_bias=False),
             layers.BatchNormalization(),
             layers.Dropout(dropout, seed=1),
@@ -299,11 +303,14 @@ def test_loss_scaling_skips_a_step_that_overflows_on_one_rank() -> None:
         finally:
             keras.config.set_dtype_policy("float32")
 
-    def optimizer():
-        # The first scale overflows in float16 somewhere, half of it does not.
-        return optimizers.LossScaleOptimizer(optimizers.SGD(0.05), initial_scale=2.0**17)
-
-    assert_trains_as_without_xla(make, optimizer, rtol=1e-2, atol=2e-3)
+    net = assert_trains_as_without_xla(
+        make,
+        lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.05), initial_scale=64.0),
+        rtol=1e-2,
+        atol=2e-3,
+        overflows=True,
+    )
+    assert float(net.optimizer.dynamic_scale) == 32.0
 
 
 @several
