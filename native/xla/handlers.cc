@@ -99,8 +99,8 @@ ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
   } else {
     // The splits that an alltoall received are those that it gave: nobody reads them here.
     const auto unread = std::make_shared<std::vector<int64_t>>();
-    request.allocate = [results = std::move(results), unread](size_t index, const Shape& shape,
-                                                              void** data) {
+    request.allocate = [results = std::move(results), unread, name = request.name](
+                           size_t index, const Shape& shape, void** data) {
       if (index >= results.size()) {
         unread->resize(shape[0]);
         *data = unread->data();
@@ -109,8 +109,9 @@ ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
       if (shape != results[index].shape) {
         return Status::error(
             Code::failed_precondition,
-            "the ranks' tensors differ in their first dimension: the result is " + to_text(shape) +
-                ", but XLA has compiled a program for " + to_text(results[index].shape) +
+            "'" + name + "': the ranks' tensors differ in their first dimension: the result is " +
+                to_text(shape) + ", but XLA has compiled a program for " +
+                to_text(results[index].shape) +
                 ", as if all had as many rows as this rank. Give all ranks equally many, or "
                 "compile without XLA (jit_compile=False); for the gradients of embeddings, "
                 "DistributedOptimizer(sparse_as_dense=True) will do, too.");
