@@ -3,9 +3,9 @@
     hvdrun -np 2 python benchmarks/fit.py
 
 In turn, in one job: all ranks train together; each trains a model of its own at the same time, so
-that they share the machine but exchange nothing; rank 0 trains alone while the others sleep, as
-hvd_keras compiles models (without XLA), and as Keras does by default (with XLA). Taken is the time
-of the second epoch of each fit. The input is one batch in memory, repeated.
+that they share the machine but exchange nothing; rank 0 trains alone while the others sleep,
+without XLA as in all of these, and once more with it. Taken is the time of the second epoch of each
+fit. The input is one batch in memory, repeated.
 """
 
 import time

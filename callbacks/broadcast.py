@@ -1,9 +1,9 @@
 """Same state on all ranks."""
 
-import warnings
+import functools
 from typing import Any
 
-from hvd_keras import runtime, variables
+from hvd_keras import log, runtime, variables, xla
 from hvd_keras._keras import keras
 
 
@@ -19,8 +19,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     batches. (Where ``fit`` does not know the number of batches, that is after validation.) Use
     ``hvd.SyncBatchNormalization`` for statistics that are those of one process.
 
-    Also turns off XLA compilation of the model (``jit_compile``), with a warning: Keras turns it on
-    by itself on machines with GPUs, and collectives cannot be compiled by XLA yet.
+    Where XLA cannot compile the collectives (on GPUs, or if ``libhvd_xla.so`` is missing or does
+    not load), the model trains without it, with a warning: ``jit_compile``, which Keras turns on by
+    itself on machines with GPUs, is turned off.
 
     What ``Checkpoint`` has restored stays as it is, whichever of the two comes first.
 
@@ -43,16 +44,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def set_model(self, model: Any) -> None:
-        """Turns XLA off: the collectives cannot be compiled by it yet."""
+        """Turns XLA off where it cannot compile the collectives."""
         super().set_model(model)
-        if model.jit_compile:
+        if model.jit_compile and (problem := xla.problem()):
             model.jit_compile = False
-            if runtime.rank() == 0:
-                warnings.warn(
-                    "hvd_keras: the model trains without XLA (jit_compile=False), in which "
-                    "collectives between processes do not run yet.",
-                    stacklevel=2,
-                )
+            _warn_once(problem)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """After Keras has built the model."""
@@ -79,3 +75,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     def _average_moving_statistics(self) -> None:
         variables.average_variables(variables.moving_statistics(self.model._flatten_layers()))
+
+
+@functools.cache
+def _warn_once(problem: str) -> None:
+    if runtime.local_rank() == 0:
+        log.logger.warning("models train without XLA (jit_compile=False): %s", problem)

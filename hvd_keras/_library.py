@@ -97,4 +97,21 @@ def tensorflow_ops() -> Any:
             f"{tf.__version__}; their C++ interfaces differ. Run 'pip install \"tensorflow=="
             f"{built_for}.*\"', or build hvd_keras from source against this one."
         )
-    return tf.load_op_library(_find("libhvd_tensorflow.so"))
+    ops = tf.load_op_library(_find("libhvd_tensorflow.so"))
+    why_no_xla()
+    return ops
+
+
+@functools.cache
+def why_no_xla() -> str:
+    """Loads what lets XLA compile the ops, after these. If it cannot, says why; otherwise empty."""
+    import tensorflow as tf
+
+    path = _search("libhvd_xla.so")
+    if path is None:
+        return "hvd_keras was built with a TensorFlow that has no C++ interface to XLA"
+    try:
+        tf.load_library(path)
+    except (OSError, RuntimeError, tf.errors.OpError) as error:
+        return f"{path} does not load: {error}"
+    return ""

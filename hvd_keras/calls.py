@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import _library
+from hvd_keras import _library, xla
 from hvd_keras.process_sets import ProcessSet
 
 raw = _library.tensorflow_ops()
@@ -27,9 +27,15 @@ DTYPES = {
 }
 
 
+def check(kind: str, process_set: ProcessSet) -> None:
+    """Raises ValueError or NotImplementedError if this rank cannot call it here."""
+    process_set.check_included(kind)
+    xla.check(kind)
+
+
 def checked(kind: str, tensor: Any, process_set: ProcessSet) -> Any:
     """A tensor, or ``tf.IndexedSlices``, that this rank may send in this process set."""
-    process_set.check_included(kind)
+    check(kind, process_set)
     if not isinstance(tensor, tf.IndexedSlices):
         tensor = tf.convert_to_tensor(tensor)
     if tensor.dtype not in DTYPES:
@@ -66,7 +72,12 @@ def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
         return given
     if tf.executing_eagerly():
         return "unnamed"
-    counts = _unnamed.setdefault(tf.compat.v1.get_default_graph(), {})
+    graph = tf.compat.v1.get_default_graph()
+    if xla.is_compiling():
+        # What stands in a loop or branch may run before or after what stands outside: they must
+        # not have one name.
+        graph = xla.function_of(graph)
+    counts = _unnamed.setdefault(graph, {})
     key = kind, process_set.id()
     counts[key] = counts.get(key, -1) + 1
     return f"unnamed.{counts[key]}"

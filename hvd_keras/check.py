@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import _build_info, _library
+from hvd_keras import _build_info, _library, xla
 
 _SELF_TEST_SECONDS = 2.0
 
@@ -32,7 +32,7 @@ def facts() -> dict[str, str]:
         "MPI library": core.hvd_mpi_file().decode(),
         "GPUs": ", ".join(gpus) if gpus else "none",
         "NCCL": "not used: tensors of GPUs go over the host",
-        "XLA": "not used: models train without jit_compile",
+        "XLA": f"not used: {why}" if (why := xla.problem()) else "used where models ask for it",
     }
 
 

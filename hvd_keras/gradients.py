@@ -47,7 +47,7 @@ def _allreduce(op: Any, *upstream: Any) -> list[Any]:
 
 def _sent(op: Any) -> list[tf.Tensor]:
     """The inputs as they travelled."""
-    wire = op.get_attr("wire_dtype")
+    wire = tf.as_dtype(op.get_attr("wire_dtype").decode())
     wider = [x.dtype.is_floating and x.dtype.size > wire.size for x in op.inputs]
     return [
         tf.cast(tf.cast(x, wire), x.dtype) if rounded else x
@@ -80,10 +80,17 @@ def _product_weights(op: Any) -> list[tf.Tensor]:
 @tf.RegisterGradient("HvdAllgather")  # type: ignore[untyped-decorator]
 def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
     total = _raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
-    rows = tf.stack([tf.shape(x, tf.int64)[0] for x in op.inputs])
+    shapes = [tf.shape(x, tf.int64) for x in op.inputs]
+    rows = tf.stack([shape[0] for shape in shapes])
     before = _raw.hvd_allgather([rows[tf.newaxis]], **_call(op, ".gradient.rows"))[0]
     starts = tf.reduce_sum(before[: _set_of(op).rank()], axis=0)
-    return [gradient[starts[i] : starts[i] + rows[i]] for i, gradient in enumerate(total)]
+    # By start and size: XLA needs a size that does not depend on data.
+    return [
+        tf.slice(gradient, tf.concat([[start], tf.zeros_like(shape[1:])], axis=0), shape)
+        for gradient, start, shape in zip(
+            total, tf.unstack(starts, len(shapes)), shapes, strict=True
+        )
+    ]
 
 
 @tf.RegisterGradient("HvdBroadcast")  # type: ignore[untyped-decorator]

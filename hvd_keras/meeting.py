@@ -15,7 +15,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Raises:
         ValueError: this rank is not in the process set.
     """
-    process_set.check_included("barrier")
+    calls.check("barrier", process_set)
     calls.raw.hvd_barrier(
         tensor_name=calls.name("barrier", None, process_set), process_set=process_set.id()
     )

@@ -146,7 +146,7 @@ def grouped_allreduce(
                 postscale_factor,
                 tensor_name=name,
                 process_set=process_set.id(),
-                wire_dtype=wire or tf.float64,
+                wire_dtype=(wire or tf.float64).name,
             )
         for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
             results[i] = outside.decompress(tensor, context)

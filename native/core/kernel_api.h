@@ -15,8 +15,9 @@ HVD_EXPORT void submit(Request request);
 // Whether outputs of this kind have the inputs' shapes.
 HVD_EXPORT bool keeps_shape(Kind kind);
 
-// A number of this process's place: "rank", "size", "local_rank", "local_size", or
-// "included" (1 or 0), in a process set where that matters.
+// A number of this process's place: "rank", "size", "local_rank", "local_size", "included" (1 or
+// 0), or "place" (the rank in the process set, -1 if not included); in a process set where that
+// matters.
 HVD_EXPORT Status look_up(const std::string& what, int process_set, int* value);
 
 }  // namespace hvd

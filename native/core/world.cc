@@ -305,6 +305,7 @@ Status look_up(const std::string& what, int process_set, int* value) {
   const Place& place = world.place();
   if (what == "rank") *value = place.rank;
   if (what == "size") *value = size;
+  if (what == "place") *value = rank;
   if (what == "local_rank") *value = place.local_rank;
   if (what == "local_size") *value = place.local_size;
   if (what == "included") *value = rank < 0 ? 0 : 1;

@@ -1,6 +1,5 @@
 // One asynchronous kernel for every collective: it wraps its tensors in a Request, submits it and
 // returns; the engine calls back. No TensorFlow thread waits meanwhile.
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <string>
@@ -9,6 +8,8 @@
 
 #include "core/kernel_api.h"
 #include "core/request.h"
+#include "tensorflow/attributes.h"
+#include "tensorflow/call.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
 namespace hvd {
@@ -60,50 +61,10 @@ Shape to_shape(const TensorShape& shape) {
   return dims;
 }
 
-const std::map<std::string, Kind>& kinds() {
-  static const std::map<std::string, Kind> kinds = {
-      {"HvdAllreduce", Kind::allreduce},
-      {"HvdAllgather", Kind::allgather},
-      {"HvdBroadcast", Kind::broadcast},
-      {"HvdAlltoall", Kind::alltoall},
-      {"HvdReducescatter", Kind::reducescatter},
-      {"HvdBarrier", Kind::barrier},
-      {"HvdJoin", Kind::join},
-  };
-  return kinds;
-}
-
 class CollectiveKernel : public AsyncOpKernel {
  public:
-  explicit CollectiveKernel(OpKernelConstruction* c) : AsyncOpKernel(c) {
-    static const std::map<std::string, Reduction> reductions = {
-        {"Average", Reduction::average}, {"Sum", Reduction::sum},
-        {"Min", Reduction::min},         {"Max", Reduction::max},
-        {"Product", Reduction::product}, {"Adasum", Reduction::adasum},
-    };
-    call_.kind = kinds().at(c->def().op());
-    OP_REQUIRES_OK(c, c->GetAttr("tensor_name", &call_.name));
-    OP_REQUIRES_OK(c, c->GetAttr("process_set", &call_.process_set));
-    if (c->HasAttr("reduction")) {
-      std::string reduction;
-      OP_REQUIRES_OK(c, c->GetAttr("reduction", &reduction));
-      call_.reduction = reductions.at(reduction);
-    }
-    if (c->HasAttr("prescale_factor")) {
-      std::string prescale, postscale;
-      OP_REQUIRES_OK(c, c->GetAttr("prescale_factor", &prescale));
-      OP_REQUIRES_OK(c, c->GetAttr("postscale_factor", &postscale));
-      call_.prescale = std::strtod(prescale.c_str(), nullptr);
-      call_.postscale = std::strtod(postscale.c_str(), nullptr);
-    }
-    if (c->HasAttr("wire_dtype")) {
-      tensorflow::DataType wire;
-      OP_REQUIRES_OK(c, c->GetAttr("wire_dtype", &wire));
-      call_.wire = to_dtype(wire);
-    }
-    if (c->HasAttr("note")) OP_REQUIRES_OK(c, c->GetAttr("note", &call_.note));
-    if (c->HasAttr("root_rank")) OP_REQUIRES_OK(c, c->GetAttr("root_rank", &call_.root));
-  }
+  explicit CollectiveKernel(OpKernelConstruction* c)
+      : AsyncOpKernel(c), call_(request_of(c->def().op(), attributes_of(c->def()))) {}
 
   void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
     Request request = call_;
@@ -137,7 +98,7 @@ class CollectiveKernel : public AsyncOpKernel {
   }
 
  private:
-  Request call_;  // all but the tensors
+  const Request call_;  // all but the tensors
 };
 
 REGISTER_KERNEL_BUILDER(Name("HvdAllreduce").Device(tensorflow::DEVICE_CPU), CollectiveKernel);

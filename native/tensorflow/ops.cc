@@ -54,7 +54,7 @@ REGISTER_OP("HvdAllreduce")
     .Attr("prescale_factor: string = '1'")  // float64 in decimal: TensorFlow's float attributes are
                                             // float32
     .Attr("postscale_factor: string = '1'")
-    .Attr("wire_dtype: {half, bfloat16, float, double} = DT_DOUBLE")  // the widest that travels
+    .Attr("wire_dtype: {'float16', 'bfloat16', 'float64'} = 'float64'")  // the widest that travels
     .Input("tensors: T")
     .Output("reduced: T")
     .SetIsStateful()

@@ -4,7 +4,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import warnings
 
 import keras
 import numpy as np
@@ -99,15 +98,6 @@ def test_broadcast_of_models_that_differ() -> None:
     model.compile(optimizer="sgd", loss="mse")
     with pytest.raises(Exception, match=r"(?s)rank 0.*\[3,2\].*rank 1.*\[3,3\]"):
         hvd.broadcast_variables(model.variables, 0)
-
-
-def test_jit_compile_is_turned_off_with_a_warning() -> None:
-    model = compiled(training.dense_model(), jit_compile=True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
-    assert any("without XLA" in str(w.message) for w in caught) == (RANK == 0)
-    training.assert_bit_identical_on_all_ranks(model)
 
 
 def masks() -> np.ndarray:

@@ -117,8 +117,3 @@ def test_allgather_of_scalars() -> None:
 def test_slices_with_max() -> None:
     with pytest.raises(ValueError, match="IndexedSlices"):
         hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0], [3, 2]), op=hvd.Max)
-
-
-def test_jit_compiled_function_says_what_is_wrong() -> None:
-    with pytest.raises((tf.errors.InvalidArgumentError, ValueError), match="Hvd"):
-        tf.function(lambda: hvd.allreduce(tf.ones(2)), jit_compile=True)()

@@ -14,9 +14,18 @@ PARALLEL = ROOT / "tests" / "parallel"
 
 # All of it on 2 ranks. On 1 and 3, what depends on the number of ranks, for the rest takes minutes.
 LEFT_OUT = {
-    1: ["fuzz", "metrics", "observe", "options", "progress", "restart", "training"],
+    1: ["fuzz", "metrics", "observe", "options", "progress", "restart", "training", "xla"],
     2: [],
-    3: ["callbacks", "keras_callbacks", "metrics", "observe", "options", "progress", "restart"],
+    3: [
+        "callbacks",
+        "keras_callbacks",
+        "metrics",
+        "observe",
+        "options",
+        "progress",
+        "restart",
+        "xla",
+    ],
 }
 MATRIX = "test_training.py::test_every_optimizer_with_every_option"
 

@@ -1,0 +1,20 @@
+// The attributes of an op as TensorFlow holds them.
+#pragma once
+
+#include "tensorflow/call.h"
+#include "tensorflow/core/framework/attr_value.pb.h"
+#include "tensorflow/core/framework/node_def.pb.h"
+
+namespace hvd {
+
+inline Attributes attributes_of(const tensorflow::NodeDef& node) {
+  Attributes attributes;
+  for (const auto& [name, value] : node.attr()) {
+    if (name[0] == '_') continue;  // TensorFlow's own
+    if (value.value_case() == tensorflow::AttrValue::kS) attributes.texts[name] = value.s();
+    if (value.value_case() == tensorflow::AttrValue::kI) attributes.numbers[name] = value.i();
+  }
+  return attributes;
+}
+
+}  // namespace hvd

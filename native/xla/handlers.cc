@@ -1,0 +1,148 @@
+// What runs in the place of a collective in a program compiled by XLA: the call's buffers become a
+// Request for the engine. XLA's thread does not wait; it gets a future that `done` completes.
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/kernel_api.h"
+#include "tensorflow/call.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace xla::ffi {
+const XLA_FFI_Api* GetXlaFfiApi();  // of TensorFlow; its own header cannot stand beside ffi.h
+}
+
+namespace hvd {
+namespace {
+
+namespace ffi = xla::ffi;
+
+ffi::Error to_error(const Status& status) {
+  switch (status.code) {
+    case Code::ok:
+      return ffi::Error::Success();
+    case Code::invalid_argument:
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
+    case Code::failed_precondition:
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message);
+    case Code::unimplemented:
+      return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message);
+    case Code::aborted:
+      return ffi::Error(ffi::ErrorCode::kAborted, status.message);
+    case Code::deadline_exceeded:
+      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
+    case Code::internal:
+      break;
+  }
+  return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+}
+
+DType to_dtype(ffi::DataType dtype) {
+  static const std::map<ffi::DataType, DType> table = {
+      {ffi::PRED, DType::boolean}, {ffi::U8, DType::uint8},      {ffi::S8, DType::int8},
+      {ffi::U16, DType::uint16},   {ffi::S16, DType::int16},     {ffi::U32, DType::uint32},
+      {ffi::S32, DType::int32},    {ffi::U64, DType::uint64},    {ffi::S64, DType::int64},
+      {ffi::F16, DType::float16},  {ffi::BF16, DType::bfloat16}, {ffi::F32, DType::float32},
+      {ffi::F64, DType::float64},
+  };
+  return table.at(dtype);  // the ops' type lists hold nothing else
+}
+
+Shape to_shape(ffi::AnyBuffer::Dimensions dimensions) {
+  return Shape(dimensions.begin(), dimensions.end());
+}
+
+std::string to_text(const Shape& shape) {
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "" : ",") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+Attributes attributes_of(const ffi::Dictionary& dictionary) {
+  Attributes attributes;
+  for (const std::string_view name : dictionary) {
+    if (dictionary.contains<std::string_view>(name)) {
+      attributes.texts.emplace(name, *dictionary.get<std::string_view>(name));
+    } else {
+      attributes.numbers.emplace(name, *dictionary.get<int64_t>(name));
+    }
+  }
+  return attributes;
+}
+
+// A result that XLA has allocated already.
+struct Result {
+  Shape shape;
+  void* data;
+};
+
+// The last argument and the last result are the chain, see kernels.cc.
+ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
+                       ffi::Dictionary dictionary) {
+  const Attributes attributes = attributes_of(dictionary);
+  Request request = request_of(attributes.texts.at("op"), attributes);
+  for (size_t i = 0; i + 1 < arguments.size(); ++i) {
+    const ffi::AnyBuffer input = *arguments.get<ffi::AnyBuffer>(i);
+    request.inputs.push_back(
+        {input.untyped_data(), to_dtype(input.element_type()), to_shape(input.dimensions())});
+  }
+  std::vector<Result> results;
+  for (size_t i = 0; i + 1 < returns.size(); ++i) {
+    ffi::Result<ffi::AnyBuffer> output = *returns.get<ffi::AnyBuffer>(i);
+    results.push_back({to_shape(output->dimensions()), output->untyped_data()});
+  }
+  if (keeps_shape(request.kind)) {
+    for (const Result& result : results) request.outputs.push_back(result.data);
+  } else {
+    // The splits that an alltoall received are those that it gave: nobody reads them here.
+    const auto unread = std::make_shared<std::vector<int64_t>>();
+    request.allocate = [results = std::move(results), unread, name = request.name](
+                           size_t index, const Shape& shape, void** data) {
+      if (index >= results.size()) {
+        unread->resize(shape[0]);
+        *data = unread->data();
+        return Status();
+      }
+      if (shape != results[index].shape) {
+        return Status::error(
+            Code::failed_precondition,
+            "'" + name + "': the ranks' tensors differ in their first dimension: the result is " +
+                to_text(shape) + ", but XLA has compiled a program for " +
+                to_text(results[index].shape) +
+                ", as if all had as many rows as this rank. Give all ranks equally many, or "
+                "compile without XLA (jit_compile=False); for the gradients of embeddings, "
+                "DistributedOptimizer(sparse_as_dense=True) will do, too.");
+      }
+      *data = results[index].data;
+      return Status();
+    };
+  }
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  request.done = [promise](const Status& status) mutable {
+    status.ok() ? promise.SetAvailable() : promise.SetError(to_error(status));
+  };
+  submit(std::move(request));
+  return future;
+}
+
+ffi::Error place(ffi::Result<ffi::BufferR0<ffi::S32>> value, ffi::Dictionary dictionary) {
+  const Attributes attributes = attributes_of(dictionary);
+  return to_error(look_up(attributes.texts.at("what"),
+                          static_cast<int>(attributes.numbers.at("process_set")),
+                          value->typed_data()));
+}
+
+// One for platform "CUDA" takes the stream as well: .Ctx<ffi::PlatformStream<void*>>().
+XLA_FFI_DEFINE_HANDLER(kCollective, collective,
+                       ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "Host", kCollective);
+
+XLA_FFI_DEFINE_HANDLER(kPlace, place, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());
+XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_place", "Host", kPlace);
+
+}  // namespace
+}  // namespace hvd

@@ -1,0 +1,190 @@
+// What XLA compiles of the ops: one custom call each, which hands its tensors to the engine when it
+// runs (handlers.cc).
+//
+// XLA orders nothing but by data, and custom calls without data in common run at the same time. So
+// every call takes a scalar from the one before it and gives it on: the chain.
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/kernel_api.h"
+#include "tensorflow/attributes.h"
+#include "tensorflow/call.h"
+#include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
+#include "xla/hlo/builder/xla_builder.h"
+#include "xla/shape_util.h"
+
+namespace hvd {
+namespace {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::XlaOpKernel;
+using tensorflow::XlaOpKernelContext;
+
+// As the text of an MLIR dictionary, in which bytes can be escaped as two hexadecimal digits.
+std::string quoted(const std::string& text) {
+  static const char* digits = "0123456789abcdef";
+  std::string result = "\"";
+  for (const unsigned char c : text) {
+    if (c < 0x80 && (std::isalnum(c) || c == ' ' || c == '.' || c == '/' || c == '_')) {
+      result += static_cast<char>(c);
+    } else {
+      result += {'\\', digits[c / 16], digits[c % 16]};
+    }
+  }
+  return result + "\"";
+}
+
+std::string dictionary(const std::string& op, const Attributes& attributes) {
+  std::string text = "{op = " + quoted(op);
+  for (const auto& [name, value] : attributes.texts) text += ", " + name + " = " + quoted(value);
+  for (const auto& [name, value] : attributes.numbers)
+    text += ", " + name + " = " + std::to_string(value) + " : i64";
+  return text + "}";
+}
+
+absl::Status to_absl(const Status& status) {
+  return status.ok() ? absl::OkStatus() : absl::FailedPreconditionError(status.message);
+}
+
+// The end of the chain, one in each computation that is being compiled.
+struct Chain : public tensorflow::ResourceBase {
+  std::string DebugString() const override { return "hvd_keras: the last collective"; }
+  xla::XlaOp end;
+};
+
+class CollectiveXlaKernel : public XlaOpKernel {
+ public:
+  explicit CollectiveXlaKernel(OpKernelConstruction* c)
+      : XlaOpKernel(c),
+        call_(request_of(c->def().op(), attributes_of(c->def()))),
+        text_(dictionary(c->def().op(), attributes_of(c->def()))) {}
+
+  void Compile(XlaOpKernelContext* c) override {
+    std::vector<xla::XlaOp> operands;
+    std::vector<xla::Shape> shapes, results;
+    for (int i = 0; i < c->num_inputs(); ++i) {
+      const auto shape = c->InputXlaShape(i);
+      OP_REQUIRES_OK(c, shape.status());
+      OP_REQUIRES(c, shape->is_static(),
+                  refused("the shape of a tensor is known only when it runs",
+                          "Give it a fixed shape (tf.ensure_shape)"));
+      operands.push_back(c->Input(i));
+      // All ranks' bytes must lie alike.
+      shapes.push_back(xla::ShapeUtil::MakeShapeWithDescendingLayout(shape->element_type(),
+                                                                     shape->dimensions()));
+    }
+    OP_REQUIRES_OK(c, set_results(c, shapes, &results));
+
+    Chain* chain = nullptr;
+    tensorflow::OpKernelContext* context = c->op_kernel_context();
+    OP_REQUIRES_OK(c, context->step_container()->LookupOrCreate<Chain>(
+                          context->resource_manager(), "hvd_chain", &chain, [](Chain** made) {
+                            *made = new Chain;
+                            return absl::OkStatus();
+                          }));
+    const tensorflow::core::ScopedUnref release(chain);
+    const xla::Shape scalar = xla::ShapeUtil::MakeShapeWithDescendingLayout(xla::F32, {});
+    operands.push_back(chain->end.valid() ? chain->end : xla::ConstantR0<float>(c->builder(), 0));
+    shapes.push_back(scalar);
+    results.push_back(scalar);
+
+    // Where nothing else needs an input, its memory becomes the output's.
+    std::vector<std::pair<xla::ShapeIndex, std::pair<int64_t, xla::ShapeIndex>>> shared;
+    if (keeps_shape(call_.kind)) {
+      for (int64_t i = 0; i < c->num_inputs(); ++i) shared.push_back({{i}, {i, {}}});
+    }
+    shared.push_back({{static_cast<int64_t>(results.size()) - 1},
+                      {static_cast<int64_t>(operands.size()) - 1, {}}});
+
+    // Without "side effect" equal calls would become one, and those without a use none.
+    const xla::XlaOp call = xla::CustomCallWithLayout(
+        c->builder(), "hvd_collective", operands, xla::ShapeUtil::MakeTupleShape(results), shapes,
+        text_, /*has_side_effect=*/true, shared, /*literal=*/nullptr,
+        xla::CustomCallSchedule::SCHEDULE_NONE, xla::CustomCallApiVersion::API_VERSION_TYPED_FFI);
+    const int count = static_cast<int>(results.size()) - 1;
+    for (int i = 0; i < count; ++i) c->SetOutput(i, xla::GetTupleElement(call, i));
+    chain->end = xla::GetTupleElement(call, count);
+    // The ranks' splits are equal, or the call fails.
+    if (call_.kind == Kind::alltoall) c->SetOutput(1, c->Input(1));
+  }
+
+ private:
+  absl::Status refused(const std::string& why, const std::string& cure) const {
+    return absl::InvalidArgumentError("hvd." + op_name() + " '" + call_.name +
+                                      "' cannot be compiled by XLA: " + why + ". " + cure +
+                                      ", or compile without XLA (jit_compile=False).");
+  }
+
+  std::string op_name() const {
+    std::string name = def().op().substr(3);
+    name[0] = static_cast<char>(std::tolower(name[0]));
+    return name;
+  }
+
+  // The outputs' shapes if all ranks' inputs have the shapes of this one's. Whether they have, the
+  // handler sees.
+  absl::Status set_results(XlaOpKernelContext* c, const std::vector<xla::Shape>& shapes,
+                           std::vector<xla::Shape>* results) const {
+    *results = shapes;
+    if (keeps_shape(call_.kind)) return absl::OkStatus();
+    int size = 0, place = 0;
+    TF_RETURN_IF_ERROR(to_absl(look_up("size", call_.process_set, &size)));
+    TF_RETURN_IF_ERROR(to_absl(look_up("place", call_.process_set, &place)));
+    if (call_.kind == Kind::alltoall) {
+      results->pop_back();  // the splits
+      std::vector<int64_t> splits;
+      const bool known = c->ConstantInputAsIntVector(1, &splits).ok();
+      for (const int64_t split : splits) {
+        if (split != splits[0]) splits.clear();
+      }
+      if (known && !splits.empty()) return absl::OkStatus();
+      return refused(known ? "its splits differ, so that what it receives depends on other ranks"
+                           : "its splits are known only when it runs",
+                     "Send equally many rows to each rank");
+    }
+    for (xla::Shape& shape : *results) {
+      const int64_t rows = shape.dimensions(0);
+      shape.set_dimensions(0, call_.kind == Kind::allgather
+                                  ? rows * size
+                                  : rows / size + (place < rows % size ? 1 : 0));
+    }
+    return absl::OkStatus();
+  }
+
+  const Request call_;  // all but the tensors
+  const std::string text_;
+};
+
+class PlaceXlaKernel : public XlaOpKernel {
+ public:
+  explicit PlaceXlaKernel(OpKernelConstruction* c)
+      : XlaOpKernel(c), text_(dictionary(c->def().op(), attributes_of(c->def()))) {}
+
+  void Compile(XlaOpKernelContext* c) override {
+    c->SetOutput(0, xla::CustomCallWithLayout(
+                        c->builder(), "hvd_place", {},
+                        xla::ShapeUtil::MakeShapeWithDescendingLayout(xla::S32, {}), {}, text_,
+                        /*has_side_effect=*/false, {}, /*literal=*/nullptr,
+                        xla::CustomCallSchedule::SCHEDULE_NONE,
+                        xla::CustomCallApiVersion::API_VERSION_TYPED_FFI));
+  }
+
+ private:
+  const std::string text_;
+};
+
+// Not by XLA's own REGISTER_XLA_OP, which is ignored in a process that has compiled something
+// before. Those for DEVICE_GPU_XLA_JIT come with handlers for platform "CUDA".
+#define HVD_REGISTER(op, kernel) \
+  REGISTER_KERNEL_BUILDER(Name(op).Device(tensorflow::DEVICE_CPU_XLA_JIT), kernel)
+HVD_REGISTER("HvdAllreduce", CollectiveXlaKernel);
+HVD_REGISTER("HvdAllgather", CollectiveXlaKernel);
+HVD_REGISTER("HvdBroadcast", CollectiveXlaKernel);
+HVD_REGISTER("HvdAlltoall", CollectiveXlaKernel);
+HVD_REGISTER("HvdReducescatter", CollectiveXlaKernel);
+HVD_REGISTER("HvdBarrier", CollectiveXlaKernel);
+HVD_REGISTER("HvdPlace", PlaceXlaKernel);
+
+}  // namespace
+}  // namespace hvd

@@ -1,0 +1,352 @@
+"""Collectives and training in what XLA compiles."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from tests.harness import inputs, training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot disagree with itself")
+layers, optimizers = keras.layers, keras.optimizers
+
+
+def compiled(function):
+    return tf.function(function, jit_compile=True)
+
+
+@pytest.fixture(autouse=True)
+def _next_collective_is_right():
+    yield
+    np.testing.assert_array_equal(hvd.allreduce([RANK + 1], op=hvd.Sum), [SIZE * (SIZE + 1) // 2])
+
+
+def test_every_collective_and_dtype() -> None:
+    shape = (2 * SIZE + 1, 3)  # reducescatter: unequal shares
+    even = (2 * SIZE, 3)
+    dtypes = ["uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+
+    @compiled
+    def call(tensors, evens, flags):
+        results = {
+            "sum": hvd.grouped_allreduce(tensors, op=hvd.Sum),
+            "max": hvd.grouped_allreduce(tensors, op=hvd.Max, name='a "quoted" näme\\'),
+            "broadcast": [hvd.broadcast(x, SIZE - 1) for x in tensors],
+            "allgather": hvd.grouped_allgather(tensors),
+            "reducescatter": hvd.grouped_reducescatter(tensors, op=hvd.Sum),
+            "alltoall": [hvd.alltoall(x) for x in evens],
+            "all": hvd.allreduce(flags, op=hvd.Min),
+            "scaled": hvd.allreduce(evens[-1], prescale_factor=0.1, postscale_factor=3.0),
+            "splits": hvd.alltoall(evens[0], [2] * SIZE)[1],
+            "place": [hvd.rank_op(), hvd.size_op()],
+        }
+        hvd.barrier()
+        return results
+
+    def arguments(rank):
+        return (
+            [tf.cast(inputs.tensor(rank, shape), dtype) for dtype in dtypes],
+            [tf.cast(inputs.tensor(rank, even), dtype) for dtype in dtypes],
+            tf.constant(inputs.tensor(rank, (20,)) % 2 == 0),
+        )
+
+    mine = arguments(RANK)
+    got = call(*mine)
+    everyone = inputs.of_all_ranks(SIZE, shape)
+    total = everyone.sum(0)
+    start = RANK * 2 + min(RANK, 1)  # the first rank has the row that is over
+    expected = {
+        "sum": total,
+        "max": everyone.max(0),
+        "broadcast": everyone[-1],
+        "allgather": everyone.reshape(-1, 3),
+        "reducescatter": total[start : start + 2 + (RANK == 0)],
+        "alltoall": np.concatenate(
+            [inputs.tensor(r, even)[2 * RANK : 2 * RANK + 2] for r in range(SIZE)]
+        ),
+    }
+    for name, value in expected.items():
+        assert [x.dtype.name for x in got[name]] == dtypes
+        for result in got[name]:
+            np.testing.assert_array_equal(tf.cast(result, tf.float64), value)
+    flags = [inputs.tensor(r, (20,)) % 2 == 0 for r in range(SIZE)]
+    np.testing.assert_array_equal(got["all"], np.all(flags, axis=0))
+    mean = inputs.of_all_ranks(SIZE, even, "float64").mean(0)
+    np.testing.assert_allclose(got["scaled"], mean * 0.3, rtol=1e-14)
+    np.testing.assert_array_equal(got["splits"], [2] * SIZE)
+    assert [int(x) for x in got["place"]] == [RANK, SIZE]
+    for given, fresh in zip(mine[0], arguments(RANK)[0], strict=True):
+        np.testing.assert_array_equal(given, fresh)  # not overwritten
+
+
+def test_gradients_are_those_without_xla() -> None:
+    def gradients(x, weight):
+        losses = {
+            "mean": lambda: hvd.allreduce(x),
+            "max": lambda: hvd.allreduce(x, op=hvd.Max),
+            "product": lambda: hvd.allreduce(x, op=hvd.Product),
+            "broadcast": lambda: hvd.broadcast(x, SIZE - 1),
+            "allgather": lambda: hvd.allgather(x),
+            "reducescatter": lambda: hvd.reducescatter(x),
+            "alltoall": lambda: hvd.alltoall(x),
+        }
+        results = {}
+        for name, function in losses.items():
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = function()
+                loss = tf.reduce_sum(y * y * weight[: tf.shape(y)[0]])
+            results[name] = tape.gradient(loss, x)
+        return results
+
+    shape = (2 * SIZE, 3)
+    x = tf.constant(inputs.tensor(RANK, shape, "float64"))
+    weight = tf.constant(inputs.tensor(RANK + 2, (2 * SIZE * SIZE, 3), "float64"))
+    expected, got = tf.function(gradients)(x, weight), compiled(gradients)(x, weight)
+    for name, value in expected.items():
+        assert np.abs(value).max() > 0 or (name == "broadcast" and RANK < SIZE - 1)
+        np.testing.assert_allclose(got[name], value, rtol=1e-12, err_msg=name)
+
+
+def test_many_tensors_and_steps() -> None:
+    """XLA alone would run them in an order of its own, another one in each step."""
+    count, steps = 60, 200
+
+    @compiled
+    def step(x):
+        return [hvd.allreduce(x + i, op=hvd.Sum) for i in range(count)]
+
+    everyone = inputs.of_all_ranks(SIZE, (7,)).sum(0)
+    for s in range(steps):
+        got = np.stack(step(tf.constant(inputs.tensor(RANK, (7,)) + s)))
+        expected = everyone + SIZE * (s + np.arange(count)[:, np.newaxis])
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_loops_and_branches_beside_other_collectives() -> None:
+    """Nothing orders them: the bodies are programs of their own."""
+
+    @compiled
+    def step(x, y):
+        for i in tf.range(3):
+            if tf.reduce_sum(x) < 1e30:
+                x = hvd.allreduce(x + tf.cast(i, x.dtype), op=hvd.Sum)
+        y = hvd.allreduce(y, op=hvd.Sum)
+        for _ in tf.range(2):
+            y = hvd.allreduce(y, op=hvd.Sum)
+        return x, y, hvd.allgather(y)
+
+    x, y = inputs.tensor(RANK, (4,), "float64"), inputs.tensor(RANK + 1, (4,), "float64")
+    expected_x = inputs.of_all_ranks(SIZE, (4,), "float64").sum(0)
+    for i in (1, 2):
+        expected_x = SIZE * (expected_x + i)
+    expected_y = SIZE**2 * sum(inputs.tensor(r + 1, (4,), "float64") for r in range(SIZE))
+    for _ in range(20):
+        got = step(tf.constant(x), tf.constant(y))
+        np.testing.assert_array_equal(got[0], expected_x)
+        np.testing.assert_array_equal(got[1], expected_y)
+        np.testing.assert_array_equal(got[2], np.tile(expected_y, SIZE))
+
+
+def test_calls_without_a_use_run_and_equal_calls_stay_two() -> None:
+    @compiled
+    def step(x):
+        hvd.allreduce(x, name="unused")
+        return hvd.allreduce(x, name="twice") + hvd.allreduce(x, name="twice")
+
+    def served() -> int:
+        return hvd.stats()["collectives"]["allreduce"]["requests"]
+
+    x = tf.fill([2], RANK + 1.0)
+    step(x)
+    before = served()
+    np.testing.assert_allclose(step(x), [SIZE + 1] * 2)
+    assert served() == before + 3
+
+
+@several
+def test_ranks_that_differ() -> None:
+    with pytest.raises(tf.errors.OpError) as error:
+        compiled(lambda: hvd.allreduce(tf.ones(2 + RANK)))()
+    for text in ("rank 0: op=Average float32[2]", "rank 1: op=Average float32[3]"):
+        assert text in str(error.value)
+
+
+@several
+@pytest.mark.parametrize("call", [hvd.allgather, hvd.alltoall])
+def test_numbers_of_rows_that_differ(call) -> None:
+    with pytest.raises(tf.errors.OpError, match=r"jit_compile=False"):
+        compiled(call)(tf.ones((SIZE * (2 + RANK), 3)))
+
+
+def test_what_xla_cannot_express_is_refused() -> None:
+    x = tf.range(SIZE + 1.0)
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match=r"known only when .*jit_compile=False"
+    ):
+        compiled(lambda x: hvd.allgather(tf.boolean_mask(x, x > 0.5)))(x)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"splits are known only when"):
+        compiled(hvd.alltoall)(x, tf.constant([1] * (SIZE - 1) + [2]))
+    if SIZE > 1:
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"its splits differ"):
+            compiled(lambda x: hvd.alltoall(x, [1] * (SIZE - 1) + [2]))(x)
+
+
+def train(
+    make_model,
+    jit: bool,
+    optimizer,
+    rows=None,
+    wrap=hvd.DistributedOptimizer,
+    steps_per_execution=1,
+    overflows=False,
+):
+    """The model after training on this rank's shard."""
+    net = make_model()
+    training.set_weights(net, seed=RANK)  # the broadcast must make them equal
+    x, y = (training.shard(a, RANK, SIZE)[:rows] for a in training.data(net, SIZE))
+    if overflows and RANK == SIZE - 1:
+        y[0] = 1e30
+    net.compile(wrap(optimizer()), "mse", jit_compile=jit, steps_per_execution=steps_per_execution)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    batch = {"batch_size": training.BATCH, "shuffle": False}
+    net.fit(x, y, **batch, verbose=0, callbacks=callbacks)
+    assert net.jit_compile is jit
+    training.assert_bit_identical_on_all_ranks(net)
+    return net
+
+
+def assert_trains_as_without_xla(make_model, optimizer, rtol=1e-4, atol=1e-5, **options):
+    start = make_model()
+    training.set_weights(start, seed=0)
+    without = training.flat(train(make_model, False, optimizer, **options))
+    assert np.abs(without - training.flat(start)).max() > 10 * atol, "training did nothing"
+    net = train(make_model, True, optimizer, **options)
+    np.testing.assert_allclose(training.flat(net), without, rtol=rtol, atol=atol)
+    return net
+
+
+def image_model(dropout: float) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((5,)),
+            layers.Reshape((5, 1)),
+            # A bias here would get noise for a gradient, and Adam would make steps of it.
+            layers.Conv1D(3, 3, use_bias=False),
+            layers.BatchNormalization(),
+            layers.Dropout(dropout, seed=1),
+            layers.Flatten(),
+            layers.Dense(1),
+        ]
+    )
+
+
+def text_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            layers.Embedding(training.WORDS, 4),
+            layers.LSTM(3),
+            layers.Dense(1),
+        ]
+    )
+
+
+def synchronized_model() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((5,)), layers.Dense(3), hvd.SyncBatchNormalization(), layers.Dense(1)]
+    )
+
+
+def test_convolution_and_batch_norm() -> None:
+    assert_trains_as_without_xla(lambda: image_model(0.0), lambda: optimizers.Adam(0.01))
+
+
+def test_dropout() -> None:
+    """In XLA TensorFlow draws other numbers than without: only the ranks can be compared."""
+    net = train(lambda: image_model(0.3), True, lambda: optimizers.Adam(0.01))
+    mask = compiled(lambda x: net.layers[3](x, training=True))(tf.ones((50, 3, 3)))
+    masks = hvd.allgather(mask[tf.newaxis]).numpy()
+    assert len(np.unique(masks, axis=0)) == SIZE
+
+
+def test_recurrent_text_model_with_several_steps_at_once_and_a_shorter_batch() -> None:
+    assert_trains_as_without_xla(
+        text_model,
+        lambda: optimizers.Adam(0.01),
+        rows=training.BATCH * training.STEPS - 2,
+        steps_per_execution=2,
+    )
+
+
+def test_synchronized_batch_norm_with_a_shorter_batch() -> None:
+    assert_trains_as_without_xla(
+        synchronized_model,
+        lambda: optimizers.SGD(0.05),
+        rows=training.BATCH * training.STEPS - (1 + RANK % 2),
+    )
+
+
+def test_gradient_accumulation() -> None:
+    assert_trains_as_without_xla(
+        training.dense_model, lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    )
+
+
+def test_loss_scaling_skips_a_step_that_overflows_on_one_rank() -> None:
+    def make():
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            return training.dense_model()
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    net = assert_trains_as_without_xla(
+        make,
+        lambda: optimizers.LossScaleOptimizer(optimizers.SGD(0.05), initial_scale=64.0),
+        rtol=1e-2,
+        atol=2e-3,
+        overflows=True,
+    )
+    assert float(net.optimizer.dynamic_scale) == 32.0
+
+
+@several
+def test_sparse_gradients_of_unequal_batches_are_refused() -> None:
+    rows = training.BATCH * training.STEPS - RANK
+    with pytest.raises(tf.errors.OpError, match=r"sparse_as_dense=True"):
+        train(training.sparse_model, True, lambda: optimizers.SGD(0.1), rows=rows)
+
+
+def test_sparse_as_dense_with_unequal_batches() -> None:
+    def dense(optimizer):
+        return hvd.DistributedOptimizer(optimizer, sparse_as_dense=True)
+
+    assert_trains_as_without_xla(
+        training.sparse_model,
+        lambda: optimizers.SGD(0.1),
+        rows=training.BATCH * training.STEPS - RANK,
+        wrap=dense,
+    )
+
+
+def test_tape_in_a_compiled_step() -> None:
+    net = training.dense_model()
+    training.set_weights(net, seed=0)
+    x, y = training.data(net, SIZE)
+    batch = SIZE * training.BATCH
+
+    def gradients(x, y, wrap=lambda tape: tape):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((net(x, training=True) - y) ** 2)
+        return wrap(tape).gradient(loss, net.trainable_variables)
+
+    mine = (
+        training.shard(x, RANK, SIZE)[: training.BATCH],
+        training.shard(y, RANK, SIZE)[: training.BATCH],
+    )
+    got = compiled(lambda x, y: gradients(x, y, hvd.DistributedGradientTape))(*mine)
+    for one, other in zip(got, gradients(x[:batch], y[:batch]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
