@@ -211,10 +211,11 @@ void expect_the_same_end(Engine& engine, const std::vector<std::string>& parts) 
 
 // A call whose results will never come; its memory stays, for the GPU may still use it.
 Call& abandoned(const std::string& name) {
-  auto* const call = new Call(Kind::allreduce, name);
-  call->add(DType::float32, {4});
+  static auto* const kept = new std::deque<Call>();
   test::device->keep();
-  return *call;
+  Call& call = kept->emplace_back(Kind::allreduce, name);
+  call.add(DType::float32, {4});
+  return call;
 }
 
 // The last rank's GPU stops in the midst of a collective that all have begun. All processes wait in
@@ -224,7 +225,7 @@ void a_gpu_that_stops_ends_all() {
   if (!stop || size == 1) return;
   Settings settings;
   settings.timeout_seconds = 1;
-  auto* const engine = test::new_engine(settings).release();
+  static Engine* const engine = test::new_engine(settings).release();  // messages stay under way
   expect_sum_of(*engine, "before");
   if (is_last()) stop();
   Call& call = abandoned("stopped");
@@ -240,7 +241,7 @@ void an_error_of_nccl_ends_all() {
   const auto stop = hook<void()>("hvd_stand_in_stop");
   const auto fail = hook<void(int)>("hvd_stand_in_fail");
   if (!stop || size == 1) return;
-  auto* const engine = test::new_engine().release();
+  static Engine* const engine = test::new_engine().release();  // messages stay under way
   expect_sum_of(*engine, "before");
   if (is_last()) stop();
   Call& call = abandoned("failing");
