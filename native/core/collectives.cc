@@ -178,6 +178,7 @@ std::string describe(const Request& request) {
     out << "]";
     separator = ", ";
   }
+  if (request.device != kOnHost) out << ", on a GPU";
   return out.str();
 }
 
@@ -194,6 +195,7 @@ uint64_t fingerprint(const Request& request, const std::string& problem) {
   }
   if (row.has_root) hash.add(static_cast<uint64_t>(request.root));
   hash.add(request.note);
+  hash.add(static_cast<uint64_t>(request.device != kOnHost));
   for (const Input& input : request.inputs) {
     hash.add(static_cast<uint64_t>(input.dtype));
     hash.add(static_cast<uint64_t>(input.shape.size()));
@@ -212,6 +214,7 @@ std::string encode_header(const Request& request) {
   out.number(request.postscale);
   out.number(request.wire);
   out.number(request.root);
+  out.number<int>(request.device == kOnHost ? kOnHost : kOnSomeDevice);
   for (const Input& input : request.inputs) {
     out.number(input.dtype);
     out.number<uint64_t>(input.shape.size());
@@ -230,6 +233,7 @@ Request decode_header(const std::string& bytes) {
   request.postscale = in.number<double>();
   request.wire = in.number<DType>();
   request.root = in.number<int>();
+  request.device = in.number<int>();
   while (!in.at_end()) {
     Input input;
     input.dtype = in.number<DType>();

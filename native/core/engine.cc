@@ -17,6 +17,9 @@ constexpr uint64_t kLeaving = 1;
 // request: short enough not to be felt in a step, long enough to cost under 1 % of a core.
 constexpr double kRetrySeconds = 0.01;
 
+// While the queue is empty, how often to ask a transport whether what it has begun goes well.
+constexpr double kLookSeconds = 0.1;
+
 // Until so many requests have been served, ranks may be busy compiling the first step, some for
 // much longer than others.
 constexpr uint64_t kFirstRequests = 10;
@@ -35,7 +38,8 @@ Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings,
 Engine::~Engine() { thread_.join(); }
 
 void Engine::submit(Request request) {
-  const std::string wrong = problem(request, ranks());
+  std::string wrong = problem(request, ranks());
+  if (wrong.empty()) wrong = transport_->arrive(request);
   const uint64_t print = fingerprint(request, wrong);
   Status status;
   {
@@ -74,7 +78,14 @@ void Engine::loop() try {
     std::string head_identity;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return leaving_ || !queue_.empty(); });
+      const auto called = [this] { return leaving_ || !queue_.empty(); };
+      while (!called()) {
+        lock.unlock();
+        const bool busy = transport_->busy();
+        lock.lock();
+        if (!busy) changed_.wait(lock, called);
+        if (busy) changed_.wait_for(lock, std::chrono::duration<double>(kLookSeconds), called);
+      }
       head = queue_.empty() ? kLeaving : queue_.front().fingerprint;
       head_identity = queue_.empty() ? "the end of the job" : identity(queue_.front().request);
     }

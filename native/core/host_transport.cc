@@ -88,6 +88,20 @@ Status HostTransport::run(Request& request, const Waiting& waiting) {
   }
 }
 
+// The others may wait in either.
+void HostTransport::give_up(const std::string& why) {
+  try {
+    mpi_->give_up(why);
+  } catch (const Lost&) {  // so it always ends
+  }
+  memory_.give_up(why);
+}
+
+void HostTransport::listen() {
+  memory_.listen();
+  mpi_->listen();
+}
+
 void HostTransport::allreduce(Request& request) {
   for (OfOneDType& group : by_dtype(request))
     reduce_stream(request, group.dtype, group.in, group.out);

@@ -39,6 +39,8 @@ class HostTransport : public Transport {
   std::vector<Ballot> agree(const Ballot& mine, const Waiting& waiting) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
+  void give_up(const std::string& why) override;
+  void listen() override;
 
  private:
   char* slot(int rank, uint64_t step) const;

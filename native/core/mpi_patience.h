@@ -45,6 +45,12 @@ class MpiPatience {
   // Until all requests are complete. Throws Lost.
   void wait(std::vector<MPI_Request>& requests, const Waiting& waiting);
 
+  // Hears what the others have told until now. Throws Lost if one has given up.
+  void listen();
+
+  // Ends the waits of all ranks. Throws Lost.
+  [[noreturn]] void give_up(const std::string& why);
+
  private:
   struct Notice {
     std::string bytes;
@@ -52,8 +58,6 @@ class MpiPatience {
   };
 
   void tell(int tag, const std::string& bytes);
-  void listen();
-  [[noreturn]] void give_up(const std::string& why);
   [[noreturn]] static void lose(const std::string& why);
   std::vector<int> missing() const;
 

@@ -41,6 +41,8 @@ class MpiTransport : public Transport {
   std::vector<Ballot> agree(const Ballot& mine, const Waiting& waiting) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
+  void give_up(const std::string& why) override { patience_->give_up(why); }
+  void listen() override { patience_->listen(); }
 
  private:
   class Exchange;

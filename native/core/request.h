@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,14 @@ enum class Reduction : uint8_t { average, sum, min, max, product, adasum };
 
 using Shape = std::vector<int64_t>;
 
+// Where a request's tensors are, if not on the CUDA device of a number.
+constexpr int kOnHost = -1;
+constexpr int kOnSomeDevice = -2;  // the other ranks' are; this one has joined
+
 int64_t elements(const Shape& shape);
+
+// Whether this input or output tells how many rows go where.
+inline bool is_splits(Kind kind, size_t index) { return kind == Kind::alltoall && index % 2 == 1; }
 
 struct Input {
   const void* data = nullptr;
@@ -65,6 +73,13 @@ struct Request {
   // the input's own memory); otherwise the transport asks `allocate` for each.
   std::vector<void*> outputs;
   std::function<Status(size_t index, const Shape& shape, void** data)> allocate;
+
+  // The memory of all inputs and outputs, but for splits, which are always the host's. On a device:
+  // the CUDA stream that makes the inputs and will use the outputs, and, set on arrival, the event
+  // after which they may be used.
+  int device = kOnHost;
+  void* stream = nullptr;
+  std::shared_ptr<void> ready;
 
   Reduction reduction = Reduction::sum;  // of those that reduce
   double prescale = 1.0;                 // factor on every rank's input

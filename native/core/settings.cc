@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <utility>
 
 namespace hvd {
 namespace {
@@ -40,11 +41,33 @@ std::string read_text(const char* name) {
   return text == nullptr ? "" : text;
 }
 
+Status read_way(const char* name, GpuWay* way) {
+  const std::string text = read_text(name);
+  if (text == "NCCL") *way = GpuWay::nccl;
+  if (text == "MPI") *way = GpuWay::mpi;
+  if (text.empty() || text == "NCCL" || text == "MPI") return {};
+  return Status::error(Code::invalid_argument, std::string(name) + " is '" + text +
+                                                   "', expected NCCL or MPI. Correct or unset it.");
+}
+
 }  // namespace
 
 Status read_settings(Settings* settings) {
   settings->timeline = read_text("HVD_TIMELINE");
   settings->stats_directory = read_text("HVD_STATS_DIRECTORY");
+  settings->cudart_library = read_text("HVD_CUDART_LIBRARY");
+  settings->nccl_library = read_text("HVD_NCCL_LIBRARY");
+  if (Status status = read_way("HVD_GPU_OPERATIONS", &settings->gpu_operations); !status.ok())
+    return status;
+  const std::pair<const char*, GpuWay*> ways[] = {
+      {"HVD_GPU_ALLREDUCE", &settings->gpu_allreduce},
+      {"HVD_GPU_ALLGATHER", &settings->gpu_allgather},
+      {"HVD_GPU_BROADCAST", &settings->gpu_broadcast},
+  };
+  for (const auto& [name, way] : ways) {
+    *way = settings->gpu_operations;
+    if (Status status = read_way(name, way); !status.ok()) return status;
+  }
   for (const Status& status :
        {read_allreduce(&settings->allreduce),
         read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds),

@@ -10,6 +10,8 @@ namespace hvd {
 // How sums cross between hosts: straight to the rank that adds them, around a ring, or as MPI does.
 enum class Allreduce { direct, ring, mpi };
 
+enum class GpuWay { nccl, mpi };
+
 struct Settings {
   // HVD_STALL_WARNING_SECONDS: how long requests may wait for other ranks before a warning names
   // them; 0: never.
@@ -22,6 +24,15 @@ struct Settings {
   std::string timeline;
   // HVD_STATS_DIRECTORY: a folder in which each rank leaves its counters at its end; empty: none.
   std::string stats_directory;
+  // HVD_GPU_OPERATIONS: how tensors of GPUs travel; NCCL or MPI (through the host's memory). For
+  // some kinds: HVD_GPU_ALLREDUCE, HVD_GPU_ALLGATHER, HVD_GPU_BROADCAST.
+  GpuWay gpu_operations = GpuWay::nccl;
+  GpuWay gpu_allreduce = GpuWay::nccl;
+  GpuWay gpu_allgather = GpuWay::nccl;
+  GpuWay gpu_broadcast = GpuWay::nccl;
+  // HVD_CUDART_LIBRARY, HVD_NCCL_LIBRARY: the files to use; empty: look for them.
+  std::string cudart_library;
+  std::string nccl_library;
 };
 
 Status read_settings(Settings* settings);

@@ -150,6 +150,10 @@ void SharedMemory::meet(const Waiting& waiting) {
   sleep(waiting);
 }
 
+void SharedMemory::listen() const {
+  if (header_->lost.load(std::memory_order_acquire) == 2) throw Lost(header_->reason);
+}
+
 void SharedMemory::sleep(const Waiting& waiting) {
   const auto start = Clock::now();
   while (true) {
@@ -162,7 +166,7 @@ void SharedMemory::sleep(const Waiting& waiting) {
     }
     header_->sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (here || all_are_here()) return;
-    if (header_->lost.load(std::memory_order_acquire) == 2) throw Lost(header_->reason);
+    listen();
     std::vector<int> missing;
     for (size_t r = 0; r < ranks_.size(); ++r) {
       if (seat(static_cast<int>(r)).arrived.load(std::memory_order_acquire) < step_)

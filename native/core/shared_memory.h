@@ -32,6 +32,12 @@ class SharedMemory {
   // Comes to the next step and waits until all have. Throws Lost.
   void meet(const Waiting& waiting);
 
+  // Throws Lost if a rank has given up.
+  void listen() const;
+
+  // Ends the waits of all ranks. Throws Lost.
+  [[noreturn]] void give_up(const std::string& why);
+
   // Of the step that this rank came to last.
   uint64_t step() const { return step_; }
 
@@ -42,7 +48,6 @@ class SharedMemory {
   Seat& seat(int rank) const;
   bool all_are_here() const;
   void sleep(const Waiting& waiting);
-  [[noreturn]] void give_up(const std::string& why);
 
   const std::vector<int> ranks_;
   int rank_;

@@ -1,5 +1,6 @@
 // What the engine needs of a way to reach the other ranks of its process set.
-// All calls are collective, and come from the engine's thread alone.
+// All calls come from the engine's thread alone, but for arrive(). Those that have a `waiting` are
+// collective.
 #pragma once
 
 #include <cstdint>
@@ -51,6 +52,13 @@ class Transport {
   virtual const std::string& host(int rank) const = 0;
   int size() const { return static_cast<int>(ranks().size()); }
 
+  // Called by the thread that submits, when it does: notes what of a request must be noted then.
+  // Why it cannot run, or nothing.
+  virtual std::string arrive(Request& request) {
+    if (request.device == kOnHost) return "";
+    return "got a tensor on a GPU, and this transport knows only the host's memory.";
+  }
+
   // Every rank's ballot, by rank of the set. Waits for the slowest without burning a core.
   virtual std::vector<Ballot> agree(const Ballot& mine, const Waiting& waiting) = 0;
 
@@ -59,6 +67,17 @@ class Transport {
 
   // Moves the data of a request that all ranks have agreed on.
   virtual Status run(Request& request, const Waiting& waiting) = 0;
+
+  // Tells all ranks, wherever they are, that this one cannot go on; they lose each other. Throws
+  // Lost.
+  virtual void give_up(const std::string& why) = 0;
+
+  // Throws Lost if another rank has done so.
+  virtual void listen() = 0;
+
+  // Whether something that was begun goes on without the engine. To be asked now and then while it
+  // does, for then it may fail: throws Lost.
+  virtual bool busy() { return false; }
 };
 
 }  // namespace hvd

@@ -1,14 +1,17 @@
 #include "core/world.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <numeric>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "core/cluster_transport.h"
 #include "core/collectives.h"
+#include "core/gpu_transport.h"
 #include "core/host_transport.h"
 #include "core/kernel_api.h"
 #include "core/log.h"
@@ -19,6 +22,12 @@ namespace {
 
 constexpr const char* kNotInitialized =
     "hvd_keras is not initialised in this process. Call hvd.init() first.";
+
+// How long a script whose GPU is stuck may live on, to end by itself.
+constexpr double kStrandedSeconds = 5.0;
+
+// The exit status of hvd_keras/launch/status.py.
+constexpr int kWaitedInVain = 75;
 
 const char* name_of_thread_level(int level) {
   switch (level) {
@@ -71,6 +80,19 @@ std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::v
   }
   MPI_Comm_free(&host);
   return fastest;
+}
+
+// This process's stream waits for work that will never be done, and its script perhaps for that.
+void end_soon(const std::string& why) {
+  std::thread([why] {
+    std::this_thread::sleep_for(std::chrono::duration<double>(kStrandedSeconds));
+    log(LogLevel::error, "the GPU waits for work that will never be done, so the job ends: " + why);
+    MPI_Abort(MPI_COMM_WORLD, kWaitedInVain);
+  }).detach();
+}
+
+std::unique_ptr<Transport> with_gpus(std::unique_ptr<Transport> host, const Settings& settings) {
+  return std::make_unique<GpuTransport>(std::move(host), settings, end_soon);
 }
 
 }  // namespace
@@ -165,8 +187,9 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   }
   std::vector<int> all(place_.size);
   std::iota(all.begin(), all.end(), 0);
-  auto engine = std::make_shared<Engine>(transport_between(job_, all, settings_.allreduce),
-                                         settings_, recorder_);
+  auto engine = std::make_shared<Engine>(
+      with_gpus(transport_between(job_, all, settings_.allreduce), settings_), settings_,
+      recorder_);
   std::lock_guard<std::mutex> lock(mutex_);
   sets_[0] = {all, std::move(engine)};
   began_ = true;
@@ -206,8 +229,9 @@ Status World::add_process_set(int id, const std::vector<int>& ranks) {
   std::shared_ptr<Engine> engine;
   if (std::find(ranks.begin(), ranks.end(), place_.rank) != ranks.end()) {
     MPI_Comm members = communicator_of(job_, ranks, id);
-    engine = std::make_shared<Engine>(transport_between(members, ranks, settings_.allreduce),
-                                      settings_, recorder_, id);
+    engine = std::make_shared<Engine>(
+        with_gpus(transport_between(members, ranks, settings_.allreduce), settings_), settings_,
+        recorder_, id);
     MPI_Comm_free(&members);
   }
   std::lock_guard<std::mutex> lock(mutex_);

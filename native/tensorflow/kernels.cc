@@ -10,7 +10,10 @@
 #include "core/request.h"
 #include "tensorflow/attributes.h"
 #include "tensorflow/call.h"
+#include "tensorflow/core/framework/device_base.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "xla/stream_executor/stream.h"
+#include "xla/stream_executor/stream_executor.h"
 
 namespace hvd {
 namespace {
@@ -61,6 +64,16 @@ Shape to_shape(const TensorShape& shape) {
   return dims;
 }
 
+// Where a kernel's tensors are. TensorFlow tells of its stream by virtual functions, so the CPU's
+// TensorFlow, which has no GPU, loads this too.
+void place(OpKernelContext* c, Request* request) {
+  if (c->num_inputs() == 0 || !c->op_device_context()) return;
+  stream_executor::Stream* const stream = c->op_device_context()->stream();
+  if (!stream) return;
+  request->device = stream->parent()->device_ordinal();
+  request->stream = stream->platform_specific_handle().stream;
+}
+
 class CollectiveKernel : public AsyncOpKernel {
  public:
   explicit CollectiveKernel(OpKernelConstruction* c)
@@ -68,6 +81,7 @@ class CollectiveKernel : public AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
     Request request = call_;
+    place(c, &request);
     const int n = c->num_inputs();
     for (int i = 0; i < n; ++i) {
       const Tensor& input = c->input(i);
@@ -101,13 +115,17 @@ class CollectiveKernel : public AsyncOpKernel {
   const Request call_;  // all but the tensors
 };
 
-REGISTER_KERNEL_BUILDER(Name("HvdAllreduce").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
-REGISTER_KERNEL_BUILDER(Name("HvdAllgather").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
-REGISTER_KERNEL_BUILDER(Name("HvdBroadcast").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
-REGISTER_KERNEL_BUILDER(Name("HvdAlltoall").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
-REGISTER_KERNEL_BUILDER(Name("HvdReducescatter").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
-REGISTER_KERNEL_BUILDER(Name("HvdBarrier").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
-REGISTER_KERNEL_BUILDER(Name("HvdJoin").Device(tensorflow::DEVICE_CPU), CollectiveKernel);
+#define HVD_REGISTER(name, ...)                                                         \
+  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), CollectiveKernel); \
+  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU) __VA_ARGS__, CollectiveKernel)
+
+HVD_REGISTER("HvdAllreduce");
+HVD_REGISTER("HvdAllgather");
+HVD_REGISTER("HvdBroadcast");
+HVD_REGISTER("HvdAlltoall", .HostMemory("splits").HostMemory("received_splits"));
+HVD_REGISTER("HvdReducescatter");
+HVD_REGISTER("HvdBarrier");
+HVD_REGISTER("HvdJoin", .HostMemory("last"));
 
 // A number that this process has when the graph runs, not when it is made.
 class PlaceKernel : public OpKernel {
@@ -129,6 +147,8 @@ class PlaceKernel : public OpKernel {
 };
 
 REGISTER_KERNEL_BUILDER(Name("HvdPlace").Device(tensorflow::DEVICE_CPU), PlaceKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdPlace").Device(tensorflow::DEVICE_GPU).HostMemory("value"),
+                        PlaceKernel);
 
 }  // namespace
 }  // namespace hvd

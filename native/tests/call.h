@@ -18,9 +18,11 @@
 #include "core/cluster_transport.h"
 #include "core/collectives.h"
 #include "core/engine.h"
+#include "core/gpu_transport.h"
 #include "core/host_transport.h"
 #include "core/mpi_transport.h"
 #include "tests/check.h"
+#include "tests/device.h"
 #include "tests/small_floats.h"
 
 namespace hvd::test {
@@ -28,6 +30,8 @@ namespace hvd::test {
 inline int rank = 0;
 inline int size = 1;
 inline std::string transport = "mpi";
+inline std::unique_ptr<Device> device;  // where the tensors are; null: in the host's memory
+inline std::string stranded;            // why a GPU waits for what will never come
 
 // Small whole numbers: sums and products over a few ranks are exact in every dtype but bool.
 inline int value(int of_rank, size_t tensor, int64_t index) {
@@ -67,27 +71,37 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
   }
 }
 
-// By name: all over MPI; one host; or as if ranks 0 and 1 were one host, 2 and 3 another, and so
-// on, by one of the ways to cross between them.
-inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks) {
+// By name: all over MPI; one host, with or without GPUs; or as if ranks 0 and 1 were one host, 2
+// and 3 another, and so on, by one of the ways to cross between them.
+inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks,
+                                                Settings settings = {}) {
   static const std::map<std::string, Allreduce> ways = {
       {"cluster", Allreduce::direct}, {"ring", Allreduce::ring}, {"cluster-mpi", Allreduce::mpi}};
   auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks));
-  if (transport == "mpi") return mpi;
-  const auto host_of = [](int of_rank) { return transport == "host" ? 0 : of_rank / 2; };
-  if (host_of(mpi->ranks().front()) == host_of(mpi->ranks().back()))
-    return std::make_unique<HostTransport>(&mpi);
-  MPI_Comm host;
-  MPI_Comm_split(communicator, host_of(rank), rank, &host);
-  auto cluster = std::make_unique<ClusterTransport>(&mpi, host, ways.at(transport));
-  MPI_Comm_free(&host);
-  return cluster;
+  const auto way = ways.find(transport);
+  const auto host_of = [&](int of_rank) { return way == ways.end() ? 0 : of_rank / 2; };
+  std::unique_ptr<Transport> found;
+  if (transport == "mpi" || mpi->size() == 1) {
+    found = std::move(mpi);
+  } else if (host_of(mpi->ranks().front()) == host_of(mpi->ranks().back())) {
+    found = std::make_unique<HostTransport>(&mpi);
+  } else {
+    MPI_Comm host;
+    MPI_Comm_split(communicator, host_of(rank), rank, &host);
+    found = std::make_unique<ClusterTransport>(&mpi, host, way->second);
+    MPI_Comm_free(&host);
+  }
+  if (!device) return found;
+  settings.cudart_library = device->settings().cudart_library;
+  settings.nccl_library = device->settings().nccl_library;
+  return std::make_unique<GpuTransport>(std::move(found), settings,
+                                        [](const std::string& why) { stranded = why; });
 }
 
 inline std::unique_ptr<Engine> new_engine(const Settings& settings = {}) {
   std::vector<int> ranks(size);
   std::iota(ranks.begin(), ranks.end(), 0);
-  return std::make_unique<Engine>(new_transport(MPI_COMM_WORLD, ranks), settings);
+  return std::make_unique<Engine>(new_transport(MPI_COMM_WORLD, ranks, settings), settings);
 }
 
 inline Engine::Farewell leave(Engine& engine, const std::string& reason, double seconds) {
@@ -107,6 +121,10 @@ class Call {
   Call(Kind kind, std::string name) : result_(promise_.get_future()) {
     request.kind = kind;
     request.name = std::move(name);
+  }
+
+  ~Call() {
+    if (device && !on_device_.empty()) device->synchronize();
   }
 
   Call& add(DType dtype, Shape shape) {
@@ -163,6 +181,7 @@ class Call {
         request.outputs.push_back(in_place ? inputs_[i].data() : outputs[i].data());
       }
     }
+    if (device && !on_host && !request.inputs.empty()) move_to_device();
     request.done = [this](const Status& status) {
       ++times_done;
       if (then) then();
@@ -179,7 +198,12 @@ class Call {
       std::fflush(stdout);
       MPI_Abort(MPI_COMM_WORLD, 1);
     }
-    return result_.get();
+    const Status status = result_.get();
+    if (status.ok() && !on_device_.empty()) {
+      for (const auto& [host, memory, bytes] : results_) device->copy(host, memory, bytes);
+      device->synchronize();
+    }
+    return status;
   }
 
   void expect_ok() {
@@ -230,16 +254,63 @@ class Call {
   std::vector<std::vector<char>> outputs;
   bool in_place = false;
   bool refuse_memory = false;
+  bool on_host = false;        // although the others are on a device
+  bool other_device = false;   // says so, of memory of the first
   std::function<void()> then;  // in done()
   std::atomic<int> times_done{0};
 
  private:
+  // All but splits. The inputs arrive late, and the results are fetched in the same stream.
+  void move_to_device() {
+    const OnDevice here(device->cuda(), device->number());
+    device->delay(std::chrono::microseconds(300));
+    request.device = device->number() + (other_device ? 1 : 0);
+    request.stream = device->stream();
+    for (size_t i = 0; i < request.inputs.size(); ++i) {
+      if (is_splits(request.kind, i)) continue;
+      Input& input = request.inputs[i];
+      void* const in = new_on_device(input.bytes());
+      device->copy(in, input.data, input.bytes());
+      input.data = in;
+      if (request.outputs.empty()) continue;
+      void* const host = request.outputs[i];
+      request.outputs[i] = in_place ? in : new_on_device(input.bytes());
+      results_.push_back({host, request.outputs[i], input.bytes()});
+    }
+    if (!request.allocate) return;
+    request.allocate = [this, on_host = request.allocate](size_t index, const Shape& shape,
+                                                          void** data) {
+      const Status status = on_host(index, shape, data);
+      if (!status.ok() || is_splits(request.kind, index)) return status;
+      void* const memory = new_on_device(outputs[index].size());
+      results_.push_back({*data, memory, outputs[index].size()});
+      *data = memory;
+      return status;
+    };
+  }
+
+  // Holds 0x55, once the stream is there: the memory may be in use until then.
+  void* new_on_device(size_t bytes) {
+    on_device_.push_back(device->allocate(bytes));
+    device->fill(on_device_.back().get(), 0x55, bytes);
+    return on_device_.back().get();
+  }
+
+  struct Result {
+    void* host;
+    void* memory;
+    size_t bytes;
+  };
+
+  std::vector<Memory> on_device_;
+  std::vector<Result> results_;
   std::deque<std::vector<char>> inputs_;
   std::promise<Status> promise_;
   std::future<Status> result_;
 };
 
-// main() of a test that runs under mpirun, with the name of the transport.
+// main() of a test that runs under mpirun, with the name of the transport. For "gpu",
+// HVD_CUDART_LIBRARY and HVD_NCCL_LIBRARY say where CUDA and NCCL, or their stand-in, are.
 inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
   if (argc > 1) transport = argv[1];
   int level;
@@ -247,7 +318,13 @@ inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
   CHECK_EQ(level, static_cast<int>(MPI_THREAD_MULTIPLE));
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
-  const int status = run(tests);
+  if (transport == "gpu") {
+    device = std::make_unique<Device>(rank);
+    set_default_gpu(device->number());
+  }
+  int status = run(tests);
+  device.reset();
+  if (failures) status = 1;
   MPI_Finalize();
   return status;
 }

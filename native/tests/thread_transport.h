@@ -52,6 +52,18 @@ class Hub {
     return met_;
   }
 
+  void listen() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!why_lost_.empty()) throw Lost(why_lost_);
+  }
+
+  [[noreturn]] void give_up(const std::string& why) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (why_lost_.empty()) why_lost_ = why;
+    changed_.notify_all();
+    throw Lost(why_lost_);
+  }
+
  private:
   const int size_;
   std::mutex mutex_;  // guards all below
@@ -117,6 +129,9 @@ class ThreadTransport : public Transport {
     }
     return status;
   }
+
+  void give_up(const std::string& why) override { hub_->give_up(why); }
+  void listen() override { hub_->listen(); }
 
  private:
   template <typename T>

@@ -15,6 +15,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 ALONE = ("agreement_test", "collectives_test", "explorer_test")
 ALONE += ("loops_test", "recorder_test", "reduce_test")
 WITH_MPI = ("engine_test", "exchange_test", "leave_test")
+# What gpu_test does, each in processes of its own.
+OF_GPUS = ("", "stops", "fails", "without")
 # Memory that these libraries never free, by their own design: it is theirs until the process ends.
 LEAKS_OF_OTHERS = ("libmpi.so", "libopen-pal.so", "libpmix.so", "libevent", "libhwloc.so")
 
@@ -48,12 +50,16 @@ def main() -> None:
     os.environ["LSAN_OPTIONS"] = f"suppressions={suppressions}:print_suppressions=0"
     run(address, *ALONE, "threads_test")
     os.environ["ASAN_OPTIONS"] = "fast_unwind_on_malloc=0"  # whole stacks, to know whose leak it is
-    for test in WITH_MPI:
-        for transport, size in (("mpi", 2), ("host", 2), ("cluster", 3), ("ring", 3)):
-            print(f"{address.parent.name}: {test} {transport} on {size} ranks", flush=True)
-            job = ranks.mpirun(size, str(address / test), transport, timeout=600)
-            if job.status != 0:
-                sys.exit(job.output)
+    stand_in = str(address / "libhvd_gpu_stand_in.so")
+    os.environ |= {"HVD_CUDART_LIBRARY": stand_in, "HVD_NCCL_LIBRARY": stand_in}
+    transports = (("mpi", 2), ("host", 2), ("cluster", 3), ("ring", 3), ("gpu", 2))
+    jobs = [(size, test, transport) for test in WITH_MPI for transport, size in transports]
+    jobs += [(2, "gpu_test", "gpu", which) for which in OF_GPUS]
+    for size, test, *arguments in jobs:
+        print(f"{address.parent.name}: {test} {' '.join(arguments)} on {size} ranks", flush=True)
+        job = ranks.mpirun(size, str(address / test), *arguments, timeout=600)
+        if job.status != 0:
+            sys.exit(job.output)
     # UCX, which comes with Open MPI, puts itself before mmap, where the sanitizer is already.
     os.environ |= {"UCX_MEM_EVENTS": "n", "UCX_MEM_MMAP_HOOK_MODE": "none"}
     run(build("thread", "-fsanitize=thread"), *ALONE, "threads_test")

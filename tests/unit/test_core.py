@@ -49,6 +49,13 @@ def binaries() -> pathlib.Path:
     return BUILD / "tests"
 
 
+@pytest.fixture(scope="module")
+def stand_in(binaries: pathlib.Path) -> dict[str, str]:
+    """The environment in which CUDA and NCCL are the stand-in of tests/gpu."""
+    library = str(binaries / "libhvd_gpu_stand_in.so")
+    return {"HVD_CUDART_LIBRARY": library, "HVD_NCCL_LIBRARY": library}
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -99,3 +106,42 @@ def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
     for rank in range(size - 1):
         assert job.output.count(f"rank {rank} waits for allreduce 'late'") == 1, job.output
     assert job.output.count("no progress for") == size - 1, job.output
+
+
+def test_stand_in(
+    binaries: pathlib.Path, stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in stand_in.items():
+        monkeypatch.setenv(name, value)
+    assert "what is left" in run(str(binaries / "stand_in_test"), timeout=60)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["engine_test", "exchange_test"])
+def test_collectives_through_nccl(
+    binaries: pathlib.Path, stand_in: dict[str, str], name: str, size: int
+) -> None:
+    job = ranks.mpirun(size, str(binaries / name), "gpu", timeout=120, env=stand_in)
+    assert job.status == 0, job.output
+    assert "FAILED" not in job.output
+
+
+@pytest.mark.parametrize(
+    ("size", "which", "name"),
+    [
+        (1, "", "no host waits for the GPU"),
+        (2, "", "no host waits for the GPU"),
+        (2, "stops", "a GPU that stops ends all"),
+        (2, "fails", "an error of NCCL ends all"),
+        (2, "without", "without NCCL all goes over the host"),
+    ],
+)
+def test_gpu(
+    binaries: pathlib.Path, stand_in: dict[str, str], size: int, which: str, name: str
+) -> None:
+    command = [str(binaries / "gpu_test"), "gpu", which]
+    job = ranks.mpirun(size, *command, timeout=60, env=stand_in)
+    assert job.status == 0, job.output
+    assert job.output.count(name) == size, job.output
+    if which == "without":
+        assert job.output.count("since rank 0 has no NCCL") == 1, job.output

@@ -1,0 +1,38 @@
+// Libraries that are opened at run time, because most machines have none of them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace hvd {
+
+class GpuLibrary {
+ public:
+  // The first that opens of: `chosen`, if not empty, and then nothing else; one of the names, if
+  // the process has it already (TensorFlow opens what it uses); one in the folders that were set;
+  // what the system finds. `variable` is what chose, for texts.
+  GpuLibrary(const std::vector<std::string>& names, const std::string& chosen,
+             const std::string& variable);
+
+  // Sets the function, or notes that it is missing.
+  template <typename Function>
+  void bind(const char* name, Function** function) {
+    *function = reinterpret_cast<Function*>(find(name));
+  }
+
+  const std::string& problem() const { return problem_; }  // empty: all that was asked for is there
+  std::string file() const;
+
+ private:
+  void* find(const char* name);
+
+  void* handle_ = nullptr;  // never closed: threads of the library may outlive us
+  void* symbol_ = nullptr;  // one of its functions
+  std::string problem_;
+};
+
+// Where to look for libraries beside what the system knows: those of Python's packages. Before any
+// is opened.
+void set_gpu_folders(const std::vector<std::string>& folders);
+
+}  // namespace hvd

@@ -1,0 +1,295 @@
+// What is special about GPUs: streams, ways, faults. The collectives themselves are tested by the
+// other programs, with "gpu" as their transport.
+#include <atomic>
+#include <cstdlib>
+#include <thread>
+
+#include "core/gpu_introduction.h"
+#include "core/gpu_transport.h"
+#include "tests/call.h"
+
+namespace hvd {
+namespace {
+
+using test::Call;
+using test::rank;
+using test::size;
+using test::with_engine;
+
+bool is_last() { return rank == size - 1; }
+
+// The stand-in's; null with the real libraries.
+template <typename Function>
+Function* hook(const char* name) {
+  Function* function = nullptr;
+  test::device->bind(name, &function);
+  return function;
+}
+
+int groups() {
+  int (*const count)() = hook<int()>("hvd_stand_in_groups");
+  return count ? count() : -1;
+}
+
+void expect_sum_of(Engine& engine, const std::string& name) {
+  Call call(Kind::allreduce, name);
+  call.add(DType::float32, {4}).submit(engine);
+  call.expect_sum();
+}
+
+// The framework's stream is held up until a host lets it go on: what is done() before that has
+// waited for no GPU.
+void no_host_waits_for_the_gpu() {
+  static std::atomic<bool> go{false};
+  using Launch = int(CudaStream, void (*)(void*), void*);
+  with_engine([](Engine& engine) {
+    expect_sum_of(engine, "before");
+    for (const Kind kind :
+         {Kind::allreduce, Kind::allgather, Kind::broadcast, Kind::alltoall, Kind::reducescatter}) {
+      go = false;
+      hook<Launch>("cudaLaunchHostFunc")(
+          test::device->stream(),
+          [](void*) {
+            while (!go) std::this_thread::sleep_for(std::chrono::microseconds(100));
+          },
+          nullptr);
+      Call call(kind, "held up");
+      std::promise<void> is_done;
+      call.then = [&] { is_done.set_value(); };
+      call.add(DType::float32, {2 * size});
+      if (kind == Kind::alltoall) call.add_splits(std::vector<int64_t>(size, 2));
+      call.submit(engine);
+      const auto ended = is_done.get_future().wait_for(std::chrono::seconds(30));
+      CHECK(ended == std::future_status::ready);
+      go = true;
+      call.expect_ok();
+      if (kind == Kind::allreduce) {
+        for (int64_t i = 0; i < 2 * size; ++i) {
+          float sum = 0;
+          for (int r = 0; r < size; ++r) sum += static_cast<float>(test::value(r, 0, i));
+          CHECK_EQ(call.output<float>(0)[i], sum);
+        }
+      }
+    }
+  });
+}
+
+// A hundred requests one after another, of which nobody waits for any.
+void many_are_under_way() {
+  with_engine([](Engine& engine) {
+    std::deque<Call> calls;
+    for (int i = 0; i < 100; ++i) {
+      Call& call = calls.emplace_back(Kind::allreduce, "number " + std::to_string(i));
+      call.add(DType::float32, {1000}).submit(engine);
+    }
+    for (Call& call : calls) call.expect_sum();
+  });
+}
+
+// Each kind goes where its setting says; the values are the same.
+void the_user_chooses_the_way() {
+  for (const bool all : {true, false}) {
+    Settings settings;
+    if (all) settings.gpu_operations = settings.gpu_allreduce = GpuWay::mpi;
+    settings.gpu_allgather = settings.gpu_broadcast = GpuWay::mpi;
+    const auto engine = test::new_engine(settings);
+    const auto groups_of = [&](Kind kind) {
+      const int before = groups();
+      Call call(kind, "way");
+      call.add(DType::int32, {size, 3});
+      if (kind == Kind::alltoall) call.add_splits(std::vector<int64_t>(size, 1));
+      call.submit(*engine);
+      if (kind == Kind::allreduce) {
+        call.expect_sum();
+      } else if (kind == Kind::allgather) {
+        call.expect_output([](size_t tensor, int64_t index) {
+          return test::value(static_cast<int>(index / (3 * size)), tensor, index % (3 * size));
+        });
+      } else if (kind == Kind::broadcast) {
+        call.expect_output(
+            [](size_t tensor, int64_t index) { return test::value(0, tensor, index); });
+      } else if (kind == Kind::alltoall) {
+        call.expect_ok();
+        for (int i = 0; i < 3 * size; ++i)
+          CHECK_EQ(call.output<int32_t>(0)[i], test::value(i / 3, 0, 3 * rank + i % 3));
+      } else {
+        call.expect_output([](size_t tensor, int64_t index) {
+          int sum = 0;
+          for (int r = 0; r < size; ++r) sum += test::value(r, tensor, 3 * rank + index);
+          return sum;
+        });
+      }
+      return groups() - before;
+    };
+    const bool known = groups() >= 0;
+    for (const Kind kind :
+         {Kind::allreduce, Kind::allgather, Kind::broadcast, Kind::alltoall, Kind::reducescatter}) {
+      const bool by_nccl = !all && kind != Kind::allgather && kind != Kind::broadcast;
+      const int seen = groups_of(kind);
+      if (known) CHECK_EQ(seen, by_nccl ? 1 : 0);
+    }
+    CHECK_EQ(test::leave(*engine, "", -1), Engine::Farewell::together);
+  }
+}
+
+void one_rank_on_its_host_is_refused() {
+  if (size == 1) return;
+  with_engine([](Engine& engine) {
+    Call call(Kind::allreduce, "mixed");
+    call.on_host = is_last();
+    call.add(DType::float32, {4}).submit(engine);
+    call.expect_error(Code::failed_precondition,
+                      {"rank 0: op=Sum float32[4], on a GPU",
+                       "rank " + std::to_string(size - 1) + ": op=Sum float32[4]\n"});
+    expect_sum_of(engine, "next");
+  });
+}
+
+void a_second_device_is_refused() {
+  with_engine([](Engine& engine) {
+    expect_sum_of(engine, "first");
+    Call call(Kind::allreduce, "second");
+    call.add(DType::float32, {4});
+    call.other_device = is_last();
+    call.submit(engine);
+    call.expect_error(Code::invalid_argument, {"got a tensor on GPU", "A process uses one GPU"});
+    expect_sum_of(engine, "third");
+  });
+}
+
+// From pure introductions, what all ranks come to.
+void who_does_not_fit_together() {
+  const auto one = [](const std::string& bus) {
+    Introduction introduction;
+    introduction.ways = ways_text(Settings());
+    introduction.machine = "here";
+    introduction.bus_id = bus;
+    introduction.nccl_version = 22703;
+    return introduction;
+  };
+  std::vector<Introduction> all = {one("a"), one("b"), one("c")};
+  CHECK(meet(all, {4, 5, 6}).nccl);
+  all[2].bus_id = "a";
+  CHECK_CONTAINS(meet(all, {4, 5, 6}).refusal, "rank 4 and rank 6 use the same GPU (a)");
+  all[2].machine = "there";
+  CHECK(meet(all, {4, 5, 6}).nccl);
+  all[1].nccl_version = 21805;
+  CHECK_CONTAINS(meet(all, {4, 5, 6}).refusal, "rank 4 has 2.27.3, rank 5 has 2.18.5");
+  all[1].problem = "It is gone.";
+  CHECK_EQ(meet(all, {4, 5, 6}).refusal, "");
+  CHECK_CONTAINS(meet(all, {4, 5, 6}).warning, "rank 5 has no NCCL. It is gone.");
+  CHECK(!meet(all, {4, 5, 6}).nccl);
+  Settings settings;
+  settings.gpu_broadcast = GpuWay::mpi;
+  all[2].ways = ways_text(settings);
+  CHECK_CONTAINS(meet(all, {4, 5, 6}).refusal, "rank 6 has operations NCCL");
+  all = {one("a"), one("a")};
+  settings.gpu_operations = settings.gpu_allreduce = settings.gpu_allgather = GpuWay::mpi;
+  for (Introduction& introduction : all) introduction.ways = ways_text(settings);
+  CHECK_EQ(meet(all, {0, 1}).refusal, "");  // they may share it
+  CHECK(!meet(all, {0, 1}).nccl);
+  const Introduction sent = decode_introduction(encode(all[1]));
+  CHECK_EQ(sent.ways + sent.machine + sent.bus_id, all[1].ways + "herea");
+}
+
+// All ranks get the same words, then and later, and nobody's stream is let go.
+void expect_the_same_end(Engine& engine, const std::vector<std::string>& parts) {
+  Call late(Kind::allreduce, "late");
+  late.on_host = true;  // the stream of the framework goes no further
+  late.add(DType::float32, {4});
+  while (engine.leave(0) != Engine::Farewell::lost)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  late.submit(engine);
+  const Status status = late.wait();
+  CHECK_EQ(status.code, Code::deadline_exceeded);
+  for (const std::string& part : parts) CHECK_CONTAINS(status.message, part);
+  std::string first = status.message;
+  first.resize(2000, '\0');
+  MPI_Bcast(first.data(), 2000, MPI_CHAR, 0, MPI_COMM_WORLD);
+  CHECK_EQ(status.message, std::string(first.c_str()));
+}
+
+// A call whose results will never come; its memory stays, for the GPU may still use it.
+Call& abandoned(const std::string& name) {
+  static auto* const kept = new std::deque<Call>();
+  test::device->keep();
+  Call& call = kept->emplace_back(Kind::allreduce, name);
+  call.add(DType::float32, {4});
+  return call;
+}
+
+// The last rank's GPU stops in the midst of a collective that all have begun. All processes wait in
+// their streams, and their engines have nothing to do.
+void a_gpu_that_stops_ends_all() {
+  const auto stop = hook<void()>("hvd_stand_in_stop");
+  if (!stop || size == 1) return;
+  Settings settings;
+  settings.timeout_seconds = 1;
+  static Engine* const engine = test::new_engine(settings).release();  // messages stay under way
+  expect_sum_of(*engine, "before");
+  if (is_last()) stop();
+  Call& call = abandoned("stopped");
+  call.submit(*engine);
+  while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  expect_the_same_end(
+      *engine, {"no progress for 1 s", "allreduce 'stopped' on the GPU of rank", "does not end"});
+  CHECK_CONTAINS(test::stranded, "allreduce 'stopped' on the GPU of rank");
+}
+
+// NCCL tells one rank that another has gone, in the midst of a collective.
+void an_error_of_nccl_ends_all() {
+  const auto stop = hook<void()>("hvd_stand_in_stop");
+  const auto fail = hook<void(int)>("hvd_stand_in_fail");
+  if (!stop || size == 1) return;
+  static Engine* const engine = test::new_engine().release();  // messages stay under way
+  expect_sum_of(*engine, "before");
+  if (is_last()) stop();
+  Call& call = abandoned("failing");
+  call.submit(*engine);
+  while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  MPI_Barrier(MPI_COMM_WORLD);
+  if (rank == 0) fail(6);
+  expect_the_same_end(
+      *engine, {"allreduce 'failing' on the GPU of rank 0", "remote error", "NCCL_DEBUG=INFO"});
+  CHECK_CONTAINS(test::stranded, "remote error");
+}
+
+// One rank has no NCCL: the others have it and do not use it, and all come to the same values.
+void without_nccl_all_goes_over_the_host() {
+  with_engine([](Engine& engine) {
+    expect_sum_of(engine, "staged");
+    if (groups() >= 0) CHECK_EQ(groups(), 0);
+  });
+}
+
+}  // namespace
+}  // namespace hvd
+
+// The second argument names one test that needs a process of its own; none: all others.
+int main(int argc, char** argv) {
+  using namespace hvd;
+  const std::string which = argc > 2 ? argv[2] : "";
+  const char* number = std::getenv("OMPI_COMM_WORLD_RANK");
+  if (which == "without" && (!number || std::string(number) == "0"))
+    setenv("HVD_NCCL_LIBRARY", "/there/is/none/libnccl.so.2", 1);
+  if (which == "without") {
+    return test::run_with_mpi(
+        argc, argv, {{"without NCCL all goes over the host", without_nccl_all_goes_over_the_host}});
+  }
+  if (which == "stops")
+    return test::run_with_mpi(argc, argv,
+                              {{"a GPU that stops ends all", a_gpu_that_stops_ends_all}});
+  if (which == "fails")
+    return test::run_with_mpi(argc, argv,
+                              {{"an error of NCCL ends all", an_error_of_nccl_ends_all}});
+  return test::run_with_mpi(
+      argc, argv,
+      {
+          {"no host waits for the GPU", no_host_waits_for_the_gpu},
+          {"many are under way", many_are_under_way},
+          {"the user chooses the way", the_user_chooses_the_way},
+          {"one rank on its host is refused", one_rank_on_its_host_is_refused},
+          {"a second device is refused", a_second_device_is_refused},
+          {"who does not fit together", who_does_not_fit_together},
+      });
+}

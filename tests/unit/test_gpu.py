@@ -1,0 +1,62 @@
+"""What of GPUs can be shown without one: who gets which, and that the kernels load."""
+
+import ctypes
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import kernels
+
+from hvd_keras import _library, gpu
+from hvd_keras.settings import Settings
+
+
+def test_each_process_of_a_host_gets_its_own_gpu() -> None:
+    assert [gpu.choose(4, rank, 4, Settings()) for rank in range(4)] == [0, 1, 2, 3]
+    assert gpu.choose(8, 2, 3, Settings()) == 2
+
+
+def test_a_process_that_sees_only_its_own_gets_that() -> None:
+    assert gpu.choose(1, 3, 4, Settings(some_gpus_hidden=True)) == 0
+
+
+def test_fewer_gpus_than_processes() -> None:
+    with pytest.raises(RuntimeError, match=r"has 2 GPUs for 3 processes.*HVD_GPU_OPERATIONS=MPI"):
+        gpu.choose(2, 0, 3, Settings())
+    shared = Settings(gpus_by_mpi=True)
+    assert [gpu.choose(2, rank, 3, shared) for rank in range(3)] == [0, 1, 0]
+
+
+def test_what_is_missing_or_wrong_is_told(tmp_path: pathlib.Path) -> None:
+    text = tmp_path / "libnccl.so.2"
+    text.write_text("no library")
+    result = subprocess.run(
+        [sys.executable, "-c", "from hvd_keras import gpu, init; print(gpu.facts()); init()"],
+        env={
+            "PATH": "",
+            "HVD_NCCL_LIBRARY": str(text),
+            "HVD_CUDART_LIBRARY": "/none",
+            "HVD_GPU_BROADCAST": "nccl",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert "NCCL cannot be used: HVD_NCCL_LIBRARY is" in result.stdout
+    assert "pip install nvidia-nccl-cu12" in result.stdout
+    assert "CUDA's runtime library cannot be used: HVD_CUDART_LIBRARY is '/none'" in result.stdout
+    assert result.returncode == 1
+    assert "ValueError: HVD_GPU_BROADCAST is 'nccl', expected NCCL or MPI" in result.stderr
+
+
+def test_the_gpu_kernels_load_into_the_tensorflow_that_has_gpus() -> None:
+    assert tf.test.is_built_with_cuda()
+    _library.tensorflow_ops()
+    # Every function that the library lacks must be found now, not at its first call.
+    ctypes.CDLL(_library._find("libhvd_tensorflow.so"), mode=ctypes.RTLD_LOCAL | 2)  # RTLD_NOW
+    on_host = {"HvdAlltoall": ["splits", "received_splits"], "HvdJoin": ["last"]}
+    for name in ("Allreduce", "Allgather", "Broadcast", "Alltoall", "Reducescatter", "Barrier"):
+        found = kernels.get_registered_kernels_for_op(f"Hvd{name}").kernel
+        (on_gpu,) = [kernel for kernel in found if kernel.device_type == "GPU"]
+        assert list(on_gpu.host_memory_arg) == on_host.get(f"Hvd{name}", [])
