@@ -97,7 +97,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
     shared.push_back({{static_cast<int64_t>(results.size()) - 1},
                       {static_cast<int64_t>(operands.size()) - 1, {}}});
 
-    // Without "side effect" equal calls would become one, and those without a use none.
+    // Without "side effect" XLA would drop the last calls if nothing uses their results.
     const xla::XlaOp call = xla::CustomCallWithLayout(
         c->builder(), "hvd_collective", operands, xla::ShapeUtil::MakeTupleShape(results), shapes,
         text_, /*has_side_effect=*/true, shared, /*literal=*/nullptr,
