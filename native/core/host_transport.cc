@@ -110,37 +110,56 @@ void HostTransport::allreduce(Request& request) {
 void HostTransport::reduce_stream(const Request& request, DType dtype, Stream& in, Stream& out) {
   const int64_t width = static_cast<int64_t>(size_of(dtype));
   std::vector<const void*> sources(size());
-  // Of the slots of a step, from one element on.
-  const auto combine = [&](uint64_t step, int64_t start, int64_t count, void* target) {
-    for (int r = 0; r < size(); ++r) sources[r] = slot(r, step) + start * width;
-    reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(), count,
-           target);
+  const auto combine = [&](int64_t bytes, char* target) {
+    reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
+           bytes / width, target);
   };
-  const auto pack = [&] {
-    const int64_t bytes = std::min(in.left(), kChunkBytes);
-    in.copy_to(slot(rank(), memory_.step()), bytes);
-    return bytes;
-  };
-  int64_t bytes = pack();
-  uint64_t step = memory_.step();
-  meet();
-  if (bytes <= kSmallBytes && in.left() == 0) {
-    char* whole = result(rank(), step);
-    combine(step, 0, bytes / width, whole);
-    out.copy_from(whole, bytes);
+  if (in.left() <= kSmallBytes) {
+    const int64_t bytes = in.left();
+    const uint64_t step = memory_.step();
+    in.copy_to(slot(rank(), step), bytes);
+    meet();
+    for (int r = 0; r < size(); ++r) sources[r] = slot(r, step);
+    combine(bytes, result(rank(), step));
+    out.copy_from(result(rank(), step), bytes);
     return;
   }
-  while (bytes > 0) {
-    const int64_t count = bytes / width;
-    const auto bound = [&](int r) { return count * r / size(); };
-    combine(step, bound(rank()), bound(rank() + 1) - bound(rank()), result(rank(), step));
-    const int64_t next = pack();
-    const uint64_t next_step = memory_.step();
+  struct Chunk {
+    uint64_t step;
+    int64_t elements;
+    Stream own;  // this rank's slice, which only it reads: it stays where it is
+  };
+  // The first byte of a rank's slice.
+  const auto bound = [&](const Chunk& chunk, int r) { return chunk.elements * r / size() * width; };
+  const auto pack = [&] {
+    Chunk chunk{memory_.step(), std::min(in.left(), kChunkBytes) / width, Stream(dtype)};
+    for (int r = 0; r < size(); ++r) {
+      const int64_t start = bound(chunk, r), bytes = bound(chunk, r + 1) - start;
+      if (r == rank()) {
+        chunk.own = in.take(bytes);
+      } else {
+        in.copy_to(slot(rank(), chunk.step) + start, bytes);
+      }
+    }
+    return chunk;
+  };
+  Chunk chunk = pack();
+  meet();
+  while (chunk.elements > 0) {
+    const int64_t start = bound(chunk, rank());
+    for (int64_t done = 0; chunk.own.left() > 0;) {
+      for (int r = 0; r < size(); ++r) sources[r] = slot(r, chunk.step) + start + done;
+      const int64_t before = chunk.own.left();
+      sources[rank()] = chunk.own.read(slot(rank(), chunk.step) + start + done);
+      const int64_t bytes = before - chunk.own.left();
+      combine(bytes, result(rank(), chunk.step) + done);
+      done += bytes;
+    }
+    Chunk next = pack();
     meet();
     for (int r = 0; r < size(); ++r)
-      out.copy_from(result(r, step), (bound(r + 1) - bound(r)) * width);
-    bytes = next;
-    step = next_step;
+      out.copy_from(result(r, chunk.step), bound(chunk, r + 1) - bound(chunk, r));
+    chunk = std::move(next);
   }
 }
 

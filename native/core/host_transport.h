@@ -2,9 +2,9 @@
 //
 // Each rank has two slots, used in turn. Allreduce, for N ranks, chunk k:
 //
-//   pack    this rank's tensors ──> its slot of chunk k
+//   pack    this rank's tensors, but for its own slice ──> its slot of chunk k
 //   meet
-//   reduce  slice r of all slots ──> result k, by rank r, in rank order; meanwhile nobody waits:
+//   reduce  slice r of all slots, and its own ──> result k, by rank r, in rank order; then at once:
 //   pack    chunk k + 1 into the other slots
 //   meet
 //   unpack  result k ──> output tensors

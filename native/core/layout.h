@@ -50,6 +50,26 @@ class Stream {
     });
   }
 
+  // The next bytes, to be read or written apart from the rest.
+  Stream take(int64_t bytes) {
+    Stream taken(travels_);
+    walk(bytes, [&](char* piece, DType dtype, int64_t, int64_t n) { taken.add(piece, dtype, n); });
+    return taken;
+  }
+
+  // The next bytes that lie together: there, or in `room` if they do not travel as they are.
+  const char* read(char* room) {
+    const Piece& piece = pieces_[piece_];
+    const int64_t n = piece.elements - offset_;
+    if (piece.dtype != travels_) {
+      copy_to(room, n * width_);
+      return room;
+    }
+    const char* data = piece.data + offset_ * width_;
+    walk(n * width_, [](char*, DType, int64_t, int64_t) {});
+    return data;
+  }
+
  private:
   struct Piece {
     char* data;
