@@ -6,6 +6,7 @@
 
 #include "core/gpu_introduction.h"
 #include "core/gpu_transport.h"
+#include "core/world.h"
 #include "tests/call.h"
 
 namespace hvd {
@@ -254,6 +255,21 @@ void an_error_of_nccl_ends_all() {
   CHECK_CONTAINS(test::stranded, "remote error");
 }
 
+// A script that waits for its stream, as one does that reads a tensor, is ended from outside.
+void a_script_that_is_stuck_ends() {
+  World& world = World::instance();
+  CHECK_EQ(world.init({}, nullptr).message, "");
+  Call before(Kind::allreduce, "before");
+  before.add(DType::float32, {4}).submit(world);
+  before.expect_sum();
+  if (is_last()) hook<void()>("hvd_stand_in_stop")();
+  Call& call = abandoned("stuck");
+  call.submit(world);
+  while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  test::device->synchronize();
+  std::printf("went on with what nobody has computed\n");
+}
+
 // One rank has no NCCL: the others have it and do not use it, and all come to the same values.
 void without_nccl_all_goes_over_the_host() {
   with_engine([](Engine& engine) {
@@ -279,6 +295,10 @@ int main(int argc, char** argv) {
   if (which == "stops")
     return test::run_with_mpi(argc, argv,
                               {{"a GPU that stops ends all", a_gpu_that_stops_ends_all}});
+  if (which == "stuck") {
+    return test::run_with_mpi(argc, argv,
+                              {{"a script that is stuck ends", a_script_that_is_stuck_ends}});
+  }
   if (which == "fails")
     return test::run_with_mpi(argc, argv,
                               {{"an error of NCCL ends all", an_error_of_nccl_ends_all}});
