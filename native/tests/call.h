@@ -247,7 +247,7 @@ class Call {
     in_.push_back(device->allocate(bytes));
     out_.push_back(device->allocate(bytes * size));
     pinned_in_.push_back(device->pinned(bytes));
-    std::memcpy(pinned_in_.back().get(), inputs_.back().data(), bytes);
+    if (bytes > 0) std::memcpy(pinned_in_.back().get(), inputs_.back().data(), bytes);
   }
 
   // All but splits. The inputs arrive late, and the results are fetched in the same stream.
