@@ -66,7 +66,7 @@ def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Setting
         return local_rank % gpus
     raise RuntimeError(
         f"hvd.init: this host has {gpus} GPUs for {local_size} processes. Start as many processes "
-        "as there are GPUs (hvdrun -np, -H host:slots), or set HVD_GPU_OPERATIONS=MPI to share "
+        "as there are GPUs (hvdrun -np), or set HVD_GPU_OPERATIONS=MPI to share "
         "them: collectives then go through the host's memory."
     )
 

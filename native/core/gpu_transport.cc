@@ -180,7 +180,6 @@ Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
   // The inputs may be in use even if it has failed.
   const Event done = gpu->record(gpu->stream());
   if (!stands_in) gpu->wait(framework, done);
-  held.push_back(request.ready);
   if (works_.empty()) progress_ = Clock::now();
   works_.push_back({done, identity(request), Clock::now(), std::move(held)});
   return status;

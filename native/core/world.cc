@@ -24,7 +24,7 @@ constexpr const char* kNotInitialized =
     "hvd_keras is not initialised in this process. Call hvd.init() first.";
 
 // How long a script whose GPU is stuck may live on, to end by itself.
-constexpr double kStrandedSeconds = 5.0;
+constexpr double kStrandedSeconds = 2.0;
 
 // The exit status of hvd_keras/launch/status.py.
 constexpr int kWaitedInVain = 75;

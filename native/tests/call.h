@@ -124,7 +124,7 @@ class Call {
   }
 
   ~Call() {
-    if (device && !on_device_.empty()) device->synchronize();
+    if (device && request.stream) device->synchronize();
   }
 
   Call& add(DType dtype, Shape shape) {
@@ -133,6 +133,7 @@ class Call {
     inputs_.emplace_back(static_cast<size_t>(n) * size_of(dtype));
     for (int64_t i = 0; i < n; ++i) store(dtype, value(rank, tensor, i), inputs_.back().data(), i);
     request.inputs.push_back({inputs_.back().data(), dtype, std::move(shape)});
+    if (device) add_device_memory(inputs_.back().size());
     return *this;
   }
 
@@ -152,6 +153,7 @@ class Call {
     inputs_.emplace_back(bytes, bytes + rows.size() * sizeof rows[0]);
     request.inputs.push_back(
         {inputs_.back().data(), DType::int64, {static_cast<int64_t>(rows.size())}});
+    if (device) add_device_memory(0);  // none, in its place
     return *this;
   }
 
@@ -160,7 +162,8 @@ class Call {
     return reinterpret_cast<const T*>(outputs[index].data());
   }
 
-  void submit(Engine& engine) {
+  template <typename Target>  // an engine, or the world
+  void submit(Target& engine) {
     shapes.resize(request.inputs.size());
     outputs.resize(request.inputs.size());
     if (!collective(request.kind).keeps_shape) {
@@ -199,7 +202,7 @@ class Call {
       MPI_Abort(MPI_COMM_WORLD, 1);
     }
     const Status status = result_.get();
-    if (status.ok() && !on_device_.empty()) {
+    if (status.ok() && !results_.empty()) {
       for (const auto& [host, memory, bytes] : results_) device->copy(host, memory, bytes);
       device->synchronize();
     }
@@ -260,6 +263,16 @@ class Call {
   std::atomic<int> times_done{0};
 
  private:
+  // Memory of a tensor that is on the device, made before anything is in the stream: a real one may
+  // wait for its streams when it makes some. Copies to and from the host need page-locked memory,
+  // or they are no part of the stream.
+  void add_device_memory(size_t bytes) {
+    in_.push_back(device->allocate(bytes));
+    out_.push_back(device->allocate(bytes * size));
+    pinned_in_.push_back(device->pinned(bytes));
+    if (bytes > 0) std::memcpy(pinned_in_.back().get(), inputs_.back().data(), bytes);
+  }
+
   // All but splits. The inputs arrive late, and the results are fetched in the same stream.
   void move_to_device() {
     const OnDevice here(device->cuda(), device->number());
@@ -269,12 +282,11 @@ class Call {
     for (size_t i = 0; i < request.inputs.size(); ++i) {
       if (is_splits(request.kind, i)) continue;
       Input& input = request.inputs[i];
-      void* const in = new_on_device(input.bytes());
-      device->copy(in, input.data, input.bytes());
-      input.data = in;
+      input.data = in_[i].get();
+      device->copy(in_[i].get(), pinned_in_[i].get(), input.bytes());
       if (request.outputs.empty()) continue;
       void* const host = request.outputs[i];
-      request.outputs[i] = in_place ? in : new_on_device(input.bytes());
+      request.outputs[i] = in_place ? in_[i].get() : out(i, input.bytes());
       results_.push_back({host, request.outputs[i], input.bytes()});
     }
     if (!request.allocate) return;
@@ -282,18 +294,18 @@ class Call {
                                                           void** data) {
       const Status status = on_host(index, shape, data);
       if (!status.ok() || is_splits(request.kind, index)) return status;
-      void* const memory = new_on_device(outputs[index].size());
-      results_.push_back({*data, memory, outputs[index].size()});
-      *data = memory;
+      void* const host = *data;
+      *data = out(index, outputs[index].size());
+      results_.push_back({host, *data, outputs[index].size()});
       return status;
     };
   }
 
   // Holds 0x55, once the stream is there: the memory may be in use until then.
-  void* new_on_device(size_t bytes) {
-    on_device_.push_back(device->allocate(bytes));
-    device->fill(on_device_.back().get(), 0x55, bytes);
-    return on_device_.back().get();
+  void* out(size_t index, size_t bytes) {
+    if (bytes > request.inputs[index].bytes() * size) out_[index] = device->allocate(bytes);
+    device->fill(out_[index].get(), 0x55, bytes);
+    return out_[index].get();
   }
 
   struct Result {
@@ -302,7 +314,7 @@ class Call {
     size_t bytes;
   };
 
-  std::vector<Memory> on_device_;
+  std::vector<Memory> in_, out_, pinned_in_;
   std::vector<Result> results_;
   std::deque<std::vector<char>> inputs_;
   std::promise<Status> promise_;

@@ -62,6 +62,13 @@ class Device {
     return Memory(memory, [this](void* unused) { cuda_->free(unused); });
   }
 
+  Memory pinned(size_t bytes) {
+    const OnDevice here(*cuda_, number_);
+    void* memory = nullptr;
+    cuda_->check(cuda_->allocate_host(&memory, bytes ? bytes : 1, 0), "cudaHostAlloc");
+    return Memory(memory, [this](void* unused) { cuda_->free_host(unused); });
+  }
+
   // What the stream is given next comes this much later.
   void delay(std::chrono::microseconds time) {
     auto* const how_long = new std::chrono::microseconds(time);

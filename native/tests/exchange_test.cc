@@ -14,11 +14,11 @@ using test::size;
 using test::value;
 using test::with_engine;
 
-// Rank r sends (r + to + extra) rows to each rank.
+// Rank r sends (r + 2 * to + extra) rows to each rank: not as many as it gets.
 void alltoall_of_different_rows() {
   with_engine([](Engine& engine) {
     for (const int64_t extra : {0, 3, 70000}) {
-      const auto rows = [&](int from, int to) { return from + to + extra; };
+      const auto rows = [&](int from, int to) { return from + 2 * to + extra; };
       const auto start = [&](int from, int to) {
         int64_t start = 0;
         for (int r = 0; r < to; ++r) start += rows(from, r);

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from hvd_keras.launch import status
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -145,3 +146,12 @@ def test_gpu(
     assert job.output.count(name) == size, job.output
     if which == "without":
         assert job.output.count("since rank 0 has no NCCL") == 1, job.output
+
+
+def test_a_script_whose_gpu_is_stuck_ends(binaries: pathlib.Path, stand_in: dict[str, str]) -> None:
+    command = [str(binaries / "gpu_test"), "gpu", "stuck"]
+    job = ranks.mpirun(2, *command, timeout=60, env={**stand_in, "HVD_TIMEOUT_SECONDS": "1"})
+    assert job.status == status.WAITED_IN_VAIN, job.output
+    assert "the GPU waits for work that will never be done" in job.output
+    assert "allreduce 'stuck' on the GPU of rank" in job.output
+    assert "went on" not in job.output
