@@ -270,7 +270,6 @@ class Call {
     in_.push_back(device->allocate(bytes));
     out_.push_back(device->allocate(bytes * size));
     pinned_in_.push_back(device->pinned(bytes));
-    if (bytes > 0) std::memcpy(pinned_in_.back().get(), inputs_.back().data(), bytes);
   }
 
   // All but splits. The inputs arrive late, and the results are fetched in the same stream.
@@ -283,6 +282,8 @@ class Call {
       if (is_splits(request.kind, i)) continue;
       Input& input = request.inputs[i];
       input.data = in_[i].get();
+      if (!inputs_[i].empty())
+        std::memcpy(pinned_in_[i].get(), inputs_[i].data(), inputs_[i].size());
       device->copy(in_[i].get(), pinned_in_[i].get(), input.bytes());
       if (request.outputs.empty()) continue;
       void* const host = request.outputs[i];
