@@ -286,6 +286,8 @@ class Host:
         """End the host at once: its connections stay open at the other ends, without an answer."""
         self.unplug()
         self._end()
+        with contextlib.suppress(RuntimeError):  # the kernel has removed it with the other end
+            self._port_do("ip", "link", "delete", self._port)
 
     def boot(self) -> None:
         """Start the host again after `crash`."""
