@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from hvd_keras.launch.remote import JOB, TMPDIR
+from hvd_keras.launch.remote import JOB
 
 
 def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -23,7 +23,7 @@ def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[
     # mpirun has quoted its words for the user's shell on the other host, which is $SHELL there.
     prepare = (
         f'd=${{TMPDIR:-/tmp}}/hvdrun-{job}; mkdir -p -m 700 "$d"; '
-        f'exec env {JOB}={job} {TMPDIR}="$TMPDIR" TMPDIR="$d" "$SHELL" -c "$0"'
+        f'exec env {JOB}={job} TMPDIR="$d" "$SHELL" -c "$0"'
     )
     text = f"exec sh -c {shlex.quote(prepare)} {shlex.quote(' '.join(words))}"
     return [*ssh, *arguments[:options], host, text]

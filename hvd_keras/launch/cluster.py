@@ -114,10 +114,7 @@ def plan(
         program=PROGRAM,
         remote=Remote(placement.hosts, agent, machines, network),
     )
-    settings = variables | request.engine.settings(directory)
-    # Ranks on this host have what the agent gives to those on others.
-    settings |= {remote.TMPDIR: os.environ.get("TMPDIR", ""), "TMPDIR": str(directory)}
-    return Plan(settings, command, files)
+    return Plan(variables | request.engine.settings(directory), command, files)
 
 
 def run(request: Request, placement: Placement, signals: Signals, *, first: bool) -> Verdict:

@@ -44,9 +44,6 @@ SECRET = "HVDRUN_SECRET"
 ADDRESSES = "HVDRUN_ADDRESSES"
 JOB = "HVDRUN_JOB"
 
-# What TMPDIR was before the job's daemons got one of their own on this host (see `ssh.agent`).
-TMPDIR = "HVDRUN_TMPDIR"
-
 # Seconds to reach hvdrun: of one try, and of all of them.
 CONNECT_TIMEOUT = 5.0
 REACH_TIMEOUT = 30.0
@@ -77,6 +74,19 @@ def connect(addresses: str) -> socket.socket:
         f"hvdrun: {socket.gethostname()} cannot reach hvdrun: {told}; expected that a firewall "
         "lets the job's hosts connect to each other"
     )
+
+
+def temporary_folder() -> Path:
+    """The job's own folder for temporary files on this host: gone with the job, however it ends.
+
+    Killed processes cannot remove their files. mpirun's agent may have made it, see `agent.py`.
+    """
+    name = f"hvdrun-{os.environ[JOB]}"
+    folder = Path(tempfile.gettempdir())
+    if folder.name != name:
+        folder = folder / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 class Worker:
@@ -214,11 +224,8 @@ class Worker:
         folders: list[str],
         statistics: bool,
     ) -> None:
-        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, TMPDIR)}
-        if TMPDIR in os.environ:
-            own.pop("TMPDIR", None)
-            if os.environ[TMPDIR]:
-                own["TMPDIR"] = os.environ[TMPDIR]
+        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES)}
+        own["TMPDIR"] = tempfile.tempdir = str(temporary_folder())
         own |= environment
         if statistics:
             self._statistics = Path(tempfile.mkdtemp(prefix="hvdrun-"))
@@ -345,13 +352,12 @@ class Worker:
         self._outputs.clear()
         status = self._failure if self._child is None else self._child.returncode
         assert status is not None
-        if self._hvdrun_gone and JOB in os.environ:
+        if self._hvdrun_gone:
             # mpirun's daemon would wait for what does not come, and nobody else can reach it. When
             # it dies it kills us, so another process ends it.
             command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
             environment = {k: v for k, v in os.environ.items() if k != JOB}
-            if TMPDIR in environment:
-                environment["TMPDIR"] = environment[TMPDIR] or "/tmp"
+            environment["TMPDIR"] = str(temporary_folder().parent)
             subprocess.Popen(command, env=environment, start_new_session=True)
         if not self._hvdrun_gone:
             report = {"status": status, "stopped": self._stopped}

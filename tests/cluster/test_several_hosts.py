@@ -56,6 +56,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         )
     assert done.returncode == 0, done.stderr
     clean(hosts)
+    number = re.search(r"^HVDRUN_JOB=(\w+)$", done.stderr, re.MULTILINE)[1]
     cores = int(re.search(r"\[0\] (\d+) ", done.stdout)[1])
     for rank, name in enumerate(("server2", "server3", "server3")):
         lines = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
@@ -64,7 +65,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         temporary = hosts[int(name[-1]) - 1].temporary
         assert lines == [
             f"[{rank}] {name} {arguments!a} {given}",
-            f"[{rank}] {threads} $(mine) {temporary} {tmp_path}",
+            f"[{rank}] {threads} $(mine) {temporary}/hvdrun-{number} {tmp_path}",
             f"[{rank}] {'x' * 300_000}",
         ]
         copy = (tmp_path / f"out/rank-{rank}.txt").read_text()
@@ -187,3 +188,65 @@ def test_nothing_runs_on_when_hvdrun_is_killed(hosts: Hosts, tmp_path: Path) -> 
         wait_until(lambda: not any(host.processes() for host in hosts), "the end of all ranks")
         wait_until(lambda: not any(host.leftovers() for host in hosts[1:]), "the end of all files")
         hosts[0].clear()  # hvdrun's own files: nobody is left who could remove them
+
+
+RUN = """
+import hvd_keras
+
+def train(rate):
+    import socket
+    import hvd_keras as hvd
+    hvd.init()
+    total = hvd.allreduce([rate * (hvd.rank() + 1)], op=hvd.Sum)
+    return socket.gethostname(), hvd.local_rank(), float(total[0])
+
+if __name__ == "__main__":
+    print(hvd_keras.run(train, (0.5,), hosts="server2:1,server3:2"))
+"""
+
+
+@pytest.mark.slow
+def test_a_function_on_several_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "call.py").write_text(RUN)
+    command = [sys.executable, "call.py"]
+    done = hosts[0].run(command, cwd=tmp_path, timeout=300, env=cluster.environment())
+    clean(hosts)
+    results = [("server2", 0, 3.0), ("server3", 0, 3.0), ("server3", 1, 3.0)]
+    assert (done.stdout, done.returncode) == (f"{results}\n", 0), done.stderr
+
+
+TRAIN = """
+import keras, numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
+model.compile(optimizer=optimizer, loss="mse")
+x = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
+checkpoint = hvd.callbacks.Checkpoint("checkpoints")
+data = hvd.data.shard((x, x.sum(1)), batch_size=8, start_epoch=checkpoint.initial_epoch)
+broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+model.fit(data, epochs=2, verbose=0, callbacks=[broadcast, checkpoint])
+print("trained by", hvd.size(), "on", hvd.cross_size(), "hosts")
+"""
+
+
+@pytest.mark.slow
+def test_the_readme_can_be_followed(hosts: Hosts, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.partition("## On several hosts\n")[2].partition("\n## ")[0]
+    commands = re.findall(r"^    (.*)", section, re.MULTILINE)
+    assert len(commands) == 3
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "hosts.txt").write_text("server1:2\nserver2:1\n")
+    here = str(Path(sys.executable).parent)
+    expected = ["all right", "trained by 3 on 2 hosts", "trained by 3 on 2 hosts"]
+    for command, words in zip(commands, expected, strict=True):
+        environment = cluster.environment()
+        environment["PATH"] = f"{here}:{environment['PATH']}"
+        shell = ["bash", "-c", command]
+        done = hosts[0].run(shell, cwd=tmp_path, timeout=300, env=environment)
+        clean(hosts)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout
