@@ -11,7 +11,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from hvd_keras.launch.remote import JOB
+# The daemons' own mark; ranks get theirs from mpirun.
+DAEMON = "HVDRUN_DAEMON_OF"
 
 
 def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -23,7 +24,7 @@ def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[
     # mpirun has quoted its words for the user's shell on the other host, which is $SHELL there.
     prepare = (
         f'd=${{TMPDIR:-/tmp}}/hvdrun-{job}; mkdir -p -m 700 "$d"; '
-        f'exec env {JOB}={job} TMPDIR="$d" "$SHELL" -c "$0"'
+        f'exec env {DAEMON}={job} TMPDIR="$d" "$SHELL" -c "$0"'
     )
     text = f"exec sh -c {shlex.quote(prepare)} {shlex.quote(' '.join(words))}"
     return [*ssh, *arguments[:options], host, text]

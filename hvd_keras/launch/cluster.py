@@ -166,9 +166,13 @@ def run(request: Request, placement: Placement, signals: Signals, *, first: bool
             return _clean(running, network, placement, request.ssh, job)
 
         try:
+            mpirun_environment = os.environ | planned.settings
+            if isinstance(engine, Mpirun) and engine.kind != "Open MPI":
+                # hydra would put it before the one that the agent has set on each host.
+                mpirun_environment.pop("TMPDIR", None)
             return Job(
                 planned.command,
-                os.environ | planned.settings,
+                mpirun_environment,
                 ranks=network,
                 loop=loop,
                 output=output,

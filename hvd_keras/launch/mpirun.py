@@ -78,10 +78,10 @@ class Mpirun:
         """
         command = [self.path, "-n", str(size)]
         if self.kind != "Open MPI":
-            # hydra does not count cores and does not bind. Here it passes its whole environment on.
-            if remote is not None:
-                command += [*self._hydra_hosts(remote), "-genvlist", ",".join(variables)]
-            return [*command, *extra, *program]
+            # hydra passes its whole environment on, counts no cores and does not bind. (Told by
+            # -genvlist what to pass on to other hosts, it loses a variable now and then.)
+            hosts = [] if remote is None else self._hydra_hosts(remote)
+            return [*command, *hosts, *extra, *program]
         # Hardware threads count as cores, as in the affinity mask that hvdrun checks against.
         choices = {"--bind-to": "none"}
         # On several hosts the slots are the user's wish or were counted by hvdrun.

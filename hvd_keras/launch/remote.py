@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from hvd_keras.launch import sweep
+from hvd_keras.launch.agent import DAEMON
 from hvd_keras.launch.channel import (
     PIECE,
     SILENCE,
@@ -224,7 +225,7 @@ class Worker:
         folders: list[str],
         statistics: bool,
     ) -> None:
-        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES)}
+        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
         own["TMPDIR"] = tempfile.tempdir = str(temporary_folder())
         own |= environment
         if statistics:
@@ -356,7 +357,7 @@ class Worker:
             # mpirun's daemon would wait for what does not come, and nobody else can reach it. When
             # it dies it kills us, so another process ends it.
             command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
-            environment = {k: v for k, v in os.environ.items() if k != JOB}
+            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
             environment["TMPDIR"] = str(temporary_folder().parent)
             subprocess.Popen(command, env=environment, start_new_session=True)
         if not self._hvdrun_gone:

@@ -1,7 +1,7 @@
 """Run on a host after a job, by its text: ends and removes what is left. Standard library only.
 
 Arguments: seconds between the request to end and the kill, and the jobs' numbers. What belongs to a
-job has its number in the environment.
+job has its number in the environment, the daemons under a name of their own (see `agent.py`).
 """
 
 import os
@@ -20,7 +20,7 @@ STEP = 0.05
 
 def processes(job: str) -> "list[int]":
     """The job's processes of this user, without this one and those that have ended."""
-    mark = f"HVDRUN_JOB={job}".encode()
+    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF")}
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
@@ -30,7 +30,7 @@ def processes(job: str) -> "list[int]":
                 environment = file.read().split(b"\0")
         except OSError:  # it is gone, or another user's
             continue
-        if mark in environment:
+        if marks & set(environment):
             found.append(int(entry))
     return found
 
@@ -75,7 +75,7 @@ def sweep(job: str, grace: float) -> None:
     for path in end(job, grace):
         if os.path.exists(path) and os.stat(path).st_uid == os.getuid():
             os.unlink(path)
-    for folder in (tempfile.gettempdir(), "/dev/shm"):
+    for folder in {tempfile.gettempdir(), "/tmp", "/dev/shm"}:
         path = os.path.join(folder, f"hvdrun-{job}")
         if os.path.isdir(path):
             shutil.rmtree(path, ignore_errors=True)

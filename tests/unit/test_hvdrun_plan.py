@@ -36,10 +36,9 @@ COMMANDS = {
     + KEEPALIVE.format("prtemca", "prte_if_include")
     + EXPORT,
     "MPICH": "-hosts server1:2,server2:1 -launcher ssh -launcher-exec JOB_DIRECTORY/ssh "
-    "-iface eth7 -genvlist HVDRUN_JOB,HVDRUN_ADDRESSES,HVDRUN_SECRET ",
+    "-iface eth7 ",
     "Intel MPI": "-machinefile JOB_DIRECTORY/machines -bootstrap ssh "
-    "-bootstrap-exec JOB_DIRECTORY/ssh -iface eth7 "
-    "-genvlist HVDRUN_JOB,HVDRUN_ADDRESSES,HVDRUN_SECRET ",
+    "-bootstrap-exec JOB_DIRECTORY/ssh -iface eth7 ",
 }
 
 
