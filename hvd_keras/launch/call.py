@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from hvd_keras.launch import UsageError, hosts
+from hvd_keras.launch import UsageError, cluster, hosts, slurm
 from hvd_keras.launch.channel import Channel, ProtocolError, new_secret, watch_liveness
 from hvd_keras.launch.remote import connect
 from hvd_keras.launch.worker import find_rank
@@ -93,12 +93,11 @@ def _addresses(wanted: str | None) -> list[str]:
     """Where the ranks can reach us: on this host only, or on the ways to the others."""
     try:
         names = [] if wanted is None else [host.name for host in hosts.parse(wanted)]
-        far = {hosts.address_towards(name) for name in names if not hosts.is_here(name)}
+        if wanted is None and slurm.find(os.environ) is not None:
+            names = [cluster.slurm_node()]
+        return cluster.addresses_towards(names) or ["127.0.0.1"]
     except UsageError as error:
         raise ValueError(f"hvd_keras.run: {error}") from error
-    except OSError as error:
-        raise ValueError(f"hvd_keras.run: no way to one of {wanted!r}: {error}") from error
-    return sorted(far) or ["127.0.0.1"]
 
 
 def _follow(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

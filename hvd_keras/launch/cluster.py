@@ -163,7 +163,7 @@ def run(request: Request, placement: Placement, signals: Signals, *, first: bool
         network.open(loop, output, start)
 
         def clean(running: Job) -> Collection[str]:
-            return _clean(running, network, placement, request.ssh, job)
+            return _clean(running, network, placement, request, job)
 
         try:
             mpirun_environment = os.environ | planned.settings
@@ -189,7 +189,7 @@ def run(request: Request, placement: Placement, signals: Signals, *, first: bool
 
 
 def _clean(
-    running: Job, network: Network, placement: Placement, ssh: Ssh, job: str
+    running: Job, network: Network, placement: Placement, request: Request, job: str
 ) -> Collection[str]:
     """Hear the workers' last words, and leave nothing on any host; returns the lost hosts."""
     limit = time.monotonic() + GRACE
@@ -197,14 +197,35 @@ def _clean(
         running.turn(0.1)
     lost = network.silent_hosts()
     grace = 0.0 if running.hurry else SWEEP_GRACE
-    names = [host.name for host in placement.hosts or ()]
-    return lost | sweep_hosts([name for name in names if name not in lost], ssh, [job], grace)
+    if isinstance(request.engine, Srun):
+        _sweep_allocation(request.engine, job, grace)
+        return lost
+    names = [host.name for host in placement.hosts or () if host.name not in lost]
+    return lost | sweep_hosts(names, request.ssh, [job], grace)
+
+
+def _sweep_command(jobs: Sequence[str], grace: float) -> tuple[list[str], str]:
+    """The command that ends and removes what jobs have left on a host, and its input."""
+    command = [sys.executable, "-I", "-S", "-", str(grace), *jobs]
+    return command, Path(sweep.__file__).read_text()
+
+
+def _sweep_allocation(srun: Srun, job: str, grace: float) -> None:
+    program, text = _sweep_command([job], grace)
+    command = srun.once_on_each_node(os.environ.get("SLURM_JOB_NUM_NODES", ""), program)
+    limit = grace + sweep.GONE + GRACE
+    try:
+        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=limit)
+        problem = "" if done.returncode == 0 else done.stderr.strip()
+    except subprocess.TimeoutExpired:
+        problem = f"srun did not end within {limit:.0f} s"
+    if problem:
+        print(f"hvdrun: cannot look at all nodes afterwards: {problem}", file=sys.stderr)
 
 
 def sweep_hosts(names: Iterable[str], ssh: Ssh, jobs: Sequence[str], grace: float) -> set[str]:
     """End and remove what jobs have left on these hosts; returns those that cannot be reached."""
-    text = Path(sweep.__file__).read_text()
-    command = [sys.executable, "-I", "-S", "-", str(grace), *jobs]
+    command, text = _sweep_command(jobs, grace)
     running = {name: ssh.start(None if hosts.is_here(name) else name, command) for name in names}
     lost = set()
     limit = time.monotonic() + grace + sweep.GONE + GRACE
@@ -228,15 +249,20 @@ def _own_addresses(request: Request, placement: Placement) -> list[str]:
     interface = request.options.network_interface
     if interface is not None:
         return [str(_interface(interface).ip)]
-    names = [host.name for host in placement.hosts or ()] or [_slurm_node()]
+    names = [host.name for host in placement.hosts or ()] or [slurm_node()]
+    return addresses_towards(names) or [hosts.address_towards(socket.gethostname())]
+
+
+def addresses_towards(names: Sequence[str]) -> list[str]:
+    """Our addresses on the ways to those of these hosts that are others. Raises UsageError."""
     try:
-        addresses = {hosts.address_towards(name) for name in names if not hosts.is_here(name)}
+        return sorted({hosts.address_towards(name) for name in names if not hosts.is_here(name)})
     except OSError as error:
         raise UsageError(f"no way to one of {', '.join(names)}: {error}") from error
-    return sorted(addresses) or [hosts.address_towards(socket.gethostname())]
 
 
-def _slurm_node() -> str:
+def slurm_node() -> str:
+    """The last node of the allocation: another one than ours, if there are several."""
     done = subprocess.run(
         ["scontrol", "show", "hostnames"], capture_output=True, text=True, timeout=GRACE, check=True
     )

@@ -19,6 +19,9 @@ PARTIAL_LINE_DELAY = 0.1
 # Bytes of a rank's last errors that are kept, to tell at the end why it failed.
 TAIL_LIMIT = 1 << 16
 
+# Lines of an exception's message that are repeated at most.
+MESSAGE_LINES = 20
+
 # Bytes of an unfinished line that are kept at most; bounds the memory for output without line ends.
 PARTIAL_LINE_LIMIT = 1 << 20
 
@@ -220,16 +223,20 @@ class Output:
         self._err.write(start + f"hvdrun: {text}\n".encode())
         self._err.terminal.unfinished = None
 
-    def traceback(self, rank: int) -> str:
-        """The last traceback that a rank has written to stderr, if any."""
+    def traceback(self, rank: int) -> tuple[str, str]:
+        """The last traceback that a rank has written to stderr, if any, and its message alone."""
         stream = self._streams.get((rank, "err"))
         if stream is None:
-            return ""
+            return "", ""
         _, found, text = stream.tail.rpartition(b"Traceback (most recent call last):\n")
         if not found:
-            return ""
+            return "", ""
         lines = text.decode(errors="replace").splitlines()
         body = 0
         while body < len(lines) and lines[body].startswith(" "):
             body += 1
-        return "\n".join(["Traceback (most recent call last):", *lines[: body + 1]])
+        message = lines[body:]
+        if len(message) > MESSAGE_LINES:  # TensorFlow puts where a graph's node was made before why
+            message = [message[0], "…", *message[2 - MESSAGE_LINES :]]
+        whole = ["Traceback (most recent call last):", *lines[:body], *message]
+        return "\n".join(whole), "\n".join(message)

@@ -53,7 +53,7 @@ def look(hosts: Sequence[Host], ssh: Ssh, directory: str, program: str) -> Look:
         answers = [line for line in out.splitlines() if line.startswith(probe.MARK)]
         if answers:
             facts[name] = json.loads(answers[-1].removeprefix(probe.MARK))
-            if problem := _difference(facts[name], own, directory, program):
+            if problem := difference(facts[name], own, directory, program):
                 problems[name] = problem
         else:
             problems[name] = _failure(process.returncode, err)
@@ -73,9 +73,10 @@ def _failure(status: int, err: str) -> str:
     return f"cannot run {sys.executable}: exit status {status}: {last}"
 
 
-def _difference(
+def difference(
     theirs: Mapping[str, Any], own: Mapping[str, Any], directory: str, program: str
 ) -> str | None:
+    """What makes a host with these facts unfit for a job that starts here."""
     for what, name in (
         ("python", "Python"),
         ("hvd_keras", "hvd_keras"),

@@ -43,6 +43,11 @@ class Srun:
             words.append("--overcommit")
         return [*words, *extra, *program]
 
+    def once_on_each_node(self, nodes: str, program: Sequence[str]) -> list[str]:
+        """The command line that runs a program once on each node of the allocation."""
+        places = ["-N", nodes] if nodes else []
+        return [self.path, *places, "--ntasks-per-node=1", "--overlap", "--mpi=none", *program]
+
 
 def find(environment: Mapping[str, str]) -> Srun | None:
     """srun, if this is an allocation."""

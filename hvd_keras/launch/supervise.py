@@ -284,10 +284,12 @@ class Job:
         cause, *others = [*verdict.lines] or [""]
         if cause:
             self._output.say(cause)
-        if verdict.culprit is not None and (text := self._output.traceback(verdict.culprit)):
+        texts = [
+            "" if verdict.culprit is None else self._output.traceback(verdict.culprit)[0],
+            "" if verdict.waiting is None else self._output.traceback(verdict.waiting)[1],
+        ]
+        for text in filter(None, texts):
             self._output.write_raw(text.encode() + b"\n")
-        if verdict.waiting is not None and (text := self._output.traceback(verdict.waiting)):
-            self._output.write_raw(text.splitlines()[-1].encode() + b"\n")
         for line in others:
             self._output.say(line)
         return verdict

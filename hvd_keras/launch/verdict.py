@@ -6,7 +6,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvd_keras.launch.status import DESERTED, FOLLOWERS, WAITED_IN_VAIN
+from hvd_keras.launch.status import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
 
 
 @dataclass
@@ -58,8 +58,14 @@ def first_failure(reports: dict[int, Report]) -> int | None:
     Ranks that mpirun ended because of it have been asked to end, or have left no report of an end;
     those that waited for it say so by their status.
     """
-    killed = [rank for rank, report in reports.items() if report.status is None and report.gone]
-    failed = [rank for rank in _failed(reports) if reports[rank].status not in FOLLOWERS] + killed
+    failed = [rank for rank in _failed(reports) if reports[rank].status not in FOLLOWERS]
+    # One that was killed without a word came first, or mpirun did it because of another's end.
+    first_end = min((reports[rank].time for rank in _ended(reports)), default=float("inf"))
+    failed += [
+        rank
+        for rank, report in reports.items()
+        if report.status is None and report.gone and report.time < first_end
+    ]
     return min(failed, key=lambda rank: reports[rank].time, default=None)
 
 
@@ -70,6 +76,12 @@ def has_failed(reports: dict[int, Report]) -> bool:
 
 def _failed(reports: dict[int, Report]) -> list[int]:
     return [rank for rank, report in reports.items() if report.status and not report.stopped]
+
+
+def _ended(reports: dict[int, Report]) -> list[int]:
+    return [
+        rank for rank, report in reports.items() if report.status is not None and not report.stopped
+    ]
 
 
 def _ended_early(reports: dict[int, Report]) -> list[int]:
@@ -114,6 +126,9 @@ def judge(
     if waited := [rank for rank in _failed(reports) if reports[rank].status == WAITED_IN_VAIN]:
         cause = f"{_names(waited)} waited for another rank in vain; the error above names it"
         return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
+    if lost := [rank for rank in _failed(reports) if reports[rank].status == MPI_LOST]:
+        cause = f"{_names(lost)} lost the connection to another rank"
+        return Verdict(MPI_LOST, [cause, *others], False)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
     return Verdict(_shell_status(mpirun_status) or 1, [cause, *others], False)
 
@@ -141,6 +156,8 @@ def _describe_status(status: int) -> str:
         return f"waited for another rank in vain (exit status {status})"
     if status == DESERTED:
         return f"was left by another rank (exit status {status})"
+    if status == MPI_LOST:
+        return f"lost the connection to another rank (exit status {status})"
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -63,7 +63,7 @@ def killed(words: str, number: int = signal.SIGKILL) -> Callable[[Running], None
 
 FIRST = "hvdrun: rank 1 on server2 failed first: "
 LOST = "hvdrun: lost server2 with rank 1: the network or the host failed$"
-VAIN = r"waited for another rank in vain.*\n(.*\n)?.*rank 1 \(on server2\) has not submitted"
+VAIN = r"waited for another rank in vain.*\n(.*\n)*.*rank 1 \(on server2\) has not submitted"
 ROWS = {
     "SIGKILL": Row(FIRST + "killed by SIGKILL$", killed("restarting.py")),
     "worker killed": Row(FIRST + "killed before it could report", killed("launch.remote")),

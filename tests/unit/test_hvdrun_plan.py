@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hvd_keras.launch import UsageError, hosts
+from hvd_keras.launch import UsageError, hosts, preflight, probe
 from hvd_keras.launch.hosts import Host
 
 VERSIONS = {
@@ -133,6 +133,25 @@ def test_a_hostfile() -> None:
     ]
     with pytest.raises(UsageError, match="x has the line 'a b'; expected server1"):
         hosts.parse_lines("a b", "x")
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "words"),
+    [
+        ("python", "3.9.0", "has Python 3.9.0; expected {}, as here"),
+        ("hvd_keras", None, "has no hvd_keras; expected {}, as here"),
+        ("tensorflow", "2.20.0", "has TensorFlow 2.20.0; expected {}, as here"),
+        ("place", "/else/__init__.py", "has hvd_keras in /else/__init__.py; expected {}, as here"),
+        ("directory", False, "has no folder /tmp; expected the folder in which hvdrun was started"),
+        ("program", False, "has no program /bin/sh; expected it at the same place on all hosts"),
+    ],
+)
+def test_a_host_that_differs_is_refused(fact: str, value: object, words: str) -> None:
+    own = probe.look("/tmp", "/bin/sh")
+    assert own[fact], "the probe finds nothing here"
+    assert preflight.difference(own, own, "/tmp", "/bin/sh") is None
+    told = preflight.difference(own | {fact: value}, own, "/tmp", "/bin/sh")
+    assert told == words.format(own[fact])
 
 
 def test_ranks_fill_the_first_hosts_first() -> None:
