@@ -49,8 +49,8 @@ JOB = "HVDRUN_JOB"
 CONNECT_TIMEOUT = 5.0
 REACH_TIMEOUT = 30.0
 
-# Seconds between two looks whether hvdrun's host still lives.
-CHECK = 1.0
+# Seconds between two looks whether hvdrun's host and mpirun's daemon still live.
+CHECK = 0.5
 
 # Bytes that may wait for a slow connection before the command's output is left to wait, too.
 BACKLOG = 1 << 18
@@ -116,7 +116,6 @@ class Worker:
         connection.setblocking(False)
         watch_liveness(connection)
         self._watch_signals()
-        self._watch_parent()
         self._selector.register(connection, selectors.EVENT_READ, self._take_messages)
         said_hello = False
         while self._failure is None and (self._child is None or self._child.poll() is None):
@@ -146,21 +145,6 @@ class Worker:
 
         self._selector.register(reader, selectors.EVENT_READ, take)
 
-    def _watch_parent(self) -> None:
-        try:
-            parent = os.pidfd_open(self._parent)
-        except OSError:  # it is gone already
-            self._stop("daemon")
-            return
-
-        def take() -> None:
-            self._selector.unregister(parent)
-            self._stop("daemon")
-
-        self._selector.register(parent, selectors.EVENT_READ, take)
-        if os.getppid() != self._parent:
-            self._stop("daemon")
-
     def _turn(self, patience: float = CHECK) -> None:
         """Send, wait for events and handle them."""
         if not self._hvdrun_gone:
@@ -177,6 +161,8 @@ class Worker:
                 key.data()
         if not self._hvdrun_gone and silence(self._connection) > SILENCE:
             self._lose_hvdrun()
+        if os.getppid() != self._parent and not self._stopped:
+            self._stop("daemon")
         if time.monotonic() >= self._kill_time and self._child is not None:
             self._signal(signal.SIGKILL)
             self._kill_time = float("inf")

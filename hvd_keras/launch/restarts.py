@@ -38,7 +38,7 @@ def run(request: Request, start: Run, signals: Signals) -> Verdict:
         if placement is not None and placement.hosts is not None:
             where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
         ranks = placement.size if placement is not None else size
-        _say(f"restart {number} of {request.max_restarts}: {ranks} ranks{where}")
+        _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         verdict = start(placement, signals, False)
     return verdict
 

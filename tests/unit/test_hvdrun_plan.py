@@ -219,4 +219,4 @@ def test_restarts_on_this_host(hvdrun) -> None:
         for path in (hvdrun.folder / "starts").iterdir():
             path.unlink()
     said = [line for line in done.stderr.splitlines() if "restart" in line]
-    assert said == [f"hvdrun: restart {n} of 5: 1 ranks" for n in (1, 2)]
+    assert said == [f"hvdrun: restart {n} of 5: 1 rank" for n in (1, 2)]
