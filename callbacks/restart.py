@@ -40,8 +40,10 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     On another number of ranks: what was equal on all ranks is restored; dropout's generators derive
     from rank 0's, as after ``BroadcastGlobalVariablesCallback``; moving statistics become their
-    mean; and an epoch begun starts over, for its batches are others. Variables of layers that
-    belong to one rank cannot be divided anew and are refused.
+    mean; the learning rate is that of the checkpoint, times what the script's own rate has changed
+    by (so scale it by ``hvd.size()`` or not, as ever); and of an epoch begun the rows that all
+    ranks had seen together are left out, to less than one step, if a rank's batch has as many rows
+    as before. Variables of layers that belong to one rank cannot be divided anew and are refused.
 
     Not saved: the Python state of other callbacks (``EarlyStopping``'s patience and best value), so
     they start afresh; metrics, so that those of an interrupted epoch are of its remaining batches;
@@ -99,6 +101,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._skipping: _Skipping | None = None
         self._epoch = 0
         self._batches = 0  # done in this epoch
+        self._rate: float | None = None  # of the script, before it is restored
 
     @property
     def initial_epoch(self) -> int:
@@ -115,6 +118,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self._stop_skipping()  # should an earlier fit have broken off in it
         found = self._find()
         self._found = None
+        self._rate = _rate(self.model.optimizer)
         if found is not None:
             self._restore(found)
 
@@ -239,15 +243,28 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             variables.set_random_state(found.facts["random"][runtime.rank()])
         self.model._initial_epoch = found.facts["epoch"]
         variables.mark_restored(self.model, True)
-        if found.facts["batch"] and same_ranks:
-            self._skipping = _Skipping(self.model, own, found.facts["batch"])
-        elif found.facts["batch"] and runtime.rank() == 0:
+        if not same_ranks and self._rate and found.facts.get("rate"):
+            # As much warmed up, decayed or reduced as it was.
+            saved = float(self.model.optimizer.learning_rate)
+            self.model.optimizer.learning_rate = saved * self._rate / found.facts["rate"]
+        batches = self._batches_seen(found)
+        if batches:
+            self._skipping = _Skipping(self.model, own, batches)
+
+    def _batches_seen(self, found: "_Found") -> int:
+        """How many of this epoch's batches are to be left out."""
+        then, now, batch = found.facts["ranks"], runtime.size(), found.facts["batch"]
+        calls = self.model.steps_per_execution
+        batches = batch if then == now else batch * then // now // calls * calls
+        again = batch * then - batches * now
+        if again and runtime.rank() == 0:
             warnings.warn(
-                f"Checkpoint: {found.path} was written by {found.facts['ranks']} ranks after batch "
-                f"{found.facts['batch']} of epoch {found.facts['epoch']}, and now there are "
-                f"{runtime.size()}: the epoch starts over.",
+                f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
+                f"epoch {found.facts['epoch']}, and now there are {now}: after {batches} of their "
+                f"batches, the rows of {again} batch{'es' * (again > 1)} come again.",
                 stacklevel=3,
             )
+        return int(batches)
 
     def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
         differences = _differences(found.stored, own)
@@ -281,6 +298,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             "epoch": epoch,
             "batch": batch,
             "ranks": runtime.size(),
+            "rate": self._rate,
             "random": agree.gather_json("checkpoint random state", variables.random_state()),
         }
         path = checkpoint.path_of(self.directory, epoch, batch)
@@ -341,6 +359,12 @@ class _Skipping:
     def stop(self) -> None:
         """From now on, train."""
         self._model.train_function = self._train_function
+
+
+def _rate(optimizer: Any) -> float | None:
+    """The learning rate that the script has set; None if it is a schedule or a function."""
+    rate = optimizer.learning_rate
+    return float(rate) if isinstance(rate, keras.Variable) else None
 
 
 def _without_numbers(path: str) -> str:

@@ -42,10 +42,13 @@ def usable_cores() -> int:
     return max(1, int(min(len(os.sched_getaffinity(0)), cpu_quota())))
 
 
-def thread_settings(size: int, environment: Mapping[str, str]) -> dict[str, str]:
+def thread_settings(
+    size: int, environment: Mapping[str, str], cores: int | None = None
+) -> dict[str, str]:
     """Thread counts that share the cores among `size` ranks; what the user has set is left alone.
 
-    Without them each rank's TensorFlow starts as many threads as there are cores.
+    Without them each rank's TensorFlow starts as many threads as there are cores. `cores` are those
+    of another host (default: of this one).
     """
-    threads = str(max(1, usable_cores() // size))
+    threads = str(max(1, (cores or usable_cores()) // size))
     return {name: threads for name in THREAD_VARIABLES if name not in environment}

@@ -1,4 +1,4 @@
-"""Finds mpirun and speaks its dialects: Open MPI 4, Open MPI 5, MPICH."""
+"""Finds mpirun and speaks its dialects: Open MPI 4, Open MPI 5, MPICH, Intel MPI."""
 
 from __future__ import annotations
 
@@ -13,22 +13,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch import UsageError
+from hvd_keras.launch.hosts import Host
 
 # Seconds for `mpirun --version`; it takes milliseconds, on a slow network file system longer.
 VERSION_TIMEOUT = 60
 
 
 @dataclass(frozen=True)
+class Remote:
+    """What mpirun needs to know of a job on several hosts.
+
+    `agent` is the script to call instead of ssh, `machines` a file for those who want the hosts in
+    one, and `network` names the interfaces or networks to use, if it is known.
+    """
+
+    hosts: Sequence[Host]
+    agent: Path
+    machines: Path
+    network: str | None
+
+
+@dataclass(frozen=True)
 class Mpirun:
-    """One installed mpirun. `major` is Open MPI's major version, None for MPICH."""
+    """One installed mpirun: "Open MPI" with its major version, "MPICH" or "Intel MPI"."""
 
     path: str
-    major: int | None
+    kind: str
+    major: int = 0
 
     def settings(self, directory: Path) -> dict[str, str]:
         """Environment settings for mpirun itself."""
         # Open MPI leaves files behind when it is killed; here they go with the job's own files.
-        if self.major is None:
+        if self.kind != "Open MPI":
             return {}
         if self.major < 5:
             return {"OMPI_MCA_orte_tmpdir_base": str(directory)}
@@ -38,6 +54,13 @@ class Mpirun:
             settings["OMPI_MCA_btl"] = "^ofi"
         return settings
 
+    def memory_settings(self, folder: str) -> dict[str, str]:
+        """Environment settings for ranks, that put their shared memory into a folder."""
+        if self.kind != "Open MPI":
+            return {}
+        component = "vader" if self.major < 5 else "sm"
+        return {f"OMPI_MCA_btl_{component}_backing_directory": folder}
+
     def command(
         self,
         size: int,
@@ -46,30 +69,70 @@ class Mpirun:
         variables: Iterable[str],
         extra: Sequence[str],
         program: Sequence[str],
+        remote: Remote | None = None,
     ) -> list[str]:
-        """The command line that starts `size` ranks of `program` on this host.
+        """The command line that starts `size` ranks of `program`, on this host or on others.
 
         `variables` name the environment variables that the ranks must get, `extra` are the user's
         own arguments for mpirun.
         """
         command = [self.path, "-n", str(size)]
-        if self.major is None:
-            # hydra passes its whole environment on, does not count cores and does not bind.
-            return [*command, *extra, *program]
+        if self.kind != "Open MPI":
+            # hydra passes its whole environment on, counts no cores and does not bind. (Told by
+            # -genvlist what to pass on to other hosts, it loses a variable now and then.)
+            hosts = [] if remote is None else self._hydra_hosts(remote)
+            return [*command, *hosts, *extra, *program]
         # Hardware threads count as cores, as in the affinity mask that hvdrun checks against.
         choices = {"--bind-to": "none"}
+        # On several hosts the slots are the user's wish or were counted by hvdrun.
+        oversubscribe = oversubscribe or remote is not None
         if self.major < 5:
             command += ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
         else:
-            choices["--map-by"] = ":HWTCPUS" + ":OVERSUBSCRIBE" * oversubscribe
+            policy = "slot" if remote is not None else ""
+            choices["--map-by"] = policy + ":HWTCPUS" + ":OVERSUBSCRIBE" * oversubscribe
         for option, value in choices.items():
             if option not in extra:  # mpirun refuses to get one twice
                 command += [option, value]
         if os.geteuid() == 0:
             command.append("--allow-run-as-root")
+        if remote is not None:
+            command += self._open_mpi_hosts(remote)
         for name in variables:
             command += ["-x", name]
         return [*command, *extra, *program]
+
+    def _open_mpi_hosts(self, remote: Remote) -> list[str]:
+        words = ["-H", ",".join(f"{host.name}:{host.slots}" for host in remote.hosts)]
+        option, ssh = ("--mca", "plm_rsh") if self.major < 5 else ("--prtemca", "plm_ssh")
+        parameters = {
+            f"{ssh}_agent": str(remote.agent),
+            f"{ssh}_no_tree_spawn": "1",  # the agent is on this host only
+            # Daemons of a host that is cut off end by themselves. Five seconds are survived.
+            "oob_tcp_keepalive_time": "4",
+            "oob_tcp_keepalive_intvl": "2",
+            "oob_tcp_keepalive_probes": "4",
+        }
+        if remote.network is not None:
+            parameters["oob_tcp_if_include" if self.major < 5 else "prte_if_include"] = (
+                remote.network
+            )
+        for name, value in parameters.items():
+            words += [option, name, value]
+        if remote.network is not None:
+            words += ["--mca", "btl_tcp_if_include", remote.network]
+        return words
+
+    def _hydra_hosts(self, remote: Remote) -> list[str]:
+        if self.kind == "MPICH":
+            hosts = ",".join(f"{host.name}:{host.slots}" for host in remote.hosts)
+            words = ["-hosts", hosts, "-launcher", "ssh", "-launcher-exec", str(remote.agent)]
+        else:
+            words = ["-machinefile", str(remote.machines)]
+            words += ["-bootstrap", "ssh", "-bootstrap-exec", str(remote.agent)]
+        if remote.network is not None and "/" not in remote.network:
+            words += ["-iface", remote.network]
+        return words
 
 
 def find_mpirun(requested: str | None) -> Mpirun:
@@ -79,7 +142,7 @@ def find_mpirun(requested: str | None) -> Mpirun:
         if path is None:
             raise UsageError(
                 f"--mpirun got {requested!r}, which is not an executable file; "
-                "expected the path of Open MPI's or MPICH's mpirun"
+                "expected the path of Open MPI's, MPICH's or Intel MPI's mpirun"
             )
         return _identify(path)
     candidates = (_path_of_build(), str(Path(sys.executable).with_name("mpirun")), "mpirun")
@@ -113,10 +176,13 @@ def _identify(path: str) -> Mpirun:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{path} --version does not run: {error}; give --mpirun PATH") from error
     if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.", text):
-        return Mpirun(path, int(match[1]))
+        return Mpirun(path, "Open MPI", int(match[1]))
+    if "Intel(R) MPI" in text:
+        return Mpirun(path, "Intel MPI")
     if "HYDRA" in text:
-        return Mpirun(path, None)
+        return Mpirun(path, "MPICH")
     got = text.strip().partition("\n")[0]
     raise UsageError(
-        f"{path} --version says {got!r}; expected Open MPI's or MPICH's mpirun; give --mpirun PATH"
+        f"{path} --version says {got!r}; expected Open MPI's, MPICH's or Intel MPI's mpirun; "
+        "give --mpirun PATH"
     )

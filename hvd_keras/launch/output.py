@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
 import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+from hvd_keras.launch import UsageError
 
 # Seconds that an unfinished line waits for its rest: short enough for a prompt or a progress bar.
 PARTIAL_LINE_DELAY = 0.1
+
+# Bytes of a rank's last errors that are kept, to tell at the end why it failed.
+TAIL_LIMIT = 1 << 16
+
+# Lines of an exception's message that are repeated at most.
+MESSAGE_LINES = 20
 
 # Bytes of an unfinished line that are kept at most; bounds the memory for output without line ends.
 PARTIAL_LINE_LIMIT = 1 << 20
@@ -47,20 +59,29 @@ class Stream:
     With an empty prefix the bytes pass unchanged. With a prefix each line begins with it; a line
     that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, and if another
     stream writes before its rest comes, it is broken there. Lines that begin as `hidden` says are
-    dropped.
+    dropped. A `copy` gets every byte, in whole lines.
     """
 
     def __init__(
-        self, destination: Destination, prefix: bytes, hidden: re.Pattern[bytes] | None = None
+        self,
+        destination: Destination,
+        prefix: bytes,
+        hidden: re.Pattern[bytes] | None = None,
+        copy: BinaryIO | None = None,
     ) -> None:
         self.destination = destination
+        self.copy = copy
+        self.tail = b""  # the last TAIL_LIMIT bytes
         self.prefix = prefix
         self.hidden = hidden
         self.due = float("inf")  # when the unfinished line must be shown, by time.monotonic()
         self._pending = b""
+        self._uncopied = b""
 
     def feed(self, data: bytes) -> None:
         """Take over new output and pass on the lines that are complete."""
+        self.tail = (self.tail + data)[-TAIL_LIMIT:]
+        self._copy_lines(data)
         lines, end, rest = (self._pending + data).rpartition(b"\n")
         self._pending = rest
         if end:
@@ -75,6 +96,20 @@ class Stream:
             self.flush()
         elif rest and self.due == float("inf"):
             self.due = time.monotonic() + PARTIAL_LINE_DELAY
+
+    def _copy_lines(self, data: bytes) -> None:
+        """Write what is complete to the copy, where two streams meet; at the end, all of it."""
+        if self.copy is not None:
+            self._uncopied += data
+            complete = self._uncopied.rpartition(b"\n")
+            whole = complete[0] + complete[1] if data else self._uncopied
+            self.copy.write(whole)
+            self._uncopied = self._uncopied[len(whole) :]
+
+    def finish(self) -> None:
+        """Nothing more will come."""
+        self.flush()
+        self._copy_lines(b"")
 
     def flush(self) -> None:
         """Pass on the unfinished line as well."""
@@ -92,3 +127,116 @@ class Stream:
                 start = self.prefix if unfinished is None else b"\n" + self.prefix
         # One call for all lines, so that no other process's output comes in between.
         self.destination.write(start + self.prefix.join(lines))
+
+
+def _same_file(first: int, second: int) -> bool:
+    try:
+        return os.path.sameopenfile(first, second)
+    except OSError:  # one of them is closed
+        return False
+
+
+class Output:
+    """All that hvdrun prints: the ranks' streams and its own words.
+
+    With a `directory`, each rank's output, both streams, goes to its file "rank-N.txt" there, too;
+    `append` keeps what is there already.
+    """
+
+    def __init__(
+        self,
+        prefix: bool,
+        hidden: re.Pattern[bytes] | None,
+        directory: str | None,
+        append: bool,
+    ) -> None:
+        out = Terminal()
+        self._out = Destination(1, out)
+        self._err = Destination(2, out if _same_file(1, 2) else Terminal())
+        self._prefix = prefix
+        self._hidden = hidden
+        self._directory = None if directory is None else Path(directory)
+        if self._directory is not None:
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(
+                    f"--output-dir got {directory!r}, which cannot be made: {error}"
+                ) from error
+        self._append = append
+        self._copies: dict[int, BinaryIO] = {}
+        self._streams: dict[tuple[int | None, str], Stream] = {}
+
+    def stream(self, rank: int, name: str) -> Stream:
+        """A rank's stream "out" or "err"."""
+        if (rank, name) not in self._streams:
+            prefix = f"[{rank}] ".encode() if self._prefix else b""
+            copy = None
+            if self._directory is not None:
+                if rank not in self._copies:
+                    path = self._directory / f"rank-{rank}.txt"
+                    if not self._append:
+                        path.unlink(missing_ok=True)
+                    self._copies[rank] = open(path, "ab", buffering=0)  # noqa: SIM115
+                copy = self._copies[rank]
+            to_err = name == "err"
+            self._streams[rank, name] = Stream(
+                self._err if to_err else self._out, prefix, self._hidden if to_err else None, copy
+            )
+        return self._streams[rank, name]
+
+    def mpirun_stream(self) -> Stream:
+        """Where mpirun's own messages are shown."""
+        return self._streams.setdefault((None, "err"), Stream(self._err, b"[mpirun] "))
+
+    @property
+    def error(self) -> OSError | None:
+        """What made it impossible to pass output on, if anything."""
+        return self._out.error or self._err.error
+
+    def due(self) -> Iterable[float]:
+        """When unfinished lines must be shown, by time.monotonic()."""
+        return [stream.due for stream in self._streams.values()]
+
+    def flush_due(self) -> None:
+        """Show the unfinished lines whose time has come."""
+        for stream in self._streams.values():
+            if stream.due <= time.monotonic():
+                stream.flush()
+
+    def finish(self) -> None:
+        """Show all that is unfinished, and close the copies."""
+        for stream in self._streams.values():
+            stream.finish()
+        for copy in self._copies.values():
+            with contextlib.suppress(OSError):  # a full disk has been reported by a write
+                copy.close()
+        self._copies.clear()
+
+    def write_raw(self, data: bytes) -> None:
+        """Write to stderr as it is."""
+        self._err.write(data)
+
+    def say(self, text: str) -> None:
+        """Say something in hvdrun's own name, on stderr."""
+        start = b"\n" if self._err.terminal.unfinished is not None else b""
+        self._err.write(start + f"hvdrun: {text}\n".encode())
+        self._err.terminal.unfinished = None
+
+    def traceback(self, rank: int) -> tuple[str, str]:
+        """The last traceback that a rank has written to stderr, if any, and its message alone."""
+        stream = self._streams.get((rank, "err"))
+        if stream is None:
+            return "", ""
+        _, found, text = stream.tail.rpartition(b"Traceback (most recent call last):\n")
+        if not found:
+            return "", ""
+        lines = text.decode(errors="replace").splitlines()
+        body = 0
+        while body < len(lines) and lines[body].startswith(" "):
+            body += 1
+        message = lines[body:]
+        if len(message) > MESSAGE_LINES:  # TensorFlow puts where a graph's node was made before why
+            message = [message[0], "…", *message[2 - MESSAGE_LINES :]]
+        whole = ["Traceback (most recent call last):", *lines[:body], *message]
+        return "\n".join(whole), "\n".join(message)

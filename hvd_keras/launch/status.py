@@ -6,4 +6,7 @@ DESERTED = 76
 WAITED_IN_VAIN = 75
 """Another rank did not come within the time allowed."""
 
-FOLLOWERS = frozenset({DESERTED, WAITED_IN_VAIN})
+MPI_LOST = 14
+"""Open MPI has lost its connection to another rank, and has ended this one."""
+
+FOLLOWERS = frozenset({DESERTED, WAITED_IN_VAIN, MPI_LOST})

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
-from hvd_keras.launch import UsageError, stdin, tensorflow_log
-from hvd_keras.launch.output import Destination, Stream, Terminal
-from hvd_keras.launch.verdict import Verdict, has_failed, judge, read_reports
-from hvd_keras.launch.worker import (
-    GRACE,
-    PR_SET_CHILD_SUBREAPER,
-    die_with_parent,
-    prctl,
-    stream_path,
-)
+from hvd_keras.launch import UsageError
+from hvd_keras.launch.loop import Loop
+from hvd_keras.launch.output import Output
+from hvd_keras.launch.verdict import Report, Verdict, has_failed, judge
+from hvd_keras.launch.worker import GRACE, PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
 
 # Seconds between two looks at the reports while the job runs.
 REPORT_CHECK = 1.0
+
+# Seconds that mpirun may take after the last rank is over, when it was asked to end.
+OVER_GRACE = 1.0
 
 # Bytes of mpirun's own text that are kept; its banners are far shorter.
 TEXT_LIMIT = 1 << 16
@@ -50,78 +48,122 @@ def job_directory() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def signals_as_bytes() -> Iterator[int]:
-    """Make signals readable: a descriptor from which each arrived signal's number can be read.
+class Signals:
+    """Signals to hvdrun as bytes: `reader` is a descriptor from which their numbers can be read.
 
-    A signal that is ignored stays so, as `nohup` and a shell's `&` want it.
+    A signal that is ignored stays so, as `nohup` and a shell's `&` want it. `stop` is the first one
+    that asked hvdrun to end, and `hurry` tells that the user does not want to wait.
     """
-    reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    old_descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
 
-    def note(number: int, frame: FrameType | None) -> None:
-        """Only the byte that the interpreter writes matters."""
+    def __init__(self) -> None:
+        self.stop: int | None = None
+        self.hurry = False
 
-    old_handlers = {
-        number: signal.signal(number, note)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD)
-        if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        yield reader
-    finally:
-        for number, handler in old_handlers.items():
+    def __enter__(self) -> Signals:
+        self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            """Only the byte that the interpreter writes matters."""
+
+        self._old_handlers = {
+            number: signal.signal(number, note)
+            for number in (*STOP_SIGNALS, signal.SIGCHLD)
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(old_descriptor)
-        os.close(reader)
-        os.close(writer)
+        signal.set_wakeup_fd(self._old_descriptor)
+        os.close(self.reader)
+        os.close(self._writer)
+
+    def take(self, numbers: bytes) -> None:
+        """Note the numbers that were read."""
+        for number in numbers:
+            if number in STOP_SIGNALS:
+                self.hurry = self.hurry or (self.stop is not None and number == signal.SIGINT)
+                self.stop = number if self.stop is None else self.stop
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep; False as soon as one asks hvdrun to end."""
+        limit = time.monotonic() + seconds
+        loop = Loop()
+        loop.watch_pipe(self.reader, self.take)
+        while self.stop is None and time.monotonic() < limit:
+            loop.turn(limit - time.monotonic())
+        loop.close()
+        return self.stop is None
+
+
+class Ranks(Protocol):
+    """How hvdrun follows the ranks: through pipes on this host, or over the network.
+
+    `problem` is why the job cannot go on, if the reports do not tell.
+    """
+
+    size: int
+    problem: str
+
+    def begin_input(self, some: bool) -> None:
+        """Pass standard input on from now on, which starts a thread; or none."""
+
+    def reports(self) -> dict[int, Report]:
+        """What is known of each rank."""
+
+    def check(self) -> bool:
+        """Whether something else than the reports shows that the job cannot go on."""
+
+    def stop(self) -> None:
+        """Ask the ranks to end, beside mpirun."""
+
+    def over(self) -> bool:
+        """Whether nothing more will be heard of any rank."""
 
 
 class Job:
-    """One run of mpirun with `size` ranks, whose workers report into `directory`."""
+    """One run of mpirun, whose workers report through `ranks`.
+
+    `sweep`, called when mpirun has ended, leaves nothing of the job on other hosts and returns
+    those that are lost. `first` tells that it is not a restart.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
         environment: Mapping[str, str],
         *,
-        directory: Path,
-        size: int,
-        prefix: bool,
+        ranks: Ranks,
+        loop: Loop,
+        output: Output,
+        signals: Signals,
         verbose: bool,
+        first: bool,
+        sweep: Callable[[Job], Collection[str]] | None = None,
     ) -> None:
         self._command = command
         self._environment = environment
-        self._directory = directory
-        self._size = size
-        self._prefix = prefix
+        self._ranks = ranks
+        self._loop = loop
+        self._output = output
+        self._signals = signals
         self._verbose = verbose
-        self._files = contextlib.ExitStack()
-        self._selector = self._files.enter_context(selectors.DefaultSelector())
-        self._streams: list[Stream] = []
-        out_terminal = Terminal()
-        err_terminal = out_terminal if _same_file(1, 2) else Terminal()
-        self._out = Destination(1, out_terminal)
-        self._err = Destination(2, err_terminal)
+        self._first = first
+        self._sweep_hosts = sweep
         self._mpirun_text = b""
-        self._stop_signal: int | None = None  # the first one that asked hvdrun to end
+        self._stopping = False
         self._kill_time = float("inf")  # when to stop being patient with mpirun; finite once asked
         self._report_limit = float("inf")  # when mpirun must have seen what the reports tell
         self._next_report_check = 0.0
 
-    def run(self, signals: int) -> Verdict:
-        """Run the job to its end. `signals` is the descriptor of `signals_as_bytes`."""
-        with self._files:
-            return self._run(signals)
-
-    def _run(self, signals: int) -> Verdict:
+    def run(self) -> Verdict:
+        """Run the job to its end."""
         # Whatever the job starts and abandons becomes our child and can be found at the end.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         strangers = _children()  # a shell's `exec hvdrun` hands its own children over
-        self._watch(signals, self._take_signals)
-        self._open_streams()
-        input_reader, input_writer = stdin.make_pipe(self._directory)
-        self._files.callback(os.close, input_reader)
+        self._loop.watch_pipe(self._signals.reader, self._signals.take)
         hvdrun = os.getpid()
         mpirun = subprocess.Popen(
             self._command,
@@ -133,46 +175,29 @@ class Job:
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(hvdrun),
         )
-        stdin.pump(input_writer)  # not before the fork, which wants a single thread
+        # Not before the fork, which wants a single thread. What was read for a start before this
+        # one is gone: a restart has no input.
+        self._ranks.begin_input(self._first)
         self._mpirun = mpirun
         assert mpirun.stdout is not None
+        lost: Collection[str] = ()
         try:
-            self._open_mpirun_text(mpirun.stdout.fileno())
+            text = self._output.mpirun_stream().feed if self._verbose else self._keep_mpirun_text
+            self._loop.watch_pipe(mpirun.stdout.fileno(), text)
             while mpirun.poll() is None:
-                self._turn(self._patience())
+                self.turn(self._patience())
                 self._check()
         finally:
             if mpirun.poll() is None:
                 self._kill()
                 mpirun.wait()
             self._sweep(strangers)
-            self._finish_output()
-        return self._verdict(mpirun.returncode)
-
-    def _watch(self, descriptor: int, take: Callable[[bytes], None]) -> None:
-        os.set_blocking(descriptor, False)
-        self._selector.register(descriptor, selectors.EVENT_READ, take)
-
-    def _open_streams(self) -> None:
-        log = tensorflow_log.hidden_lines(self._environment)
-        for rank in range(self._size):
-            for name, destination, hidden in (("out", self._out, None), ("err", self._err, log)):
-                path = stream_path(self._directory, rank, name)
-                os.mkfifo(path, 0o600)
-                prefix = f"[{rank}] ".encode() if self._prefix else b""
-                stream = Stream(destination, prefix, hidden)
-                self._streams.append(stream)
-                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-                self._files.callback(os.close, descriptor)
-                self._watch(descriptor, stream.feed)
-
-    def _open_mpirun_text(self, descriptor: int) -> None:
-        if self._verbose:
-            stream = Stream(self._err, b"[mpirun] ")
-            self._streams.append(stream)
-            self._watch(descriptor, stream.feed)
-        else:
-            self._watch(descriptor, self._keep_mpirun_text)
+            if self._sweep_hosts is not None:
+                lost = self._sweep_hosts(self)
+            while self.turn(0.0):
+                pass
+            self._output.finish()
+        return self._verdict(mpirun.returncode, lost)
 
     def _keep_mpirun_text(self, data: bytes) -> None:
         self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
@@ -181,48 +206,42 @@ class Job:
         now = time.monotonic()
         return max(0.0, min(self._kill_time, self._next_report_check) - now)
 
-    def _turn(self, patience: float) -> bool:
+    def turn(self, patience: float) -> bool:
         """Wait at most `patience` seconds for events and handle them; False if there were none."""
-        due = min(stream.due for stream in self._streams)
-        events = self._selector.select(max(0.0, min(patience, due - time.monotonic())))
-        for key, _ in events:
-            with contextlib.suppress(BlockingIOError):
-                data = os.read(key.fd, 1 << 16)
-                key.data(data)
-                if not data:
-                    self._selector.unregister(key.fd)
-        for stream in self._streams:
-            if stream.due <= time.monotonic():
-                stream.flush()
-        return bool(events)
+        happened = self._loop.turn(patience, self._output.due())
+        self._output.flush_due()
+        return happened
 
-    def _take_signals(self, numbers: bytes) -> None:
-        for number in numbers:
-            if number in STOP_SIGNALS:
-                if self._stop_signal is None:
-                    self._stop_signal = number
-                    self._stop()
-                elif number == signal.SIGINT:  # the user does not want to wait any longer
-                    self._kill()
+    @property
+    def hurry(self) -> bool:
+        """Whether the user does not want to wait for anything."""
+        return self._signals.hurry
 
     def _check(self) -> None:
         """End the job where mpirun does not do it by itself."""
         now = time.monotonic()
         if now >= self._next_report_check:
             self._next_report_check = now + REPORT_CHECK
-            reports = read_reports(self._directory, self._size)
+            lost = self._ranks.check()
+            reports = self._ranks.reports()
             over = [report for report in reports.values() if report.status is not None]
-            if has_failed(reports) or len(over) == self._size:
+            if lost or has_failed(reports) or len(over) == self._ranks.size:
                 self._report_limit = min(self._report_limit, now + GRACE)
-        if self._out.error or self._err.error or now >= self._report_limit:
+            if self._ranks.problem or lost:
+                self._stop()
+        if self._output.error or now >= self._report_limit or self._signals.stop is not None:
             self._stop()
-        if now >= self._kill_time:
+        if self._stopping and self._ranks.over():
+            self._kill_time = min(self._kill_time, now + OVER_GRACE)
+        if now >= self._kill_time or self._signals.hurry:
             self._kill()
 
     def _stop(self) -> None:
-        if self._kill_time == float("inf"):
+        if not self._stopping:
+            self._stopping = True
             self._kill_time = time.monotonic() + GRACE
             self._mpirun.terminate()
+            self._ranks.stop()
 
     def _kill(self) -> None:
         self._kill_time = time.monotonic()
@@ -242,44 +261,38 @@ class Job:
                     asked.add(pid)
                 os.waitpid(pid, os.WNOHANG)
             if time.monotonic() >= kill_time + GRACE:  # stuck in the kernel, on a disk perhaps
-                self._say(f"process {', '.join(map(str, left))} of the job does not die")
+                self._output.say(f"process {', '.join(map(str, left))} of the job does not die")
                 return
-            self._turn(0.02)  # a process that waits for us to read its output cannot end
+            self.turn(0.02)  # a process that waits for us to read its output cannot end
 
-    def _finish_output(self) -> None:
-        while self._turn(0.0):
-            pass
-        for stream in self._streams:
-            stream.flush()
-
-    def _say(self, text: str) -> None:
-        start = b"\n" if self._err.terminal.unfinished is not None else b""
-        self._err.write(start + f"hvdrun: {text}\n".encode())
-        self._err.terminal.unfinished = None
-
-    def _verdict(self, mpirun_status: int) -> Verdict:
-        reports = read_reports(self._directory, self._size)
-        error = self._out.error or self._err.error
-        if self._stop_signal is not None:
-            name = signal.Signals(self._stop_signal).name
-            verdict = Verdict(128 + self._stop_signal, [f"ended by {name}, with all ranks"], True)
+    def _verdict(self, mpirun_status: int, lost: Collection[str]) -> Verdict:
+        reports = self._ranks.reports()
+        error = self._output.error
+        if self._signals.stop is not None:
+            name = signal.Signals(self._signals.stop).name
+            verdict = Verdict(128 + self._signals.stop, [f"ended by {name}, with all ranks"], True)
         elif error is not None:
             cause = f"cannot pass on the ranks' output: {error.strerror}; the job was ended"
             verdict = Verdict(1, [cause], True)
         else:
-            verdict = judge(reports, self._size, mpirun_status)
+            verdict = judge(reports, self._ranks.size, mpirun_status, lost)
+            if self._ranks.problem:
+                lines = [self._ranks.problem, *verdict.lines[1:]]
+                verdict = Verdict(1, lines, False, None, verdict.hosts)
         if not verdict.explained or (verdict.status != 0 and not reports):
-            self._err.write(self._mpirun_text)
-        for line in verdict.lines:
-            self._say(line)
+            self._output.write_raw(self._mpirun_text)
+        cause, *others = [*verdict.lines] or [""]
+        if cause:
+            self._output.say(cause)
+        texts = [
+            "" if verdict.culprit is None else self._output.traceback(verdict.culprit)[0],
+            "" if verdict.waiting is None else self._output.traceback(verdict.waiting)[1],
+        ]
+        for text in filter(None, texts):
+            self._output.write_raw(text.encode() + b"\n")
+        for line in others:
+            self._output.say(line)
         return verdict
-
-
-def _same_file(first: int, second: int) -> bool:
-    try:
-        return os.path.sameopenfile(first, second)
-    except OSError:  # one of them is closed
-        return False
 
 
 def _children() -> set[int]:

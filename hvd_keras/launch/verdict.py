@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from hvd_keras.launch.status import DESERTED, FOLLOWERS, WAITED_IN_VAIN
-from hvd_keras.launch.worker import report_path
+from hvd_keras.launch.status import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """What a rank's worker has recorded (see `worker.write_report`)."""
+    """What a rank's worker has recorded (see `worker.write_report`).
+
+    Of a rank on several hosts besides: its `host`; whether its worker is `gone`; how the connection
+    was `lost`, in words; and when mpirun's daemon there had died before anybody asked the rank to
+    end.
+    """
 
     status: int | None
     time: float
     stopped: bool
+    host: str = ""
+    gone: bool = False
+    lost: str = ""
+    orphaned: float = float("inf")
 
     def describe(self) -> str:
         """The rank's state in words."""
+        if self.status is None and self.lost:
+            return f"lost: {self.lost}"
         if self.status is None:
             return "killed before it could report its end"
         end = _describe_status(self.status)
@@ -30,22 +38,18 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The exit status of hvdrun and its last words; `explained` tells whether they name a cause."""
+    """The exit status of hvdrun and its last words.
+
+    `explained` tells whether they name a cause, `culprit` is the rank that failed first, if one
+    did, `hosts` are those that seem to be at fault, and `waiting` is a rank that knows more.
+    """
 
     status: int
     lines: Sequence[str]
     explained: bool
-
-
-def read_reports(directory: Path, size: int) -> dict[int, Report]:
-    """The reports there are so far, by rank."""
-    reports = {}
-    for rank in range(size):
-        try:
-            reports[rank] = Report(**json.loads(report_path(directory, rank).read_text()))
-        except FileNotFoundError:
-            continue
-    return reports
+    culprit: int | None = None
+    hosts: Sequence[str] = ()
+    waiting: int | None = None
 
 
 def first_failure(reports: dict[int, Report]) -> int | None:
@@ -55,6 +59,13 @@ def first_failure(reports: dict[int, Report]) -> int | None:
     those that waited for it say so by their status.
     """
     failed = [rank for rank in _failed(reports) if reports[rank].status not in FOLLOWERS]
+    # One that was killed without a word came first, or mpirun did it because of another's end.
+    first_end = min((reports[rank].time for rank in _ended(reports)), default=float("inf"))
+    failed += [
+        rank
+        for rank, report in reports.items()
+        if report.status is None and report.gone and report.time < first_end
+    ]
     return min(failed, key=lambda rank: reports[rank].time, default=None)
 
 
@@ -67,31 +78,57 @@ def _failed(reports: dict[int, Report]) -> list[int]:
     return [rank for rank, report in reports.items() if report.status and not report.stopped]
 
 
+def _ended(reports: dict[int, Report]) -> list[int]:
+    return [
+        rank for rank, report in reports.items() if report.status is not None and not report.stopped
+    ]
+
+
 def _ended_early(reports: dict[int, Report]) -> list[int]:
     """Ranks that ended well although others had not: they left these alone."""
     return [rank for rank, report in reports.items() if report.status == 0 and not report.stopped]
 
 
-def judge(reports: dict[int, Report], size: int, mpirun_status: int) -> Verdict:
+def judge(
+    reports: dict[int, Report], size: int, mpirun_status: int, lost_hosts: Collection[str] = ()
+) -> Verdict:
     """The verdict on a job of `size` ranks that came to its end without a request from outside.
 
     The reports decide; mpirun's own status (as in `subprocess`) counts only where they say nothing.
+    `lost_hosts` were not reachable at the end: what their loss made of other ranks is no cause.
     """
     if len(reports) == size and all(report.status == 0 for report in reports.values()):
         return Verdict(0, [], True)
+    if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
+        hosts = sorted({reports[rank].host for rank in on_lost})
+        cause = f"lost {' and '.join(hosts)} with {_names(on_lost)}: the network or the host failed"
+        return Verdict(1, [cause, *_describe_others(reports, size, None)], True, None, hosts)
     culprit = first_failure(reports)
     others = _describe_others(reports, size, culprit)
+    orphan = min(reports, key=lambda rank: reports[rank].orphaned, default=None)
+    if orphan is not None and reports[orphan].orphaned < (
+        float("inf") if culprit is None else reports[culprit].time
+    ):
+        host = reports[orphan].host
+        cause = f"mpirun's daemon on {host} died first, above {_names([orphan])}"
+        return Verdict(1, [cause, *_describe_others(reports, size, None)], True, None, [host])
     if culprit is not None:
-        status = reports[culprit].status
-        assert status is not None
-        cause = f"rank {culprit} failed first: {_describe_status(status)}"
-        return Verdict(_shell_status(status), [cause, *others], True)
+        report = reports[culprit]
+        status = -signal.SIGKILL if report.status is None else report.status
+        how = report.describe() if report.status is None else _describe_status(status)
+        place = f" on {report.host}" if report.host else ""
+        cause = f"rank {culprit}{place} failed first: {how}"
+        hosts = [report.host] * (status == -signal.SIGKILL and bool(report.host))
+        return Verdict(_shell_status(status), [cause, *others], True, culprit, hosts)
     if early := _ended_early(reports):
         cause = f"{_names(early)} ended first, without the others"
         return Verdict(1, [cause, *others], True)
     if waited := [rank for rank in _failed(reports) if reports[rank].status == WAITED_IN_VAIN]:
         cause = f"{_names(waited)} waited for another rank in vain; the error above names it"
-        return Verdict(WAITED_IN_VAIN, [cause, *others], True)
+        return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
+    if lost := [rank for rank in _failed(reports) if reports[rank].status == MPI_LOST]:
+        cause = f"{_names(lost)} lost the connection to another rank"
+        return Verdict(MPI_LOST, [cause, *others], False)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
     return Verdict(_shell_status(mpirun_status) or 1, [cause, *others], False)
 
@@ -101,13 +138,17 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _describe_others(reports: dict[int, Report], size: int, culprit: int | None) -> list[str]:
-    states: dict[str, list[int]] = {}
+    states: dict[tuple[str, str], list[int]] = {}
     for rank in range(size):
         if rank != culprit:
             report = reports.get(rank)
             state = report.describe() if report else "left no report, it did not start"
-            states.setdefault(state, []).append(rank)
-    return [f"{_names(ranks)}: {state}" for state, ranks in states.items()]
+            host = report.host if report else ""
+            states.setdefault((state, host), []).append(rank)
+    return [
+        f"{_names(ranks)}{f' on {host}' * bool(host)}: {state}"
+        for (state, host), ranks in states.items()
+    ]
 
 
 def _describe_status(status: int) -> str:
@@ -115,6 +156,8 @@ def _describe_status(status: int) -> str:
         return f"waited for another rank in vain (exit status {status})"
     if status == DESERTED:
         return f"was left by another rank (exit status {status})"
+    if status == MPI_LOST:
+        return f"lost the connection to another rank (exit status {status})"
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -76,9 +76,9 @@ StrictHostKeyChecking yes
 """
 
 
-def _path() -> str:
+def _path(environment: Mapping[str, str] = os.environ) -> str:
     """PATH with the folders of the system's administration, which a plain shell may lack."""
-    return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    return os.pathsep.join([environment.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 def _tool(name: str) -> str:
@@ -194,7 +194,7 @@ class Host:
         enter = ["nsenter", "--mount", "--uts", "--ipc", "--net", "--pid"]
         enter += ["--target", str(self.pid), f"--wd={options.pop('cwd', None) or os.getcwd()}"]
         environment = dict(os.environ if env is None else env)
-        environment |= {"TMPDIR": str(self.temporary), "PATH": _path()}
+        environment |= {"TMPDIR": str(self.temporary), "PATH": _path(environment)}
         return subprocess.Popen([*enter, *command], env=environment, **options)
 
     def run(
@@ -286,6 +286,8 @@ class Host:
         """End the host at once: its connections stay open at the other ends, without an answer."""
         self.unplug()
         self._end()
+        with contextlib.suppress(RuntimeError):  # the kernel has removed it with the other end
+            self._port_do("ip", "link", "delete", self._port)
 
     def boot(self) -> None:
         """Start the host again after `crash`."""

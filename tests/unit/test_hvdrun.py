@@ -175,7 +175,7 @@ TRAIN = "import sys; sys.exit(0)"
         (["-np", "1", "--mpirun", "absent", "python", "-c", TRAIN], "--mpirun got 'absent'"),
         (
             ["-np", "1", "--mpirun", "false", "python", "-c", TRAIN],
-            "; expected Open MPI's or MPICH's mpirun",
+            "; expected Open MPI's, MPICH's or Intel MPI's mpirun",
         ),
         (["-np", "1", "--mpi-args", "'a", "python", "-c", TRAIN], '--mpi-args got "\'a": No clos'),
     ],
@@ -248,7 +248,7 @@ def test_verbose_shows_the_command(hvdrun):
 def test_help_and_version(hvdrun):
     text = hvdrun.run("--help").stdout
     options = re.findall(r"^  (-\S.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert len(options) == 12
+    assert len(options) == 25
     assert all("default" in option for option in options if "--help" not in option)
     assert re.fullmatch(r"hvdrun of hvd_keras \d+\.\d+.*\n", hvdrun.run("--version").stdout)
 

@@ -1,0 +1,36 @@
+"""What mpirun runs as its ssh: `agent JOB SSH … -- [OPTION …] HOST COMMAND …`.
+
+On the other host the command gets the job's number, by which it and all that it starts can be
+found, and a folder for temporary files that goes with the job.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+# The daemons' own mark; ranks get theirs from mpirun.
+DAEMON = "HVDRUN_DAEMON_OF"
+
+
+def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """The command of ssh that does it."""
+    options = 0
+    while arguments[options].startswith("-"):  # MPICH adds -x
+        options += 1
+    host, *words = arguments[options:]
+    # mpirun has quoted its words for the user's shell on the other host, which is $SHELL there.
+    prepare = (
+        f'd=${{TMPDIR:-/tmp}}/hvdrun-{job}; mkdir -p -m 700 "$d"; '
+        f'exec env {DAEMON}={job} TMPDIR="$d" "$SHELL" -c "$0"'
+    )
+    text = f"exec sh -c {shlex.quote(prepare)} {shlex.quote(' '.join(words))}"
+    return [*ssh, *arguments[:options], host, text]
+
+
+if __name__ == "__main__":
+    own, theirs = sys.argv[1:], sys.argv[sys.argv.index("--") + 1 :]
+    command = ssh_command(own[0], own[1 : own.index("--")], theirs)
+    os.execvp(command[0], command)

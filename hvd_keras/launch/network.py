@@ -1,0 +1,311 @@
+"""hvdrun's end of the connections to the ranks' workers on other hosts."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_keras.launch import stdin
+from hvd_keras.launch.channel import (
+    SILENCE,
+    Channel,
+    ProtocolError,
+    error_text,
+    silence,
+    watch_liveness,
+)
+from hvd_keras.launch.cores import thread_settings
+from hvd_keras.launch.loop import Loop
+from hvd_keras.launch.output import Output
+from hvd_keras.launch.verdict import Report
+
+# Connections that may be open without having proved that they belong to the job, and for how long.
+STRANGERS = 64
+PROOF_TIMEOUT = 10.0
+
+# Bytes of input that may be on the way to rank 0, unread by it.
+INPUT_WINDOW = 1 << 16
+
+
+@dataclass(frozen=True)
+class Start:
+    """What every rank is told to run, in addition to its own share of the cores."""
+
+    command: Sequence[str]
+    directory: str
+    environment: Mapping[str, str]
+    folders: Sequence[str]
+    statistics: bool
+    own_environment: Mapping[str, str]  # hvdrun's, which tells what the user has set
+
+
+class _Peer:
+    """A worker, or a stranger until it has proved to be one."""
+
+    def __init__(self, connection: socket.socket, secret: str) -> None:
+        self.connection = connection
+        self.channel = Channel(secret, is_hvdrun=True)
+        self.since = time.monotonic()
+        self.rank: int | None = None
+        self.host = ""
+        self.cores = 1
+
+
+class Network:
+    """The ranks of a job on several hosts.
+
+    Listens on the given addresses of this host, with a port of the system's choice, until all ranks
+    are there. A connection that does not prove to know the secret is closed. `names` are what the
+    user calls the hosts, by what they call themselves.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        addresses: Sequence[str],
+        secret: str,
+        start_timeout: float,
+        directory: Path,
+        names: Mapping[str, str],
+    ) -> None:
+        self.size = size
+        self.problem = ""  # why the job cannot go on, if the reports do not tell
+        self._secret = secret
+        self._start_timeout = start_timeout
+        self._directory = directory
+        self._names = names
+        self._listeners = [socket.create_server((address, 0)) for address in addresses]
+        self._strangers: list[_Peer] = []
+        self._peers: dict[int, _Peer] = {}
+        self._gone: set[int] = set()
+        self._reports: dict[int, Report] = {}
+        self._start: Start | None = None
+        self._unread = 0  # bytes of input that rank 0 has not read
+        self._input_over = False
+
+    @property
+    def addresses(self) -> str:
+        """Where the workers reach us, as `remote.connect` wants it."""
+        names = [listener.getsockname() for listener in self._listeners]
+        return ",".join(f"{host}:{port}" for host, port in names)
+
+    def open(self, loop: Loop, output: Output, start: Start) -> None:
+        """Begin to wait for the workers."""
+        self._loop, self._output, self._start = loop, output, start
+        self._limit = time.monotonic() + self._start_timeout
+        for listener in self._listeners:
+            listener.setblocking(False)
+            loop.watch(listener, functools.partial(self._accept, listener))
+        self._input, self._input_writer = os.pipe()
+
+    def begin_input(self, some: bool) -> None:
+        """Pass standard input on from now on, which starts a thread; or none."""
+        if some:
+            stdin.pump(self._input_writer)
+        else:
+            os.close(self._input_writer)
+
+    def close(self) -> None:
+        """Close everything; workers that still live end their commands then."""
+        self._close_listeners()
+        live = [peer for rank, peer in self._peers.items() if rank not in self._gone]
+        for peer in [*self._strangers, *live]:
+            self._loop.forget(peer.connection)
+            peer.connection.close()
+        self._loop.forget(self._input)
+        os.close(self._input)
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            self._loop.forget(listener)
+            listener.close()
+        self._listeners.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # whoever it was has gone
+            return
+        if len(self._strangers) >= STRANGERS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        peer = _Peer(connection, self._secret)
+        self._strangers.append(peer)
+        self._send(peer)
+
+    def _send(self, peer: _Peer) -> None:
+        try:
+            peer.channel.send_to(peer.connection)
+        except OSError as error:
+            self._lose(peer, error_text(error))
+            return
+        waits = peer.channel.waiting > 0
+        self._loop.watch(peer.connection, lambda: self._exchange(peer), write=waits)
+
+    def _exchange(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(1 << 20)
+        except BlockingIOError:
+            self._send(peer)
+            return
+        except OSError as error:
+            self._lose(peer, error_text(error))
+            return
+        if not data:
+            self._lose(peer, "")
+            return
+        try:
+            messages = peer.channel.feed(data)
+            for message in messages:
+                self._take(peer, message)
+        except ProtocolError as error:
+            self._lose(peer, str(error))
+            return
+        self._send(peer)
+
+    def _lose(self, peer: _Peer, why: str) -> None:
+        """The connection has ended; `why` is empty where the worker has ended."""
+        self._loop.forget(peer.connection)
+        peer.connection.close()
+        if peer in self._strangers:
+            self._strangers.remove(peer)
+        if peer.rank is not None and peer.rank not in self._gone:
+            self._gone.add(peer.rank)
+            report = self._reports[peer.rank]
+            if report.status is None:
+                report.time, report.gone, report.lost = time.monotonic(), True, why
+
+    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
+        if "hello" in message:
+            self._welcome(peer, **message["hello"])
+            return
+        assert peer.rank is not None
+        report = self._reports[peer.rank]
+        if "output" in message:
+            stream = self._output.stream(peer.rank, message["output"])
+            stream.feed(base64.b64decode(message["data"]))
+        elif "took" in message:
+            self._unread -= message["took"]
+            if self._unread < INPUT_WINDOW and not self._input_over:
+                self._loop.watch(self._input, self._pass_input)
+        elif "orphan" in message:
+            report.orphaned = time.monotonic()
+        elif "report" in message:
+            report.time = time.monotonic()
+            report.status = message["report"]["status"]
+            report.stopped = message["report"]["stopped"]
+            if message["statistics"] is not None:
+                path = self._directory / f"stats-{peer.rank}.json"
+                path.write_text(json.dumps(message["statistics"]))
+            with contextlib.suppress(OSError):  # it waits for this, to be sure that we have it all
+                peer.connection.shutdown(socket.SHUT_WR)
+
+    def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
+        if rank in self._peers or not 0 <= rank < self.size:
+            raise ProtocolError(f"rank {rank} of {self.size} is there twice, or does not exist")
+        host = self._names.get(host, host)
+        watch_liveness(peer.connection)
+        self._strangers.remove(peer)
+        peer.rank, peer.host, peer.cores = rank, host, cores
+        self._peers[rank] = peer
+        self._reports[rank] = Report(None, time.monotonic(), False, host=host)
+        if len(self._peers) == self.size:
+            self._limit = float("inf")
+            self._close_listeners()
+            self._start_all()
+
+    def _start_all(self) -> None:
+        start = self._start
+        assert start is not None
+        ranks = Counter(peer.host for peer in self._peers.values())
+        for peer in self._peers.values():
+            threads = thread_settings(ranks[peer.host], start.own_environment, peer.cores)
+            message = {
+                "command": list(start.command),
+                "directory": start.directory,
+                "environment": {**threads, **start.environment},
+                "folders": list(start.folders),
+                "statistics": start.statistics,
+            }
+            peer.channel.put(start=message)
+            self._send(peer)
+        self._loop.watch(self._input, self._pass_input)
+
+    def _pass_input(self) -> None:
+        data = os.read(self._input, INPUT_WINDOW - self._unread)
+        self._input_over = not data or 0 in self._gone
+        if 0 in self._gone:
+            self._loop.forget(self._input)
+            return
+        peer = self._peers[0]
+        self._unread += len(data)
+        if not data or self._unread >= INPUT_WINDOW:
+            self._loop.forget(self._input)
+        if data:
+            peer.channel.put(input=base64.b64encode(data).decode())
+        else:
+            peer.channel.put(input_ends=True)
+        self._send(peer)
+
+    def reports(self) -> dict[int, Report]:
+        """What is known of each rank whose worker was there."""
+        return self._reports
+
+    def check(self) -> bool:
+        """Look for what does not tell by itself; whether the job cannot go on."""
+        now = time.monotonic()
+        for stranger in [*self._strangers]:
+            if now > stranger.since + PROOF_TIMEOUT:
+                self._lose(stranger, "")
+        for rank, peer in self._peers.items():
+            if rank not in self._gone and silence(peer.connection) > SILENCE:
+                self._lose(peer, f"no sign of life for {SILENCE:.0f} s")
+        if now > self._limit:
+            self._limit = float("inf")
+            missing = [str(rank) for rank in range(self.size) if rank not in self._peers]
+            self.problem = (
+                f"rank {', '.join(missing)} did not start within {self._start_timeout:.0f} s "
+                "(--start-timeout)"
+            )
+        return bool(self.problem) or any(
+            report.lost or report.orphaned < float("inf") for report in self._reports.values()
+        )
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Ask all ranks to end."""
+        for rank, peer in self._peers.items():
+            if rank not in self._gone:
+                peer.channel.put(stop=number)
+                self._send(peer)
+
+    def over(self) -> bool:
+        """Whether nothing more will be heard of any rank."""
+        return all(report.gone or report.status is not None for report in self._reports.values())
+
+    def live(self) -> bool:
+        """Whether a worker has not yet told all, and its host is there."""
+        return any(
+            rank not in self._gone and silence(peer.connection) < SILENCE / 3
+            for rank, peer in self._peers.items()
+        )
+
+    def silent_hosts(self) -> set[str]:
+        """Hosts that give no sign of life, or whose connections have broken."""
+        broken = {report.host for report in self._reports.values() if report.lost}
+        return broken | {
+            peer.host
+            for rank, peer in self._peers.items()
+            if rank not in self._gone and silence(peer.connection) >= SILENCE / 3
+        }

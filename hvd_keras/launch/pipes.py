@@ -1,0 +1,71 @@
+"""hvdrun's end of the named pipes and files through which ranks on this host are followed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from hvd_keras.launch import stdin
+from hvd_keras.launch.loop import Loop
+from hvd_keras.launch.output import Output
+from hvd_keras.launch.verdict import Report
+from hvd_keras.launch.worker import report_path, stream_path
+
+
+class Pipes:
+    """The ranks of a job on this host, whose workers (`worker.py`) use a common directory."""
+
+    def __init__(self, size: int, directory: Path) -> None:
+        self.size = size
+        self.problem = ""
+        self._directory = directory
+        self._files = contextlib.ExitStack()
+
+    def open(self, loop: Loop, output: Output) -> None:
+        """Make the pipes and begin to read them."""
+        for rank in range(self.size):
+            for name in ("out", "err"):
+                path = stream_path(self._directory, rank, name)
+                os.mkfifo(path, 0o600)
+                descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+                self._files.callback(os.close, descriptor)
+                loop.watch_pipe(descriptor, output.stream(rank, name).feed)
+        reader, self._input = stdin.make_pipe(self._directory)
+        self._files.callback(os.close, reader)
+
+    def begin_input(self, some: bool) -> None:
+        """Pass standard input on from now on, which starts a thread; or none."""
+        if some:
+            stdin.pump(self._input)
+        else:
+            os.close(self._input)
+
+    def close(self) -> None:
+        """Close the pipes."""
+        self._files.close()
+
+    def reports(self) -> dict[int, Report]:
+        """The reports there are so far, by rank."""
+        reports = {}
+        for rank in range(self.size):
+            try:
+                reports[rank] = Report(**json.loads(report_path(self._directory, rank).read_text()))
+            except FileNotFoundError:
+                continue
+        return reports
+
+    def check(self) -> bool:
+        """Whether something else than the reports shows that the job cannot go on."""
+        return False
+
+    def stop(self) -> None:
+        """mpirun passes the request on."""
+
+    def over(self) -> bool:
+        """Whether nothing more will be heard of any rank."""
+        reports = self.reports()
+        return len(reports) == self.size and all(
+            report.status is not None for report in reports.values()
+        )

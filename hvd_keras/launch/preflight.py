@@ -1,0 +1,106 @@
+"""Looks at every host before a job, at all of them at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvd_keras.launch import probe
+from hvd_keras.launch.hosts import Host, is_here
+from hvd_keras.launch.ssh import FAILED, Ssh
+
+# Seconds for a host's answer; Python there may come over a slow network file system.
+TIMEOUT = 60.0
+
+# What a shell says when the program is not there, or is none.
+_NO_PROGRAM = (126, 127)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was found: the facts of each host that answered, and what is wrong, by name."""
+
+    facts: Mapping[str, Mapping[str, Any]]
+    problems: Mapping[str, str]
+
+
+def look(hosts: Sequence[Host], ssh: Ssh, directory: str, program: str) -> Look:
+    """Ask each host for its facts and compare them with ours."""
+    text = Path(probe.__file__).read_text()
+    command = [sys.executable, "-I", "-", directory, program]
+    running = {}
+    for host in hosts:
+        process = ssh.start(None if is_here(host.name) else host.name, command)
+        running[host.name] = process
+    limit = time.monotonic() + TIMEOUT
+    facts: dict[str, Mapping[str, Any]] = {}
+    problems: dict[str, str] = {}
+    own = probe.look(directory, program)
+    for name, process in running.items():
+        try:
+            out, err = process.communicate(text, timeout=max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            problems[name] = f"gave no answer within {TIMEOUT:.0f} s"
+            continue
+        answers = [line for line in out.splitlines() if line.startswith(probe.MARK)]
+        if answers:
+            facts[name] = json.loads(answers[-1].removeprefix(probe.MARK))
+            if problem := difference(facts[name], own, directory, program):
+                problems[name] = problem
+        else:
+            problems[name] = _failure(process.returncode, err)
+    _find_twins(facts, problems)
+    return Look(facts, problems)
+
+
+def _failure(status: int, err: str) -> str:
+    last = (err.strip().splitlines() or ["it said nothing"])[-1]
+    if status == FAILED:
+        return (
+            f"cannot be reached by ssh: {last}; expected that `ssh HOST true` works without a "
+            "question (a key without a passphrase or in an agent, a known host)"
+        )
+    if status in _NO_PROGRAM:
+        return f"has no {sys.executable}; expected the same Python at the same place on all hosts"
+    return f"cannot run {sys.executable}: exit status {status}: {last}"
+
+
+def difference(
+    theirs: Mapping[str, Any], own: Mapping[str, Any], directory: str, program: str
+) -> str | None:
+    """What makes a host with these facts unfit for a job that starts here."""
+    for what, name in (
+        ("python", "Python"),
+        ("hvd_keras", "hvd_keras"),
+        ("tensorflow", "TensorFlow"),
+    ):
+        if theirs[what] != own[what]:
+            got = f"has {name} {theirs[what]}" if theirs[what] else f"has no {name}"
+            return f"{got}; expected {own[what]}, as here"
+    if theirs["place"] != own["place"]:
+        return f"has hvd_keras in {theirs['place']}; expected {own['place']}, as here"
+    if not theirs["directory"]:
+        return f"has no folder {directory}; expected the folder in which hvdrun was started"
+    if not theirs["program"]:
+        return f"has no program {program}; expected it at the same place on all hosts"
+    return None
+
+
+def _find_twins(facts: Mapping[str, Mapping[str, Any]], problems: dict[str, str]) -> None:
+    """MPI takes hosts with one name for one host, whose processes share memory."""
+    owners: dict[str, str] = {}
+    for name, own in facts.items():
+        twin = owners.setdefault(own["host"], name)
+        if twin != name and name not in problems:
+            problems[name] = (
+                f"calls itself {own['host']!r}, as {twin} does; expected distinct host names "
+                "(see `hostname`), or one entry if both are the same host"
+            )

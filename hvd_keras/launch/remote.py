@@ -1,0 +1,375 @@
+"""Runs the command of one rank for a hvdrun on another host.
+
+mpirun or srun starts this module once per rank, as it does with `worker.py` on hvdrun's own host.
+It calls hvdrun, learns the command from it, and passes the
+command's input and output and the report of its end through that connection. A rank whose hvdrun or
+daemon is gone is ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hvd_keras.launch import sweep
+from hvd_keras.launch.agent import DAEMON
+from hvd_keras.launch.channel import (
+    PIECE,
+    SILENCE,
+    Channel,
+    ProtocolError,
+    error_text,
+    silence,
+    watch_liveness,
+)
+from hvd_keras.launch.cores import usable_cores
+from hvd_keras.launch.worker import GRACE, die_with_parent, find_rank
+
+# Environment variables through which hvdrun reaches its workers. The job's number stays in the
+# environment of the command and of all that it starts, so that they can be found and ended.
+SECRET = "HVDRUN_SECRET"
+ADDRESSES = "HVDRUN_ADDRESSES"
+JOB = "HVDRUN_JOB"
+
+# Seconds to reach hvdrun: of one try, and of all of them.
+CONNECT_TIMEOUT = 5.0
+REACH_TIMEOUT = 30.0
+
+# Seconds between two looks whether hvdrun's host and mpirun's daemon still live.
+CHECK = 0.5
+
+# Bytes that may wait for a slow connection before the command's output is left to wait, too.
+BACKLOG = 1 << 18
+
+SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+
+
+def connect(addresses: str) -> socket.socket:
+    """Reach hvdrun at the first of its addresses that answers."""
+    limit = time.monotonic() + REACH_TIMEOUT
+    problems: dict[str, str] = {}
+    while time.monotonic() < limit:
+        for address in addresses.split(","):
+            host, _, port = address.rpartition(":")
+            try:
+                return socket.create_connection((host, int(port)), CONNECT_TIMEOUT)
+            except OSError as error:
+                problems[address] = error_text(error)
+        time.sleep(0.5)
+    told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
+    raise SystemExit(
+        f"hvdrun: {socket.gethostname()} cannot reach hvdrun: {told}; expected that a firewall "
+        "lets the job's hosts connect to each other"
+    )
+
+
+def temporary_folder() -> Path:
+    """The job's own folder for temporary files on this host: gone with the job, however it ends.
+
+    Killed processes cannot remove their files. mpirun's agent may have made it, see `agent.py`.
+    """
+    name = f"hvdrun-{os.environ[JOB]}"
+    folder = Path(tempfile.gettempdir())
+    if folder.name != name:
+        folder = folder / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+class Worker:
+    """One rank's end of the connection to hvdrun, and its command."""
+
+    def __init__(self, rank: int, secret: str, connection: socket.socket) -> None:
+        self._rank = rank
+        self._connection = connection
+        self._channel = Channel(secret, is_hvdrun=False)
+        self._selector = selectors.DefaultSelector()
+        self._parent = os.getppid()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._outputs: dict[int, str] = {}  # descriptors of the command's output
+        self._input = bytearray()  # what the command has not yet read
+        self._input_ends = False
+        self._statistics: Path | None = None
+        self._failure: int | None = None  # the status of a command that could not start
+        self._stopped = False
+        self._cause = ""  # who asked the command to end
+        self._kill_time = float("inf")
+        self._hvdrun_gone = False
+
+    def run(self) -> int:
+        """Run the command to its end; returns the status to exit with."""
+        connection = self._connection
+        connection.setblocking(False)
+        watch_liveness(connection)
+        self._watch_signals()
+        self._selector.register(connection, selectors.EVENT_READ, self._take_messages)
+        said_hello = False
+        while self._failure is None and (self._child is None or self._child.poll() is None):
+            if self._channel.open and not said_hello:
+                host, cores = socket.gethostname(), usable_cores()
+                self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
+                said_hello = True
+            self._turn()
+            if self._child is None and self._stopped:
+                return 128 + signal.SIGTERM
+        return self._finish()
+
+    def _watch_signals(self) -> None:
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            """Only the byte that the interpreter writes matters."""
+
+        for number in SIGNALS:
+            signal.signal(number, note)
+
+        def take() -> None:
+            for number in os.read(reader, 64):
+                if number != signal.SIGCHLD:
+                    self._stop("mpirun", signal.Signals(number))
+
+        self._selector.register(reader, selectors.EVENT_READ, take)
+
+    def _turn(self, patience: float = CHECK) -> None:
+        """Send, wait for events and handle them."""
+        if not self._hvdrun_gone:
+            with self._watching_hvdrun():
+                self._channel.send_to(self._connection)
+                write = selectors.EVENT_WRITE if self._channel.waiting else 0
+                self._selector.modify(
+                    self._connection, selectors.EVENT_READ | write, self._take_messages
+                )
+        self._let_output_wait(self._channel.waiting > BACKLOG)
+        wait = max(0.0, min(patience, self._kill_time - time.monotonic()))
+        for key, _ in self._selector.select(wait):
+            with contextlib.suppress(BlockingIOError):
+                key.data()
+        if not self._hvdrun_gone and silence(self._connection) > SILENCE:
+            self._lose_hvdrun()
+        if os.getppid() != self._parent and not self._stopped:
+            self._stop("daemon")
+        if time.monotonic() >= self._kill_time and self._child is not None:
+            self._signal(signal.SIGKILL)
+            self._kill_time = float("inf")
+
+    @contextlib.contextmanager
+    def _watching_hvdrun(self) -> Any:
+        try:
+            yield
+        except (OSError, ProtocolError) as error:
+            if isinstance(error, BlockingIOError):
+                raise
+            self._lose_hvdrun()
+
+    def _lose_hvdrun(self) -> None:
+        self._hvdrun_gone = True
+        self._channel.drop()
+        self._selector.unregister(self._connection)
+        self._stop("hvdrun")
+
+    def _take_messages(self) -> None:
+        with self._watching_hvdrun():
+            data = self._connection.recv(1 << 20)
+            if not data:
+                self._lose_hvdrun()
+                return
+            for message in self._channel.feed(data):
+                self._take_message(message)
+
+    def _take_message(self, message: dict[str, Any]) -> None:
+        if "start" in message:
+            self._start(**message["start"])
+        elif "input" in message:
+            self._input += base64.b64decode(message["input"])
+            self._feed_command()
+        elif "input_ends" in message:
+            self._input_ends = True
+            self._feed_command()
+        elif "stop" in message:
+            self._stop("hvdrun", signal.Signals(message["stop"]))
+
+    def _start(
+        self,
+        command: list[str],
+        directory: str,
+        environment: dict[str, str],
+        folders: list[str],
+        statistics: bool,
+    ) -> None:
+        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
+        own["TMPDIR"] = tempfile.tempdir = str(temporary_folder())
+        own |= environment
+        if statistics:
+            self._statistics = Path(tempfile.mkdtemp(prefix="hvdrun-"))
+            own["HVD_STATS_DIRECTORY"] = str(self._statistics)
+        for folder in folders:
+            Path(folder).mkdir(mode=0o700, exist_ok=True)
+        worker = os.getpid()
+
+        def prepare() -> None:
+            os.setpgid(0, 0)
+            die_with_parent(worker)
+
+        pipe = subprocess.PIPE
+        try:
+            self._child = subprocess.Popen(
+                command,
+                cwd=directory,
+                env=own,
+                stdin=pipe if self._rank == 0 else subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                close_fds=False,  # MPICH talks to its ranks through an inherited descriptor
+                preexec_fn=prepare,
+            )
+        except OSError as error:
+            text = f"hvdrun: cannot start {command[0]!r} in {directory!r}: {error.strerror}\n"
+            self._send_output("err", text.encode())
+            self._failure = 127 if isinstance(error, FileNotFoundError) else 126
+            return
+        for name, file in (("out", self._child.stdout), ("err", self._child.stderr)):
+            assert file is not None
+            os.set_blocking(file.fileno(), False)
+            self._outputs[file.fileno()] = name
+        if self._child.stdin is not None:
+            os.set_blocking(self._child.stdin.fileno(), False)
+        self._signal_if_stopped()
+
+    def _let_output_wait(self, wait: bool) -> None:
+        watched = self._selector.get_map()
+        for descriptor, name in self._outputs.items():
+            if wait and descriptor in watched:
+                self._selector.unregister(descriptor)
+            elif not wait and descriptor not in watched:
+                take = self._output_taker(descriptor, name)
+                self._selector.register(descriptor, selectors.EVENT_READ, take)
+
+    def _output_taker(self, descriptor: int, name: str) -> Callable[[], bool]:
+        def take() -> bool:
+            data = os.read(descriptor, PIECE)
+            if data:
+                self._send_output(name, data)
+            else:
+                self._selector.unregister(descriptor)
+                del self._outputs[descriptor]
+            return bool(data)
+
+        return take
+
+    def _send_output(self, name: str, data: bytes) -> None:
+        if not self._hvdrun_gone:
+            self._channel.put(output=name, data=base64.b64encode(data).decode())
+
+    def _feed_command(self) -> None:
+        """Give the command what it takes of its input, and say how much that was."""
+        pipe = None if self._child is None else self._child.stdin
+        if pipe is None:  # it does not read any more
+            return
+        taken = 0
+        try:
+            while self._input:
+                count = os.write(pipe.fileno(), self._input[:PIECE])
+                del self._input[:count]
+                taken += count
+        except BlockingIOError:
+            if pipe.fileno() not in self._selector.get_map():
+                self._selector.register(pipe, selectors.EVENT_WRITE, self._feed_command)
+        except BrokenPipeError:  # it does not read any more
+            self._input.clear()
+            self._input_ends = True
+        if taken and not self._hvdrun_gone:
+            self._channel.put(took=taken)
+        if not self._input:
+            if pipe.fileno() in self._selector.get_map():
+                self._selector.unregister(pipe)
+            if self._input_ends:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+                assert self._child is not None
+                self._child.stdin = None
+
+    def _stop(self, cause: str, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the command to end, unless it has ended by itself; later, kill it."""
+        if self._child is not None and self._child.poll() is not None:
+            return
+        if not self._stopped:
+            self._stopped = True
+            self._cause = cause
+            self._kill_time = time.monotonic() + GRACE
+            if cause == "daemon" and self._channel.open and not self._hvdrun_gone:
+                self._channel.put(orphan=True)
+        if number == signal.SIGKILL:
+            self._kill_time = time.monotonic()
+        self._signal(number)
+
+    def _signal_if_stopped(self) -> None:
+        if self._stopped:
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        if self._child is not None and self._child.poll() is None:
+            os.killpg(self._child.pid, number)
+
+    def _finish(self) -> int:
+        """Pass on the last output and the report, and wait until hvdrun has them."""
+        for descriptor, name in list(self._outputs.items()):
+            take = self._output_taker(descriptor, name)
+            if descriptor not in self._selector.get_map():
+                self._selector.register(descriptor, selectors.EVENT_READ, take)
+            with contextlib.suppress(BlockingIOError):
+                while take():
+                    pass
+        for descriptor in list(self._outputs):  # something that the command left holds them open
+            self._selector.unregister(descriptor)
+        self._outputs.clear()
+        status = self._failure if self._child is None else self._child.returncode
+        assert status is not None
+        if self._hvdrun_gone:
+            # mpirun's daemon would wait for what does not come, and nobody else can reach it. When
+            # it dies it kills us, so another process ends it.
+            command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
+            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
+            environment["TMPDIR"] = str(temporary_folder().parent)
+            subprocess.Popen(command, env=environment, start_new_session=True)
+        if not self._hvdrun_gone:
+            report = {"status": status, "stopped": self._stopped}
+            self._channel.put(report=report, statistics=self._read_statistics())
+        limit = time.monotonic() + SILENCE
+        while self._channel.waiting and not self._hvdrun_gone and time.monotonic() < limit:
+            self._turn(0.1)
+        if not self._hvdrun_gone:
+            # Closed with something unread, the connection would drop what is on its way.
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_WR)
+            while not self._hvdrun_gone and time.monotonic() < limit:
+                self._turn(0.1)
+        return status if status >= 0 else 128 - status
+
+    def _read_statistics(self) -> Any:
+        if self._statistics is None:
+            return None
+        path = self._statistics / f"stats-{self._rank}.json"
+        found = json.loads(path.read_text()) if path.exists() else None
+        shutil.rmtree(self._statistics)
+        return found
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    connected = connect(os.environ[ADDRESSES])
+    sys.exit(Worker(find_rank(os.environ), os.environ[SECRET], connected).run())

@@ -1,0 +1,128 @@
+"""Starts a job, and again when it has failed, on the hosts that answer."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from hvd_keras.launch import UsageError, cluster, hosts, preflight
+from hvd_keras.launch.cluster import Placement
+from hvd_keras.launch.hosts import Host
+from hvd_keras.launch.request import Request
+from hvd_keras.launch.supervise import Signals
+from hvd_keras.launch.verdict import Verdict
+
+# Seconds between two looks at the hosts while too few answer.
+LOOK_AGAIN = 5.0
+
+Run = Callable[[Placement | None, Signals, bool], Verdict]
+
+
+def run(request: Request, start: Run, signals: Signals) -> Verdict:
+    """Run the job until it succeeds, the user ends it, or the restarts are used up."""
+    placement = None if request.is_local else place(request)
+    verdict = start(placement, signals, True)
+    size = placement.size if placement is not None else request.size
+    assert size is not None
+    for number in range(1, request.max_restarts + 1):
+        if verdict.status == 0 or signals.stop is not None:
+            break
+        if placement is not None and request.hosts is not None:
+            found = _replace(request, size, signals)
+            if found is None:
+                break
+            placement = found
+        where = ""
+        if placement is not None and placement.hosts is not None:
+            where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
+        ranks = placement.size if placement is not None else size
+        _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        verdict = start(placement, signals, False)
+    return verdict
+
+
+def place(request: Request, look: bool = True) -> Placement:
+    """Where the ranks of the first start go. Raises UsageError when anything is wrong anywhere.
+
+    `look=False` asks the hosts only where nothing else tells how many ranks they take.
+    """
+    if request.hosts is None:
+        assert request.size is not None
+        return Placement(request.size, None, {})
+    names = {host.name: host.name for host in request.hosts}
+    found: Sequence[Host] = request.hosts
+    if look or any(host.slots is None for host in found):
+        seen = _look(request, found)
+        if seen.problems:
+            raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
+        found = _with_slots(found, seen)
+        names = {facts["host"]: name for name, facts in seen.facts.items()}
+    slots = sum(host.slots or 0 for host in found)
+    size = request.size or slots
+    if size > slots:
+        if not request.options.oversubscribe:
+            told = ", ".join(f"{host.name}:{host.slots}" for host in found)
+            raise UsageError(
+                f"-np got {size}, but the hosts have {slots} slots ({told}); expected at most "
+                f"{slots}, more slots with -H, or --oversubscribe"
+            )
+        found = _stretched(found, size)
+    return Placement(size, hosts.share(found, size), names)
+
+
+def _look(request: Request, wanted: Sequence[Host]) -> preflight.Look:
+    return preflight.look(wanted, request.ssh, os.getcwd(), request.command[0])
+
+
+def _with_slots(wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
+    return [
+        Host(host.name, seen.facts[host.name]["cores"] if host.slots is None else host.slots)
+        for host in wanted
+        if host.name not in seen.problems
+    ]
+
+
+def _stretched(found: Sequence[Host], size: int) -> list[Host]:
+    """The hosts with so many more slots, in proportion, that all ranks find a place."""
+    slots = sum(host.slots or 0 for host in found)
+    return [Host(host.name, -(-(host.slots or 0) * size // slots)) for host in found]
+
+
+def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
+    """Where the ranks go at a restart; None if too few hosts answer for too long."""
+    least = request.min_size or size
+    limit = time.monotonic() + request.restart_timeout
+    told: dict[str, str] = {}
+    while True:
+        wanted = request.hosts
+        assert wanted is not None
+        if request.options.host_discovery_script is not None:
+            wanted = hosts.discover(request.options.host_discovery_script)
+        seen = _look(request, wanted)
+        # A host that was lost has kept what ran there.
+        cluster.sweep_hosts(seen.facts, request.ssh, request.jobs, 0.0)
+        for name, text in seen.problems.items():
+            if told.get(name) != text:
+                told[name] = text
+                _say(f"left out: {name} {text}")
+        found = _with_slots(wanted, seen)
+        slots = sum(host.slots or 0 for host in found)
+        if found and request.options.oversubscribe and slots < size:
+            found, slots = _stretched(found, size), size
+        if slots >= least:
+            names = {facts["host"]: name for name, facts in seen.facts.items()}
+            return Placement(min(size, slots), hosts.share(found, min(size, slots)), names)
+        if time.monotonic() >= limit:
+            _say(
+                f"no restart: {slots} slots on the hosts that answer, and {least} are needed "
+                "(--min-np)"
+            )
+            return None
+        if not signals.wait(LOOK_AGAIN):
+            return None
+
+
+def _say(text: str) -> None:
+    print(f"hvdrun: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""Run on a host after a job, by its text: ends and removes what is left. Standard library only.
+
+Arguments: seconds between the request to end and the kill, and the jobs' numbers. What belongs to a
+job has its number in the environment, the daemons under a name of their own (see `agent.py`).
+"""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+
+# How long a killed process may take until it is gone.
+GONE = 5.0
+
+STEP = 0.05
+
+
+def processes(job: str) -> "list[int]":
+    """The job's processes of this user, without this one and those that have ended."""
+    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF")}
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                environment = file.read().split(b"\0")
+        except OSError:  # it is gone, or another user's
+            continue
+        if marks & set(environment):
+            found.append(int(entry))
+    return found
+
+
+def shared_memory(pids: "list[int]") -> "set[str]":
+    """The files in /dev/shm that these processes use."""
+    found = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                found |= set(re.findall(r"/dev/shm/\S+$", file.read(), re.MULTILINE))
+        except OSError:
+            continue
+    return found
+
+
+def end(job: str, grace: float) -> "set[str]":
+    """End the job's processes; returns the shared memory that they have used."""
+    used: set[str] = set()
+    asked: set[int] = set()
+    start = time.monotonic()
+    while left := processes(job):
+        used |= shared_memory(left)
+        kill = time.monotonic() >= start + grace
+        if time.monotonic() >= start + grace + GONE:  # stuck in the kernel, on a disk perhaps
+            print(f"process {', '.join(map(str, left))} of the job does not die")
+            break
+        for pid in left:
+            if kill or pid not in asked:
+                asked.add(pid)
+                try:
+                    os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+                    os.kill(pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    continue
+        time.sleep(STEP)
+    return used
+
+
+def sweep(job: str, grace: float) -> None:
+    """End the job's processes and remove its files."""
+    for path in end(job, grace):
+        if os.path.exists(path) and os.stat(path).st_uid == os.getuid():
+            os.unlink(path)
+    for folder in {tempfile.gettempdir(), "/tmp", "/dev/shm"}:
+        path = os.path.join(folder, f"hvdrun-{job}")
+        if os.path.isdir(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    for number in sys.argv[2:]:
+        sweep(number, float(sys.argv[1]))

@@ -1,0 +1,252 @@
+"""hvdrun on several hosts: what the ranks get, what it refuses, how it ends."""
+
+import re
+import signal
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.harness import cluster
+from tests.harness.hosts import Hosts
+from tests.harness.launcher import wait_until
+
+# What a rank sees, without MPI.
+WHO = """
+import os, signal, socket, sys, time
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+"""
+
+
+def script(folder: Path, text: str) -> list[str]:
+    path = folder / "script.py"
+    path.write_text(WHO + textwrap.dedent(text))
+    return [sys.executable, str(path)]
+
+
+def clean(hosts: Hosts) -> None:
+    """Nothing is left on any host at the moment at which hvdrun has ended."""
+    assert [(host.name, host.processes(), host.leftovers()) for host in hosts] == [
+        (host.name, {}, []) for host in hosts
+    ]
+
+
+def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    """Place, arguments, input, settings and output of four ranks; the first host takes none."""
+    code = """
+        print(socket.gethostname(), ascii(sys.argv[1:]), repr(sys.stdin.read()))
+        print(*map(os.environ.get, ("OMP_NUM_THREADS", "MINE", "TMPDIR")), os.getcwd())
+        print(sorted(name for name in os.environ if name.startswith("HVDRUN")), file=sys.stderr)
+        print("x" * 300_000)
+        """
+    arguments = ["a b", "it's", 'say "x"', "", "$HOME", "*", ":", "-np", "new\nline", "ü;true"]
+    options = ["-H", "server2:1,server3:2", "--env", "MINE", "--output-dir", "out", "--verbose"]
+    text = tmp_path / "text"
+    text.write_text("some\ntext" * 20_000)
+    with text.open() as stdin:
+        done = cluster.run(
+            hosts[0],
+            *options,
+            *script(tmp_path, code),
+            *arguments,
+            folder=tmp_path,
+            stdin=stdin,
+            env=cluster.environment(MINE="$(mine)"),
+        )
+    assert done.returncode == 0, done.stderr
+    clean(hosts)
+    number = re.search(r"^HVDRUN_JOB=(\w+)$", done.stderr, re.MULTILINE)[1]
+    cores = int(re.search(r"\[0\] (\d+) ", done.stdout)[1])
+    for rank, name in enumerate(("server2", "server3", "server3")):
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        given = repr("some\ntext" * 20_000) if rank == 0 else "''"
+        threads = cores if rank == 0 else max(1, cores // 2)
+        temporary = hosts[int(name[-1]) - 1].temporary
+        assert lines == [
+            f"[{rank}] {name} {arguments!a} {given}",
+            f"[{rank}] {threads} $(mine) {temporary}/hvdrun-{number} {tmp_path}",
+            f"[{rank}] {'x' * 300_000}",
+        ]
+        copy = (tmp_path / f"out/rank-{rank}.txt").read_text()
+        assert [f"[{rank}] {line}" for line in copy.splitlines() if line[0] != "["] == lines
+        assert f"[{rank}] ['HVDRUN_JOB']\n" in done.stderr
+    assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
+
+
+def test_the_secret_stands_on_no_command_line(hosts: Hosts, tmp_path: Path) -> None:
+    command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
+    with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
+        job.wait_for("ready", 2)
+        (worker,) = (pid for pid in job.pids(1, "hvd_keras.launch.remote") if pid)
+        environment = Path(f"/proc/{worker}/environ").read_bytes().decode()
+        secret = re.search(r"HVDRUN_SECRET=([0-9a-f]{64})\0", environment)[1]
+        lines = [line for host in hosts for line in host.processes().values()]
+        assert len(lines) > 6
+        assert not [line for line in lines if secret in line]
+        job.signal(signal.SIGINT)
+        assert job.wait() == 130
+        clean(hosts)
+        assert job.output.splitlines()[-1] == "hvdrun: ended by SIGINT, with all ranks"
+
+
+def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
+    command = script(tmp_path, "if rank == 1: raise ValueError('bad')\ntime.sleep(1000)")
+    done = cluster.run(hosts[0], "-H", "server2:1,server3:1", *command, folder=tmp_path)
+    clean(hosts)
+    assert done.returncode == 1
+    *_, cause, begin, _, _, error, other = [s for s in done.stderr.splitlines() if "^" not in s]
+    assert cause == "hvdrun: rank 1 on server3 failed first: exit status 1"
+    assert begin == "Traceback (most recent call last):"
+    assert error == "ValueError: bad"
+    assert re.fullmatch(r"hvdrun: rank 0 on server2: killed .*", other)
+
+
+def test_a_rank_that_leaves_without_an_error_is_no_success(hosts: Hosts, tmp_path: Path) -> None:
+    """What else a rank has started is ended as well."""
+    code = """
+        import subprocess
+        subprocess.Popen(["sleep", "1234"], start_new_session=True)
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(1000)
+        """
+    done = cluster.run(
+        hosts[0], "-H", "server2:1", "-np", "1", *script(tmp_path, code), folder=tmp_path
+    )
+    clean(hosts)
+    assert done.returncode == 137
+    cause = "hvdrun: rank 0 on server2 failed first: killed before it could report its end\n"
+    assert done.stderr == cause
+
+
+def test_what_is_wrong_with_a_host_is_told_before_anything_starts(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """One line each, of all hosts at once."""
+    touch = script(tmp_path, "open('touched', 'w')")
+    hosts[2].run(["hostname", "server2"])
+    try:
+        chosen = ("-H", "server2:1,server3:1,10.77.0.99:1,server9:1")
+        done = cluster.run(hosts[0], *chosen, *touch, folder=tmp_path)
+    finally:
+        hosts[2].run(["hostname", "server3"])
+    assert done.returncode == 2
+    told = dict(re.findall(r"^hvdrun: (\S+) (.*)$", done.stderr, re.MULTILINE))
+    assert list(told) == ["10.77.0.99", "server9", "server3"]
+    assert told["server3"].startswith("calls itself 'server2', as server2 does; expected distinct")
+    assert told["10.77.0.99"].startswith("cannot be reached by ssh: ")
+    assert "resolve" in told["server9"]
+    many = cluster.run(hosts[0], "-H", "server2,server3", "-np", "99", *touch, folder=tmp_path)
+    assert many.returncode == 2
+    assert re.search(r"-np got 99, but the hosts have \d+ slots \(server2:\d+, ", many.stderr)
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.slow
+def test_a_missing_folder_or_program_is_told(hosts: Hosts, tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    command = script(hidden, "")
+    hosts[1].run(["mount", "-t", "tmpfs", "tmpfs", str(hidden)])
+    (hidden / "sub").mkdir()
+    program = hidden / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    try:
+        told = [
+            cluster.run(hosts[0], "-H", "server2:1", *words, folder=folder).stderr
+            for folder, words in ((hidden / "sub", command), (tmp_path, [str(program)]))
+        ]
+    finally:
+        hosts[1].run(["umount", str(hidden)])
+    assert told[0].startswith(f"hvdrun: server2 has no folder {hidden}/sub; expected")
+    assert told[1].startswith(f"hvdrun: server2 has no program {program}; expected")
+
+
+@pytest.mark.slow
+def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
+    """mpirun and a rank do not react to the first."""
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)"
+    command = script(tmp_path, f"{code}\ntime.sleep(1000)")
+    with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
+        job.wait_for("ready", 2)
+        job.kill(0, "prterun -n", signal.SIGSTOP)
+        job.signal(signal.SIGINT)
+        job.process.poll()
+        job.signal(signal.SIGINT)
+        assert job.wait() == 130
+        clean(hosts)
+
+
+@pytest.mark.slow
+def test_nothing_runs_on_when_hvdrun_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+    command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
+    with cluster.started(hosts, "-H", "server2:1,server3:1", *command, folder=tmp_path) as job:
+        job.wait_for("ready", 2)
+        job.signal(signal.SIGKILL)
+        job.wait()
+        wait_until(lambda: not any(host.processes() for host in hosts), "the end of all ranks")
+        wait_until(lambda: not any(host.leftovers() for host in hosts[1:]), "the end of all files")
+        hosts[0].clear()  # hvdrun's own files: nobody is left who could remove them
+
+
+RUN = """
+import hvd_keras
+
+def train(rate):
+    import socket
+    import hvd_keras as hvd
+    hvd.init()
+    total = hvd.allreduce([rate * (hvd.rank() + 1)], op=hvd.Sum)
+    return socket.gethostname(), hvd.local_rank(), float(total[0])
+
+if __name__ == "__main__":
+    print(hvd_keras.run(train, (0.5,), hosts="server2:1,server3:2"))
+"""
+
+
+@pytest.mark.slow
+def test_a_function_on_several_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "call.py").write_text(RUN)
+    command = [sys.executable, "call.py"]
+    done = hosts[0].run(command, cwd=tmp_path, timeout=300, env=cluster.environment())
+    clean(hosts)
+    results = [("server2", 0, 3.0), ("server3", 0, 3.0), ("server3", 1, 3.0)]
+    assert (done.stdout, done.returncode) == (f"{results}\n", 0), done.stderr
+
+
+TRAIN = """
+import keras, numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
+model.compile(optimizer=optimizer, loss="mse")
+x = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
+checkpoint = hvd.callbacks.Checkpoint("checkpoints")
+data = hvd.data.shard((x, x.sum(1)), batch_size=8, start_epoch=checkpoint.initial_epoch)
+broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+model.fit(data, epochs=2, verbose=0, callbacks=[broadcast, checkpoint])
+print("trained by", hvd.size(), "on", hvd.cross_size(), "hosts")
+"""
+
+
+@pytest.mark.slow
+def test_the_readme_can_be_followed(hosts: Hosts, tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    section = readme.partition("## On several hosts\n")[2].partition("\n## ")[0]
+    commands = re.findall(r"^    (.*)", section, re.MULTILINE)
+    assert len(commands) == 3
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "hosts.txt").write_text("server1:2\nserver2:1\n")
+    here = str(Path(sys.executable).parent)
+    expected = ["all right", "trained by 3 on 2 hosts", "trained by 3 on 2 hosts"]
+    for command, words in zip(commands, expected, strict=True):
+        environment = cluster.environment()
+        environment["PATH"] = f"{here}:{environment['PATH']}"
+        shell = ["bash", "-c", command]
+        done = hosts[0].run(shell, cwd=tmp_path, timeout=300, env=environment)
+        clean(hosts)
+        assert done.returncode == 0, done.stderr
+        assert words in done.stdout

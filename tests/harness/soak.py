@@ -1,0 +1,135 @@
+"""Trains on three hosts while a random fault comes every 20 to 60 s, and compares the end.
+
+``python -m tests.harness.soak --minutes 30``; the weights must be those of an undisturbed run, bit
+for bit, and nothing may be left on any host.
+"""
+
+import argparse
+import pathlib
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from tests.harness import cluster, restarting
+from tests.harness.cluster import Running
+from tests.harness.hosts import Host, Hosts, missing
+
+HOSTS = "server1:1,server2:1,server3:1"
+PAUSE = 0.1  # seconds a step
+# Part of the time in which it trains; the rest goes into starts.
+SHARE = 0.4
+TIMEOUT = 15  # seconds; a stopped rank counts as lost then
+SETTINGS = {"HVD_TIMEOUT_SECONDS": str(TIMEOUT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def kill(words: str, number: int = signal.SIGKILL) -> Callable[[Running, int, random.Random], bool]:
+    """Sends a signal to these processes of a host, if there are some."""
+
+    def fault(job: Running, host: int, _: random.Random) -> bool:
+        if not job.pids(host, words):
+            return False
+        job.kill(host, words, number)
+        return True
+
+    return fault
+
+
+def disturb(
+    begin: Callable[[Host], None], end: Callable[[Host], None], least: float, most: float
+) -> Callable[[Running, int, random.Random], bool]:
+    """Something that lasts so many seconds."""
+
+    def fault(job: Running, host: int, chance: random.Random) -> bool:
+        begin(job.hosts[host])
+        time.sleep(chance.uniform(least, most))
+        end(job.hosts[host])
+        return True
+
+    return fault
+
+
+FAULTS = {
+    "kill a rank": kill("restarting.py"),
+    "stop a rank": kill("restarting.py", signal.SIGSTOP),
+    "kill a worker": kill("launch.remote"),
+    "kill a daemon": kill("prted "),
+    "blip": disturb(Host.unplug, Host.plug, 1, 5),
+    "cut": disturb(Host.unplug, Host.plug, 12, 20),
+    "reset": disturb(Host.reset, Host.accept, 1, 5),
+    "crash": disturb(Host.crash, Host.boot, 1, 10),
+}
+NOT_HERE = ("crash", "cut")  # hvdrun's own host, the first, stays
+
+
+def trouble(job: Running, seconds: float, chance: random.Random) -> Counter[str]:
+    """Faults until the time is over or the job has ended; returns what has happened."""
+    happened: Counter[str] = Counter()
+    limit = time.monotonic() + seconds
+    while True:
+        wait = chance.uniform(20, 60)
+        while wait > 0 and job.process.poll() is None and time.monotonic() < limit:
+            time.sleep(min(1.0, wait))
+            wait -= 1
+        if job.process.poll() is not None or time.monotonic() >= limit:
+            return happened
+        name = chance.choice(list(FAULTS))
+        host = chance.randrange(1 if name in NOT_HERE else 0, len(job.hosts))
+        if FAULTS[name](job, host, chance):
+            happened[name] += 1
+            print(f"{limit - time.monotonic():.0f} s left: {name} on server{host + 1}", flush=True)
+
+
+def end(output: str) -> str:
+    """The digest of the end; exits if there is none."""
+    found = re.findall(r"ends with (\w+)", output)
+    if len(found) != 1:
+        sys.exit(f"soak: the training has not ended:\n{output[-5000:]}")
+    return str(found[0])
+
+
+def main() -> None:
+    """Everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
+    options = parser.parse_args()
+    if reason := missing():
+        sys.exit(f"soak: {reason}")
+    seconds = options.minutes * 60
+    steps = restarting.ROWS // restarting.BATCH // 3
+    epochs = max(3, round(seconds * SHARE / PAUSE / steps))
+    script = [sys.executable, restarting.__file__]
+    environment = cluster.environment(PYTHONPATH=str(pathlib.Path(__file__).parents[2]), **SETTINGS)
+    with tempfile.TemporaryDirectory() as name, Hosts(3) as hosts:
+        folders = [pathlib.Path(name, what) for what in ("undisturbed", "disturbed")]
+        for folder in folders:
+            folder.mkdir()
+        command = [*script, "checkpoints", str(epochs)]
+        options_ = ["-H", HOSTS, "--max-restarts", "1000"]
+        print(f"soak: {epochs} epochs of {steps} steps, undisturbed", flush=True)
+        with cluster.started(
+            hosts, "-H", HOSTS, *command, "0", folder=folders[0], env=environment
+        ) as job:
+            job.process.wait()
+            expected = end(job.output)
+        with cluster.started(
+            hosts, *options_, *command, str(PAUSE), folder=folders[1], env=environment
+        ) as job:
+            happened = trouble(job, seconds, random.Random(options.seed))
+            status = job.process.wait()
+            got = end(job.output)
+            restarts = job.output.count("hvdrun: restart ")
+        left = {host.name: [*host.processes().values(), *host.leftovers()] for host in hosts}
+    print(f"soak: {sum(happened.values())} faults {dict(happened)}, {restarts} restarts")
+    if status != 0 or got != expected or any(left.values()):
+        sys.exit(f"soak: status {status}; ends with {got}, expected {expected}; left: {left}")
+    print("soak: the same weights as undisturbed, and nothing is left")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The authenticated connection between hvdrun and its workers: what a stranger can do to it."""
+
+import json
+
+import pytest
+
+from hvd_keras.launch.channel import FIRST_LIMIT, LIMIT, Channel, ProtocolError
+
+
+class Wire:
+    """Two ends, and all that has gone over, which an eavesdropper knows."""
+
+    def __init__(self, secrets: tuple[str, str] = ("s" * 64, "s" * 64)) -> None:
+        self.hvdrun = Channel(secrets[0], is_hvdrun=True)
+        self.worker = Channel(secrets[1], is_hvdrun=False)
+        self.seen: list[bytes] = []
+
+    def send(self, source: Channel, target: Channel) -> list[dict]:
+        data = bytes(source._outgoing)
+        source.drop()
+        self.seen.append(data)
+        return target.feed(data)
+
+    def meet(self) -> None:
+        for _ in range(2):
+            self.send(self.hvdrun, self.worker)
+            self.send(self.worker, self.hvdrun)
+        self.send(self.hvdrun, self.worker)
+
+
+def test_messages_pass_both_ways_in_pieces() -> None:
+    wire = Wire()
+    wire.meet()
+    assert wire.hvdrun.open
+    assert wire.worker.open
+    wire.worker.put(output="out", data="ü\n")
+    wire.worker.put(took=7)
+    data = bytes(wire.worker._outgoing)
+    got = [message for i in range(len(data)) for message in wire.hvdrun.feed(data[i : i + 1])]
+    assert got == [{"output": "out", "data": "ü\n"}, {"took": 7}]
+    wire.hvdrun.put(stop=15)
+    assert wire.send(wire.hvdrun, wire.worker) == [{"stop": 15}]
+
+
+def test_the_secret_is_never_sent() -> None:
+    wire = Wire()
+    wire.meet()
+    wire.worker.put(took=1)
+    wire.send(wire.worker, wire.hvdrun)
+    assert b"s" * 64 not in b"".join(wire.seen)
+
+
+@pytest.mark.parametrize("liar", ["worker", "hvdrun"])
+def test_whoever_does_not_know_the_secret_is_refused(liar: str) -> None:
+    wire = Wire(("s" * 64, "t" * 64))
+    if liar == "worker":
+        with pytest.raises(ProtocolError, match="does not know this job's secret"):
+            wire.meet()
+        assert not wire.hvdrun.open
+        return
+    wire.send(wire.hvdrun, wire.worker)
+    with pytest.raises(ProtocolError, match="does not know this job's secret"):
+        wire.worker.feed(b"0" * 64 + b"\n")
+    assert not wire.worker.open
+
+
+def test_an_old_conversation_cannot_be_played_again() -> None:
+    first, second = Wire(), Wire()
+    first.meet()
+    with pytest.raises(ProtocolError):
+        second.hvdrun.feed(b"".join(first.seen[1::2]))
+
+
+def test_a_line_cannot_be_changed_repeated_dropped_or_sent_back() -> None:
+    for attack in ("change", "repeat", "drop", "reflect"):
+        wire = Wire()
+        wire.meet()
+        wire.worker.put(took=1)
+        one = bytes(wire.worker._outgoing)
+        wire.worker.drop()
+        wire.worker.put(took=2)
+        two = bytes(wire.worker._outgoing)
+        data = {
+            "change": one.replace(b"1}", b"9}"),
+            "repeat": one + one,
+            "drop": two,
+            "reflect": one,
+        }[attack]
+        assert data != one or attack == "reflect"
+        target = wire.worker if attack == "reflect" else wire.hvdrun
+        with pytest.raises(ProtocolError):
+            target.feed(data)
+
+
+def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
+    monkeypatch.setattr(json, "loads", lambda text: pytest.fail("parsed"))
+    for data in (b'{"hello": 1}\n', b"\x80\x04pickle\n", b"x" * (FIRST_LIMIT + 1)):
+        with pytest.raises(ProtocolError):
+            Channel("s" * 64, is_hvdrun=True).feed(data)
+    wire = Wire()
+    wire.meet()
+    with pytest.raises(ProtocolError):
+        wire.hvdrun.feed(b"0" * 32 + b' {"took": 1}\n')
+    with pytest.raises(ProtocolError, match="a line without an end"):
+        wire.worker.feed(b"x" * (LIMIT + 1))

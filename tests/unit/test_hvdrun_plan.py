@@ -1,0 +1,222 @@
+"""The commands that hvdrun makes for every engine, and what it refuses of hosts and files."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from hvd_keras.launch import UsageError, hosts, preflight, probe
+from hvd_keras.launch.hosts import Host
+
+VERSIONS = {
+    "Open MPI 4": "mpirun (Open MPI) 4.1.4",
+    "Open MPI 5": "mpirun (Open MPI) 5.0.11",
+    "MPICH": "HYDRA build details:\n    Version: 5.0.2",
+    "Intel MPI": "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701",
+}
+AGENT = "--{0} {1}_agent JOB_DIRECTORY/ssh --{0} {1}_no_tree_spawn 1 "
+KEEPALIVE = (
+    "--{0} oob_tcp_keepalive_time 4 --{0} oob_tcp_keepalive_intvl 2 --{0} "
+    "oob_tcp_keepalive_probes 4 --{0} {1} eth7 --mca btl_tcp_if_include eth7 "
+)
+VARIABLES = ("HVDRUN_JOB", "HVDRUN_ADDRESSES", "HVDRUN_SECRET")
+PROGRAM = "PYTHON -I -m hvd_keras.launch.remote"
+EXPORT = "".join(f"-x {name} " for name in VARIABLES)
+OPEN_MPI = "-H server1:2,server2:1 "
+COMMANDS = {
+    "Open MPI 4": "--use-hwthread-cpus --oversubscribe --bind-to none ROOT"
+    + OPEN_MPI
+    + AGENT.format("mca", "plm_rsh")
+    + KEEPALIVE.format("mca", "oob_tcp_if_include")
+    + EXPORT,
+    "Open MPI 5": "--bind-to none --map-by slot:HWTCPUS:OVERSUBSCRIBE ROOT"
+    + OPEN_MPI
+    + AGENT.format("prtemca", "plm_ssh")
+    + KEEPALIVE.format("prtemca", "prte_if_include")
+    + EXPORT,
+    "MPICH": "-hosts server1:2,server2:1 -launcher ssh -launcher-exec JOB_DIRECTORY/ssh "
+    "-iface eth7 ",
+    "Intel MPI": "-machinefile JOB_DIRECTORY/machines -bootstrap ssh "
+    "-bootstrap-exec JOB_DIRECTORY/ssh -iface eth7 ",
+}
+
+
+def fake(hvdrun, name: str, text: str) -> str:
+    """A program that says this, in place of one that is not on every machine."""
+    path = hvdrun.folder / name
+    path.write_text(f"#!/bin/sh\ncat << 'END'\n{text}\nEND\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("engine", VERSIONS)
+def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
+    path = fake(hvdrun, "mpirun", VERSIONS[engine])
+    options = ["--mpirun", path, "-np", "3", "-H", "server1:2,server2:4", "--dry-run"]
+    options += ["--network-interface", "eth7", "--ssh-port", "2222", "--mpi-args", "--extra 'a b'"]
+    options += ["--ssh-identity-file", hvdrun.script("", "my key")]
+    done = hvdrun.run(*options, sys.executable, "-c", "print(1)")
+    assert (done.returncode, done.stderr) == (0, "")
+    *settings, command, program = done.stdout.splitlines()
+    root = "--allow-run-as-root " if os.geteuid() == 0 else ""
+    expected = f"{path} -n 3 {COMMANDS[engine].replace('ROOT', root)}--extra 'a b' {PROGRAM}"
+    assert command == expected.replace("PYTHON", sys.executable)
+    assert program == f"each rank: {sys.executable} -c 'print(1)'"
+    ssh = (
+        f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -m hvd_keras.launch.agent JOB ssh -x "
+        "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 "
+        f"-p 2222 -i '{hvdrun.folder}/my key' -- \"$@\""
+    )
+    assert ssh in settings
+    assert {"HVDRUN_JOB=JOB", "HVDRUN_SECRET=SECRET"} <= set(settings)
+    machines = {f"JOB_DIRECTORY/machines: server{n}:{s}" for n, s in ((1, 2), (2, 1))}
+    assert machines <= set(settings) or engine != "Intel MPI"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
+    srun = fake(hvdrun, "srun", "slurm 23.11.4")
+    environment = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6", "SLURM_JOB_NODELIST": "n[1-3]"}
+    environment["PATH"] = f"{hvdrun.folder}:{hvdrun.environment['PATH']}"
+    chosen = ["-H", "n1:2,n2:1"] if given else []
+    done = hvdrun.run(
+        *chosen, "--dry-run", sys.executable, "-V", env={**hvdrun.environment, **environment}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    *settings, command, _ = done.stdout.splitlines()
+    places = "--nodelist=n1,n2 --distribution=arbitrary " if given else ""
+    interface = "pmix" if "OMPI" in hvdrun.run("-n", "1", "--dry-run", "python").stdout else "pmi2"
+    assert command == (
+        f"{srun} -n {3 if given else 6} --mpi={interface} --export=ALL --kill-on-bad-exit=1 "
+        f"--no-kill --cpu-bind=none {places}{PROGRAM.replace('PYTHON', sys.executable)}"
+    )
+    assert ("SLURM_HOSTFILE=JOB_DIRECTORY/machines" in settings) == given
+    names = [line.split()[-1] for line in settings if line.startswith("JOB_DIRECTORY/machines:")]
+    assert names == (["n1", "n1", "n2"] if given else [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-H", "a:0"], "-H got 'a:0'; expected 1 rank or more"),
+        (["-H", "a:x"], "-H got 'a:x'; expected a host's name"),
+        (["--hosts=-oProxyCommand=x"], "-H got '-oProxyCommand=x'; expected a host's name"),
+        (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host's name"),
+        (["-H", "a:1,a:2"], "-H names a twice; expected each host once"),
+        (["-H", ","], "-H names no host; expected for example server1:4"),
+        (["-H", "a", "--hostfile", "b"], "got -H and --hostfile; expected one of them"),
+        (["--hostfile", "absent"], "--hostfile got 'absent', which cannot be read"),
+        (["--host-discovery-script", "false"], "ended with exit status 1"),
+        (["-H", "a:1", "-np", "2", "--dry-run"], "-np got 2, but the hosts have 1 slots (a:1)"),
+        (["-H", "a:1", "--ssh-port", "x"], "--ssh-port got 'x'; expected a number from 1"),
+        (["-H", "a:1", "--ssh-identity-file", "x"], "--ssh-identity-file got 'x', which is not"),
+        (["-H", "a:1", "--env", "ABSENT"], "--env got 'ABSENT', which is not set"),
+        (["-n", "1", "--max-restarts", "-1"], "--max-restarts got '-1'; expected a number from 0"),
+        (["-n", "1", "--min-np", "2"], "--min-np got 2; expected at most -np, which is 1"),
+        (["--config", "absent"], "--config got 'absent', which cannot be read as JSON"),
+    ],
+)
+def test_bad_hosts_and_options_are_refused(hvdrun, arguments, words) -> None:
+    done = hvdrun.run(*arguments, sys.executable, "-V")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_hostfile() -> None:
+    text = "# all\nserver1\n\nserver2:3 # the big one\n10.0.0.7 slots=2\n"
+    assert hosts.parse_lines(text, "x") == [
+        Host("server1"),
+        Host("server2", 3),
+        Host("10.0.0.7", 2),
+    ]
+    with pytest.raises(UsageError, match="x has the line 'a b'; expected server1"):
+        hosts.parse_lines("a b", "x")
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "words"),
+    [
+        ("python", "3.9.0", "has Python 3.9.0; expected {}, as here"),
+        ("hvd_keras", None, "has no hvd_keras; expected {}, as here"),
+        ("tensorflow", "2.20.0", "has TensorFlow 2.20.0; expected {}, as here"),
+        ("place", "/else/__init__.py", "has hvd_keras in /else/__init__.py; expected {}, as here"),
+        ("directory", False, "has no folder /tmp; expected the folder in which hvdrun was started"),
+        ("program", False, "has no program /bin/sh; expected it at the same place on all hosts"),
+    ],
+)
+def test_a_host_that_differs_is_refused(fact: str, value: object, words: str) -> None:
+    own = probe.look("/tmp", "/bin/sh")
+    assert own[fact], "the probe finds nothing here"
+    assert preflight.difference(own, own, "/tmp", "/bin/sh") is None
+    told = preflight.difference(own | {fact: value}, own, "/tmp", "/bin/sh")
+    assert told == words.format(own[fact])
+
+
+def test_ranks_fill_the_first_hosts_first() -> None:
+    three = [Host("a", 2), Host("b", 4), Host("c", 1)]
+    assert hosts.share(three, 3) == [Host("a", 2), Host("b", 1)]
+    assert hosts.share(three, 7) == three
+
+
+def test_a_configuration_file_counts_less_than_the_command_line(hvdrun) -> None:
+    path = hvdrun.folder / "config.json"
+    content = {"num-proc": 3, "oversubscribe": True, "prefix": False, "mpi-args": "--from file"}
+    path.write_text(json.dumps(content))
+    command = ["--config", str(path), "--dry-run", "python"]
+    assert "mpirun -n 3 " in hvdrun.run(*command).stdout
+    shown = hvdrun.run("-np", "1", *command).stdout
+    assert "mpirun -n 1 " in shown
+    assert " --from file " in shown
+    for content, words in (
+        ([], "got []; expected an object"),
+        ({"env": 1.5}, "'env' is 1.5; expected a text, a number, true, or a list of texts"),
+        ({"nonsense": "x"}, "unrecognized arguments: --nonsense=x"),
+    ):
+        path.write_text(json.dumps(content))
+        done = hvdrun.run(*command)
+        assert done.returncode == 2
+        assert words in done.stderr
+
+
+def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:
+    code = "print('out', rank, flush=True)\nprint('err', rank, file=sys.stderr)"
+    options = ("-np", "2", "--oversubscribe", "--output-dir", "new/output")
+    for _ in range(2):  # what an earlier job has left there goes
+        done = hvdrun.run(*options, sys.executable, hvdrun.script(code))
+    assert done.returncode == 0
+    for rank in range(2):
+        text = (hvdrun.folder / f"new/output/rank-{rank}.txt").read_text()
+        assert sorted(text.splitlines()) == [f"err {rank}", f"out {rank}"]
+
+
+def test_the_culprits_traceback_ends_the_output(hvdrun) -> None:
+    done = hvdrun.python(2, "meet(2)\nif rank == 0: time.sleep(100)\nraise ValueError('bad')")
+    *_, cause, begin, place, _, error, other = [
+        line for line in done.stderr.splitlines() if "^" not in line
+    ]
+    assert cause == "hvdrun: rank 1 failed first: exit status 1"
+    assert begin == "Traceback (most recent call last):"
+    assert "script.py" in place
+    assert error == "ValueError: bad"
+    assert other.startswith("hvdrun: rank 0: ")
+
+
+def test_restarts_on_this_host(hvdrun) -> None:
+    code = """
+        starts = len(os.listdir("starts"))
+        if rank == 0:
+            open(f"starts/{starts}", "w")
+        sys.exit(3 if starts < 2 else 0)
+        """
+    (hvdrun.folder / "starts").mkdir()
+    for restarts, status in (("1", 3), ("5", 0)):
+        done = hvdrun.run(
+            "-n", "1", "--max-restarts", restarts, sys.executable, hvdrun.script(code)
+        )
+        assert done.returncode == status, done.stderr
+        for path in (hvdrun.folder / "starts").iterdir():
+            path.unlink()
+    said = [line for line in done.stderr.splitlines() if "restart" in line]
+    assert said == [f"hvdrun: restart {n} of 5: 1 rank" for n in (1, 2)]

@@ -1,0 +1,99 @@
+"""hvd_keras.run: a function on all ranks, results, errors, and strangers that connect."""
+
+import contextlib
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import hvd_keras
+from hvd_keras.launch import call
+from tests.harness.launcher import LIMIT
+
+ENGINE = ["--oversubscribe"]
+
+
+def test_results_come_in_the_order_of_the_ranks(capfd) -> None:
+    offset = 10
+
+    def work(a, *, b):
+        from hvd_keras.launch.worker import find_rank
+
+        rank = find_rank(os.environ)
+        print("at work", rank)
+        return {"rank": rank, "sum": a + b + offset, "much": bytes(3_000_000 * rank)}
+
+    results = hvd_keras.run(work, (1,), {"b": 2}, np=3, options=ENGINE)
+    assert results == [
+        {"rank": rank, "sum": 13, "much": bytes(3_000_000 * rank)} for rank in range(3)
+    ]
+    printed = capfd.readouterr().out
+    assert sorted(printed.splitlines()) == [f"[{rank}] at work {rank}" for rank in range(3)]
+
+
+def test_functions_of_the_main_program(tmp_path) -> None:
+    """A notebook's are such."""
+    script = """
+import hvd_keras
+def helper(x):
+    return x * 2
+def work(x):
+    return helper(x)
+if __name__ == "__main__":
+    print(hvd_keras.run(work, (21,)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("[42]\n", "", 0)
+
+
+def test_an_exception_of_a_rank_is_one_here() -> None:
+    def work():
+        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            raise KeyError("no such thing")
+        threading.Event().wait()
+
+    with pytest.raises(RuntimeError) as caught:
+        hvd_keras.run(work, np=2, options=ENGINE)
+    assert re.search(
+        r"rank 1 failed first: exit status 1\nTraceback(.*\n)*KeyError: 'no such thing'\nhvdrun",
+        str(caught.value),
+    )
+
+
+def test_what_cannot_start_is_refused() -> None:
+    with pytest.raises(ValueError, match="-np got 10000, but this process may use"):
+        hvd_keras.run(print, np=10000)
+    with pytest.raises(ValueError, match="-H got 'a;b'; expected a host's name"):
+        hvd_keras.run(print, hosts="a;b")
+
+
+class Bomb:
+    """Leaves a trace if it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_nothing_of_a_stranger_is_unpickled(tmp_path) -> None:
+    bomb = pickle.dumps(Bomb(str(tmp_path / "exploded")))
+    server = call._Server(b"secret function", ["127.0.0.1"])
+    with server:
+        host, _, port = server.addresses.rpartition(":")
+        for message in (bomb, b"x" * 32 + b" " + b"0" * 64 + b"\n" + bomb):
+            with socket.create_connection((host, int(port)), timeout=LIMIT) as stranger:
+                assert stranger.recv(1000).startswith(b"hvdrun 1 ")
+                stranger.sendall(message + b"\n")
+                with contextlib.suppress(ConnectionResetError):
+                    assert stranger.recv(1000) == b""  # closed, without a word
+    assert server.results == {}
+    assert not (tmp_path / "exploded").exists()
