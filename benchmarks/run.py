@@ -24,7 +24,7 @@ import report
 HERE = Path(__file__).parent
 LIMIT = 600  # seconds; none takes nearly as long
 
-# Which benchmarks run on how many ranks; startup starts its ranks itself.
+# Which benchmarks run on how many ranks; startup and hosts start their ranks themselves.
 FULL = {
     "startup": [None],
     "latency": [2],
@@ -33,6 +33,7 @@ FULL = {
     "growth": [8],
     "sparse": [2],
     "waiting": [2],
+    "hosts": [None],
 }
 SMOKE = FULL | {"gradients": [2], "growth": [4]}
 

@@ -48,7 +48,12 @@ def thread_settings(
     """Thread counts that share the cores among `size` ranks; what the user has set is left alone.
 
     Without them each rank's TensorFlow starts as many threads as there are cores. `cores` are those
-    of another host (default: of this one).
+    of one of several hosts (default: of this host alone). There, at least two ops run at a time:
+    with one, TensorFlow goes through all layers before it computes the first weight's gradient, and
+    nothing could cross the network meanwhile.
     """
-    threads = str(max(1, (cores or usable_cores()) // size))
-    return {name: threads for name in THREAD_VARIABLES if name not in environment}
+    threads = max(1, (cores or usable_cores()) // size)
+    counts = dict.fromkeys(THREAD_VARIABLES, threads)
+    if cores is not None:
+        counts["TF_NUM_INTEROP_THREADS"] = max(2, threads)
+    return {name: str(count) for name, count in counts.items() if name not in environment}
