@@ -14,7 +14,7 @@ def problem() -> str:
     if why:
         return why
     if tf.config.get_visible_devices("GPU"):
-        return "collectives of tensors on GPUs cannot be compiled by XLA yet"
+        return "on GPUs, what XLA makes of the collectives has not been tested yet"
     return ""
 
 

@@ -79,11 +79,13 @@ struct Result {
   void* data;
 };
 
-// The last argument and the last result are the chain, see kernels.cc.
-ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
-                       ffi::Dictionary dictionary) {
+Request request_of(const ffi::Dictionary& dictionary) {
   const Attributes attributes = attributes_of(dictionary);
-  Request request = request_of(attributes.texts.at("op"), attributes);
+  return request_of(attributes.texts.at("op"), attributes);
+}
+
+// The last argument and the last result are the chain, see kernels.cc.
+ffi::Future submitted(Request request, ffi::RemainingArgs arguments, ffi::RemainingRets returns) {
   for (size_t i = 0; i + 1 < arguments.size(); ++i) {
     const ffi::AnyBuffer input = *arguments.get<ffi::AnyBuffer>(i);
     request.inputs.push_back(
@@ -129,6 +131,22 @@ ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
   return future;
 }
 
+ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
+                       ffi::Dictionary dictionary) {
+  return submitted(request_of(dictionary), arguments, returns);
+}
+
+// On a GPU what is done is that XLA's stream waits for the result, as with TensorFlow's kernels.
+ffi::Future collective_on_gpu(void* stream, int32_t device, ffi::RemainingArgs arguments,
+                              ffi::RemainingRets returns, ffi::Dictionary dictionary) {
+  Request request = request_of(dictionary);
+  if (arguments.size() > 1) {  // a barrier has no tensors
+    request.device = device;
+    request.stream = stream;
+  }
+  return submitted(std::move(request), arguments, returns);
+}
+
 ffi::Error place(ffi::Result<ffi::BufferR0<ffi::S32>> value, ffi::Dictionary dictionary) {
   const Attributes attributes = attributes_of(dictionary);
   return to_error(look_up(attributes.texts.at("what"),
@@ -136,10 +154,18 @@ ffi::Error place(ffi::Result<ffi::BufferR0<ffi::S32>> value, ffi::Dictionary dic
                           value->typed_data()));
 }
 
-// One for platform "CUDA" takes the stream as well: .Ctx<ffi::PlatformStream<void*>>().
 XLA_FFI_DEFINE_HANDLER(kCollective, collective,
                        ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "Host", kCollective);
+
+XLA_FFI_DEFINE_HANDLER(kCollectiveOnGpu, collective_on_gpu,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<void*>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .RemainingArgs()
+                           .RemainingRets()
+                           .Attrs());
+XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "CUDA", kCollectiveOnGpu);
 
 XLA_FFI_DEFINE_HANDLER(kPlace, place, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_place", "Host", kPlace);

@@ -175,16 +175,23 @@ class PlaceXlaKernel : public XlaOpKernel {
 };
 
 // Not by XLA's own REGISTER_XLA_OP, which is ignored in a process that has compiled something
-// before. Those for DEVICE_GPU_XLA_JIT come with handlers for platform "CUDA".
-#define HVD_REGISTER(op, kernel) \
-  REGISTER_KERNEL_BUILDER(Name(op).Device(tensorflow::DEVICE_CPU_XLA_JIT), kernel)
-HVD_REGISTER("HvdAllreduce", CollectiveXlaKernel);
-HVD_REGISTER("HvdAllgather", CollectiveXlaKernel);
-HVD_REGISTER("HvdBroadcast", CollectiveXlaKernel);
-HVD_REGISTER("HvdAlltoall", CollectiveXlaKernel);
-HVD_REGISTER("HvdReducescatter", CollectiveXlaKernel);
-HVD_REGISTER("HvdBarrier", CollectiveXlaKernel);
-HVD_REGISTER("HvdPlace", PlaceXlaKernel);
+// before.
+#define HVD_REGISTER(op, device, kernel) \
+  REGISTER_KERNEL_BUILDER(Name(op).Device(tensorflow::device), kernel)
+HVD_REGISTER("HvdAllreduce", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdAllgather", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdBroadcast", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdAlltoall", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdReducescatter", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdBarrier", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdPlace", DEVICE_CPU_XLA_JIT, PlaceXlaKernel);
+
+// Not those that have numbers in the host's memory, which XLA keeps on the GPU.
+HVD_REGISTER("HvdAllreduce", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdAllgather", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdBroadcast", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdReducescatter", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdBarrier", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
 
 }  // namespace
 }  // namespace hvd
