@@ -108,6 +108,7 @@ class Worker:
         self._stopped = False
         self._kill_time = float("inf")
         self._hvdrun_gone = False
+        self._told = False  # whether hvdrun has been sent the report
 
     def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
@@ -180,6 +181,13 @@ class Worker:
         self._channel.drop()
         self._selector.unregister(self._connection)
         self._stop()
+        if not self._told:
+            # mpirun's daemon would wait for what does not come, and nobody else may reach it. When
+            # it dies it kills us, perhaps soon, so another process ends all that is here.
+            command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
+            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
+            environment["TMPDIR"] = str(temporary_folder().parent)
+            subprocess.Popen(command, env=environment, start_new_session=True)
 
     def _take_messages(self) -> None:
         with self._watching_hvdrun():
@@ -340,13 +348,6 @@ class Worker:
         self._outputs.clear()
         status = self._failure if self._child is None else self._child.returncode
         assert status is not None
-        if self._hvdrun_gone:
-            # mpirun's daemon would wait for what does not come, and nobody else can reach it. When
-            # it dies it kills us, so another process ends it.
-            command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
-            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
-            environment["TMPDIR"] = str(temporary_folder().parent)
-            subprocess.Popen(command, env=environment, start_new_session=True)
         if not self._hvdrun_gone:
             report = {"status": status, "stopped": self._stopped}
             self._channel.put(report=report, statistics=self._read_statistics())
@@ -354,6 +355,7 @@ class Worker:
         while self._channel.waiting and not self._hvdrun_gone and time.monotonic() < limit:
             self._turn(0.1)
         if not self._hvdrun_gone:
+            self._told = True
             # Closed with something unread, the connection would drop what is on its way.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_WR)
