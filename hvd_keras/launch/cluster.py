@@ -201,7 +201,9 @@ def _clean(
         _sweep_allocation(request.engine, job, grace)
         return lost
     names = [host.name for host in placement.hosts or () if host.name not in lost]
-    return lost | sweep_hosts(names, request.ssh, [job], grace)
+    lost = lost | sweep_hosts(names, request.ssh, [job], grace)
+    request.lost.update(lost)
+    return lost
 
 
 def _sweep_command(jobs: Sequence[str], grace: float) -> tuple[list[str], str]:

@@ -26,6 +26,7 @@ from hvd_keras.launch.channel import (
     watch_liveness,
 )
 from hvd_keras.launch.cores import thread_settings
+from hvd_keras.launch.hosts import is_here
 from hvd_keras.launch.loop import Loop
 from hvd_keras.launch.output import Output
 from hvd_keras.launch.verdict import Report
@@ -201,7 +202,8 @@ class Network:
             if self._unread < INPUT_WINDOW and not self._input_over:
                 self._loop.watch(self._input, self._pass_input)
         elif "orphan" in message:
-            report.orphaned = time.monotonic()
+            if not is_here(peer.host):  # here the daemon is mpirun itself, which we watch
+                report.orphaned = time.monotonic()
         elif "report" in message:
             report.time = time.monotonic()
             report.status = message["report"]["status"]

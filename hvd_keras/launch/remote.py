@@ -106,9 +106,9 @@ class Worker:
         self._statistics: Path | None = None
         self._failure: int | None = None  # the status of a command that could not start
         self._stopped = False
-        self._cause = ""  # who asked the command to end
         self._kill_time = float("inf")
         self._hvdrun_gone = False
+        self._told = False  # whether hvdrun has been sent the report
 
     def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
@@ -141,7 +141,7 @@ class Worker:
         def take() -> None:
             for number in os.read(reader, 64):
                 if number != signal.SIGCHLD:
-                    self._stop("mpirun", signal.Signals(number))
+                    self._stop(signal.Signals(number))
 
         self._selector.register(reader, selectors.EVENT_READ, take)
 
@@ -162,7 +162,7 @@ class Worker:
         if not self._hvdrun_gone and silence(self._connection) > SILENCE:
             self._lose_hvdrun()
         if os.getppid() != self._parent and not self._stopped:
-            self._stop("daemon")
+            self._stop()
         if time.monotonic() >= self._kill_time and self._child is not None:
             self._signal(signal.SIGKILL)
             self._kill_time = float("inf")
@@ -180,7 +180,14 @@ class Worker:
         self._hvdrun_gone = True
         self._channel.drop()
         self._selector.unregister(self._connection)
-        self._stop("hvdrun")
+        self._stop()
+        if not self._told:
+            # mpirun's daemon would wait for what does not come, and nobody else may reach it. When
+            # it dies it kills us, perhaps soon, so another process ends all that is here.
+            command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
+            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
+            environment["TMPDIR"] = str(temporary_folder().parent)
+            subprocess.Popen(command, env=environment, start_new_session=True)
 
     def _take_messages(self) -> None:
         with self._watching_hvdrun():
@@ -201,7 +208,7 @@ class Worker:
             self._input_ends = True
             self._feed_command()
         elif "stop" in message:
-            self._stop("hvdrun", signal.Signals(message["stop"]))
+            self._stop(signal.Signals(message["stop"]))
 
     def _start(
         self,
@@ -303,15 +310,17 @@ class Worker:
                 assert self._child is not None
                 self._child.stdin = None
 
-    def _stop(self, cause: str, number: signal.Signals = signal.SIGTERM) -> None:
-        """Ask the command to end, unless it has ended by itself; later, kill it."""
+    def _stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the command to end, unless it has ended by itself; later, kill it.
+
+        If mpirun's daemon, our parent, was the first to go, hvdrun hears of it.
+        """
         if self._child is not None and self._child.poll() is not None:
             return
         if not self._stopped:
             self._stopped = True
-            self._cause = cause
             self._kill_time = time.monotonic() + GRACE
-            if cause == "daemon" and self._channel.open and not self._hvdrun_gone:
+            if os.getppid() != self._parent and self._channel.open and not self._hvdrun_gone:
                 self._channel.put(orphan=True)
         if number == signal.SIGKILL:
             self._kill_time = time.monotonic()
@@ -339,13 +348,6 @@ class Worker:
         self._outputs.clear()
         status = self._failure if self._child is None else self._child.returncode
         assert status is not None
-        if self._hvdrun_gone:
-            # mpirun's daemon would wait for what does not come, and nobody else can reach it. When
-            # it dies it kills us, so another process ends it.
-            command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
-            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
-            environment["TMPDIR"] = str(temporary_folder().parent)
-            subprocess.Popen(command, env=environment, start_new_session=True)
         if not self._hvdrun_gone:
             report = {"status": status, "stopped": self._stopped}
             self._channel.put(report=report, statistics=self._read_statistics())
@@ -353,6 +355,7 @@ class Worker:
         while self._channel.waiting and not self._hvdrun_gone and time.monotonic() < limit:
             self._turn(0.1)
         if not self._hvdrun_gone:
+            self._told = True
             # Closed with something unread, the connection would drop what is on its way.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_WR)

@@ -40,6 +40,7 @@ class Request:
     min_size: int | None
     restart_timeout: int
     jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
+    lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
 
     @property
     def is_local(self) -> bool:

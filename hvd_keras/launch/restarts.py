@@ -40,6 +40,8 @@ def run(request: Request, start: Run, signals: Signals) -> Verdict:
         ranks = placement.size if placement is not None else size
         _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         verdict = start(placement, signals, False)
+    if request.lost and len(request.jobs) > 1:  # some may be there again
+        cluster.sweep_hosts(request.lost, request.ssh, request.jobs, 0.0)
     return verdict
 
 

@@ -275,6 +275,9 @@ class Job:
             cause = f"cannot pass on the ranks' output: {error.strerror}; the job was ended"
             verdict = Verdict(1, [cause], True)
         else:
+            if mpirun_status < 0 and not self._stopping:  # its daemons died of that
+                for report in reports.values():
+                    report.orphaned = float("inf")
             verdict = judge(reports, self._ranks.size, mpirun_status, lost)
             if self._ranks.problem:
                 lines = [self._ranks.problem, *verdict.lines[1:]]

@@ -69,7 +69,7 @@ ROWS = {
     "worker killed": Row(FIRST + "killed before it could report", killed("launch.remote")),
     "daemon killed": Row("mpirun's daemon on server2 died first", killed("prted ")),
     "mpirun killed": Row(
-        "mpirun's daemon on server1 died first", lambda job: job.kill(0, "prterun -n")
+        "mpirun ended with killed by SIGKILL", lambda job: job.kill(0, "prterun -n")
     ),
     "SIGSTOP": Row(VAIN, killed("restarting.py", signal.SIGSTOP), DEADLINE),
     "cut": Row(LOST, lambda job: job.hosts[1].unplug(), SILENCE),
