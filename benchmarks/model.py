@@ -140,7 +140,7 @@ def overlapped(
         taken = exchange(sum(sizes[i] for i in bucket))
         end = max(end, ready[bucket[-1]]) + taken
         total += taken
-    return Step(max(forward + backward, end), forward + backward, total, len(requests))
+    return Step(end, forward + backward, total, len(requests))
 
 
 def predict(
@@ -187,7 +187,7 @@ def horovod(layers: Network, cluster: Cluster, forward: float, backward: float) 
             size, i = size + sizes[i], i + 1
         taken = cluster.ring(size)
         now, total, requests = now + taken, total + taken, requests + 1
-    return Step(max(forward + backward, now), forward + backward, total, requests)
+    return Step(now, forward + backward, total, requests)
 
 
 def pascals(

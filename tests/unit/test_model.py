@@ -79,6 +79,13 @@ def test_a_host_sends_the_least_that_is_possible():
     assert model.Cluster(3, 1e6, 0).direct(1e8) == pytest.approx(2 * 2 / 3 * 1e8 / 1e6)
 
 
+def test_many_hosts_pay_for_their_messages():
+    """Two to and from each other host for a chunk, however little is in them."""
+    cluster = model.Cluster(1000, FOREVER, 0)
+    assert cluster.direct(1 << 20) == pytest.approx(2 * 999 * model.MESSAGE)
+    assert cluster.direct(4 << 20) == pytest.approx(8 * 999 * model.MESSAGE)
+
+
 def test_published_points_are_met():
     """Within three points, by three constants that were fitted to all six at once."""
     for (name, hosts), efficiency in model.PUBLISHED.items():
