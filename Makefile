@@ -42,6 +42,7 @@ cluster-test: setup  ## Run the tests of several hosts, the slow ones too (root,
 
 bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py
+	@$(BIN)/python benchmarks/model.py
 
 sanitize: setup  ## Run the core's tests under address, undefined-behaviour and thread sanitizers.
 	@$(BIN)/python -m tests.harness.sanitize

@@ -3,9 +3,16 @@
     hvdrun -np 2 --oversubscribe python benchmarks/gradients.py
 
 Ours: one tensor per trainable variable, all in one tf.function, packed, summed, divided and
-unpacked. MPI: one MPI_Allreduce in place of as many float32 in one buffer, nothing packed or
-divided. Memcpy: one core copies as many bytes twice, while the other ranks sleep.
+unpacked. As in training, the gradients are made inside the function, so that their memory can be
+used again for the averages, and the function returns one number that depends on all. The same
+function with tf.identity in place of the exchange is measured in turn, and its time subtracted,
+pair by pair: it makes the gradients, too, and is called, which training does anyway.
+
+MPI: one MPI_Allreduce in place of as many float32 in one buffer, nothing packed or divided. Memcpy:
+one core copies as many bytes twice, while the other ranks sleep.
 """
+
+from collections.abc import Callable, Sequence
 
 import clock  # first
 import numpy as np
@@ -41,11 +48,33 @@ def gradient(shape: tuple[int, ...]) -> tf.Tensor:
     return tf.constant(values.reshape(shape))
 
 
+Exchange = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
+
+
+def step(exchange: Exchange, values: list[tf.Tensor], whole: bool) -> Callable[[], object]:
+    """Makes gradients and exchanges them; returns all, or a number that needs all."""
+    scale = tf.Variable(1.0)
+
+    @tf.function(autograph=False)
+    def run(values):
+        results = exchange([value * scale for value in values])
+        return results if whole else tf.add_n([tf.reshape(r, [-1])[0] for r in results])
+
+    return lambda: run(values)
+
+
 def rows_of(model: str, shapes: list[tuple[int, ...]], repeats: int) -> list[report.Row]:
     gradients = [gradient(shape) for shape in shapes]
     variables = [tf.TensorSpec(shape, tf.float32, f"v{i}") for i, shape in enumerate(shapes)]
     distribution = Distribution(model, Manner(), 0)
-    average = tf.function(lambda tensors: distribution.reduce(tensors, variables), autograph=False)
+
+    def average(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        return distribution.reduce(tensors, variables)
+
+    def identity(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        return [tf.identity(tensor) for tensor in tensors]
+
+    ours, alone = (step(exchange, gradients, False) for exchange in (average, identity))
 
     flat = np.empty(sum(int(np.prod(shape)) for shape in shapes), np.float32)
     spare = np.empty_like(flat if hvd.rank() == 0 else flat[:0])
@@ -69,11 +98,15 @@ def rows_of(model: str, shapes: list[tuple[int, ...]], repeats: int) -> list[rep
 
     # Others' mean less this rank's own.
     shift = (hvd.size() - 1) / 2 - hvd.rank()
-    for mine, result in zip(gradients, average(gradients), strict=True):
+    for mine, result in zip(gradients, step(average, gradients, True)(), strict=True):
         error = result.numpy() - mine.numpy()
         error -= shift
         clock.expect(max(error.max(), -error.min()) < 1e-5, f"{model}: averages")
     del result, error
+    # Both functions return the first values' sum, which tells that they have done their work.
+    first = sum(float(tf.reshape(mine, [-1])[0]) for mine in gradients)
+    clock.expect(abs(float(alone()) - first) < 1e-2, f"{model}: without exchange")
+    clock.expect(abs(float(ours()) - first - shift * len(shapes)) < 1e-2, f"{model}: all averages")
     raw()
     for mine, part in zip(gradients, parts, strict=True):
         part /= hvd.size()
@@ -82,16 +115,18 @@ def rows_of(model: str, shapes: list[tuple[int, ...]], repeats: int) -> list[rep
 
     times = clock.interleaved(
         {
-            "ours": clock.together(lambda: average(gradients)),
+            "ours": clock.together(ours),
+            "identity": clock.together(alone),
             "raw": raw,
             "memcpy": clock.alone(copy_twice),
         },
         repeats,
     )
+    exchange = times["ours"] - times["identity"]
     what = f"{model}, {len(shapes)} tensors, {flat.nbytes / 1e6:.3g} MB"
     return [
-        report.compare(what, hvd.size(), "MPI_Allreduce", times["ours"], times["raw"]),
-        report.compare(what, hvd.size(), "memcpy, twice", times["ours"], times["memcpy"]),
+        report.compare(what, hvd.size(), "MPI_Allreduce", exchange, times["raw"]),
+        report.compare(what, hvd.size(), "memcpy, twice", exchange, times["memcpy"]),
     ]
 
 

@@ -2,9 +2,11 @@
 
     make bench
     python benchmarks/run.py --smoke
+    python benchmarks/run.py --peer-python /path/to/environment/of/horovod/bin/python
 
 Every benchmark compares two things that it measures in turn in one job, with one thread per
-process, and checks their values.
+process, and checks their values. Horovod, which needs another TensorFlow, has a job of its own that
+takes turns with ours; see peer.py for what its environment must have.
 """
 
 import argparse
@@ -38,13 +40,13 @@ FULL = {
 SMOKE = FULL | {"gradients": [2], "growth": [4]}
 
 
-def measured(name: str, ranks: int | None, smoke: bool) -> list[report.Row]:
+def measured(name: str, ranks: int | None, smoke: bool, *more: str) -> list[report.Row]:
     """The rows that one benchmark prints.
 
     Raises:
         SystemExit: it fails, or takes longer than LIMIT.
     """
-    command = [sys.executable, str(HERE / f"{name}.py"), "--json", *["--smoke"] * smoke]
+    command = [sys.executable, str(HERE / f"{name}.py"), "--json", *["--smoke"] * smoke, *more]
     if ranks is not None:
         job = [sys.executable, "-m", "hvd_keras.launch", "-np", str(ranks), "--oversubscribe"]
         command = [*job, "--no-prefix", *command]
@@ -140,8 +142,12 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that all works")
     parser.add_argument("--only", nargs="+", choices=FULL, metavar="NAME", default=list(FULL))
     parser.add_argument("--output", type=Path, default=HERE / "results", help="a folder")
+    parser.add_argument("--peer-python", help="of an environment with Horovod, to compare with")
     options = parser.parse_args()
     plan = SMOKE if options.smoke else FULL
+    jobs: list[Any] = [(name, ranks) for name in options.only for ranks in plan[name]]
+    if options.peer_python:  # first, for its environment may not be what it should
+        jobs.insert(0, ("peer", None, "--peer-python", options.peer_python))
     results = {
         "date": time.strftime("%Y-%m-%d"),
         "smoke": options.smoke,
@@ -149,9 +155,8 @@ def main() -> None:
         "load_before": os.getloadavg()[0],
         "rows": [
             row
-            for name in options.only
-            for ranks in plan[name]
-            for row in measured(name, ranks, options.smoke)
+            for name, ranks, *more in jobs
+            for row in measured(name, ranks, options.smoke, *more)
         ],
         "load_after": os.getloadavg()[0],
     }

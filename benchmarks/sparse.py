@@ -7,20 +7,24 @@ gradient travels as rows (what hvd does with tf.IndexedSlices) and as a table, m
 (what sparse_as_dense=True does). Both are measured in turn, in one run, and compared element by
 element: first the exchange alone, then with the update of the table that follows, by plain
 subtraction. Printed are medians of the slowest rank, and the fraction at which both take as long.
+
+Last, USED rows of a larger table: a tf.function that exchanges them, less the same with tf.identity
+in place of the exchange, against two MPI_Allgatherv of as many values and indices between buffers
+that are there already.
 """
 
 import argparse
-import os
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
+import clock  # first
 import numpy as np
 import report
 import tensorflow as tf
+from clock import MPI
 
 import hvd_keras as hvd
 
+LARGE, USED = 100_000, 4096
 FRACTIONS = (0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 
 
@@ -66,6 +70,42 @@ def measured(table, used, repeats):
     return hvd.allreduce(np.transpose(times[1:]), op=hvd.Max, name="times").numpy()
 
 
+def beside_mpi(rows, used, width, repeats):
+    """The row that compares with MPI_Allgatherv."""
+    random = np.random.default_rng(hvd.rank())
+    mine = random.integers(rows, size=used)
+    values = random.integers(-9, 10, (used, width)).astype("float32")
+    slices = tf.IndexedSlices(tf.constant(values), tf.constant(mine), tf.constant([rows, width]))
+    exchange = tf.function(lambda slices: hvd.allreduce(slices, op=hvd.Sum, name="large"))
+    identity = tf.function(
+        lambda slices: tf.IndexedSlices(tf.identity(slices.values), tf.identity(slices.indices))
+    )
+    all_values = np.empty((hvd.size() * used, width), np.float32)
+    all_indices = np.empty(hvd.size() * used, np.int64)
+    counts = np.full(hvd.size(), used)
+
+    def allgather():
+        MPI.COMM_WORLD.Allgatherv(values, (all_values, counts * width))
+        MPI.COMM_WORLD.Allgatherv(mine, (all_indices, counts))
+
+    allgather()
+    got = exchange(slices)
+    clock.expect(np.array_equal(got.values, all_values), "an embedding's values")
+    clock.expect(np.array_equal(got.indices, all_indices), "an embedding's indices")
+    sent = np.s_[hvd.rank() * used : (hvd.rank() + 1) * used]
+    clock.expect(np.array_equal(all_values[sent], values), "MPI_Allgatherv")
+    ways = {
+        "ours": lambda: exchange(slices),
+        "identity": lambda: identity(slices),
+        "raw": allgather,
+    }
+    times = clock.interleaved({w: clock.together(f, 10) for w, f in ways.items()}, repeats)
+    what = f"{used} rows of an embedding {rows} x {width}, exchange"
+    return report.compare(
+        what, hvd.size(), "MPI_Allgatherv", times["ours"] - times["identity"], times["raw"]
+    )
+
+
 def break_even(fractions, ratios):
     """Where the ratio passes 1, between its neighbours, or None."""
     for i in range(1, len(ratios)):
@@ -85,7 +125,6 @@ def main():
     options = parser.parse_args()
     if options.smoke:
         options.rows, options.repeats = 1000, 2
-    hvd.init()
 
     def say(text):
         if hvd.rank() == 0 and not options.json:
@@ -123,6 +162,9 @@ def main():
                 else f"equal at {even:.0%} of the rows"
             )
         )
+    large, used = (options.rows, 100) if options.smoke else (LARGE, USED)
+    results.append(beside_mpi(large, used, options.width, options.repeats))
+    say(f"\n{report.table(results[-1:])}")
     if options.json and hvd.rank() == 0:
         report.show(results, as_json=True)
 

@@ -33,8 +33,10 @@ def test_smoke(tmp_path):
     table = (tmp_path / "results.md").read_text()
     for row in results["rows"]:
         assert math.isfinite(row["ratio"]), row
-        assert 0 < row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1], row
-        assert row["seconds"] > 0 < row["against_seconds"], row
+        assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1], row
+        # The gradients' time is a difference of two, which chance may turn around if both are tiny.
+        assert row["seconds"] > 0 or row["benchmark"] == "gradients", row
+        assert row["against_seconds"] > 0, row
         assert row["what"] in table
 
 
@@ -42,4 +44,12 @@ def test_an_unknown_benchmark_is_refused(tmp_path):
     done = run("--only", "gradient", "--output", tmp_path)
     assert done.returncode == 2
     assert "gradients" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_environment_without_horovod_is_refused_at_once(tmp_path):
+    done = run("--only", "gradients", "--peer-python", sys.executable, "--output", tmp_path)
+    assert done.returncode == 1
+    assert "Give --peer-python the Python of an environment with Horovod" in done.stderr
+    assert "gradients" not in done.stdout
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,299 @@
+"""Scale on paper: how long a step of training takes on 8 to 4,096 GPUs, by a simulation.
+
+    python benchmarks/model.py            # model.json, model.md and model.png in benchmarks/results
+    python benchmarks/model.py --fit      # the fitted constants again
+
+A message of n bytes takes latency + n / bandwidth (Hockney, 1994,
+https://doi.org/10.1016/S0167-8191(06)80021-9). Gradients become ready during backpropagation, whose
+time is spread over the layers by their multiplications; buckets of them travel one at a time, in
+order, each after an agreement.
+
+Of the constants, MESSAGE and CALL were measured with this project, FITTED was fitted to six
+published points, and all others are published or this project's settings. Left out: the exchange
+within a host, copies between GPUs and host memory (which "direct" needs), the update of the
+weights, and what NCCL has learned since 2018 but trees.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from layers import BUCKET_BYTES, Network, buckets, network
+
+HERE = Path(__file__).parent
+
+# Measured on 2 virtual cores. Seconds that a rank is busy with one message of up to 4 KB that it
+# sends and one that it receives: Open MPI 5.0 over TCP, within a host, best of 60.
+MESSAGE = 1.7e-6
+# What an allreduce of 4 bytes adds to a tf.function with 2 ranks of a host, see latency.py.
+CALL = 34e-6
+
+# Published: images per second of one GPU with batches of 64, without exchange, and the points
+# (hosts of 4 GPUs, efficiency) that Horovod reached over 25 Gbit/s RoCE with NCCL's ring. Those of
+# 4 hosts and the rates of one GPU: README of Horovod 0.9, October 2017
+# (https://github.com/horovod/horovod/pull/44); those of 128 hosts: Sergeev and Del Balso, 2018,
+# https://arxiv.org/abs/1802.05799. ResNet-50 is not among them: its rate is to Inception v3's as in
+# TensorFlow's own benchmarks of May 2017 (https://www.tensorflow.org/performance/benchmarks).
+BATCH = 64
+RATES = {"InceptionV3": 134.4, "ResNet101": 119.4, "VGG16": 130.9, "ResNet50": 134.4 * 219 / 142}
+PUBLISHED = {
+    ("InceptionV3", 4): 2022.6 / 16 / RATES["InceptionV3"],
+    ("ResNet101", 4): 1746.2 / 16 / RATES["ResNet101"],
+    ("VGG16", 4): 1787.4 / 16 / RATES["VGG16"],
+    ("InceptionV3", 128): 0.90,
+    ("ResNet101", 128): 0.90,
+    ("VGG16", 128): 0.68,
+}
+GPUS_PER_HOST = 4
+BANDWIDTH = 25e9 / 8
+# Payload in a full Ethernet frame of TCP with time stamps.
+TCP_SHARE = 1448 / 1514
+# Horovod's defaults at that time.
+FUSION_BYTES, CYCLE = 64 << 20, 5e-3
+# A layer multiplies once forward, and once each for the gradients of its inputs and its weights.
+FORWARD = 1 / 3
+
+# Ours: native/core/cluster_transport.cc.
+MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
+
+# Fitted to all six points of PUBLISHED, see ``fit``: the share of the link's bandwidth that is
+# reached, seconds of a hop of NCCL's ring, and how much longer computing takes beside an exchange
+# and by waiting for the slowest.
+FITTED = (0.84, 18e-6, 0.07)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Hosts of ``local`` ranks and a link each: bytes per second each way, seconds a message."""
+
+    hosts: int
+    bandwidth: float
+    latency: float
+    local: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.hosts * self.local
+
+    def agreement(self) -> float:
+        """All ranks tell all, for that is what MPI_Iallgather does in Open MPI."""
+        return CALL + self.latency + (self.ranks - 1) * MESSAGE
+
+    def ring(self, size: float) -> float:
+        """Through all ranks, and once between neighbouring hosts."""
+        sent = 2 * (self.ranks - 1) / self.ranks * size
+        return 2 * (self.ranks - 1) * self.latency + sent / self.bandwidth
+
+    def tree(self, size: float) -> float:
+        """Two trees of the hosts that carry half each (Sanders, Speck and Träff, 2009,
+        https://doi.org/10.1016/j.parco.2009.09.001), as NCCL has since 2.4."""
+        hops = 2 * math.ceil(math.log2(self.hosts)) + 2 * (self.local - 1)
+        return hops * self.latency + 2 * size / self.bandwidth
+
+    def nccl(self, size: float) -> float:
+        """Whichever NCCL finds faster."""
+        return min(self.ring(size), self.tree(size))
+
+    def direct(self, size: float) -> float:
+        """Every host to every other: crossing.h. Ranks carry a slice each; chunks are pipelined."""
+        chunk = min(max(MESSAGE_BYTES * self.ranks, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+        sent = 2 * (self.hosts - 1) / self.hosts * size
+        messages = 2 * (self.hosts - 1) * math.ceil(size / chunk)
+        return 2 * self.latency + max(sent / self.bandwidth, messages * MESSAGE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Seconds of a step, of its parts, and of its exchange if nothing ran beside it."""
+
+    seconds: float
+    compute: float
+    exchange: float
+    requests: int
+
+    @property
+    def efficiency(self) -> float:
+        """Of one rank's time alone in a step."""
+        return self.compute / self.seconds
+
+
+def overlapped(
+    layers: Network,
+    forward: float,
+    backward: float,
+    exchange: Callable[[float], float],
+    bucket_bytes: float = BUCKET_BYTES,
+) -> Step:
+    """A step whose buckets travel while backpropagation goes on; ``exchange`` gives the seconds of
+    one request of so many bytes, its agreement included."""
+    sizes, ready = list(layers.sizes)[::-1], layers.ready(forward, backward)
+    end = total = 0.0
+    requests = buckets(sizes, bucket_bytes)
+    for bucket in requests:
+        taken = exchange(sum(sizes[i] for i in bucket))
+        end = max(end, ready[bucket[-1]]) + taken
+        total += taken
+    return Step(end, forward + backward, total, len(requests))
+
+
+def predict(
+    layers: Network,
+    hosts: int,
+    bandwidth: float,
+    latency: float,
+    forward_seconds: float,
+    backward_seconds: float,
+    bucket_bytes: float = BUCKET_BYTES,
+    local: int = 1,
+    way: str = "direct",
+) -> Step:
+    """A step of ours.
+
+    Args:
+        layers: the variables' bytes and work.
+        hosts: how many; with one, the exchange is taken to cost nothing.
+        bandwidth: payload in bytes per second that each host can send, and receive at once: of a
+            link that is throttled by its frames, TCP_SHARE.
+        latency: seconds of a message besides its bytes.
+        forward_seconds, backward_seconds: of one rank alone.
+        bucket_bytes: HVD_BUCKET_BYTES.
+        local: ranks of a host.
+        way: "direct", "ring", "tree", or "nccl" for the faster of the last two.
+    """
+    cluster = Cluster(hosts, bandwidth, latency, local)
+
+    def exchange(size: float) -> float:
+        return 0.0 if hosts == 1 else cluster.agreement() + getattr(cluster, way)(size)
+
+    return overlapped(layers, forward_seconds, backward_seconds, exchange, bucket_bytes)
+
+
+def horovod(layers: Network, cluster: Cluster, forward: float, backward: float) -> Step:
+    """Of Horovod's: after a request and a cycle, all gradients that are ready go, up to a limit."""
+    sizes, ready = list(layers.sizes)[::-1], layers.ready(forward, backward)
+    now = total = 0.0
+    i = requests = 0
+    while i < len(sizes):
+        now = math.ceil(max(now, ready[i]) / CYCLE) * CYCLE
+        size, i = sizes[i], i + 1
+        while i < len(sizes) and ready[i] <= now and size + sizes[i] <= FUSION_BYTES:
+            size, i = size + sizes[i], i + 1
+        taken = cluster.ring(size)
+        now, total, requests = now + taken, total + taken, requests + 1
+    return Step(now, forward + backward, total, requests)
+
+
+def pascals(
+    name: str, layers: Network, hosts: int, how: str, constants: Sequence[float] = FITTED
+) -> tuple[Step, float]:
+    """A step in the published cluster, by Horovod or in a way of ours, and its efficiency, to which
+    one GPU alone is 1."""
+    share, latency, slowdown = constants
+    alone = BATCH / RATES[name]
+    compute = alone * (1 + slowdown)
+    parts = compute * FORWARD, compute * (1 - FORWARD)
+    link = share * BANDWIDTH, latency
+    if how == "horovod":
+        step = horovod(layers, Cluster(hosts, *link, GPUS_PER_HOST), *parts)
+    else:
+        step = predict(layers, hosts, *link, *parts, local=GPUS_PER_HOST, way=how)
+    return step, alone / step.seconds
+
+
+def fit() -> tuple[Sequence[float], float]:
+    """The constants with the least squares of errors at PUBLISHED, and their root mean square."""
+    layers = {name: network(name) for name, _ in PUBLISHED}
+
+    def error(constants: Sequence[float]) -> float:
+        found = [pascals(n, layers[n], hosts, "horovod", constants)[1] for n, hosts in PUBLISHED]
+        return float(np.sqrt(np.mean((np.array(found) - list(PUBLISHED.values())) ** 2)))
+
+    grid = itertools.product(range(80, 101, 2), range(10, 41, 2), range(13))
+    best = min(((a / 100, b / 1e6, c / 100) for a, b, c in grid), key=error)
+    return best, error(best)
+
+
+WAYS = {
+    "horovod": "Horovod, NCCL's ring",
+    "ring": "hvd_keras, NCCL's ring",
+    "nccl": "hvd_keras, NCCL's ring or tree",
+    "direct": "hvd_keras, direct",
+}
+
+
+def predictions() -> list[dict[str, Any]]:
+    """A row for each network, number of GPUs and way."""
+    rows = []
+    for name, how, power in itertools.product(RATES, WAYS, range(3, 13)):
+        gpus = 2**power
+        step, efficiency = pascals(name, network(name), gpus // GPUS_PER_HOST, how)
+        published = PUBLISHED.get((name, gpus // GPUS_PER_HOST)) if how == "horovod" else None
+        row = {"network": name, "gpus": gpus, "way": how, **dataclasses.asdict(step)}
+        rows.append(row | {"efficiency": efficiency, "published": published})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Efficiencies, in Markdown, with those published in parentheses."""
+    heads = ("", "", *(f"{count:,}" for count in sorted({row["gpus"] for row in rows})))
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for (name, way), group in itertools.groupby(rows, lambda row: (row["network"], row["way"])):
+        cells = [
+            f"{row['efficiency']:.0%}" + (f" ({row['published']:.0%})" if row["published"] else "")
+            for row in group
+        ]
+        lines.append(f"| {name} | {WAYS[way]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Efficiency by GPUs, a panel for each network; dots are published."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(RATES), figsize=(13, 3.6), sharey=True, layout="tight")
+    for panel, name in zip(panels, RATES, strict=True):
+        for way, label in WAYS.items():
+            mine = [row for row in rows if (row["network"], row["way"]) == (name, way)]
+            curve = zip(*((row["gpus"], row["efficiency"]) for row in mine), strict=True)
+            (line,) = panel.plot(*curve, label=label)
+            dots = [(row["gpus"], row["published"]) for row in mine if row["published"]]
+            panel.plot(*zip(*dots, strict=True) if dots else ([], []), "o", color=line.get_color())
+        panel.set(title=name, xscale="log", xlabel="GPUs, 4 a host, 25 Gbit/s", ylim=(0, 1))
+    panels[0].set_ylabel("efficiency; dots: published")
+    panels[0].legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fit", action="store_true", help="print the fitted constants")
+    parser.add_argument("--output", type=Path, default=HERE / "results", help="a folder")
+    options = parser.parse_args()
+    if options.fit:
+        constants, error = fit()
+        print(f"{constants}, root mean square error {error:.1%}")
+    else:
+        rows = predictions()
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "model.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (options.output / "model.md").write_text(f"# Scale on paper\n\n{table(rows)}\n")
+        print(table(rows))
+        if importlib.util.find_spec("matplotlib") is None:
+            print("No plot, for matplotlib is missing: pip install 'hvd_keras[bench]'")
+        else:
+            plot(rows, options.output / "model.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The model of scale is right where the answer is known, and near what has been published."""
+
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import layers  # noqa: E402
+import model  # noqa: E402
+
+NETWORKS = {name: layers.network(name) for name in layers.NAMES}
+WAYS = ("direct", "ring", "tree", "nccl")
+FOREVER = 1e30
+
+
+def test_the_stored_layers_are_the_networks():
+    trainable = {"ResNet50": 25_583_592, "InceptionV3": 23_817_352, "VGG16": 138_357_544}
+    for name, parameters in trainable.items():
+        assert sum(NETWORKS[name].sizes) == 4 * parameters
+    assert len(NETWORKS["ResNet101"].sizes) == len(NETWORKS["ResNet101"].work) == 418
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", layers.NAMES)
+def test_one_host_loses_nothing(name, way):
+    step = model.predict(NETWORKS[name], 1, 1e6, 1e-3, 0.1, 0.2, way=way)
+    assert step.efficiency == pytest.approx(1)
+    assert step.exchange == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nor_does_a_perfect_network(way, monkeypatch):
+    monkeypatch.setattr(model, "MESSAGE", 0)
+    monkeypatch.setattr(model, "CALL", 0)
+    step = model.predict(NETWORKS["VGG16"], 64, FOREVER, 0, 0.1, 0.2, way=way)
+    assert step.efficiency == pytest.approx(1)
+
+
+def test_without_backpropagation_nothing_can_overlap():
+    step = model.predict(NETWORKS["ResNet50"], 3, 12.5e6, 1e-4, 1.0, 0.0)
+    assert step.seconds == pytest.approx(1.0 + step.exchange)
+    assert step.exchange > 2 * 2 / 3 * 102e6 / 12.5e6
+
+
+def test_what_can_overlap_does():
+    """Two gradients, ready after 1 and 2 seconds of backpropagation, take a second each."""
+    two = layers.Network([2 << 20, 2 << 20], [1, 1])
+    step = model.overlapped(two, 1.0, 2.0, lambda size: size / (2 << 20), 2 << 20)
+    assert (step.seconds, step.exchange, step.requests) == (4.0, 2.0, 2)
+    slow = model.overlapped(two, 1.0, 2.0, lambda size: size / (1 << 20), 2 << 20)
+    assert slow.seconds == 6.0  # the second waits for the first
+    assert model.overlapped(two, 1.0, 2.0, lambda size: 2.0, 4 << 20).requests == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", layers.NAMES)
+def test_more_bandwidth_never_hurts_and_more_latency_never_helps(name, way):
+    def seconds(bandwidth, latency):
+        arguments = NETWORKS[name], 16, bandwidth, latency, 0.1, 0.2
+        return model.predict(*arguments, local=4, way=way).seconds
+
+    faster = [seconds(10**e, 1e-5) for e in range(7, 13)]
+    later = [seconds(1e9, 10**-e) for e in range(7, 1, -1)]
+    assert faster == sorted(faster, reverse=True)
+    assert faster[0] > 2 * faster[-1]
+    assert later == sorted(later)
+    assert later[0] < later[-1]
+
+
+def test_a_host_sends_the_least_that_is_possible():
+    for hosts, size in itertools.product((2, 3, 100), (1e8, 1e9)):
+        cluster = model.Cluster(hosts, 1e9, 0)
+        assert cluster.ring(size) == pytest.approx(2 * (hosts - 1) / hosts * size / 1e9)
+        assert cluster.direct(size) >= cluster.ring(size) * 0.999999
+    assert model.Cluster(3, 1e6, 0).direct(1e8) == pytest.approx(2 * 2 / 3 * 1e8 / 1e6)
+
+
+def test_many_hosts_pay_for_their_messages():
+    """Two to and from each other host for a chunk, however little is in them."""
+    cluster = model.Cluster(1000, FOREVER, 0)
+    assert cluster.direct(1 << 20) == pytest.approx(2 * 999 * model.MESSAGE)
+    assert cluster.direct(4 << 20) == pytest.approx(8 * 999 * model.MESSAGE)
+
+
+def test_published_points_are_met():
+    """Within three points, by three constants that were fitted to all six at once."""
+    for (name, hosts), efficiency in model.PUBLISHED.items():
+        _, predicted = model.pascals(name, NETWORKS[name], hosts, "horovod")
+        assert predicted == pytest.approx(efficiency, abs=0.03), (name, hosts)
+    constants, error = model.fit()
+    assert constants == pytest.approx(model.FITTED)
+    assert error < 0.02
+
+
+def test_the_settings_are_those_of_the_project():
+    def number(name, file):
+        text = (ROOT / file).read_text()
+        factor, bits = re.search(rf"{name}(?:: int)? = (\d+) << (\d+)", text).groups()
+        return int(factor) << int(bits)
+
+    transport = "native/core/cluster_transport.cc"
+    assert number("_FIRST_BUCKET_BYTES", "hvd_keras/exchange.py") == layers.FIRST_BUCKET_BYTES
+    assert number("bucket_bytes", "hvd_keras/settings.py") == layers.BUCKET_BYTES
+    assert number("kMessageBytes", transport) == model.MESSAGE_BYTES
+    assert number("kLeastChunkBytes", transport) == model.LEAST_CHUNK_BYTES
+    assert number("kMostChunkBytes", transport) == model.MOST_CHUNK_BYTES
+
+
+def test_the_first_bucket_is_small_and_large_gradients_travel_alone():
+    sizes = [700_000, 400_000, 900_000, 30 << 20, 10 << 20, 6 << 20, 1]
+    assert layers.buckets(sizes, 16 << 20) == [[0], [1, 2], [3], [4, 5], [6]]
+    assert layers.buckets([1, 2, 3], 16 << 20) == [[0, 1, 2]]
+
+
+def test_rows_make_a_table():
+    rows = model.predictions()
+    assert {row["gpus"] for row in rows} == {2**power for power in range(3, 13)}
+    assert all(0 < row["efficiency"] < 1 for row in rows)
+    table = model.table(rows).splitlines()
+    assert len(table) == 2 + len(layers.NAMES) * len(model.WAYS)
+    assert all(line.count("|") == table[0].count("|") for line in table)
