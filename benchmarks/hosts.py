@@ -139,9 +139,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="of each measurement (default 5)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works")
-    parser.add_argument("--output", type=Path, default=HERE / "results", help="for the picture")
+    parser.add_argument("--output", type=Path, default=Path(), help="where the picture goes")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
     rows: list[report.Row] = []
     if why := missing():
         print(f"benchmarks/hosts.py measures nothing: {why}", file=sys.stderr)

@@ -124,7 +124,6 @@ def plot(rows: list[report.Row], path: Path) -> None:
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """results.json, results.md and, with matplotlib, a plot for each benchmark."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     parts = [f"# Benchmarks\n\n{in_words(results)}\n"]
     by_name = sections(results["rows"])
@@ -146,6 +145,8 @@ def main() -> None:
     options = parser.parse_args()
     plan = SMOKE if options.smoke else FULL
     jobs: list[Any] = [(name, ranks) for name in options.only for ranks in plan[name]]
+    options.output.mkdir(parents=True, exist_ok=True)
+    jobs = [(*job, "--output", str(options.output)) if job[0] == "hosts" else job for job in jobs]
     if options.peer_python:  # first, for its environment may not be what it should
         jobs.insert(0, ("peer", None, "--peer-python", options.peer_python))
     results = {
