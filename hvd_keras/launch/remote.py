@@ -108,7 +108,7 @@ class Worker:
         self._stopped = False
         self._kill_time = float("inf")
         self._hvdrun_gone = False
-        self._told = False  # whether hvdrun has been sent the report
+        self._reported = False  # the report is on its way to hvdrun
 
     def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
@@ -177,11 +177,13 @@ class Worker:
             self._lose_hvdrun()
 
     def _lose_hvdrun(self) -> None:
+        # Having read the report, hvdrun closes its end, perhaps before we look again.
+        told_all = self._reported and self._channel.waiting == 0
         self._hvdrun_gone = True
         self._channel.drop()
         self._selector.unregister(self._connection)
         self._stop()
-        if not self._told:
+        if not told_all:
             # mpirun's daemon would wait for what does not come, and nobody else may reach it. When
             # it dies it kills us, perhaps soon, so another process ends all that is here.
             command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
@@ -351,11 +353,11 @@ class Worker:
         if not self._hvdrun_gone:
             report = {"status": status, "stopped": self._stopped}
             self._channel.put(report=report, statistics=self._read_statistics())
+            self._reported = True
         limit = time.monotonic() + SILENCE
         while self._channel.waiting and not self._hvdrun_gone and time.monotonic() < limit:
             self._turn(0.1)
         if not self._hvdrun_gone:
-            self._told = True
             # Closed with something unread, the connection would drop what is on its way.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_WR)
