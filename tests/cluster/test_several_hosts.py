@@ -74,6 +74,15 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
 
 
+def test_ranks_that_end_at_different_times(hosts: Hosts, tmp_path: Path) -> None:
+    """Those whose report hvdrun has read leave the others alone."""
+    command = script(tmp_path, "time.sleep(0.01 * rank if rank else 1.5)")
+    slots = "server1:1,server2:4,server3:4"
+    done = cluster.run(hosts[0], "--oversubscribe", "-H", slots, *command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    clean(hosts)
+
+
 def test_the_secret_stands_on_no_command_line(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
     with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
