@@ -25,11 +25,11 @@ class Network:
     sizes: Sequence[float]
     work: Sequence[float]
 
-    def ready(self, forward: float, backward: float) -> np.ndarray:
+    def ready(self, forward: float, backward: float) -> list[float]:
         """Seconds from the start of the step at which each gradient is there, last variable
         first."""
         work = np.cumsum(np.asarray(self.work, float)[::-1])
-        return forward + backward * work / work[-1]
+        return (forward + backward * work / work[-1]).tolist()
 
 
 def network(name: str) -> Network:
