@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).parents[2] / "benchmarks" / "run.py"
-# The others take a minute: `benchmarks/run.py --smoke`.
-NAMES = {"latency", "gradients"}
+# The others take two minutes: `benchmarks/run.py --smoke`.
+NAMES = {"latency"}
 
 
 def run(*options):
@@ -34,9 +34,7 @@ def test_smoke(tmp_path):
     for row in results["rows"]:
         assert math.isfinite(row["ratio"]), row
         assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1], row
-        # The gradients' time is a difference of two, which chance may turn around if both are tiny.
-        assert row["seconds"] > 0 or row["benchmark"] == "gradients", row
-        assert row["against_seconds"] > 0, row
+        assert row["seconds"] > 0 < row["against_seconds"], row
         assert row["what"] in table
 
 

@@ -18,6 +18,7 @@ LEFT_OUT = {
     2: [],
     3: [
         "callbacks",
+        "fit",
         "keras_callbacks",
         "metrics",
         "observe",
