@@ -32,7 +32,7 @@ FULL = {
     "latency": [2],
     "fit": [2],
     "gradients": [2, 4],
-    "growth": [8],
+    "growth": [16],
     "sparse": [2],
     "waiting": [2],
     "hosts": [None],
