@@ -40,7 +40,7 @@ cluster-test: setup  ## Run the tests of several hosts, the slow ones too (root,
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[bench]"
 	@touch $@
 
-bench: .venv/bench  ## Measure what hvd_keras costs, in a quarter of an hour; results in benchmarks/results.
+bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py
 	@$(BIN)/python benchmarks/model.py
 
