@@ -127,7 +127,9 @@ def test_many_tensors_and_steps(directory) -> None:
         got = np.stack(step(tf.constant(inputs.tensor(RANK, shape) + s)))
         expected = everyone + SIZE * (s + np.arange(count)[:, np.newaxis])
         np.testing.assert_array_equal(got, expected)
+    hvd.barrier()  # brings what rank 0 does not know yet
     hvd.stop_timeline()
+    hvd.barrier()  # rank 0 has written it
     events = json.loads((directory / "timeline.json").read_text())
     mine = [e for e in events if e["ph"] == "X" and e["pid"] == RANK]
     order = [e["name"] for e in sorted(mine, key=lambda e: e["ts"])]
