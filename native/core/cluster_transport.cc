@@ -41,6 +41,8 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   MPI_Comm_rank(host, &local_rank_);
   MPI_Comm_size(host, &local_size_);
   const MPI_Comm all = (*mpi)->communicator();
+  // Of one that others do not take the messages would not meet.
+  MPI_Bcast(&way_, sizeof way_, MPI_BYTE, 0, all);
   std::vector<int> neighbours(local_size_);
   const int own = (*mpi)->ranks()[(*mpi)->rank()];
   MPI_Allgather(&own, 1, MPI_INT, neighbours.data(), 1, MPI_INT, host);

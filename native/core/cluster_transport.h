@@ -29,7 +29,8 @@ namespace hvd {
 
 class ClusterTransport : public Transport {
  public:
-  // `host` has the ranks of this host, in the order of their ranks. Collective; throws
+  // `host` has the ranks of this host, in the order of their ranks. The first rank's `way` is that
+  // of all. Collective; throws
   // std::runtime_error, on all ranks, if those of any host cannot share memory; only otherwise
   // takes `mpi`.
   ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host, Allreduce way);
@@ -58,7 +59,7 @@ class ClusterTransport : public Transport {
   void allreduce(const Request& request, OfOneDType& group, const Waiting& waiting);
   void start_crossing(const Request& request, DType dtype, int64_t elements, uint64_t chunk);
 
-  const Allreduce way_;
+  Allreduce way_;
   int local_rank_ = 0, local_size_ = 0, carriers_ = 0;
   MPI_Comm across_ = MPI_COMM_NULL;  // this carrier's, one rank of each host
   int64_t chunk_bytes_ = 0;

@@ -18,7 +18,7 @@ struct Settings {
   double stall_warning_seconds = 60.0;
   // HVD_TIMEOUT_SECONDS: how long before they fail on all ranks; 0: never.
   double timeout_seconds = 600.0;
-  // HVD_ALLREDUCE: auto (direct), ring or mpi.
+  // HVD_ALLREDUCE: auto (direct), ring or mpi; that of a process set's first rank counts.
   Allreduce allreduce = Allreduce::direct;
   // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.
   std::string timeline;

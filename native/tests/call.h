@@ -88,7 +88,9 @@ inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vect
   } else {
     MPI_Comm host;
     MPI_Comm_split(communicator, host_of(rank), rank, &host);
-    found = std::make_unique<ClusterTransport>(&mpi, host, way->second);
+    // What the others ask for does not count.
+    const Allreduce asked = mpi->rank() == 0 ? way->second : Allreduce::direct;
+    found = std::make_unique<ClusterTransport>(&mpi, host, asked);
     MPI_Comm_free(&host);
   }
   if (!device) return found;
