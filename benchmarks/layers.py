@@ -1,10 +1,9 @@
-"""What the gradients of known networks weigh, when they are ready, and which travel together.
+"""What the gradients of known networks weigh, and when they are ready.
 
 python benchmarks/layers.py   # makes layers.json again, with Keras
 """
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -13,8 +12,6 @@ from pathlib import Path
 import numpy as np
 
 STORED = Path(__file__).with_name("layers.json")
-# Ours: hvd_keras/exchange.py.
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 16 << 20
 NAMES = ("ResNet50", "ResNet101", "InceptionV3", "VGG16")
 
 
@@ -36,23 +33,6 @@ def network(name: str) -> Network:
     """Of keras.applications, for its usual images."""
     stored = json.loads(STORED.read_text())[name]
     return Network(stored["bytes"], stored["work"])
-
-
-def buckets(sizes: Sequence[float], bucket_bytes: float) -> list[list[int]]:
-    """Places in the list that travel together, as hvd_keras.exchange fills its buckets; ``sizes``
-    are in the order in which gradients become ready."""
-    limits = itertools.chain(
-        [min(FIRST_BUCKET_BYTES, bucket_bytes)], itertools.repeat(bucket_bytes)
-    )
-    found: list[list[int]] = []
-    room = -1.0
-    for i, size in enumerate(sizes):
-        if size > room:
-            found.append([])
-            room = next(limits)
-        found[-1].append(i)
-        room -= size
-    return found
 
 
 def layers_of(name: str) -> dict[str, list[int]]:

@@ -25,7 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from layers import BUCKET_BYTES, Network, buckets, network
+from layers import Network, network
+
+from hvd_keras import buckets
+from hvd_keras.settings import Settings
 
 HERE = Path(__file__).parent
 
@@ -60,7 +63,8 @@ FUSION_BYTES, CYCLE = 64 << 20, 5e-3
 # A layer multiplies once forward, and once each for the gradients of its inputs and its weights.
 FORWARD = 1 / 3
 
-# Ours: native/core/cluster_transport.cc.
+# Ours: hvd_keras/settings.py and native/core/cluster_transport.cc.
+BUCKET_BYTES = Settings().bucket_bytes
 MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
 
 # Fitted to all six points of PUBLISHED, see ``fit``: the share of the link's bandwidth that is
@@ -135,7 +139,7 @@ def overlapped(
     one request of so many bytes, its agreement included."""
     sizes, ready = list(layers.sizes)[::-1], layers.ready(forward, backward)
     end = total = 0.0
-    requests = buckets(sizes, bucket_bytes)
+    requests = buckets.fill(sizes, bucket_bytes)
     for bucket in requests:
         taken = exchange(sum(sizes[i] for i in bucket))
         end = max(end, ready[bucket[-1]]) + taken

@@ -14,16 +14,12 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from hvd_keras import agree, log, ops, settings
+from hvd_keras import agree, buckets, log, ops, settings
 from hvd_keras._keras import Variable
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 Kind = Literal["dense", "sparse"]
-
-# The first bucket is small, so that it is on its way soon after backpropagation has begun (Li et
-# al., 2020, https://arxiv.org/abs/2006.15704).
-_FIRST_BUCKET_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,23 +228,12 @@ class Plan:
     def _buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
         present = [i for i in reversed(range(len(self.entries))) if gradients[i] is not None]
         grouped = {i for group in self.groups for i in group}
-        buckets = [[i for i in group if gradients[i] is not None] for group in self.groups]
-        buckets = [bucket for bucket in buckets if bucket]
-        limit = settings.read().bucket_bytes
-        limits, room = (
-            itertools.chain([min(_FIRST_BUCKET_BYTES, limit)], itertools.repeat(limit)),
-            -1,
-        )
-        for i in present:
-            if i in grouped:
-                continue
-            size = size_in_bytes(self.entries[i])
-            if size > room:
-                buckets.append([])
-                room = next(limits)
-            buckets[-1].append(i)
-            room -= size
-        return buckets
+        chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
+        chosen = [bucket for bucket in chosen if bucket]
+        rest = [i for i in present if i not in grouped]
+        sizes = [size_in_bytes(self.entries[i]) for i in rest]
+        filled = buckets.fill(sizes, settings.read().bucket_bytes)
+        return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
 
 
 # How many requests, or lists of variables that shall share one.

@@ -134,9 +134,12 @@ def grouped_allreduce(
     sparse = [i for i, tensor in enumerate(results) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:
+        wire = wire_dtype(compression)
         # The core rounds while it packs; but Adasum's vectors, and what may be on a GPU, before.
-        rounds = reduction is not Adasum and not tf.config.get_visible_devices("GPU")
-        wire = wire_dtype(compression) if rounds else None
+        if compression is not Compression.none and (
+            reduction is Adasum or tf.config.get_visible_devices("GPU")
+        ):
+            wire = None
         outside = compression if wire is None else Compression.none
         packed = [outside.compress(results[i]) for i in dense]
         with tf.device(device_dense or None):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hvd_keras import buckets
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import layers  # noqa: E402
@@ -103,8 +105,8 @@ def test_the_settings_are_those_of_the_project():
         return int(factor) << int(bits)
 
     transport = "native/core/cluster_transport.cc"
-    assert number("_FIRST_BUCKET_BYTES", "hvd_keras/exchange.py") == layers.FIRST_BUCKET_BYTES
-    assert number("bucket_bytes", "hvd_keras/settings.py") == layers.BUCKET_BYTES
+    assert number("FIRST_BYTES", "hvd_keras/buckets.py") == buckets.FIRST_BYTES
+    assert number("bucket_bytes", "hvd_keras/settings.py") == model.BUCKET_BYTES
     assert number("kMessageBytes", transport) == model.MESSAGE_BYTES
     assert number("kLeastChunkBytes", transport) == model.LEAST_CHUNK_BYTES
     assert number("kMostChunkBytes", transport) == model.MOST_CHUNK_BYTES
@@ -112,8 +114,8 @@ def test_the_settings_are_those_of_the_project():
 
 def test_the_first_bucket_is_small_and_large_gradients_travel_alone():
     sizes = [700_000, 400_000, 900_000, 30 << 20, 10 << 20, 6 << 20, 1]
-    assert layers.buckets(sizes, 16 << 20) == [[0], [1, 2], [3], [4, 5], [6]]
-    assert layers.buckets([1, 2, 3], 16 << 20) == [[0, 1, 2]]
+    assert buckets.fill(sizes, 16 << 20) == [[0], [1, 2], [3], [4, 5], [6]]
+    assert buckets.fill([1, 2, 3], 16 << 20) == [[0, 1, 2]]
 
 
 def test_rows_make_a_table():
