@@ -3,10 +3,10 @@
 import os
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from hvd_keras import observe, runtime
+from hvd_keras._keras import keras
 
 
 class StatsLogger(keras.callbacks.Callback):  # type: ignore[misc]

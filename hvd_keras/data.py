@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras import agree, runtime
+from hvd_keras._keras import keras
 
 
 def shard(

@@ -8,17 +8,16 @@ namespace {
 
 constexpr int kOldestCuda = 12000;
 
-struct Found {
-  CudaApi api;
-  std::string problem;
-};
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
 
-Found open(const Settings& settings) {
+Opened<CudaApi> open(const Settings& settings) {
   // TensorFlow's own wheels come with CUDA 12, so that is asked for first.
   GpuLibrary library({"libcudart.so.12", "libcudart.so.13"}, settings.cudart_library,
                      "HVD_CUDART_LIBRARY");
-  Found found;
-  CudaApi& api = found.api;
+  Opened<CudaApi> opened;
+  CudaApi& api = opened.api;
   library.bind("cudaRuntimeGetVersion", &api.runtime_version);
   library.bind("cudaGetErrorString", &api.error_string);
   library.bind("cudaGetDevice", &api.get_device);
@@ -36,21 +35,12 @@ Found open(const Settings& settings) {
   library.bind("cudaFree", &api.free);
   library.bind("cudaHostAlloc", &api.allocate_host);
   library.bind("cudaFreeHost", &api.free_host);
-  found.problem = library.problem();
   api.file = library.file();
-  if (found.problem.empty() && api.runtime_version(&api.version) != kCudaSuccess)
-    found.problem = "it does not tell its version";
-  if (found.problem.empty() && api.version < kOldestCuda) {
-    found.problem = "it is version " + std::to_string(api.version / 1000) + "." +
-                    std::to_string(api.version % 1000 / 10) + ", expected 12 or later";
-  }
-  if (!found.problem.empty()) {
-    found.problem = "CUDA's runtime library" + (api.file.empty() ? "" : " " + api.file) +
-                    " cannot be used: " + found.problem +
-                    ". Install it, 'pip install hvd_keras[gpu]', or set HVD_CUDART_LIBRARY to "
-                    "your libcudart.so.12 or .13.";
-  }
-  return found;
+  api.version = library.version(api.runtime_version, kOldestCuda, version_text);
+  opened.problem = library.problem("CUDA's runtime library",
+                                   "Install it, 'pip install hvd_keras[gpu]', or set "
+                                   "HVD_CUDART_LIBRARY to your libcudart.so.12 or .13.");
+  return opened;
 }
 
 }  // namespace
@@ -62,9 +52,8 @@ void CudaApi::check(int result, const char* call) const {
 }
 
 const CudaApi* cuda_api(const Settings& settings, std::string* why) {
-  static const Found* found = new Found(open(settings));  // threads use it to the end
-  *why = found->problem;
-  return found->problem.empty() ? &found->api : nullptr;
+  static const auto* opened = new Opened<CudaApi>(open(settings));  // threads use it to the end
+  return opened->get(why);
 }
 
 OnDevice::OnDevice(const CudaApi& cuda, int device) : cuda_(cuda) {

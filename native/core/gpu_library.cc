@@ -52,6 +52,23 @@ void* GpuLibrary::find(const char* name) {
   return symbol;
 }
 
+int GpuLibrary::version(int (*ask)(int*), int oldest, std::string (*text)(int)) {
+  int version = 0;
+  if (!problem_.empty()) return version;
+  if (ask(&version) != 0) {
+    problem_ = "it does not tell its version";
+  } else if (version < oldest) {
+    problem_ = "it is version " + text(version) + ", expected " + text(oldest) + " or later";
+  }
+  return version;
+}
+
+std::string GpuLibrary::problem(const std::string& what, const std::string& cure) const {
+  if (problem_.empty()) return "";
+  const std::string where = file().empty() ? "" : " in " + file();
+  return what + where + " cannot be used: " + problem_ + ". " + cure;
+}
+
 std::string GpuLibrary::file() const {
   Dl_info info;
   return symbol_ && dladdr(symbol_, &info) ? info.dli_fname : "";

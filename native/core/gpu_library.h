@@ -20,7 +20,13 @@ class GpuLibrary {
     *function = reinterpret_cast<Function*>(find(name));
   }
 
-  const std::string& problem() const { return problem_; }  // empty: all that was asked for is there
+  // By this function of the library, which returns 0 if it can tell; notes a version that is older.
+  int version(int (*ask)(int*), int oldest, std::string (*text)(int));
+
+  // Why it cannot be used, in a sentence about `what`, and then the cure; empty if all that was
+  // asked for is there.
+  std::string problem(const std::string& what, const std::string& cure) const;
+
   std::string file() const;
 
  private:
@@ -29,6 +35,18 @@ class GpuLibrary {
   void* handle_ = nullptr;  // never closed: threads of the library may outlive us
   void* symbol_ = nullptr;  // one of its functions
   std::string problem_;
+};
+
+// The functions of a library, or why they cannot be used.
+template <typename Api>
+struct Opened {
+  Api api;
+  std::string problem;
+
+  const Api* get(std::string* why) const {
+    *why = problem;
+    return problem.empty() ? &api : nullptr;
+  }
 };
 
 // Where to look for libraries beside what the system knows: those of Python's packages. Before any

@@ -68,26 +68,6 @@ std::vector<std::string> HostTransport::gather(const std::string& mine, const Wa
   return parts;
 }
 
-Status HostTransport::run(Request& request, const Waiting& waiting) {
-  waiting_ = waiting;
-  switch (request.kind) {
-    case Kind::allreduce:
-      request.reduction == Reduction::adasum ? adasum(request) : allreduce(request);
-      return {};
-    case Kind::allgather:
-      return allgather(request);
-    case Kind::broadcast:
-      broadcast(request);
-      return {};
-    case Kind::alltoall:
-      return alltoall(request);
-    case Kind::reducescatter:
-      return reducescatter(request);
-    default:
-      return mpi_->run(request, waiting);  // these move nothing
-  }
-}
-
 // The others may wait in either.
 void HostTransport::give_up(const std::string& why) {
   try {

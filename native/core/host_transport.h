@@ -21,13 +21,14 @@
 #include <string>
 #include <vector>
 
+#include "core/kind_transport.h"
 #include "core/layout.h"
 #include "core/mpi_transport.h"
 #include "core/shared_memory.h"
 
 namespace hvd {
 
-class HostTransport : public Transport {
+class HostTransport : public KindTransport {
  public:
   // All ranks of `mpi` are on this host. Throws std::runtime_error, on all of them, if they cannot
   // share memory; only otherwise takes `mpi`.
@@ -38,7 +39,6 @@ class HostTransport : public Transport {
   const std::string& host(int rank) const override { return mpi_->host(rank); }
   std::vector<Ballot> agree(const Ballot& mine, const Waiting& waiting) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
-  Status run(Request& request, const Waiting& waiting) override;
   void give_up(const std::string& why) override;
   void listen() override;
 
@@ -46,13 +46,13 @@ class HostTransport : public Transport {
   char* slot(int rank, uint64_t step) const;
   char* result(int rank, uint64_t step) const;
   void meet() { memory_.meet(waiting_); }
-  void allreduce(Request& request);
+  void allreduce(Request& request) override;
   void reduce_stream(const Request& request, DType dtype, Stream& in, Stream& out);
-  void adasum(Request& request);
-  Status reducescatter(Request& request);
-  Status allgather(Request& request);
-  Status alltoall(Request& request);
-  void broadcast(Request& request);
+  void adasum(Request& request) override;
+  Status reducescatter(Request& request) override;
+  Status allgather(Request& request) override;
+  Status alltoall(Request& request) override;
+  void broadcast(Request& request) override;
   template <typename Take>
   void scatter(std::vector<Stream>& to, int64_t longest, const Take& take);
   void exchange(const std::vector<Part>& sent, const std::vector<Part>& received);
@@ -64,7 +64,6 @@ class HostTransport : public Transport {
 
   SharedMemory memory_;
   const std::unique_ptr<MpiTransport> mpi_;
-  Waiting waiting_;  // of the call in progress
 };
 
 }  // namespace hvd

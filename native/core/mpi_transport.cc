@@ -125,26 +125,7 @@ std::vector<std::string> MpiTransport::gather(const std::string& mine, const Wai
 
 Status MpiTransport::run(Request& request, const Waiting& waiting) {
   patience_->next_step();
-  waiting_ = waiting;
-  switch (request.kind) {
-    case Kind::allreduce:
-      request.reduction == Reduction::adasum ? adasum(request) : allreduce(request);
-      return {};
-    case Kind::allgather:
-      return allgather(request);
-    case Kind::broadcast:
-      broadcast(request);
-      return {};
-    case Kind::alltoall:
-      return alltoall(request);
-    case Kind::reducescatter:
-      return reducescatter(request);
-    case Kind::barrier:
-      return {};  // to have agreed on it is to have met
-    case Kind::join:
-      return join(request);
-  }
-  return Status::error(Code::unimplemented, "the MPI transport does not have this collective");
+  return KindTransport::run(request, waiting);
 }
 
 void MpiTransport::allreduce(Request& request) {
@@ -282,13 +263,6 @@ void MpiTransport::exchange(const std::vector<Part>& sent, const std::vector<Par
   }
   copy_own(sent, received, rank_);
   exchange.finish();
-}
-
-Status MpiTransport::join(Request& request) {
-  void* last = nullptr;
-  const Status status = request.allocate(0, {}, &last);
-  if (status.ok()) *static_cast<int32_t*>(last) = request.root;
-  return status;
 }
 
 void MpiTransport::broadcast(Request& request) {

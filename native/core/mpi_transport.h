@@ -21,13 +21,13 @@
 #include <string>
 #include <vector>
 
+#include "core/kind_transport.h"
 #include "core/layout.h"
 #include "core/mpi_patience.h"
-#include "core/transport.h"
 
 namespace hvd {
 
-class MpiTransport : public Transport {
+class MpiTransport : public KindTransport {
  public:
   // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job.
   MpiTransport(MPI_Comm communicator, std::vector<int> ranks);
@@ -47,15 +47,14 @@ class MpiTransport : public Transport {
  private:
   class Exchange;
 
-  void allreduce(Request& request);
+  void allreduce(Request& request) override;
   void reduce_chunk(const Request& request, DType dtype, int64_t elements);
-  void adasum(Request& request);
-  Status reducescatter(Request& request);
-  Status allgather(Request& request);
-  Status alltoall(Request& request);
+  void adasum(Request& request) override;
+  Status reducescatter(Request& request) override;
+  Status allgather(Request& request) override;
+  Status alltoall(Request& request) override;
   void exchange(const std::vector<Part>& sent, const std::vector<Part>& received);
-  Status join(Request& request);
-  void broadcast(Request& request);
+  void broadcast(Request& request) override;
   void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
                       char* out);
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all);
@@ -68,7 +67,6 @@ class MpiTransport : public Transport {
   int rank_;
   std::vector<std::string> hosts_;
   std::unique_ptr<MpiPatience> patience_;
-  Waiting waiting_;   // of the call in progress
   Ballot my_ballot_;  // these two outlive an agreement that is given up, for MPI still uses them
   std::vector<Ballot> ballots_;
   std::vector<char> chunk_;     // this rank's part of an allreduce, then its result

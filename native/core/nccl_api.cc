@@ -9,15 +9,10 @@ namespace {
 // The first with all members of NcclConfig; non-blocking communicators came with 2.14.
 constexpr int kOldestNccl = 21700;
 
-struct Found {
-  NcclApi api;
-  std::string problem;
-};
-
-Found open(const Settings& settings) {
+Opened<NcclApi> open(const Settings& settings) {
   GpuLibrary library({"libnccl.so.2"}, settings.nccl_library, "HVD_NCCL_LIBRARY");
-  Found found;
-  NcclApi& api = found.api;
+  Opened<NcclApi> opened;
+  NcclApi& api = opened.api;
   library.bind("ncclGetVersion", &api.get_version);
   library.bind("ncclGetErrorString", &api.error_string);
   library.bind("ncclGetLastError", &api.last_error);
@@ -38,29 +33,20 @@ Found open(const Settings& settings) {
   library.bind("ncclAllGather", &api.all_gather);
   library.bind("ncclSend", &api.send);
   library.bind("ncclRecv", &api.receive);
-  found.problem = library.problem();
   api.file = library.file();
-  if (found.problem.empty() && api.get_version(&api.version) != kNcclSuccess)
-    found.problem = "it does not tell its version";
-  if (found.problem.empty() && api.version < kOldestNccl) {
-    found.problem = "it is version " + nccl_version_text(api.version) + ", expected " +
-                    nccl_version_text(kOldestNccl) + " or later";
-  }
-  if (!found.problem.empty()) {
-    found.problem = "NCCL" + (api.file.empty() ? "" : " in " + api.file) +
-                    " cannot be used: " + found.problem +
-                    ". Install it, 'pip install nvidia-nccl-cu12' (with CUDA 13: "
-                    "nvidia-nccl-cu13), or set HVD_NCCL_LIBRARY to your libnccl.so.2.";
-  }
-  return found;
+  api.version = library.version(api.get_version, kOldestNccl, nccl_version_text);
+  opened.problem = library.problem("NCCL",
+                                   "Install it, 'pip install nvidia-nccl-cu12' (with CUDA 13: "
+                                   "nvidia-nccl-cu13), or set HVD_NCCL_LIBRARY to your "
+                                   "libnccl.so.2.");
+  return opened;
 }
 
 }  // namespace
 
 const NcclApi* nccl_api(const Settings& settings, std::string* why) {
-  static const Found* found = new Found(open(settings));  // threads use it to the end
-  *why = found->problem;
-  return found->problem.empty() ? &found->api : nullptr;
+  static const auto* opened = new Opened<NcclApi>(open(settings));  // threads use it to the end
+  return opened->get(why);
 }
 
 std::string nccl_version_text(int version) {

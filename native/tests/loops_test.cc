@@ -9,11 +9,12 @@
 #include "core/reduce.h"
 #include "tests/check.h"
 #include "tests/small_floats.h"
+#include "tests/tested.h"
 
 namespace hvd {
 namespace {
 
-Loops tested;  // one of the kinds that this CPU can run
+using test::tested;
 
 template <typename Wide>
 std::vector<uint16_t> halves(DType from, DType to, const std::vector<Wide>& values) {
@@ -162,14 +163,8 @@ void all_kinds_give_the_same_bits() {
 
 int main() {
   using namespace hvd;
-  for (const Loops& kind : loops()) {
-    tested = kind;
-    std::printf("compiled for: %s\n", kind.kind);
-    const int status = test::run({
-        {"conversions round once", conversions_round_once},
-        {"all kinds give the same bits", all_kinds_give_the_same_bits},
-    });
-    if (status != 0) return status;
-  }
-  return 0;
+  return test::run_for_each_kind({
+      {"conversions round once", conversions_round_once},
+      {"all kinds give the same bits", all_kinds_give_the_same_bits},
+  });
 }

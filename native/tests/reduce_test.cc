@@ -10,13 +10,14 @@
 
 #include "tests/check.h"
 #include "tests/small_floats.h"
+#include "tests/tested.h"
 
 namespace hvd {
 namespace {
 
 constexpr Reduction kArithmetic[] = {Reduction::sum, Reduction::product, Reduction::min,
                                      Reduction::max};
-Loops tested;  // one of the kinds that this CPU can run
+using test::tested;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -376,25 +377,19 @@ void the_output_may_be_a_source() {
 
 int main() {
   using namespace hvd;
-  for (const Loops& kind : loops()) {
-    tested = kind;
-    std::printf("compiled for: %s\n", kind.kind);
-    const int status = test::run({
-        {"integers", integers},
-        {"floats", floats},
-        {"bools", bools},
-        {"integers wrap around", integers_wrap_around},
-        {"small floats survive", small_floats_survive},
-        {"ties go to even", ties_go_to_even},
-        {"small floats overflow to infinity", small_floats_overflow_to_infinity},
-        {"small floats accumulate in float32", small_floats_accumulate_in_float32},
-        {"terms are combined in order", terms_are_combined_in_order},
-        {"nan wins from any rank", nan_wins_from_any_rank},
-        {"scale factors and averages are exact", scale_factors_and_averages_are_exact},
-        {"averages divide", averages_divide},
-        {"the output may be a source", the_output_may_be_a_source},
-    });
-    if (status != 0) return status;
-  }
-  return 0;
+  return test::run_for_each_kind({
+      {"integers", integers},
+      {"floats", floats},
+      {"bools", bools},
+      {"integers wrap around", integers_wrap_around},
+      {"small floats survive", small_floats_survive},
+      {"ties go to even", ties_go_to_even},
+      {"small floats overflow to infinity", small_floats_overflow_to_infinity},
+      {"small floats accumulate in float32", small_floats_accumulate_in_float32},
+      {"terms are combined in order", terms_are_combined_in_order},
+      {"nan wins from any rank", nan_wins_from_any_rank},
+      {"scale factors and averages are exact", scale_factors_and_averages_are_exact},
+      {"averages divide", averages_divide},
+      {"the output may be a source", the_output_may_be_a_source},
+  });
 }
