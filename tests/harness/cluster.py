@@ -84,6 +84,12 @@ class Running:
         """Send hvdrun a signal."""
         self.hosts[0].signal(self.process, number)
 
+    def close(self) -> None:
+        """Kill hvdrun if it has not ended."""
+        if self.process.poll() is None:
+            self.signal(signal.SIGKILL)
+            self.process.wait(timeout=LIMIT)
+
 
 @contextlib.contextmanager
 def started(hosts: Hosts, *arguments: str, folder: Path, env=None) -> Iterator[Running]:
@@ -92,6 +98,4 @@ def started(hosts: Hosts, *arguments: str, folder: Path, env=None) -> Iterator[R
     try:
         yield running
     finally:
-        if running.process.poll() is None:
-            running.signal(signal.SIGKILL)
-            running.process.wait(timeout=LIMIT)
+        running.close()

@@ -1,9 +1,9 @@
 """A training that goes on after restarts, and tells what it has seen and where it ends.
 
-Arguments: a folder for the checkpoints, epochs, seconds that a step takes at least, and perhaps a
-fault that rank 1 has once. Each rank appends to the file "seen" in the current folder the rows of
-every batch; the label of a row is its number. The last line of rank 0's output tells the digest of
-the end.
+Arguments: a folder for the checkpoints, epochs, seconds that a step takes at least, and faults that
+rank 1 has once, each as EPOCH:NAME. Each rank appends to the file "seen" in the current folder the
+rows of every batch; the label of a row is its number. The last line of rank 0's output tells the
+digest of the end.
 """
 
 import hashlib
@@ -62,20 +62,21 @@ def raise_(error: BaseException) -> None:
 
 
 class Fault(keras.callbacks.Callback):
-    """In the middle of the second epoch, at the first start."""
+    """In the middle of an epoch, when it comes for the first time."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.name = name
+        epoch, _, self.name = text.partition(":")
+        self.epoch = int(epoch)
         self.here = False
 
     def on_epoch_begin(self, epoch, logs=None) -> None:
-        self.here = epoch == 1
+        self.here = epoch == self.epoch
 
     def on_train_batch_begin(self, batch, logs=None) -> None:
         if self.here and batch == 5 and (hvd.rank() == 1 or self.name in ON_ALL_RANKS):
             try:
-                open(f"fault-{hvd.rank()}", "x").close()
+                open(f"fault-{self.epoch}-{hvd.rank()}", "x").close()
             except FileExistsError:
                 return
             FAULTS[self.name]()
@@ -114,7 +115,7 @@ def main() -> None:
     checkpoint = hvd.callbacks.Checkpoint(folder, save_freq=EVERY)
     data = hvd.data.shard((x, y), batch_size=BATCH, start_epoch=checkpoint.initial_epoch)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), checkpoint, Seen(pause)]
-    callbacks += [Fault(name) for name in sys.argv[4:]]
+    callbacks += [Fault(text) for text in sys.argv[4:]]
     print("begins with epoch", checkpoint.initial_epoch, "on", os.uname().nodename, flush=True)
     model.fit(data, epochs=epochs, callbacks=callbacks, verbose=0)
     state = [np.asarray(v).tobytes() for v in (*model.weights, *model.optimizer.variables)]
