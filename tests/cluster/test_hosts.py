@@ -4,8 +4,6 @@ import os
 import signal
 import subprocess
 
-import pytest
-
 from tests.harness.hosts import Host, Hosts, lives
 from tests.harness.launcher import wait_until
 
@@ -46,7 +44,6 @@ def test_faults_of_the_network_begin_and_end(hosts: Hosts) -> None:
     assert ssh(first, second, "true").returncode == 0
 
 
-@pytest.mark.slow
 def test_a_throttled_host_sends_no_faster(hosts: Hosts) -> None:
     """What waits for its turn when 2 MB were sent at 1 Mbit/s would take 16 s: it is not there."""
     hosts.throttle(1)
@@ -57,7 +54,6 @@ def test_a_throttled_host_sends_no_faster(hosts: Hosts) -> None:
     wait_until(lambda: not hosts[1].processes(), "the end of what was cut off")
 
 
-@pytest.mark.slow
 def test_a_host_can_crash_and_come_back() -> None:
     with Hosts(2) as hosts:
         first, second = hosts

@@ -6,8 +6,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from tests.harness import cluster
 from tests.harness.hosts import Hosts
 from tests.harness.launcher import wait_until
@@ -151,7 +149,6 @@ def test_what_is_wrong_with_a_host_is_told_before_anything_starts(
     assert not (tmp_path / "touched").exists()
 
 
-@pytest.mark.slow
 def test_a_missing_folder_or_program_is_told(hosts: Hosts, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -172,7 +169,6 @@ def test_a_missing_folder_or_program_is_told(hosts: Hosts, tmp_path: Path) -> No
     assert told[1].startswith(f"hvdrun: server2 has no program {program}; expected")
 
 
-@pytest.mark.slow
 def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
     """mpirun and a rank do not react to the first."""
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)"
@@ -187,7 +183,6 @@ def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
         clean(hosts)
 
 
-@pytest.mark.slow
 def test_nothing_runs_on_when_hvdrun_is_killed(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
     with cluster.started(hosts, "-H", "server2:1,server3:1", *command, folder=tmp_path) as job:
@@ -214,7 +209,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_function_on_several_hosts(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "call.py").write_text(RUN)
     command = [sys.executable, "call.py"]
@@ -241,7 +235,6 @@ print("trained by", hvd.size(), "on", hvd.cross_size(), "hosts")
 """
 
 
-@pytest.mark.slow
 def test_the_readme_can_be_followed(hosts: Hosts, tmp_path: Path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     section = readme.partition("## On several hosts\n")[2].partition("\n## ")[0]

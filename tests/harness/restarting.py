@@ -8,6 +8,7 @@ digest of the end.
 
 import hashlib
 import os
+import pathlib
 import signal
 import sys
 import time
@@ -50,15 +51,46 @@ FAULTS = {
     "sys.exit(0)": lambda: sys.exit(0),
     "sys.exit(3)": lambda: sys.exit(3),
     "os._exit(0)": lambda: os._exit(0),
+    "os._exit(3)": lambda: os._exit(3),
+    "MPI_Abort(5)": lambda: abort(),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "out of memory": lambda: hoard(),
+    "sleep": lambda: time.sleep(1000),
+}
+# These need the other ranks.
+DIFFERENCES = {
     "other shape": lambda: hvd.allreduce(tf.ones(hvd.rank() + 1), name="fault"),
+    "other dtype": lambda: hvd.allreduce(
+        tf.ones(2, tf.float64 if hvd.rank() == 1 else tf.float32), name="fault"
+    ),
+    "other reduction": lambda: hvd.allreduce(
+        tf.ones(2), op=hvd.Max if hvd.rank() == 1 else hvd.Min, name="fault"
+    ),
+    "other kind": lambda: (
+        hvd.broadcast(tf.ones(2), 0, name="fault")
+        if hvd.rank() == 1
+        else hvd.allreduce(tf.ones(2), name="fault")
+    ),
     "skipped": lambda: hvd.rank() == 1 or hvd.allreduce(tf.ones(1), name="fault"),
 }
-ON_ALL_RANKS = ("other shape", "skipped")
 
 
 def raise_(error: BaseException) -> None:
     raise error
+
+
+def abort() -> None:
+    """As some libraries do."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(5)
+
+
+def hoard() -> None:
+    """Use more memory than the control group has."""
+    pathlib.Path(os.environ["HVD_TEST_MEMORY_GROUP"], "cgroup.procs").write_text("0")
+    [b"x" * (1 << 20) for _ in range(1000)]
 
 
 class Fault(keras.callbacks.Callback):
@@ -74,12 +106,12 @@ class Fault(keras.callbacks.Callback):
         self.here = epoch == self.epoch
 
     def on_train_batch_begin(self, batch, logs=None) -> None:
-        if self.here and batch == 5 and (hvd.rank() == 1 or self.name in ON_ALL_RANKS):
+        if self.here and batch == 5 and (hvd.rank() == 1 or self.name in DIFFERENCES):
             try:
                 open(f"fault-{self.epoch}-{hvd.rank()}", "x").close()
             except FileExistsError:
                 return
-            FAULTS[self.name]()
+            (FAULTS | DIFFERENCES)[self.name]()
 
 
 class Model(keras.Model):

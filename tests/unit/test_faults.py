@@ -6,15 +6,13 @@ deadline is generous (docs/protocol.md), are over.
 
 import dataclasses
 import os
-import pathlib
 import re
 import textwrap
 import time
-from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import ranks
+from tests.harness import memory, ranks
 from tests.harness.launcher import Launcher
 
 SIZE = 3
@@ -268,36 +266,16 @@ def test_a_forked_child_is_no_rank(hvdrun: Launcher) -> None:
     assert done.stderr.count("ZeroDivisionError") == 2
 
 
-@pytest.fixture
-def memory_group() -> Iterator[pathlib.Path]:
-    """An empty control group whose processes may use 64 MiB."""
-    for parent, limit in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
-        group = pathlib.Path("/sys/fs/cgroup", parent, f"hvd-keras-test-{os.getpid()}")
-        try:
-            group.mkdir()
-        except OSError as error:
-            reason = str(error)
-            continue
-        try:
-            if (group / limit).exists():
-                (group / limit).write_text(str(64 << 20))
-                yield group
-                return
-            reason = f"no {limit} in {group}"
-        except OSError as error:
-            reason = str(error)
-        finally:
-            group.rmdir()
-    pytest.skip(f"no control group for memory can be made here: {reason}")
-
-
-def test_out_of_memory(hvdrun: Launcher, memory_group: pathlib.Path) -> None:
+def test_out_of_memory(hvdrun: Launcher) -> None:
     """The kernel kills the rank."""
-    code = f"""
-        hoard = []
-        def fault():
-            pathlib.Path({str(memory_group)!r}, "cgroup.procs").write_text(str(os.getpid()))
-            while len(hoard) < 1000:
-                hoard.append(b"x" * (1 << 20))
-        """
-    check_row(hvdrun, Row(code, 137, first("killed by SIGKILL")), "out of memory")
+    with memory.group() as group:
+        if isinstance(group, str):
+            pytest.skip(group)
+        code = f"""
+            hoard = []
+            def fault():
+                pathlib.Path({str(group)!r}, "cgroup.procs").write_text(str(os.getpid()))
+                while len(hoard) < 1000:
+                    hoard.append(b"x" * (1 << 20))
+            """
+        check_row(hvdrun, Row(code, 137, first("killed by SIGKILL")), "out of memory")
