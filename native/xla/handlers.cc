@@ -148,6 +148,7 @@ ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
 }
 
 // On a GPU what is done is that XLA's stream waits for the result, as with TensorFlow's kernels.
+// Here XLA's thread does wait for the future: for the ranks to come, not for the GPU.
 ffi::Future collective_on_gpu(void* stream, int32_t device, ffi::RemainingArgs arguments,
                               ffi::RemainingRets returns, ffi::Dictionary dictionary) {
   Request request = request_of(dictionary);
