@@ -19,9 +19,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     batches. (Where ``fit`` does not know the number of batches, that is after validation.) Use
     ``hvd.SyncBatchNormalization`` for statistics that are those of one process.
 
-    Where XLA cannot compile the collectives (on GPUs, or if ``libhvd_xla.so`` is missing or does
-    not load), the model trains without it, with a warning: ``jit_compile``, which Keras turns on by
-    itself on machines with GPUs, is turned off.
+    Where XLA cannot compile the collectives (``libhvd_xla.so`` is missing or does not load), the
+    model trains without it, with a warning: ``jit_compile``, which Keras turns on by itself on
+    machines with GPUs, is turned off. Elsewhere it stays as it is, on GPUs too, where the
+    collectives in XLA's programs have been tested with a stand-in for CUDA and NCCL only
+    (docs/gpu.md); ``model.compile(jit_compile=False)`` does without XLA.
 
     What ``Checkpoint`` has restored stays as it is, whichever of the two comes first.
 

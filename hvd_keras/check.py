@@ -32,8 +32,19 @@ def facts() -> dict[str, str]:
         "MPI library": core.hvd_mpi_file().decode(),
         "GPUs": ", ".join(gpus) if gpus else "none",
         **gpu.facts(),
-        "XLA": f"not used: {why}" if (why := xla.problem()) else "used where models ask for it",
+        "XLA": _xla_fact(bool(gpus)),
     }
+
+
+def _xla_fact(on_gpus: bool) -> str:
+    if why := xla.problem():
+        return f"not used: {why}"
+    if not on_gpus:
+        return "used where models ask for it"
+    return (
+        "used where models ask for it, as Keras does by itself on GPUs. hvd_keras has never run "
+        "with it on a GPU (docs/gpu.md); model.compile(jit_compile=False) does without"
+    )
 
 
 def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:

@@ -10,12 +10,7 @@ from hvd_keras import _library
 
 def problem() -> str:
     """Why models cannot be compiled by XLA with their collectives, in words; empty if they can."""
-    why = _library.why_no_xla()
-    if why:
-        return why
-    if tf.config.get_visible_devices("GPU"):
-        return "on GPUs, what XLA makes of the collectives has not been tested yet"
-    return ""
+    return _library.why_no_xla()
 
 
 def is_compiling() -> bool:

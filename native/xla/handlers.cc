@@ -96,12 +96,28 @@ ffi::Future submitted(Request request, ffi::RemainingArgs arguments, ffi::Remain
     ffi::Result<ffi::AnyBuffer> output = *returns.get<ffi::AnyBuffer>(i);
     results.push_back({to_shape(output->dimensions()), output->untyped_data()});
   }
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  request.done = [promise](const Status& status) mutable {
+    status.ok() ? promise.SetAvailable() : promise.SetError(to_error(status));
+  };
   if (keeps_shape(request.kind)) {
     for (const Result& result : results) request.outputs.push_back(result.data);
   } else {
-    // The splits that an alltoall received are those that it gave: nobody reads them here.
+    // Of an alltoall: equal ones, see kernels.cc. Nobody reads those that it receives.
+    const auto splits = std::make_shared<std::vector<int64_t>>();
     const auto unread = std::make_shared<std::vector<int64_t>>();
-    request.allocate = [results = std::move(results), unread, name = request.name](
+    if (request.kind == Kind::alltoall) {
+      int size = 0;
+      const Status status = look_up("size", request.process_set, &size);
+      if (!status.ok()) {
+        request.done(status);
+        return future;
+      }
+      splits->assign(size, request.inputs[0].shape[0] / size);
+      request.inputs.push_back({splits->data(), DType::int64, {size}});
+    }
+    request.allocate = [results = std::move(results), splits, unread, name = request.name](
                            size_t index, const Shape& shape, void** data) {
       if (index >= results.size()) {
         unread->resize(shape[0]);
@@ -122,11 +138,6 @@ ffi::Future submitted(Request request, ffi::RemainingArgs arguments, ffi::Remain
       return Status();
     };
   }
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  request.done = [promise](const Status& status) mutable {
-    status.ok() ? promise.SetAvailable() : promise.SetError(to_error(status));
-  };
   submit(std::move(request));
   return future;
 }
@@ -137,6 +148,7 @@ ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
 }
 
 // On a GPU what is done is that XLA's stream waits for the result, as with TensorFlow's kernels.
+// Here XLA's thread does wait for the future: for the ranks to come, not for the GPU.
 ffi::Future collective_on_gpu(void* stream, int32_t device, ffi::RemainingArgs arguments,
                               ffi::RemainingRets returns, ffi::Dictionary dictionary) {
   Request request = request_of(dictionary);

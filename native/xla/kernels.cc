@@ -63,7 +63,9 @@ class CollectiveXlaKernel : public XlaOpKernel {
   void Compile(XlaOpKernelContext* c) override {
     std::vector<xla::XlaOp> operands;
     std::vector<xla::Shape> shapes, results;
-    for (int i = 0; i < c->num_inputs(); ++i) {
+    // Not an alltoall's splits: all are equal, and memory of the host, which a GPU's program lacks.
+    const int count = call_.kind == Kind::alltoall ? 1 : c->num_inputs();
+    for (int i = 0; i < count; ++i) {
       const auto shape = c->InputXlaShape(i);
       OP_REQUIRES_OK(c, shape.status());
       OP_REQUIRES(c, shape->is_static(),
@@ -92,7 +94,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
     // Where nothing else needs an input, its memory becomes the output's.
     std::vector<std::pair<xla::ShapeIndex, std::pair<int64_t, xla::ShapeIndex>>> shared;
     if (keeps_shape(call_.kind)) {
-      for (int64_t i = 0; i < c->num_inputs(); ++i) shared.push_back({{i}, {i, {}}});
+      for (int64_t i = 0; i < count; ++i) shared.push_back({{i}, {i, {}}});
     }
     shared.push_back({{static_cast<int64_t>(results.size()) - 1},
                       {static_cast<int64_t>(operands.size()) - 1, {}}});
@@ -102,7 +104,6 @@ class CollectiveXlaKernel : public XlaOpKernel {
         c->builder(), "hvd_collective", operands, xla::ShapeUtil::MakeTupleShape(results), shapes,
         text_, /*has_side_effect=*/true, shared, /*literal=*/nullptr,
         xla::CustomCallSchedule::SCHEDULE_NONE, xla::CustomCallApiVersion::API_VERSION_TYPED_FFI);
-    const int count = static_cast<int>(results.size()) - 1;
     for (int i = 0; i < count; ++i) c->SetOutput(i, xla::GetTupleElement(call, i));
     chain->end = xla::GetTupleElement(call, count);
     // The ranks' splits are equal, or the call fails.
@@ -132,7 +133,6 @@ class CollectiveXlaKernel : public XlaOpKernel {
     TF_RETURN_IF_ERROR(to_absl(look_up("size", call_.process_set, &size)));
     TF_RETURN_IF_ERROR(to_absl(look_up("place", call_.process_set, &place)));
     if (call_.kind == Kind::alltoall) {
-      results->pop_back();  // the splits
       std::vector<int64_t> splits;
       const bool known = c->ConstantInputAsIntVector(1, &splits).ok();
       for (const int64_t split : splits) {
@@ -174,6 +174,18 @@ class PlaceXlaKernel : public XlaOpKernel {
   const std::string text_;
 };
 
+// The number is in the host's memory.
+class PlaceOnGpuXlaKernel : public XlaOpKernel {
+ public:
+  using XlaOpKernel::XlaOpKernel;
+
+  void Compile(XlaOpKernelContext* c) override {
+    c->SetStatus(absl::UnimplementedError(
+        "hvd.rank_op, hvd.size_op and their like cannot be compiled by XLA for a GPU. Use the "
+        "numbers hvd.rank() and hvd.size(), or compile without XLA (jit_compile=False)."));
+  }
+};
+
 // Not by XLA's own REGISTER_XLA_OP, which is ignored in a process that has compiled something
 // before.
 #define HVD_REGISTER(op, device, kernel) \
@@ -186,12 +198,13 @@ HVD_REGISTER("HvdReducescatter", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
 HVD_REGISTER("HvdBarrier", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
 HVD_REGISTER("HvdPlace", DEVICE_CPU_XLA_JIT, PlaceXlaKernel);
 
-// Not those that have numbers in the host's memory, which XLA keeps on the GPU.
 HVD_REGISTER("HvdAllreduce", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
 HVD_REGISTER("HvdAllgather", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
 HVD_REGISTER("HvdBroadcast", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdAlltoall", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
 HVD_REGISTER("HvdReducescatter", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
 HVD_REGISTER("HvdBarrier", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
+HVD_REGISTER("HvdPlace", DEVICE_GPU_XLA_JIT, PlaceOnGpuXlaKernel);
 
 }  // namespace
 }  // namespace hvd

@@ -1,11 +1,13 @@
 """Collectives and training in what XLA compiles."""
 
 import json
+import re
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.compiler.xla.service import hlo_pb2
 
 import hvd_keras as hvd
 from tests.harness import inputs, training
@@ -112,21 +114,35 @@ def test_gradients_are_those_without_xla() -> None:
         np.testing.assert_allclose(got[name], value, rtol=1e-12, err_msg=name)
 
 
-def test_many_tensors_and_steps(directory) -> None:
+@pytest.mark.parametrize(("count", "together"), [(60, 1), (500, 20)])
+def test_many_tensors_and_steps(count: int, together: int) -> None:
+    @compiled
+    def step(x):
+        tensors = [x + i for i in range(count)]
+        groups = [tensors[i : i + together] for i in range(0, count, together)]
+        return [
+            hvd.grouped_allreduce(group, op=hvd.Sum, name=f"group {i}")
+            for i, group in enumerate(groups)
+        ]
+
+    total = inputs.of_all_ranks(SIZE, (40,)).sum(0) + SIZE * np.arange(count)[:, np.newaxis]
+    for s in range(200):
+        got = tf.nest.flatten(step(tf.constant(inputs.tensor(RANK, (40,)) + s)))
+        np.testing.assert_array_equal(np.stack(got), total + SIZE * s)
+
+
+def test_order_of_many_tensors(directory) -> None:
     """XLA alone would run them in an order of its own, another one in each step."""
-    count, steps = 60, 200
-    shape = (200,)  # XLA runs programs on a few hundred bytes one by one anyway
+    count, steps = 60, 20
 
     @compiled
     def step(x):
+        # XLA runs programs on a few hundred bytes one by one anyway.
         return [hvd.allreduce(x + i, op=hvd.Sum, name=f"tensor {i}") for i in range(count)]
 
-    everyone = inputs.of_all_ranks(SIZE, shape).sum(0)
     hvd.start_timeline(directory / "timeline.json")
-    for s in range(steps):
-        got = np.stack(step(tf.constant(inputs.tensor(RANK, shape) + s)))
-        expected = everyone + SIZE * (s + np.arange(count)[:, np.newaxis])
-        np.testing.assert_array_equal(got, expected)
+    for _ in range(steps):
+        step(tf.ones(200))
     hvd.barrier()  # brings what rank 0 does not know yet
     hvd.stop_timeline()
     hvd.barrier()  # rank 0 has written it
@@ -206,6 +222,76 @@ def test_what_xla_cannot_express_is_refused() -> None:
     if SIZE > 1:
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"its splits differ"):
             compiled(lambda x: hvd.alltoall(x, [1] * (SIZE - 1) + [2]))(x)
+
+
+def lowered_for_gpus(function, *arguments):
+    """The computation; TensorFlow makes it without a GPU."""
+    lower = compiled(function).experimental_get_compiler_ir(*arguments)
+    module = hlo_pb2.HloModuleProto.FromString(lower(stage="hlo_serialized", platform_name="GPU"))
+    return next(c for c in module.computations if c.id == module.entry_computation_id)
+
+
+def test_what_xla_gets_for_gpus() -> None:
+    """tests/gpu/xla.py lets it compile and run such programs."""
+
+    def call(x, y):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            a = hvd.allreduce(x, name="a")
+            b, c = hvd.grouped_allreduce([a, y], name="b", op=hvd.Sum)
+            d = hvd.allgather(b, name="d")
+            e = hvd.broadcast(b, SIZE - 1, name="e")
+            f = hvd.reducescatter(b, name="f")
+            g = hvd.alltoall(b, name="g")
+            loss = sum(tf.reduce_sum(z * z) for z in (d, e, f, g))
+        hvd.allreduce(y, name="unused", op=hvd.Max)
+        return c, tape.gradient(loss, x)
+
+    rows = 2 * SIZE
+    computation = lowered_for_gpus(call, tf.ones((rows, 3)), tf.ones((4,), tf.int64))
+    instructions = {i.id: i for i in computation.instructions}
+    calls = [i for i in computation.instructions if i.opcode == "custom-call"]
+    names = [re.search(r'tensor_name = "(.*?)"', i.backend_config.decode())[1] for i in calls]
+    assert hvd.allgather_object(names) == [names] * SIZE
+    forward = ["a", "b", "d", "e", "f", "g", "unused"]
+    assert sorted(name for name in names if "gradient" not in name) == forward
+    backward = ["a.gradient", "b.gradient", "d.gradient", "e.gradient", "f.gradient", "g.gradient"]
+    assert set(backward) <= set(names)
+    shapes = {}
+    for before, call, name in zip([None, *calls], calls, names, strict=False):
+        assert call.custom_call_target == "hvd_collective"
+        assert call.custom_call_has_side_effect
+        assert call.custom_call_api_version == hlo_pb2.API_VERSION_TYPED_FFI
+        arguments, results = call.operand_shapes_with_layout, call.shape.tuple_shapes
+        for shape in (*arguments, *results):
+            order = list(shape.layout.minor_to_major)
+            assert order == list(reversed(range(len(shape.dimensions))))
+            assert not any(shape.is_dynamic_dimension)
+        # The chain comes from the call before and goes on to the next.
+        end = instructions[call.operand_ids[-1]]
+        if before is None:
+            assert end.opcode == "constant"
+        else:
+            last = len(before.shape.tuple_shapes) - 1
+            assert (list(end.operand_ids), end.tuple_index) == ([before.id], last)
+        kept = re.search(r"Hvd(Allreduce|Broadcast)", call.backend_config.decode())
+        shared = range(len(results)) if kept else [len(results) - 1]
+        offset = len(arguments) - len(results)
+        aliases = [
+            (list(a.output_shape_index), a.operand_index, list(a.operand_shape_index))
+            for a in call.output_operand_aliasing
+        ]
+        assert aliases == [([i], i + offset, []) for i in shared]
+        shapes[name] = [list(shape.dimensions) for shape in results[:-1]]
+    assert shapes["b"] == [[rows, 3], [4]]
+    assert shapes["d"] == [[rows * SIZE, 3]]
+    assert shapes["f"] == [[2, 3]]
+    assert shapes["e"] == shapes["g"] == shapes["a.gradient"] == [[rows, 3]]
+
+
+def test_what_xla_cannot_express_for_gpus_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"hvd.rank_op.* numbers hvd.rank\(\).*jit_compile=False"):
+        lowered_for_gpus(lambda: hvd.rank_op() + 1)
 
 
 def train(

@@ -1,4 +1,7 @@
-"""Builds and runs native/tests: the core without TensorFlow, alone and on several ranks."""
+"""Builds and runs native/tests: the core, without TensorFlow, alone and on several ranks.
+
+And what XLA makes of the collectives on GPUs.
+"""
 
 import os
 import pathlib
@@ -45,9 +48,9 @@ def binaries() -> pathlib.Path:
     ninja = program("ninja")
     configure = ["-S", str(ROOT / "native"), "-B", str(BUILD), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += ["-DHVD_TENSORFLOW=OFF", "-DHVD_BUILD_TESTS=ON"]
+    configure += ["-DHVD_TENSORFLOW=ON", "-DHVD_BUILD_TESTS=ON"]
     run(program("cmake"), *configure, timeout=120)
-    run(ninja, "-C", str(BUILD), "-j", str(os.cpu_count()), timeout=400)
+    run(ninja, "-C", str(BUILD), "-j", str(os.cpu_count()), "tests/all", timeout=400)
     return BUILD / "tests"
 
 
@@ -146,6 +149,13 @@ def test_gpu(
     assert job.output.count(name) == size, job.output
     if which == "without":
         assert job.output.count("since rank 0 has no NCCL") == 1, job.output
+
+
+def test_xla_on_gpus(binaries: pathlib.Path, stand_in: dict[str, str]) -> None:
+    command = [sys.executable, "-u", "-m", "tests.gpu.xla", str(binaries / "libhvd_xla_gpu.so")]
+    job = ranks.mpirun(2, *command, timeout=120, env={**stand_in, "PYTHONPATH": str(ROOT)})
+    assert job.status == 0, job.output
+    assert job.output.count("ok  two_programs_at_once") == 2, job.output
 
 
 def test_a_script_whose_gpu_is_stuck_ends(binaries: pathlib.Path, stand_in: dict[str, str]) -> None:

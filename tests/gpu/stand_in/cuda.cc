@@ -61,11 +61,11 @@ std::pair<const char*, Region*> region_of(const void* data) {
 
 int allocate(void** out, size_t bytes, bool on_device) {
   std::lock_guard<std::recursive_mutex> lock(mutex());
-  char* memory = static_cast<char*>(std::malloc(bytes));
+  if (posix_memalign(out, 256, bytes) != 0) return 2;  // cudaErrorMemoryAllocation
+  char* memory = static_cast<char*>(*out);
   std::memset(memory, 0x55, bytes);  // so that tests do not find what was there before
   regions()[memory] = {bytes, on_device, {}, {}};
   ++living()[on_device ? "device memory" : "pinned memory"];
-  *out = memory;
   return 0;
 }
 
