@@ -94,7 +94,7 @@ def _addresses(wanted: str | None) -> list[str]:
     try:
         names = [] if wanted is None else [host.name for host in hosts.parse(wanted)]
         if wanted is None and slurm.find(os.environ) is not None:
-            names = [cluster.slurm_node()]
+            names = [node.name for node in slurm.nodes(os.environ)]
         return cluster.addresses_towards(names) or ["127.0.0.1"]
     except UsageError as error:
         raise ValueError(f"hvd_keras.run: {error}") from error
