@@ -21,12 +21,14 @@ class Settings:
         log_level: ``HVD_LOG_LEVEL``: DEBUG, INFO, WARNING or ERROR, for the core as well.
         gpus_by_mpi: ``HVD_GPU_OPERATIONS`` is MPI, so that processes may share a GPU.
         some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which shows CUDA some GPUs only.
+        watched: ``HVDRUN_JOB`` is set: a hvdrun of several hosts hears of this process's end.
     """
 
     bucket_bytes: int = 16 << 20
     log_level: str = "WARNING"
     gpus_by_mpi: bool = False
     some_gpus_hidden: bool = False
+    watched: bool = False
 
     @property
     def log_number(self) -> int:
@@ -58,6 +60,7 @@ def read() -> Settings:
         chosen["log_level"] = text.upper()
     chosen["gpus_by_mpi"] = os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
     chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    chosen["watched"] = "HVDRUN_JOB" in os.environ
     return Settings(**chosen)
 
 

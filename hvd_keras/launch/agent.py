@@ -22,10 +22,13 @@ def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[
         options += 1
     host, *words = arguments[options:]
     # mpirun has quoted its words for the user's shell on the other host, which is $SHELL there.
-    prepare = (
-        f'd=${{TMPDIR:-/tmp}}/hvdrun-{job}; mkdir -p -m 700 "$d"; '
-        f'exec env {DAEMON}={job} TMPDIR="$d" "$SHELL" -c "$0"'
-    )
+    prepare = f'd=${{TMPDIR:-/tmp}}/hvdrun-{job}; mkdir -p -m 700 "$d"; '
+    start = f'env {DAEMON}={job} TMPDIR="$d" "$SHELL" -c "$0"'
+    if "hydra" in words[0]:
+        # Without mpirun it kills the workers before these can do anything. Others daemonize.
+        prepare += f'{start}; status=$?; rm -rf "$d" /dev/shm/hvdrun-{job}; exit $status'
+    else:
+        prepare += f"exec {start}"
     text = f"exec sh -c {shlex.quote(prepare)} {shlex.quote(' '.join(words))}"
     return [*ssh, *arguments[:options], host, text]
 

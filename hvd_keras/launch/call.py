@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from hvd_keras.launch import UsageError, cluster, hosts, slurm
 from hvd_keras.launch.channel import Channel, ProtocolError, new_secret, watch_liveness
+from hvd_keras.launch.network import PROOF_TIMEOUT
 from hvd_keras.launch.remote import connect
 from hvd_keras.launch.worker import find_rank
 
@@ -94,7 +95,7 @@ def _addresses(wanted: str | None) -> list[str]:
     try:
         names = [] if wanted is None else [host.name for host in hosts.parse(wanted)]
         if wanted is None and slurm.find(os.environ) is not None:
-            names = [cluster.slurm_node()]
+            names = [node.name for node in slurm.nodes(os.environ)]
         return cluster.addresses_towards(names) or ["127.0.0.1"]
     except UsageError as error:
         raise ValueError(f"hvd_keras.run: {error}") from error
@@ -231,7 +232,10 @@ class _Server:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
+                connection.settimeout(PROOF_TIMEOUT)
                 link = _Link(connection, self.secret, is_caller=True)
+                link.wait_until_open()
+                connection.settimeout(None)
                 rank = link.receive()["rank"]
                 link.send_bytes(self._payload)
                 self.results[rank] = link.receive_bytes()

@@ -24,9 +24,9 @@ from hvd_keras.launch.loop import Loop
 from hvd_keras.launch.mpirun import Mpirun, Remote
 from hvd_keras.launch.network import Network, Start
 from hvd_keras.launch.output import Output
+from hvd_keras.launch.reach import Reach
 from hvd_keras.launch.request import Request
 from hvd_keras.launch.slurm import Srun
-from hvd_keras.launch.ssh import FAILED, Ssh
 from hvd_keras.launch.supervise import Job, Signals, job_directory
 from hvd_keras.launch.verdict import Verdict
 from hvd_keras.launch.worker import GRACE
@@ -48,7 +48,7 @@ _SIOCGIFNETMASK = 0x891B
 class Placement:
     """The hosts of one start, with the ranks of each, and the names that they have for MPI.
 
-    `hosts` is None where SLURM places the ranks.
+    `hosts` is None where SLURM places the ranks, on any of those that `names` holds.
     """
 
     size: int
@@ -156,6 +156,8 @@ def run(request: Request, placement: Placement, signals: Signals, *, first: bool
         environment |= {remote.JOB: job}
         if isinstance(engine, Mpirun):
             environment |= engine.memory_settings(memory)
+        else:
+            environment |= engine.rank_settings()
         loop = Loop()
         start = Start(
             request.command, os.getcwd(), environment, [memory], options.stats, os.environ
@@ -197,49 +199,28 @@ def _clean(
         running.turn(0.1)
     lost = network.silent_hosts()
     grace = 0.0 if running.hurry else SWEEP_GRACE
-    if isinstance(request.engine, Srun):
-        _sweep_allocation(request.engine, job, grace)
-        return lost
-    names = [host.name for host in placement.hosts or () if host.name not in lost]
-    lost = lost | sweep_hosts(names, request.ssh, [job], grace)
+    names = {host.name for host in placement.hosts or ()} or set(placement.names.values())
+    lost = lost | sweep_hosts(names - lost, request.reach, [job], grace)
     request.lost.update(lost)
     return lost
 
 
-def _sweep_command(jobs: Sequence[str], grace: float) -> tuple[list[str], str]:
-    """The command that ends and removes what jobs have left on a host, and its input."""
-    command = [sys.executable, "-I", "-S", "-", str(grace), *jobs]
-    return command, Path(sweep.__file__).read_text()
-
-
-def _sweep_allocation(srun: Srun, job: str, grace: float) -> None:
-    program, text = _sweep_command([job], grace)
-    command = srun.once_on_each_node(os.environ.get("SLURM_JOB_NUM_NODES", ""), program)
-    limit = grace + sweep.GONE + GRACE
-    try:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=limit)
-        problem = "" if done.returncode == 0 else done.stderr.strip()
-    except subprocess.TimeoutExpired:
-        problem = f"srun did not end within {limit:.0f} s"
-    if problem:
-        print(f"hvdrun: cannot look at all nodes afterwards: {problem}", file=sys.stderr)
-
-
-def sweep_hosts(names: Iterable[str], ssh: Ssh, jobs: Sequence[str], grace: float) -> set[str]:
+def sweep_hosts(names: Iterable[str], reach: Reach, jobs: Sequence[str], grace: float) -> set[str]:
     """End and remove what jobs have left on these hosts; returns those that cannot be reached."""
-    command, text = _sweep_command(jobs, grace)
-    running = {name: ssh.start(None if hosts.is_here(name) else name, command) for name in names}
+    command = [sys.executable, "-I", "-S", "-", str(grace), *jobs]
+    text = Path(sweep.__file__).read_text()
+    running = {name: reach.start(None if hosts.is_here(name) else name, command) for name in names}
     lost = set()
     limit = time.monotonic() + grace + sweep.GONE + GRACE
     for name, process in running.items():
         try:
-            out, _ = process.communicate(text, timeout=max(0.0, limit - time.monotonic()))
+            out, err = process.communicate(text, timeout=max(0.0, limit - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
             lost.add(name)
             continue
-        if process.returncode == FAILED:
+        if reach.failure(process.returncode, err) is not None:
             lost.add(name)
         elif out.strip():
             print(f"hvdrun: {name}: {out.strip()}", file=sys.stderr, flush=True)
@@ -251,7 +232,7 @@ def _own_addresses(request: Request, placement: Placement) -> list[str]:
     interface = request.options.network_interface
     if interface is not None:
         return [str(_interface(interface).ip)]
-    names = [host.name for host in placement.hosts or ()] or [slurm_node()]
+    names = [host.name for host in placement.hosts or ()] or list(placement.names.values())
     return addresses_towards(names) or [hosts.address_towards(socket.gethostname())]
 
 
@@ -261,14 +242,6 @@ def addresses_towards(names: Sequence[str]) -> list[str]:
         return sorted({hosts.address_towards(name) for name in names if not hosts.is_here(name)})
     except OSError as error:
         raise UsageError(f"no way to one of {', '.join(names)}: {error}") from error
-
-
-def slurm_node() -> str:
-    """The last node of the allocation: another one than ours, if there are several."""
-    done = subprocess.run(
-        ["scontrol", "show", "hostnames"], capture_output=True, text=True, timeout=GRACE, check=True
-    )
-    return done.stdout.split()[-1]
 
 
 def _common_network(wanted: Iterable[Host]) -> str | None:

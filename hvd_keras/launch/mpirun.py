@@ -43,6 +43,8 @@ class Mpirun:
 
     def settings(self, directory: Path) -> dict[str, str]:
         """Environment settings for mpirun itself."""
+        if self.kind == "Intel MPI":
+            return {"PATH": _path_beside(self.path)}
         # Open MPI leaves files behind when it is killed; here they go with the job's own files.
         if self.kind != "Open MPI":
             return {}
@@ -163,10 +165,16 @@ def _path_of_build() -> str:
         return ""
 
 
+def _path_beside(path: str) -> str:
+    """PATH with the folder of this program first: Intel's mpirun is a script that looks there."""
+    return os.pathsep.join([str(Path(path).parent), os.environ.get("PATH", os.defpath)])
+
+
 def _identify(path: str) -> Mpirun:
     try:
         text = subprocess.run(
             [path, "--version"],
+            env=os.environ | {"PATH": _path_beside(path)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvd_keras.launch import probe
 from hvd_keras.launch.hosts import Host, is_here
-from hvd_keras.launch.ssh import FAILED, Ssh
+from hvd_keras.launch.reach import Reach, last_line
 
 # Seconds for a host's answer; Python there may come over a slow network file system.
 TIMEOUT = 60.0
@@ -30,13 +30,13 @@ class Look:
     problems: Mapping[str, str]
 
 
-def look(hosts: Sequence[Host], ssh: Ssh, directory: str, program: str) -> Look:
+def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> Look:
     """Ask each host for its facts and compare them with ours."""
     text = Path(probe.__file__).read_text()
     command = [sys.executable, "-I", "-", directory, program]
     running = {}
     for host in hosts:
-        process = ssh.start(None if is_here(host.name) else host.name, command)
+        process = reach.start(None if is_here(host.name) else host.name, command)
         running[host.name] = process
     limit = time.monotonic() + TIMEOUT
     facts: dict[str, Mapping[str, Any]] = {}
@@ -56,21 +56,16 @@ def look(hosts: Sequence[Host], ssh: Ssh, directory: str, program: str) -> Look:
             if problem := difference(facts[name], own, directory, program):
                 problems[name] = problem
         else:
-            problems[name] = _failure(process.returncode, err)
+            unreachable = reach.failure(process.returncode, err)
+            problems[name] = unreachable or _failure(process.returncode, err)
     _find_twins(facts, problems)
     return Look(facts, problems)
 
 
 def _failure(status: int, err: str) -> str:
-    last = (err.strip().splitlines() or ["it said nothing"])[-1]
-    if status == FAILED:
-        return (
-            f"cannot be reached by ssh: {last}; expected that `ssh HOST true` works without a "
-            "question (a key without a passphrase or in an agent, a known host)"
-        )
     if status in _NO_PROGRAM:
         return f"has no {sys.executable}; expected the same Python at the same place on all hosts"
-    return f"cannot run {sys.executable}: exit status {status}: {last}"
+    return f"cannot run {sys.executable}: exit status {status}: {last_line(err)}"
 
 
 def difference(

@@ -38,7 +38,7 @@ def look(directory: str, program: str) -> "dict[str, object]":
         "place": place("hvd_keras"),
         "tensorflow": version("tensorflow", "tensorflow-cpu"),
         "directory": os.path.isdir(directory),
-        "program": os.access(program, os.X_OK),
+        "program": os.access(os.path.join(directory, program), os.X_OK),
     }
     if facts["place"] is not None:
         from hvd_keras.launch.cores import usable_cores

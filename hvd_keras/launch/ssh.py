@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvd_keras.launch import reach
+
 # Seconds until a host that does not answer counts as unreachable.
 CONNECT_TIMEOUT = 5
 
@@ -50,14 +52,15 @@ class Ssh:
         if host is not None:
             # ssh joins its arguments into a text that a shell of the other host reads.
             words = [*self.command(), host, shlex.join(command)]
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # a Ctrl-C is hvdrun's own affair
+        return reach.start(words)
+
+    def failure(self, status: int, err: str) -> str | None:
+        """Why a host cannot be reached, from the end of such a command; None if it was reached."""
+        if status != FAILED:
+            return None
+        return (
+            f"cannot be reached by ssh: {reach.last_line(err)}; expected that `ssh HOST true` "
+            "works without a question (a key without a passphrase or in an agent, a known host)"
         )
 
     def agent(self, job: str) -> str:

@@ -4,6 +4,7 @@ Arguments: seconds between the request to end and the kill, and the jobs' number
 job has its number in the environment, the daemons under a name of their own (see `agent.py`).
 """
 
+import glob
 import os
 import re
 import shutil
@@ -70,9 +71,25 @@ def end(job: str, grace: float) -> "set[str]":
     return used
 
 
+def abandoned() -> "set[str]":
+    """Shared memory of MPICH that no process uses; it has no job's name, and killed ranks leave it.
+
+    What is younger than a second may be about to be used.
+    """
+    found = set()
+    for path in glob.glob("/dev/shm/mpich_shm_*"):
+        try:
+            if os.stat(path).st_mtime < time.time() - 1.0:
+                found.add(path)
+        except FileNotFoundError:
+            continue
+    everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return found - shared_memory(everybody) if found else found
+
+
 def sweep(job: str, grace: float) -> None:
     """End the job's processes and remove its files."""
-    for path in end(job, grace):
+    for path in end(job, grace) | abandoned():
         if os.path.exists(path) and os.stat(path).st_uid == os.getuid():
             os.unlink(path)
     for folder in {tempfile.gettempdir(), "/tmp", "/dev/shm"}:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from hvd_keras.launch.status import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
 
+# Seconds by which a failure may be reported later than mpirun has killed other ranks for it.
+TIE = 1.0
+
 
 @dataclass
 class Report:
@@ -59,8 +62,10 @@ def first_failure(reports: dict[int, Report]) -> int | None:
     those that waited for it say so by their status.
     """
     failed = [rank for rank in _failed(reports) if reports[rank].status not in FOLLOWERS]
-    # One that was killed without a word came first, or mpirun did it because of another's end.
-    first_end = min((reports[rank].time for rank in _ended(reports)), default=float("inf"))
+    # One that was killed without a word came first, or mpirun did it because of another's end, of
+    # which it may hear before we do.
+    ends = [reports[rank].time for rank in _ended(reports)]
+    first_end = min(ends + [reports[rank].time - TIE for rank in failed], default=float("inf"))
     failed += [
         rank
         for rank, report in reports.items()

@@ -59,9 +59,9 @@ DIFFER = r"failed first: exit status 1\n(.*\n)*.*"
 ROWS = {
     "SIGKILL": Row(FIRST + "killed by SIGKILL$", killed("restarting.py")),
     "worker killed": Row(FIRST + "killed before it could report", killed("launch.remote")),
-    "daemon killed": Row("mpirun's daemon on server2 died first", killed("prted ")),
+    "daemon killed": Row("mpirun's daemon on server2 died first", killed(cluster.DAEMON)),
     "mpirun killed": Row(
-        "mpirun ended with killed by SIGKILL", lambda job: job.kill(0, "prterun -n")
+        "mpirun ended with killed by SIGKILL", lambda job: job.kill(0, cluster.MPIRUN)
     ),
     "SIGSTOP": Row(VAIN, killed("restarting.py", signal.SIGSTOP), DEADLINE),
     "cut": Row(LOST, lambda job: job.hosts[1].unplug(), SILENCE),
@@ -101,7 +101,7 @@ class Chain(Running):
         command = [*SCRIPT, "checkpoints", str(self.epochs), str(PAUSE), *inside]
         options = ("-H", HOSTS, "--max-restarts", str(len(rows)))
         settings = ENVIRONMENT | {"HVD_TEST_MEMORY_GROUP": str(group)}
-        super().__init__(hosts, folder, (*options, *command), settings)
+        super().__init__(hosts, folder, cluster.hvdrun(*options, *command), settings)
 
     def said(self, start: int) -> str:
         """What was printed between this start of the job, counted from 1, and the next one."""

@@ -13,7 +13,8 @@ from tests.harness.launcher import wait_until
 # What a rank sees, without MPI.
 WHO = """
 import os, signal, socket, sys, time
-rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+from hvd_keras.launch.worker import find_rank
+rank = find_rank(os.environ)
 """
 
 
@@ -175,7 +176,7 @@ def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, f"{code}\ntime.sleep(1000)")
     with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
         job.wait_for("ready", 2)
-        job.kill(0, "prterun -n", signal.SIGSTOP)
+        job.kill(0, cluster.MPIRUN, signal.SIGSTOP)
         job.signal(signal.SIGINT)
         job.process.poll()
         job.signal(signal.SIGINT)

@@ -2,11 +2,12 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hvd_keras.launch.cores import THREAD_VARIABLES
@@ -14,6 +15,11 @@ from tests.harness.hosts import Host, Hosts
 
 # Seconds: far above what any of these jobs takes.
 LIMIT = 120
+
+# What the command lines of mpirun and of its daemons on other hosts match: of Open MPI 5 and 4,
+# MPICH and Intel MPI.
+MPIRUN = r"(prterun|mpirun\S*|mpiexec\S*) -n \d"
+DAEMON = r"prted |orted |hydra_pmi_proxy "
 
 
 def environment(**settings: str) -> dict[str, str]:
@@ -35,12 +41,12 @@ def run(host: Host, *arguments: str, folder: Path, **options) -> subprocess.Comp
 class Running:
     """A hvdrun that was started on the first of the hosts; it writes all output to one file."""
 
-    def __init__(self, hosts: Hosts, folder: Path, arguments: tuple[str, ...], env) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, command: Sequence[str], env) -> None:
         self.hosts = hosts
         self._path = folder / "output.txt"
         with self._path.open("wb") as output:
             self.process = hosts[0].start(
-                hvdrun(*arguments),
+                command,
                 cwd=folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -69,8 +75,8 @@ class Running:
             raise AssertionError(f"did not end within {LIMIT} s: {self.output}") from None
 
     def pids(self, host: int, words: str) -> list[int]:
-        """The processes of a host, counted from 0, whose command lines contain this."""
-        return [pid for pid, line in self.hosts[host].processes().items() if words in line]
+        """The processes of a host, counted from 0, whose command lines match this."""
+        return [p for p, line in self.hosts[host].processes().items() if re.search(words, line)]
 
     def kill(self, host: int, words: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to these processes; there must be some."""
@@ -92,9 +98,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def started(hosts: Hosts, *arguments: str, folder: Path, env=None) -> Iterator[Running]:
-    """A hvdrun on the first host, which ends with this context."""
-    running = Running(hosts, folder, arguments, env or environment())
+def started(
+    hosts: Hosts, *arguments: str, folder: Path, env=None, allocation: Sequence[str] = ()
+) -> Iterator[Running]:
+    """A hvdrun on the first host, which ends with this context, perhaps in SLURM's allocation."""
+    running = Running(hosts, folder, [*allocation, *hvdrun(*arguments)], env or environment())
     try:
         yield running
     finally:

@@ -85,11 +85,11 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     *settings, command, _ = done.stdout.splitlines()
-    places = "--nodelist=n1,n2 --distribution=arbitrary " if given else ""
+    places = "--distribution=arbitrary " if given else ""
     interface = "pmix" if "OMPI" in hvdrun.run("-n", "1", "--dry-run", "python").stdout else "pmi2"
     assert command == (
         f"{srun} -n {3 if given else 6} --mpi={interface} --export=ALL --kill-on-bad-exit=1 "
-        f"--no-kill --cpu-bind=none {places}{PROGRAM.replace('PYTHON', sys.executable)}"
+        f"--no-kill --cpu-bind=none --overlap {places}{PROGRAM.replace('PYTHON', sys.executable)}"
     )
     assert ("SLURM_HOSTFILE=JOB_DIRECTORY/machines" in settings) == given
     names = [line.split()[-1] for line in settings if line.startswith("JOB_DIRECTORY/machines:")]
