@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from hvd_keras.launch import UsageError, cluster, hosts, slurm
 from hvd_keras.launch.channel import Channel, ProtocolError, new_secret, watch_liveness
-from hvd_keras.launch.network import PROOF_TIMEOUT
+from hvd_keras.launch.network import PROOF_TIMEOUT, STRANGERS
 from hvd_keras.launch.remote import connect
 from hvd_keras.launch.worker import find_rank
 
@@ -204,6 +204,7 @@ class _Server:
         self.secret = new_secret()
         self.results: dict[int, bytes] = {}
         self._payload = payload
+        self._places = threading.Semaphore(STRANGERS)
         self._listeners = [socket.create_server((address, 0)) for address in addresses]
 
     @property
@@ -223,19 +224,28 @@ class _Server:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
+            self._places.acquire()
             try:
                 connection, _ = listener.accept()
             except OSError:
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
+    def _prove(self, connection: socket.socket) -> _Link:
+        """Wait until the other end has proved that it knows the secret."""
+        try:
+            connection.settimeout(PROOF_TIMEOUT)
+            link = _Link(connection, self.secret, is_caller=True)
+            link.wait_until_open()
+            connection.settimeout(None)
+            return link
+        finally:
+            self._places.release()
+
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                connection.settimeout(PROOF_TIMEOUT)
-                link = _Link(connection, self.secret, is_caller=True)
-                link.wait_until_open()
-                connection.settimeout(None)
+                link = self._prove(connection)
                 rank = link.receive()["rank"]
                 link.send_bytes(self._payload)
                 self.results[rank] = link.receive_bytes()

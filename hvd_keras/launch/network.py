@@ -31,7 +31,8 @@ from hvd_keras.launch.loop import Loop
 from hvd_keras.launch.output import Output
 from hvd_keras.launch.verdict import Report
 
-# Connections that may be open without having proved that they belong to the job, and for how long.
+# Connections that may be open without having proved that they belong to the job, while others wait
+# to be accepted, and for how long.
 STRANGERS = 64
 PROOF_TIMEOUT = 10.0
 
@@ -107,7 +108,7 @@ class Network:
         self._limit = time.monotonic() + self._start_timeout
         for listener in self._listeners:
             listener.setblocking(False)
-            loop.watch(listener, functools.partial(self._accept, listener))
+        self._watch_listeners()
         self._input, self._input_writer = os.pipe()
 
     def begin_input(self, some: bool) -> None:
@@ -133,17 +134,23 @@ class Network:
             listener.close()
         self._listeners.clear()
 
+    def _watch_listeners(self) -> None:
+        """Accept connections while there are places for strangers."""
+        for listener in self._listeners:
+            if len(self._strangers) < STRANGERS:
+                self._loop.watch(listener, functools.partial(self._accept, listener))
+            else:
+                self._loop.forget(listener)
+
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:  # whoever it was has gone
             return
-        if len(self._strangers) >= STRANGERS:
-            connection.close()
-            return
         connection.setblocking(False)
         peer = _Peer(connection, self._secret)
         self._strangers.append(peer)
+        self._watch_listeners()
         self._send(peer)
 
     def _send(self, peer: _Peer) -> None:
@@ -182,6 +189,7 @@ class Network:
         peer.connection.close()
         if peer in self._strangers:
             self._strangers.remove(peer)
+            self._watch_listeners()
         if peer.rank is not None and peer.rank not in self._gone:
             self._gone.add(peer.rank)
             report = self._reports[peer.rank]
@@ -220,6 +228,7 @@ class Network:
         host = self._names.get(host, host)
         watch_liveness(peer.connection)
         self._strangers.remove(peer)
+        self._watch_listeners()
         peer.rank, peer.host, peer.cores = rank, host, cores
         self._peers[rank] = peer
         self._reports[rank] = Report(None, time.monotonic(), False, host=host)

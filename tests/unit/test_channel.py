@@ -1,10 +1,18 @@
 """The authenticated connection between hvdrun and its workers: what a stranger can do to it."""
 
+import contextlib
 import json
+import socket
+import time
+from pathlib import Path
 
 import pytest
 
 from hvd_keras.launch.channel import FIRST_LIMIT, LIMIT, Channel, ProtocolError
+from hvd_keras.launch.loop import Loop
+from hvd_keras.launch.network import STRANGERS, Network, Start
+from hvd_keras.launch.output import Output
+from tests.harness import launcher
 
 
 class Wire:
@@ -103,3 +111,36 @@ def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
         wire.hvdrun.feed(b"0" * 32 + b' {"took": 1}\n')
     with pytest.raises(ProtocolError, match="a line without an end"):
         wire.worker.feed(b"x" * (LIMIT + 1))
+
+
+def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: Path) -> None:
+    """None is turned away."""
+    size, secret = STRANGERS + 20, "s" * 64
+    network = Network(size, ["127.0.0.1"], secret, launcher.LIMIT, tmp_path, {})
+    host, _, port = network.addresses.rpartition(":")
+    workers = [socket.create_connection((host, int(port))) for _ in range(size)]
+    channels = [Channel(secret, is_hvdrun=False) for _ in workers]
+    loop, output = Loop(), Output(True, None, None, False)
+    network.open(loop, output, Start(["true"], "/", {}, [], False, {}))
+    network.begin_input(False)
+    while loop.turn(0.1):  # as many are accepted as may be, before any proves itself
+        pass
+    greeted, started = set(), set()
+    limit = time.monotonic() + launcher.LIMIT
+    while len(started) < size:
+        assert time.monotonic() < limit
+        loop.turn(0.01)
+        for rank, (worker, channel) in enumerate(zip(workers, channels, strict=True)):
+            worker.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                data = worker.recv(1 << 16)
+                assert data, f"worker {rank} was turned away"
+                started |= {rank for message in channel.feed(data) if "start" in message}
+            if channel.open and rank not in greeted:
+                greeted.add(rank)
+                channel.put(hello={"rank": rank, "host": "here", "cores": 2})
+            channel.send_to(worker)
+    network.close()
+    loop.close()
+    for worker in workers:
+        worker.close()
