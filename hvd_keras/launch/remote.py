@@ -141,7 +141,7 @@ class Worker:
         def take() -> None:
             for number in os.read(reader, 64):
                 if number != signal.SIGCHLD:
-                    self._stop(signal.Signals(number))
+                    self._follow_daemon(signal.Signals(number))
 
         self._selector.register(reader, selectors.EVENT_READ, take)
 
@@ -162,10 +162,19 @@ class Worker:
         if not self._hvdrun_gone and silence(self._connection) > SILENCE:
             self._lose_hvdrun()
         if os.getppid() != self._parent and not self._stopped:
-            self._stop()
+            self._follow_daemon()
         if time.monotonic() >= self._kill_time and self._child is not None:
             self._signal(signal.SIGKILL)
             self._kill_time = float("inf")
+
+    def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End as mpirun's daemon wants it, or because it is gone.
+
+        If hvdrun is silent as well, the daemon has noticed before us that the network is lost.
+        """
+        if not self._hvdrun_gone and silence(self._connection) > SILENCE / 3:
+            self._lose_hvdrun()
+        self._stop(number)
 
     @contextlib.contextmanager
     def _watching_hvdrun(self) -> Any:
