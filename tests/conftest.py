@@ -18,8 +18,8 @@ for name, value in {
 # Tests in parallel/ are run by all ranks of a job at once; unit/test_parallel.py starts such jobs.
 collect_ignore = [] if "HVD_TEST_PARALLEL" in os.environ else ["parallel"]
 
-# Files that take minutes. They come first, so that none is left to run alone at the end; xdist would
-# begin with the files of most tests, but for an option in the Makefile.
+# Files that take minutes. They come first, so that none is left to run alone at the end; but for an
+# option in the Makefile, xdist would begin with those of most tests.
 LONG = ["test_parallel.py", "test_soak.py", "test_restarts.py"]
 
 
