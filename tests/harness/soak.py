@@ -24,6 +24,7 @@ PAUSE = 0.1  # seconds a step
 # Part of the time in which it trains; the rest goes into starts.
 SHARE = 0.4
 TIMEOUT = 15  # seconds; a stopped rank counts as lost then
+RANK = r"^\S+ \S+/restarting\.py "  # not hvdrun, whose command ends with that of the ranks
 SETTINGS = {"HVD_TIMEOUT_SECONDS": str(TIMEOUT), "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
@@ -54,8 +55,8 @@ def disturb(
 
 
 FAULTS = {
-    "kill a rank": kill("restarting.py"),
-    "stop a rank": kill("restarting.py", signal.SIGSTOP),
+    "kill a rank": kill(RANK),
+    "stop a rank": kill(RANK, signal.SIGSTOP),
     "kill a worker": kill("launch.remote"),
     "kill a daemon": kill("prted "),
     "blip": disturb(Host.unplug, Host.plug, 1, 5),
@@ -84,11 +85,12 @@ def trouble(job: Running, seconds: float, chance: random.Random) -> Counter[str]
             print(f"{limit - time.monotonic():.0f} s left: {name} on server{host + 1}", flush=True)
 
 
-def end(output: str) -> str:
+def end(job: Running) -> str:
     """The digest of the end; exits if there is none."""
-    found = re.findall(r"ends with (\w+)", output)
-    if len(found) != 1:
-        sys.exit(f"soak: the training has not ended:\n{output[-5000:]}")
+    status = job.process.wait()
+    found = re.findall(r"ends with (\w+)", job.output)
+    if status != 0 or len(found) != 1:
+        sys.exit(f"soak: hvdrun has ended with status {status}:\n{job.output[-5000:]}")
     return str(found[0])
 
 
@@ -115,19 +117,17 @@ def main() -> None:
         with cluster.started(
             hosts, "-H", HOSTS, *command, "0", folder=folders[0], env=environment
         ) as job:
-            job.process.wait()
-            expected = end(job.output)
+            expected = end(job)
         with cluster.started(
             hosts, *options_, *command, str(PAUSE), folder=folders[1], env=environment
         ) as job:
             happened = trouble(job, seconds, random.Random(options.seed))
-            status = job.process.wait()
-            got = end(job.output)
+            got = end(job)
             restarts = job.output.count("hvdrun: restart ")
         left = {host.name: [*host.processes().values(), *host.leftovers()] for host in hosts}
     print(f"soak: {sum(happened.values())} faults {dict(happened)}, {restarts} restarts")
-    if status != 0 or got != expected or any(left.values()):
-        sys.exit(f"soak: status {status}; ends with {got}, expected {expected}; left: {left}")
+    if got != expected or any(left.values()):
+        sys.exit(f"soak: ends with {got}, expected {expected}; left: {left}")
     print("soak: the same weights as undisturbed, and nothing is left")
 
 
