@@ -74,6 +74,20 @@ def first_failure(reports: dict[int, Report]) -> int | None:
     return min(failed, key=lambda rank: reports[rank].time, default=None)
 
 
+def _killed_with(culprit: int, reports: dict[int, Report]) -> list[int]:
+    """The other ranks that ended without a report when this one did, as when SLURM kills a step."""
+    if reports[culprit].status is not None:
+        return []
+    return [
+        rank
+        for rank, report in reports.items()
+        if rank != culprit
+        and report.status is None
+        and report.gone
+        and report.time < reports[culprit].time + TIE
+    ]
+
+
 def has_failed(reports: dict[int, Report]) -> bool:
     """Whether the job can no longer succeed."""
     return bool(_failed(reports))
@@ -117,6 +131,13 @@ def judge(
         host = reports[orphan].host
         cause = f"mpirun's daemon on {host} died first, above {_names([orphan])}"
         return Verdict(1, [cause, *_describe_others(reports, size, None)], True, None, [host])
+    if culprit is not None and (others_too := _killed_with(culprit, reports)):
+        cause = (
+            f"{_names(sorted([culprit, *others_too]))} were killed at one moment, before they "
+            "could report; which failed first is not known"
+        )
+        lines = [cause, *_describe_others(reports, size, None)]
+        return Verdict(_shell_status(-signal.SIGKILL), lines, False)
     if culprit is not None:
         report = reports[culprit]
         status = -signal.SIGKILL if report.status is None else report.status

@@ -143,7 +143,10 @@ def test_a_fault_is_told_and_survived(ready: Slurm, tmp_path: Path, fault: str) 
         assert job.wait() == 0
         assert "begins with epoch 1 " in job.output
         if fault == "kill":
-            assert "hvdrun: rank 1 on server2 failed first: killed by SIGKILL\n" in job.output
+            # SLURM may kill the step before anything is told.
+            told = "hvdrun: rank 1 on server2 failed first: killed by SIGKILL\n"
+            unknown = "hvdrun: ranks 0, 1, 2 were killed at one moment, before they could report"
+            assert told in job.output or unknown in job.output
             assert "hvdrun: restart 1 of 1: 3 ranks\n" in job.output
             assert end(job.output) == end(calm.stdout)
         else:

@@ -1,0 +1,27 @@
+"""Who is named when several ranks end at once."""
+
+import signal
+
+from hvd_keras.launch.verdict import TIE, Report, judge
+
+
+def gone(time: float, status: int | None = None) -> Report:
+    return Report(status, time, False, gone=True, host="server")
+
+
+def test_a_report_counts_more_than_an_end_without_one_just_before() -> None:
+    reports = {0: gone(10.0), 1: gone(10.0 + TIE / 2, -signal.SIGSEGV)}
+    assert judge(reports, 2, 1).lines[0] == "rank 1 on server failed first: killed by SIGSEGV"
+    reports = {0: gone(10.0), 1: gone(10.0 + 2 * TIE, -signal.SIGSEGV)}
+    assert judge(reports, 2, 1).lines[0].startswith("rank 0 on server failed first: killed before")
+
+
+def test_nobody_is_blamed_of_those_that_were_killed_together() -> None:
+    verdict = judge({0: gone(10.5), 1: gone(10.0), 2: gone(10.9)}, 3, 1)
+    assert verdict.lines[0] == (
+        "ranks 0, 1, 2 were killed at one moment, before they could report; which failed first is "
+        "not known"
+    )
+    assert (verdict.status, verdict.culprit) == (137, None)
+    verdict = judge({0: gone(10.0 + 2 * TIE), 1: gone(10.0)}, 2, 1)
+    assert verdict.lines[0].startswith("rank 1 on server failed first: killed before")
