@@ -111,6 +111,7 @@ def test_slices_of_a_row_do_not_overlap(directory) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    hvd.barrier()  # brings what rank 0 does not know yet
     hvd.stop_timeline()
     found = slices(path)
     for rank in range(SIZE):
