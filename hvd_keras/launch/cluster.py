@@ -9,7 +9,6 @@ import secrets
 import shlex
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from hvd_keras.launch.loop import Loop
 from hvd_keras.launch.mpirun import Mpirun, Remote
 from hvd_keras.launch.network import Network, Start
 from hvd_keras.launch.output import Output
-from hvd_keras.launch.reach import Reach
+from hvd_keras.launch.reach import Reach, run_on_all
 from hvd_keras.launch.request import Request
 from hvd_keras.launch.slurm import Srun
 from hvd_keras.launch.supervise import Job, Signals, job_directory
@@ -209,21 +208,13 @@ def sweep_hosts(names: Iterable[str], reach: Reach, jobs: Sequence[str], grace: 
     """End and remove what jobs have left on these hosts; returns those that cannot be reached."""
     command = [sys.executable, "-I", "-S", "-", str(grace), *jobs]
     text = Path(sweep.__file__).read_text()
-    running = {name: reach.start(None if hosts.is_here(name) else name, command) for name in names}
     lost = set()
-    limit = time.monotonic() + grace + sweep.GONE + GRACE
-    for name, process in running.items():
-        try:
-            out, err = process.communicate(text, timeout=max(0.0, limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+    limit = grace + sweep.GONE + GRACE
+    for name, done in run_on_all(names, reach, command, text, limit).items():
+        if done is None or reach.failure(done.returncode, done.stderr) is not None:
             lost.add(name)
-            continue
-        if reach.failure(process.returncode, err) is not None:
-            lost.add(name)
-        elif out.strip():
-            print(f"hvdrun: {name}: {out.strip()}", file=sys.stderr, flush=True)
+        elif done.stdout.strip():
+            print(f"hvdrun: {name}: {done.stdout.strip()}", file=sys.stderr, flush=True)
     return lost
 
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvd_keras.launch import probe
-from hvd_keras.launch.hosts import Host, is_here
-from hvd_keras.launch.reach import Reach, last_line
+from hvd_keras.launch.hosts import Host
+from hvd_keras.launch.reach import Reach, last_line, run_on_all
 
 # Seconds for a host's answer; Python there may come over a slow network file system.
 TIMEOUT = 60.0
@@ -34,30 +32,22 @@ def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> L
     """Ask each host for its facts and compare them with ours."""
     text = Path(probe.__file__).read_text()
     command = [sys.executable, "-I", "-", directory, program]
-    running = {}
-    for host in hosts:
-        process = reach.start(None if is_here(host.name) else host.name, command)
-        running[host.name] = process
-    limit = time.monotonic() + TIMEOUT
     facts: dict[str, Mapping[str, Any]] = {}
     problems: dict[str, str] = {}
     own = probe.look(directory, program)
-    for name, process in running.items():
-        try:
-            out, err = process.communicate(text, timeout=max(0.0, limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+    names = [host.name for host in hosts]
+    for name, done in run_on_all(names, reach, command, text, TIMEOUT).items():
+        if done is None:
             problems[name] = f"gave no answer within {TIMEOUT:.0f} s"
             continue
-        answers = [line for line in out.splitlines() if line.startswith(probe.MARK)]
+        answers = [line for line in done.stdout.splitlines() if line.startswith(probe.MARK)]
         if answers:
             facts[name] = json.loads(answers[-1].removeprefix(probe.MARK))
             if problem := difference(facts[name], own, directory, program):
                 problems[name] = problem
         else:
-            unreachable = reach.failure(process.returncode, err)
-            problems[name] = unreachable or _failure(process.returncode, err)
+            unreachable = reach.failure(done.returncode, done.stderr)
+            problems[name] = unreachable or _failure(done.returncode, done.stderr)
     _find_twins(facts, problems)
     return Look(facts, problems)
 

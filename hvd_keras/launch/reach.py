@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+from hvd_keras.launch.hosts import is_here
 
 
 class Reach(Protocol):
@@ -28,6 +31,25 @@ def start(command: Sequence[str]) -> subprocess.Popen[str]:
         errors="replace",
         start_new_session=True,  # a Ctrl-C is hvdrun's own affair
     )
+
+
+def run_on_all(
+    names: Iterable[str], reach: Reach, command: Sequence[str], text: str, seconds: float
+) -> dict[str, subprocess.CompletedProcess[str] | None]:
+    """Run a command with this input on all hosts at once; None for one that takes longer."""
+    running = {name: reach.start(None if is_here(name) else name, command) for name in names}
+    limit = time.monotonic() + seconds
+    done: dict[str, subprocess.CompletedProcess[str] | None] = {}
+    for name, process in running.items():
+        try:
+            out, err = process.communicate(text, timeout=max(0.0, limit - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            done[name] = None
+        else:
+            done[name] = subprocess.CompletedProcess(command, process.returncode, out, err)
+    return done
 
 
 def last_line(text: str) -> str:
