@@ -87,17 +87,20 @@ def abandoned() -> "set[str]":
     return found - shared_memory(everybody) if found else found
 
 
-def sweep(job: str, grace: float) -> None:
-    """End the job's processes and remove its files."""
-    for path in end(job, grace) | abandoned():
+def sweep(jobs: "list[str]", grace: float) -> None:
+    """End the jobs' processes and remove their files."""
+    used: set[str] = set()
+    for job in jobs:
+        used |= end(job, grace)
+    for path in used | abandoned():
         if os.path.exists(path) and os.stat(path).st_uid == os.getuid():
             os.unlink(path)
     for folder in {tempfile.gettempdir(), "/tmp", "/dev/shm"}:
-        path = os.path.join(folder, f"hvdrun-{job}")
-        if os.path.isdir(path):
-            shutil.rmtree(path, ignore_errors=True)
+        for job in jobs:
+            path = os.path.join(folder, f"hvdrun-{job}")
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    for number in sys.argv[2:]:
-        sweep(number, float(sys.argv[1]))
+    sweep(sys.argv[2:], float(sys.argv[1]))

@@ -30,9 +30,8 @@ namespace hvd {
 class ClusterTransport : public Transport {
  public:
   // `host` has the ranks of this host, in the order of their ranks. The first rank's `way` is that
-  // of all. Collective; throws
-  // std::runtime_error, on all ranks, if those of any host cannot share memory; only otherwise
-  // takes `mpi`.
+  // of all. Collective; throws std::runtime_error, on all ranks, if those of any host cannot share
+  // memory; only otherwise takes `mpi`.
   ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host, Allreduce way);
   ~ClusterTransport() override;
 
