@@ -54,7 +54,10 @@ def killed(words: str, number: int = signal.SIGKILL) -> Callable[[Running], None
 
 FIRST = "hvdrun: rank 1 on server2 failed first: "
 LOST = "hvdrun: lost server2 with rank 1: the network or the host failed$"
-VAIN = r"waited for another rank in vain.*\n(.*\n)*.*rank 1 \(on server2\) has not submitted"
+VAIN = (
+    r"waited for another rank in vain.*\n(.*\n)*"
+    r".*rank 1 \(on server2\) (has not submitted|does not go on)"
+)
 DIFFER = r"failed first: exit status 1\n(.*\n)*.*"
 ROWS = {
     "SIGKILL": Row(FIRST + "killed by SIGKILL$", killed("restarting.py")),
