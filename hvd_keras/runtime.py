@@ -49,7 +49,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """Joins the job: starts MPI if nobody has, and the engine of this process.
 
     Call it once at the top of the script, on every rank. A second call does nothing. Without a
-    launcher the process is a world of size 1, in which everything works.
+    launcher the process is a world of size 1, in which everything works. All ranks wait here for
+    each other: for ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0: for ever), then the process ends with
+    status 75, since MPI cannot be left otherwise.
 
     On a host with GPUs the process gets that of its ``local_rank()``, with memory growth, unless
     the script has chosen with ``tf.config.set_visible_devices``. See docs/gpu.md.
@@ -71,7 +73,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     core = _library.core()
     if core.hvd_initialized():
         return
-    settings.read()  # says so, if a variable is wrong
+    arrival = settings.read().arrival  # which says so, if a variable is wrong
     _library.tensorflow_ops()
     _use_one_mpi()
     from hvd_keras import gpu  # which loads TensorFlow
@@ -79,6 +81,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     gpu.find_libraries()
     ranks, communicator = _members(comm)
     array = (ctypes.c_int * len(ranks))(*ranks)
+    if arrival is not None:
+        arrival.touch()
+    _flush()  # for a process that ends because another does not come
     if core.hvd_init(array, len(ranks), communicator) != 0:
         kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
         raise kind(core.hvd_error().decode())

@@ -6,6 +6,7 @@ The core reads its own settings (native/core/settings.h) in the same manner.
 import dataclasses
 import functools
 import os
+import pathlib
 from typing import Any
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -22,6 +23,7 @@ class Settings:
         gpus_by_mpi: ``HVD_GPU_OPERATIONS`` is MPI, so that processes may share a GPU.
         some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which shows CUDA some GPUs only.
         watched: ``HVDRUN_JOB`` is set: a hvdrun of several hosts hears of this process's end.
+        arrival: ``HVDRUN_ARRIVAL``, a file by which hvdrun sees that ``hvd.init()`` was called.
     """
 
     bucket_bytes: int = 16 << 20
@@ -29,6 +31,7 @@ class Settings:
     gpus_by_mpi: bool = False
     some_gpus_hidden: bool = False
     watched: bool = False
+    arrival: pathlib.Path | None = None
 
     @property
     def log_number(self) -> int:
@@ -61,6 +64,8 @@ def read() -> Settings:
     chosen["gpus_by_mpi"] = os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
     chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     chosen["watched"] = "HVDRUN_JOB" in os.environ
+    if text := os.environ.get("HVDRUN_ARRIVAL"):
+        chosen["arrival"] = pathlib.Path(text)
     return Settings(**chosen)
 
 

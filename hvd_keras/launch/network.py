@@ -209,6 +209,8 @@ class Network:
             self._unread -= message["took"]
             if self._unread < INPUT_WINDOW and not self._input_over:
                 self._loop.watch(self._input, self._pass_input)
+        elif "arrived" in message:
+            report.arrived = True
         elif "orphan" in message:
             if not is_here(peer.host):  # here the daemon is mpirun itself, which we watch
                 report.orphaned = time.monotonic()

@@ -11,7 +11,7 @@ from hvd_keras.launch import stdin
 from hvd_keras.launch.loop import Loop
 from hvd_keras.launch.output import Output
 from hvd_keras.launch.verdict import Report
-from hvd_keras.launch.worker import report_path, stream_path
+from hvd_keras.launch.worker import arrival_path, report_path, stream_path
 
 
 class Pipes:
@@ -54,6 +54,7 @@ class Pipes:
                 reports[rank] = Report(**json.loads(report_path(self._directory, rank).read_text()))
             except FileNotFoundError:
                 continue
+            reports[rank].arrived = arrival_path(self._directory, rank).exists()
         return reports
 
     def check(self) -> bool:

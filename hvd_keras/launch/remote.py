@@ -37,7 +37,7 @@ from hvd_keras.launch.channel import (
     watch_liveness,
 )
 from hvd_keras.launch.cores import usable_cores
-from hvd_keras.launch.worker import GRACE, die_with_parent, find_rank
+from hvd_keras.launch.worker import ARRIVAL, GRACE, arrival_path, die_with_parent, find_rank
 
 # Environment variables through which hvdrun reaches its workers. The job's number stays in the
 # environment of the command and of all that it starts, so that they can be found and ended.
@@ -103,6 +103,7 @@ class Worker:
         self._outputs: dict[int, str] = {}  # descriptors of the command's output
         self._input = bytearray()  # what the command has not yet read
         self._input_ends = False
+        self._arrival: Path | None = None  # until hvdrun knows that it is there
         self._statistics: Path | None = None
         self._failure: int | None = None  # the status of a command that could not start
         self._stopped = False
@@ -148,6 +149,9 @@ class Worker:
     def _turn(self, patience: float = CHECK) -> None:
         """Send, wait for events and handle them."""
         if not self._hvdrun_gone:
+            if self._arrival is not None and self._arrival.exists():
+                self._arrival = None
+                self._channel.put(arrived=True)
             with self._watching_hvdrun():
                 self._channel.send_to(self._connection)
                 write = selectors.EVENT_WRITE if self._channel.waiting else 0
@@ -232,6 +236,8 @@ class Worker:
         own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
         own["TMPDIR"] = tempfile.tempdir = str(temporary_folder())
         own |= environment
+        self._arrival = arrival_path(temporary_folder(), self._rank)
+        own[ARRIVAL] = str(self._arrival)
         if statistics:
             self._statistics = Path(tempfile.mkdtemp(prefix="hvdrun-"))
             own["HVD_STATS_DIRECTORY"] = str(self._statistics)

@@ -22,6 +22,9 @@ from pathlib import Path
 # Those of Open MPI 4 and 5, of PMIx, of MPICH and of Slurm; the surest first.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
+# The environment variable by which a rank knows its `arrival_path`.
+ARRIVAL = "HVDRUN_ARRIVAL"
+
 # Seconds from the request to end until the kill: enough to flush and close files.
 GRACE = 5.0
 
@@ -52,6 +55,11 @@ def die_with_parent(parent: int) -> None:
 def report_path(directory: Path, rank: int) -> Path:
     """The file that tells how a rank ended."""
     return directory / f"rank-{rank}.json"
+
+
+def arrival_path(directory: Path, rank: int) -> Path:
+    """The file that is there once a rank has called `hvd.init()`."""
+    return directory / f"rank-{rank}.arrived"
 
 
 def stream_path(directory: Path, rank: int, stream: str) -> Path:
@@ -143,6 +151,7 @@ def run(directory: Path, hvdrun: int, rank: int, command: Sequence[str]) -> int:
     try:
         child = subprocess.Popen(
             command,
+            env={**os.environ, ARRIVAL: str(arrival_path(directory, rank))},
             stdin=in_,
             stdout=out,
             stderr=err,

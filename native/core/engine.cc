@@ -20,10 +20,8 @@ constexpr double kRetrySeconds = 0.01;
 // While the queue is empty, how often to ask a transport whether what it has begun goes well.
 constexpr double kLookSeconds = 0.1;
 
-// Until so many requests have been served, ranks may be busy compiling the first step, some for
-// much longer than others.
+// Until so many have been served, requests count as the first ones, see Settings.
 constexpr uint64_t kFirstRequests = 10;
-constexpr double kFirstTimeoutSeconds = 1800;
 
 }  // namespace
 
@@ -268,9 +266,6 @@ std::string Engine::watch(double seconds, const std::string& text) {
   return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text;
 }
 
-double Engine::timeout() const {
-  if (settings_.timeout_seconds == 0 || served_ >= kFirstRequests) return settings_.timeout_seconds;
-  return std::max(settings_.timeout_seconds, kFirstTimeoutSeconds);
-}
+double Engine::timeout() const { return settings_.timeout(served_ < kFirstRequests); }
 
 }  // namespace hvd

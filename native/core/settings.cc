@@ -71,7 +71,8 @@ Status read_settings(Settings* settings) {
   for (const Status& status :
        {read_allreduce(&settings->allreduce),
         read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds),
-        read_seconds("HVD_TIMEOUT_SECONDS", &settings->timeout_seconds)}) {
+        read_seconds("HVD_TIMEOUT_SECONDS", &settings->timeout_seconds),
+        read_seconds("HVD_FIRST_TIMEOUT_SECONDS", &settings->first_timeout_seconds)}) {
     if (!status.ok()) return status;
   }
   return {};

@@ -1,6 +1,7 @@
 // The only place where the core reads its environment: once, at init.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 #include "core/status.h"
@@ -18,6 +19,9 @@ struct Settings {
   double stall_warning_seconds = 60.0;
   // HVD_TIMEOUT_SECONDS: how long before they fail on all ranks; 0: never.
   double timeout_seconds = 600.0;
+  // HVD_FIRST_TIMEOUT_SECONDS: the same, if longer, for hvd.init() and the first requests: ranks
+  // may be busy compiling the first step, some for much longer than others.
+  double first_timeout_seconds = 1800.0;
   // HVD_ALLREDUCE: auto (direct), ring or mpi; that of a process set's first rank counts.
   Allreduce allreduce = Allreduce::direct;
   // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.
@@ -33,6 +37,11 @@ struct Settings {
   // HVD_CUDART_LIBRARY, HVD_NCCL_LIBRARY: the files to use; empty: look for them.
   std::string cudart_library;
   std::string nccl_library;
+
+  double timeout(bool first) const {
+    if (!first || timeout_seconds == 0) return timeout_seconds;
+    return first_timeout_seconds == 0 ? 0 : std::max(timeout_seconds, first_timeout_seconds);
+  }
 };
 
 Status read_settings(Settings* settings);

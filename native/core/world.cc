@@ -16,6 +16,7 @@
 #include "core/kernel_api.h"
 #include "core/log.h"
 #include "core/mpi_transport.h"
+#include "core/watchdog.h"
 
 namespace hvd {
 namespace {
@@ -25,9 +26,6 @@ constexpr const char* kNotInitialized =
 
 // How long a script whose GPU is stuck may live on, to end by itself.
 constexpr double kStrandedSeconds = 2.0;
-
-// The exit status of hvd_keras/launch/status.py.
-constexpr int kWaitedInVain = 75;
 
 const char* name_of_thread_level(int level) {
   switch (level) {
@@ -163,6 +161,9 @@ Status World::choose_job(const std::vector<int>& ranks, const MPI_Comm* communic
 Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) {
   if (initialized()) return {};
   if (Status status = read_settings(&settings_); !status.ok()) return status;
+  const Watchdog watchdog(settings_, settings_.timeout(true),
+                          "hvd.init() waits for another rank, which has not called it, or which "
+                          "MPI cannot reach (HVD_FIRST_TIMEOUT_SECONDS).");
   if (Status status = start_mpi(); !status.ok()) return status;
   if (Status status = choose_job(ranks, communicator); !status.ok()) return status;
   MPI_Comm_rank(job_, &place_.rank);
@@ -226,6 +227,8 @@ void World::leave_stats() const {
 }
 
 Status World::add_process_set(int id, const std::vector<int>& ranks) {
+  const Watchdog watchdog(settings_, settings_.timeout_seconds,
+                          "hvd.add_process_set() waits for another rank, which does not go on.");
   std::shared_ptr<Engine> engine;
   if (std::find(ranks.begin(), ranks.end(), place_.rank) != ranks.end()) {
     MPI_Comm members = communicator_of(job_, ranks, id);
@@ -315,7 +318,10 @@ Engine::Farewell World::leave(const std::string& reason, double seconds) {
 void World::finalize() {
   int finalized = 0;
   MPI_Finalized(&finalized);
-  if (began_mpi_ && all_left_together_ && !finalized) MPI_Finalize();
+  if (!began_mpi_ || !all_left_together_ || finalized) return;
+  const Watchdog watchdog(settings_, settings_.timeout_seconds,
+                          "MPI_Finalize waits for another rank, which does not go on.");
+  MPI_Finalize();
 }
 
 void submit(Request request) { World::instance().submit(std::move(request)); }

@@ -263,7 +263,8 @@ void settings_come_from_the_environment() {
   };
   for (const Variable& variable :
        {Variable{"HVD_STALL_WARNING_SECONDS", &Settings::stall_warning_seconds, 60.0},
-        Variable{"HVD_TIMEOUT_SECONDS", &Settings::timeout_seconds, 600.0}}) {
+        Variable{"HVD_TIMEOUT_SECONDS", &Settings::timeout_seconds, 600.0},
+        Variable{"HVD_FIRST_TIMEOUT_SECONDS", &Settings::first_timeout_seconds, 1800.0}}) {
     test::context = variable.name;
     const auto read = [&](const char* text, Settings* settings) {
       setenv(variable.name, text, 1);

@@ -110,6 +110,27 @@ def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) 
     assert re.fullmatch(r"hvdrun: rank 0 on server2: killed .*", other)
 
 
+def test_a_rank_that_stops_before_init_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    """The others wait inside MPI, where no rank can tell another anything."""
+    code = """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        import hvd_keras
+        hvd_keras.init()
+        """
+    limits = {"HVD_TIMEOUT_SECONDS": "1", "HVD_FIRST_TIMEOUT_SECONDS": "3"}
+    done = cluster.run(
+        hosts[0],
+        *("-H", "server2:1,server3:1", *script(tmp_path, code)),
+        folder=tmp_path,
+        env=cluster.environment(**limits),
+    )
+    clean(hosts)
+    assert done.returncode == 75
+    cause = "rank 0 waited for another rank in vain; rank 1 on server3 has not called hvd.init()"
+    assert f"\nhvdrun: {cause}\n" in done.stderr
+
+
 def test_a_rank_that_leaves_without_an_error_is_no_success(hosts: Hosts, tmp_path: Path) -> None:
     """What else a rank has started is ended as well."""
     code = """

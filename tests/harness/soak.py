@@ -9,6 +9,7 @@ import pathlib
 import random
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -23,9 +24,15 @@ HOSTS = "server1:1,server2:1,server3:1"
 PAUSE = 0.1  # seconds a step
 # Part of the time in which it trains; the rest goes into starts.
 SHARE = 0.4
-TIMEOUT = 15  # seconds; a stopped rank counts as lost then
+START = 300.0  # seconds, far above what a start takes
+# Seconds; a stopped rank counts as lost then, and one that was stopped while it started.
+TIMEOUT, FIRST_TIMEOUT = 15, 40
 RANK = r"^\S+ \S+/restarting\.py "  # not hvdrun, whose command ends with that of the ranks
-SETTINGS = {"HVD_TIMEOUT_SECONDS": str(TIMEOUT), "TF_CPP_MIN_LOG_LEVEL": "3"}
+SETTINGS = {
+    "HVD_TIMEOUT_SECONDS": str(TIMEOUT),
+    "HVD_FIRST_TIMEOUT_SECONDS": str(FIRST_TIMEOUT),
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
 
 
 def kill(words: str, number: int = signal.SIGKILL) -> Callable[[Running, int, random.Random], bool]:
@@ -85,9 +92,12 @@ def trouble(job: Running, seconds: float, chance: random.Random) -> Counter[str]
             print(f"{limit - time.monotonic():.0f} s left: {name} on server{host + 1}", flush=True)
 
 
-def end(job: Running) -> str:
-    """The digest of the end; exits if there is none."""
-    status = job.process.wait()
+def end(job: Running, seconds: float) -> str:
+    """The digest of the end; exits if there is none within so many seconds."""
+    try:
+        status = job.process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"soak: hvdrun has not ended within {seconds:.0f} s:\n{job.output[-5000:]}")
     found = re.findall(r"ends with (\w+)", job.output)
     if status != 0 or len(found) != 1:
         sys.exit(f"soak: hvdrun has ended with status {status}:\n{job.output[-5000:]}")
@@ -117,12 +127,12 @@ def main() -> None:
         with cluster.started(
             hosts, "-H", HOSTS, *command, "0", folder=folders[0], env=environment
         ) as job:
-            expected = end(job)
+            expected = end(job, seconds + START)
         with cluster.started(
             hosts, *options_, *command, str(PAUSE), folder=folders[1], env=environment
         ) as job:
             happened = trouble(job, seconds, random.Random(options.seed))
-            got = end(job)
+            got = end(job, seconds + START)
             restarts = job.output.count("hvdrun: restart ")
         left = {host.name: [*host.processes().values(), *host.leftovers()] for host in hosts}
     print(f"soak: {sum(happened.values())} faults {dict(happened)}, {restarts} restarts")

@@ -279,3 +279,57 @@ def test_out_of_memory(hvdrun: Launcher) -> None:
                     hoard.append(b"x" * (1 << 20))
             """
         check_row(hvdrun, Row(code, 137, first("killed by SIGKILL")), "out of memory")
+
+
+# Ranks that wait inside MPI, where no error can reach the script.
+INSIDE_MPI = {
+    "MPI_Init": (
+        """
+        rank = find_rank(os.environ)
+        (here / f"here-{rank}").touch()
+        if rank == 1:
+            stop()
+        while not (here / "here-0").exists() or not (here / "here-2").exists():
+            time.sleep(0.1)
+        hvd.init()
+        """,
+        r"rank 1 has not called hvd.init\(\)$",
+        "hvd.init() waits for another rank",
+    ),
+    "MPI_Finalize": (
+        """
+        hvd.init()
+        if hvd.rank() == 1:
+            _library.core().hvd_finalize = stop
+        """,
+        "the error above names it$",
+        "MPI_Finalize waits for another rank",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", INSIDE_MPI)
+def test_a_rank_stops_while_the_others_are_inside_mpi(hvdrun: Launcher, call: str) -> None:
+    code, summary, heard = INSIDE_MPI[call]
+    head = """
+import os, pathlib, signal, time
+import hvd_keras as hvd
+from hvd_keras import _library
+from hvd_keras.launch.worker import find_rank
+here = pathlib.Path(__file__).parent
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+"""
+    # Imports take longer on one rank than on another: only in the first case they have met before.
+    first = {"HVD_FIRST_TIMEOUT_SECONDS": str(DEADLINE)} if call == "MPI_Init" else {}
+    done = hvdrun.python(
+        SIZE, head + textwrap.dedent(code), env=hvdrun.environment | SETTINGS | first
+    )
+    assert done.returncode == 75, done.stderr
+    assert re.search("waited for another rank in vain; " + summary, done.stderr, re.MULTILINE)
+    assert f"hvd_keras WARNING: no progress for 1 s: {heard}" in re.sub(
+        " rank .:", ":", done.stderr
+    )
+    assert f"hvd_keras ERROR: no progress for 2 s: {heard}" in re.sub(" rank .:", ":", done.stderr)
