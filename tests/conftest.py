@@ -1,6 +1,8 @@
 """Settings of all tests."""
 
 import os
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,12 @@ for name, value in {
     "TF_NUM_INTEROP_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "HVD_STALL_WARNING_SECONDS": "10",
+    "PYTHONPATH": str(Path(__file__).parent / "harness" / "start"),
 }.items():
     os.environ.setdefault(name, value)
+
+# A shell that runs the tests in the background has it ignored, and so would jobs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests in parallel/ are run by all ranks of a job at once; unit/test_parallel.py starts such jobs.
 collect_ignore = [] if "HVD_TEST_PARALLEL" in os.environ else ["parallel"]

@@ -29,8 +29,9 @@ PAUSE = 0.05  # seconds a step, so that faults come while it trains
 DEADLINE = 12.0  # seconds; 5 s without a network are survived
 # What a busy machine may add. An idle one adds less than three seconds.
 SLACK = 20.0
-WHERE = {"PYTHONPATH": str(Path(__file__).parents[2]), "TF_CPP_MIN_LOG_LEVEL": "3"}
-ENVIRONMENT = cluster.environment(HVD_TIMEOUT_SECONDS=str(int(DEADLINE)), **WHERE)
+ENVIRONMENT = cluster.environment_of_tests(
+    HVD_TIMEOUT_SECONDS=str(int(DEADLINE)), TF_CPP_MIN_LOG_LEVEL="3"
+)
 
 
 def end(output: str) -> str:

@@ -27,6 +27,12 @@ def environment(**settings: str) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in THREAD_VARIABLES} | settings
 
 
+def environment_of_tests(**settings: str) -> dict[str, str]:
+    """The same, in which scripts find the tests' package."""
+    places = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return environment(PYTHONPATH=os.pathsep.join(filter(None, places)), **settings)
+
+
 def hvdrun(*arguments: str) -> list[str]:
     """The command."""
     return [sys.executable, "-m", "hvd_keras.launch", *arguments]

@@ -116,7 +116,7 @@ def main() -> None:
     steps = restarting.ROWS // restarting.BATCH // 3
     epochs = max(3, round(seconds * SHARE / PAUSE / steps))
     script = [sys.executable, restarting.__file__]
-    environment = cluster.environment(PYTHONPATH=str(pathlib.Path(__file__).parents[2]), **SETTINGS)
+    environment = cluster.environment_of_tests(**SETTINGS)
     with tempfile.TemporaryDirectory() as name, Hosts(3) as hosts:
         folders = [pathlib.Path(name, what) for what in ("undisturbed", "disturbed")]
         for folder in folders:

@@ -153,7 +153,8 @@ def test_gpu(
 
 def test_xla_on_gpus(binaries: pathlib.Path, stand_in: dict[str, str]) -> None:
     command = [sys.executable, "-u", "-m", "tests.gpu.xla", str(binaries / "libhvd_xla_gpu.so")]
-    job = ranks.mpirun(2, *command, timeout=120, env={**stand_in, "PYTHONPATH": str(ROOT)})
+    places = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    job = ranks.mpirun(2, *command, timeout=120, env={**stand_in, "PYTHONPATH": places})
     assert job.status == 0, job.output
     assert job.output.count("ok  two_programs_at_once") == 2, job.output
 
