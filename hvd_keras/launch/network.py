@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch import stdin
 from hvd_keras.launch.channel import (
     SILENCE,
     Channel,
@@ -109,14 +108,7 @@ class Network:
         for listener in self._listeners:
             listener.setblocking(False)
         self._watch_listeners()
-        self._input, self._input_writer = os.pipe()
-
-    def begin_input(self, some: bool) -> None:
-        """Pass standard input on from now on, which starts a thread; or none."""
-        if some:
-            stdin.pump(self._input_writer)
-        else:
-            os.close(self._input_writer)
+        self._input, self.input = os.pipe()
 
     def close(self) -> None:
         """Close everything; workers that still live end their commands then."""

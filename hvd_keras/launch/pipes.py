@@ -32,15 +32,8 @@ class Pipes:
                 descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
                 self._files.callback(os.close, descriptor)
                 loop.watch_pipe(descriptor, output.stream(rank, name).feed)
-        reader, self._input = stdin.make_pipe(self._directory)
+        reader, self.input = stdin.make_pipe(self._directory)
         self._files.callback(os.close, reader)
-
-    def begin_input(self, some: bool) -> None:
-        """Pass standard input on from now on, which starts a thread; or none."""
-        if some:
-            stdin.pump(self._input)
-        else:
-            os.close(self._input)
 
     def close(self) -> None:
         """Close the pipes."""

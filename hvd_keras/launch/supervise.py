@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch import UsageError, stdin
 from hvd_keras.launch.loop import Loop
 from hvd_keras.launch.output import Output
 from hvd_keras.launch.verdict import Report, Verdict, has_failed, judge
@@ -101,14 +101,13 @@ class Signals:
 class Ranks(Protocol):
     """How hvdrun follows the ranks: through pipes on this host, or over the network.
 
-    `problem` is why the job cannot go on, if the reports do not tell.
+    `problem` is why the job cannot go on, if the reports do not tell. `input` is where rank 0's
+    standard input is to be written.
     """
 
     size: int
     problem: str
-
-    def begin_input(self, some: bool) -> None:
-        """Pass standard input on from now on, which starts a thread; or none."""
+    input: int
 
     def reports(self) -> dict[int, Report]:
         """What is known of each rank."""
@@ -177,7 +176,10 @@ class Job:
         )
         # Not before the fork, which wants a single thread. What was read for a start before this
         # one is gone: a restart has no input.
-        self._ranks.begin_input(self._first)
+        if self._first:
+            stdin.pump(self._ranks.input)
+        else:
+            os.close(self._ranks.input)
         self._mpirun = mpirun
         assert mpirun.stdout is not None
         lost: Collection[str] = ()

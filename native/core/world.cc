@@ -245,6 +245,9 @@ Status World::add_process_set(int id, const std::vector<int>& ranks) {
 void World::remove_process_set(int id) {
   const std::shared_ptr<Engine> leaving = engine(id);
   if (leaving) {
+    const Watchdog watchdog(
+        settings_, settings_.timeout_seconds,
+        "hvd.remove_process_set() waits for another rank, which does not go on.");
     leaving->announce_leaving("the process set was removed");
     leaving->leave(-1);
   }

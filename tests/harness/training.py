@@ -74,9 +74,13 @@ def assert_trains_like_one_process(
     rtol: float = 1e-4,
     atol: float = 1e-5,
     sparse_as_dense: bool = False,
+    make_alone: Callable[[], keras.Model] | None = None,
     **compile_arguments: Any,
 ) -> keras.Model:
-    """The promise: N ranks with batch B give the weights of one process with batch N * B."""
+    """The promise: N ranks with batch B give the weights of one process with batch N * B.
+
+    ``make_alone`` makes the model for the one process, if it is another.
+    """
     rank, size = hvd.rank(), hvd.size()
     together = make_model()
     set_weights(together, seed=rank)  # the broadcast must make them equal
@@ -96,7 +100,7 @@ def assert_trains_like_one_process(
     if rank > 0:  # then it is enough that rank 0 has the right ones
         return together
 
-    alone = make_model()
+    alone = (make_alone or make_model)()
     set_weights(alone, seed=0)
     start = flat(alone)
     alone.compile(optimizer=make_optimizer(), loss="mse", **compile_arguments)

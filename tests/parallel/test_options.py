@@ -324,7 +324,11 @@ def keras_layer(**kwargs):
 @pytest.mark.parametrize("layer", [hvd.SyncBatchNormalization, keras_layer])
 def test_synchronised_batch_normalisation_trains_like_one_process(layer) -> None:
     training.assert_trains_like_one_process(
-        lambda: normalised(layer), lambda: optimizers.SGD(0.05), rtol=1e-3, atol=1e-4
+        lambda: normalised(layer),
+        lambda: optimizers.SGD(0.05),
+        rtol=1e-3,
+        atol=1e-4,
+        make_alone=lambda: normalised(keras.layers.BatchNormalization),
     )
 
 
