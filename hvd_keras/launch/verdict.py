@@ -16,10 +16,9 @@ TIE = 1.0
 class Report:
     """What a rank's worker has recorded (see `worker.write_report`).
 
-    `arrived` tells that it has called `hvd.init()`.
-    Of a rank on several hosts besides: its `host`; whether its worker is `gone`; how the connection
-    was `lost`, in words; and when mpirun's daemon there had died before anybody asked the rank to
-    end.
+    `arrived` tells that it has called `hvd.init()`. Of a rank on several hosts besides: its `host`;
+    whether its worker is `gone`; how the connection was `lost`, in words; and when mpirun's daemon
+    there had died before anybody asked the rank to end.
     """
 
     status: int | None
@@ -152,10 +151,8 @@ def judge(
         cause = f"{_names(early)} ended first, without the others"
         return Verdict(1, [cause, *others], True)
     if waited := [rank for rank in _failed(reports) if reports[rank].status == WAITED_IN_VAIN]:
-        cause = f"{_names(waited)} waited for another rank in vain; "
-        if absent := _describe_absent(reports):
-            return Verdict(WAITED_IN_VAIN, [cause + absent, *others], True)
-        cause += "the error above names it"
+        known = _describe_absent(reports) or "the error above names it"
+        cause = f"{_names(waited)} waited for another rank in vain; {known}"
         return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
     if lost := [rank for rank in _failed(reports) if reports[rank].status == MPI_LOST]:
         cause = f"{_names(lost)} lost the connection to another rank"
@@ -167,10 +164,11 @@ def judge(
 def _describe_absent(reports: dict[int, Report]) -> str:
     """Who has not called hvd.init(), in words; empty: all have."""
     absent = [rank for rank, report in reports.items() if not report.arrived]
+    if not absent:
+        return ""
     hosts = sorted({reports[rank].host for rank in absent} - {""})
     place = f" on {' and '.join(hosts)}" * bool(hosts)
-    verb = "have" if len(absent) > 1 else "has"
-    return f"{_names(absent)}{place} {verb} not called hvd.init()" * bool(absent)
+    return f"{_names(absent)}{place} {'have' if absent[1:] else 'has'} not called hvd.init()"
 
 
 def _names(ranks: Sequence[int]) -> str:
