@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hvd_keras.launch import UsageError, cluster, hosts, preflight
+from hvd_keras.launch.channel import SILENCE
 from hvd_keras.launch.cluster import Placement
 from hvd_keras.launch.hosts import Host
 from hvd_keras.launch.request import Request
@@ -40,9 +41,23 @@ def run(request: Request, start: Run, signals: Signals) -> Verdict:
         ranks = placement.size if placement is not None else size
         _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         verdict = start(placement, signals, False)
-    if request.lost and len(request.jobs) > 1:  # some may be there again
-        cluster.sweep_hosts(request.lost, request.reach, request.jobs, 0.0)
+    if verdict.status == 0:
+        _sweep_lost(request, signals, SILENCE)
+    elif len(request.jobs) > 1:  # what the first has lost may be there again
+        _sweep_lost(request, signals, 0.0)
     return verdict
+
+
+def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:
+    """Leave nothing on hosts that could not be reached when a job of theirs had ended."""
+    limit = time.monotonic() + patience
+    lost = set(request.lost)
+    while lost:
+        lost = cluster.sweep_hosts(lost, request.reach, request.jobs, 0.0)
+        if time.monotonic() >= limit or not signals.wait(1.0):
+            break
+    for name in sorted(lost):
+        _say(f"{name} cannot be reached, to see whether anything of the job is left there")
 
 
 def place(request: Request, look: bool = True) -> Placement:

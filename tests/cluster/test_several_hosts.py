@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 from tests.harness import cluster
@@ -108,6 +109,29 @@ def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) 
     assert begin == "Traceback (most recent call last):"
     assert error == "ValueError: bad"
     assert re.fullmatch(r"hvdrun: rank 0 on server2: killed .*", other)
+
+
+def test_a_host_that_cannot_be_reached_at_the_end_gets_some_time(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    code = """
+        print("ready", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.1)
+        """
+    with cluster.started(
+        hosts, "-H", "server1:1,server2:1", *script(tmp_path, code), folder=tmp_path
+    ) as job:
+        job.wait_for("ready", 2)
+        hosts[1].refuse(22)
+        (tmp_path / "go").touch()
+        wait_until(lambda: not job.pids(0, r"launch\.remote"), "the ranks have ended")
+        time.sleep(3)
+        assert job.process.poll() is None
+        assert hosts[1].leftovers()
+        hosts[1].accept()
+        assert job.wait() == 0
+        clean(hosts)
 
 
 def test_a_rank_that_stops_before_init_is_named(hosts: Hosts, tmp_path: Path) -> None:

@@ -270,8 +270,13 @@ class Host:
         rule = ["INPUT", "-i", "eth0", "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset"]
         self._administer("iptables", "-A", *rule)
 
+    def refuse(self, port: int) -> None:
+        """Refuse new TCP connections to this port."""
+        rule = ["INPUT", "-i", "eth0", "-p", "tcp", "--syn", "--dport", str(port)]
+        self._administer("iptables", "-A", *rule, "-j", "REJECT", "--reject-with", "tcp-reset")
+
     def accept(self) -> None:
-        """Undo `reset`."""
+        """Undo `reset` and `refuse`."""
         self._administer("iptables", "-F", "INPUT")
 
     def throttle(self, megabits: float | None) -> None:
