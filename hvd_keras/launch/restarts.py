@@ -51,9 +51,8 @@ def run(request: Request, start: Run, signals: Signals) -> Verdict:
 def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:
     """Leave nothing on hosts that could not be reached when a job of theirs had ended."""
     limit = time.monotonic() + patience
-    lost = set(request.lost)
-    while lost:
-        lost = cluster.sweep_hosts(lost, request.reach, request.jobs, 0.0)
+    lost = request.lost
+    while lost := cluster.sweep_hosts(lost, request.reach, request.jobs, 0.0):
         if time.monotonic() >= limit or not signals.wait(1.0):
             break
     for name in sorted(lost):
