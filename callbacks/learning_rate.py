@@ -64,7 +64,7 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
                 buffer.assign(buffer * (new / old))
 
 
-class LearningRateScheduleCallback(_LearningRateCallback):  # type: ignore[misc]
+class LearningRateScheduleCallback(_LearningRateCallback):
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` within a range of epochs.
 
     Writes the learning rate to ``logs["lr"]`` at the end of each epoch.
@@ -118,7 +118,7 @@ class LearningRateScheduleCallback(_LearningRateCallback):  # type: ignore[misc]
             self._set(self.initial_lr * self.multiplier(self._epoch))
 
 
-class LearningRateWarmupCallback(_LearningRateCallback):  # type: ignore[misc]
+class LearningRateWarmupCallback(_LearningRateCallback):
     """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` as training begins.
 
     Linearly, batch by batch, as Goyal et al. do, to get through the first epochs in which a rate
