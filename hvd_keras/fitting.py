@@ -20,7 +20,7 @@ from hvd_keras.process_sets import ProcessSet
 
 @dataclasses.dataclass
 class _Fit:
-    """A ``fit`` that is running on several ranks."""
+    """A ``fit`` that is running on all ranks of a process set."""
 
     model: Any
     process_set: ProcessSet
@@ -44,7 +44,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         process_set = None
         callbacks: list[Any] = []
-        if runtime.is_initialized() and runtime.size() > 1:
+        if runtime.is_initialized():
             try:
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
             except TypeError:
@@ -53,7 +53,9 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             process_set = _process_set(self, callbacks)
         in_fit = forgotten.in_fit.set(True)
         own = None
-        if process_set is not None and process_set.size() > 1:
+        # Alone, only who restores a checkpoint needs the variables so early.
+        early = [c for c in callbacks if getattr(c, "_hvd_needs_variables", False)]
+        if process_set is not None and (process_set.size() > 1 or early):
             checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
             own = _Fit(self, process_set, len(checkpoints))
         token = _current.set(own)
