@@ -24,7 +24,7 @@ class _Fit:
 
     model: Any
     process_set: ProcessSet
-    checkpoints: int  # how many keras.callbacks.ModelCheckpoint this rank has
+    checkpoints: list[Any]  # this rank's keras.callbacks.ModelCheckpoint
     has_begun: bool = False
     # Whether all ranks have as many of them, so that they can wait for each other in there.
     checkpoints_are_common: bool = False
@@ -57,7 +57,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
         early = [c for c in callbacks if getattr(c, "_hvd_needs_variables", False)]
         if process_set is not None and (process_set.size() > 1 or early):
             checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
-            own = _Fit(self, process_set, len(checkpoints))
+            own = _Fit(self, process_set, checkpoints)
         token = _current.set(own)
         try:
             history = fit(self, *args, **kwargs)
@@ -118,10 +118,10 @@ def check_built(model: Any) -> None:
         ) from own.problem
 
 
-def wait_for_checkpoint(process_set: ProcessSet | None) -> None:
+def wait_for_checkpoint(callback: Any) -> None:
     """Where all ranks have the callback, its file is there for all when they go on."""
     own = _current.get()
-    if own is not None and own.checkpoints_are_common and process_set is own.process_set:
+    if own is not None and own.checkpoints_are_common and callback in own.checkpoints:
         agree.gather_json("checkpoint is written", None, own.process_set)
 
 
@@ -133,8 +133,8 @@ def _begin(own: _Fit, dataset: Any) -> None:
         own.problem = building.build(model, dataset.element_spec)
     missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
     told = f"{type(own.problem).__name__}: {own.problem}" if missing else None
-    everyone = agree.gather_json("fit", [own.checkpoints, told], own.process_set)
-    own.checkpoints_are_common = all(count == own.checkpoints for count, _ in everyone)
+    everyone = agree.gather_json("fit", [len(own.checkpoints), told], own.process_set)
+    own.checkpoints_are_common = len({count for count, _ in everyone}) == 1
     own.unbuilt = "; ".join(
         f"rank {rank}: {text}"
         for rank, (_, text) in zip(own.process_set.ranks, everyone, strict=True)
