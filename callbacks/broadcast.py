@@ -75,16 +75,22 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         """From Keras."""
         self._epoch_runs = True
 
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """At the last batch of an epoch: before other callbacks save or evaluate the model."""
+        steps = self.params.get("steps")
+        if steps is not None and batch + 1 >= steps:  # steps_per_execution may count beyond
+            self._average_moving_statistics()
+
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Before validation, where this rank has one."""
+        """For data of unknown length, where this rank has a validation."""
         self._average_moving_statistics()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Where this rank has no validation."""
+        """For data of unknown length, where this rank has no validation."""
         self._average_moving_statistics()
 
     def _average_moving_statistics(self) -> None:
-        """Once per epoch on each rank, whether it validates or not."""
+        """Once per epoch on each rank, whether it knows its end beforehand or not."""
         if not self._epoch_runs:
             return
         self._epoch_runs = False
