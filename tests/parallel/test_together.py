@@ -249,27 +249,29 @@ def test_process_sets_train_and_write_by_themselves(directory) -> None:
     hvd.remove_process_set(together)
 
 
-def test_files_are_there_when_fit_returns(directory) -> None:
+class Reads(keras.callbacks.Callback):
+    """Reads what another callback has just written."""
+
+    def __init__(self, path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_epoch_end(self, epoch, logs=None) -> None:
+        saved = keras.models.load_model(self.path)
+        np.testing.assert_array_equal(training.flat(saved), training.flat(self.model))
+
+
+@pytest.mark.parametrize("on_all_ranks", [True, False])
+def test_files_are_there_when_fit_returns(directory, on_all_ranks) -> None:
     """Also where rank 0 alone has the callback, as Horovod's examples have it."""
-    for everyone in (True, False):
-        path = directory / f"{everyone}.keras"
-
-        class Reads(keras.callbacks.Callback):
-            def on_epoch_end(self, epoch, logs=None) -> None:
-                if everyone:
-                    saved = keras.models.load_model(path)
-                    np.testing.assert_array_equal(training.flat(saved), training.flat(self.model))
-
-        saver = keras.callbacks.ModelCheckpoint(path)
-        saver._save_model = slowly(saver._save_model)
-        callbacks = [saver] if everyone or RANK == 0 else []
-        model = one_step(
-            hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)),
-            epochs=3,
-            callbacks=[*callbacks, Reads()],
-        )
-        saved = keras.models.load_model(path)
-        np.testing.assert_array_equal(training.flat(saved), training.flat(model))
+    path = directory / "model.keras"
+    saver = keras.callbacks.ModelCheckpoint(path)
+    saver._save_model = slowly(saver._save_model)
+    callbacks = [saver, Reads(path)] if on_all_ranks else [saver] if RANK == 0 else []
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+    model = one_step(optimizer, epochs=3, callbacks=callbacks)
+    saved = keras.models.load_model(path)
+    np.testing.assert_array_equal(training.flat(saved), training.flat(model))
 
 
 def slowly(save):
