@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from hvd_keras.ops import grouped_allreduce as grouped_allreduce
     from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
     from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+    from hvd_keras.preprocessing import broadcast_preprocessing as broadcast_preprocessing
     from hvd_keras.process_sets import ProcessSet as ProcessSet
     from hvd_keras.process_sets import global_process_set as global_process_set
     from hvd_keras.runtime import cross_rank as cross_rank
@@ -117,6 +118,7 @@ _HOME = {
     **dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"), "runtime"),
     **dict.fromkeys(("DistributedGradientTape", "PartialDistributedGradientTape"), "tape"),
     "broadcast_variables": "variables",
+    "broadcast_preprocessing": "preprocessing",
     "BroadcastGlobalVariablesHook": "tensorflow_v1",
     "broadcast_global_variables": "tensorflow_v1",
 }
