@@ -118,6 +118,14 @@ def check_built(model: Any) -> None:
         ) from own.problem
 
 
+def forget_functions(model: Any) -> None:
+    """Lets a model trace its steps anew."""
+    model.test_function = model.predict_function = model.train_function = None
+    made = model.make_train_function()
+    if made is not None:  # tf_keras
+        model.train_function = made
+
+
 def wait_for_checkpoint(callback: Any) -> None:
     """Where all ranks have the callback, its file is there for all when they go on."""
     own = _current.get()

@@ -188,3 +188,35 @@ def test_one_rank_alone_does_nothing() -> None:
     preprocessing.check_equal_on_all_ranks([layer], alone)
     hvd.broadcast_preprocessing(layer, RANK, alone)
     assert layer.get_vocabulary() == ["[UNK]", *OTHER]
+
+
+def test_fit_with_layers_adapted_to_each_ranks_share() -> None:
+    """The values in use are the root's, from the first step on."""
+    mine = np.random.default_rng(RANK).normal(3.0 + RANK, 2.0 + RANK, (16, 3)).astype("float32")
+    normalization = keras.layers.Normalization()
+    normalization.adapt(mine)
+    model = keras.Sequential([keras.Input((3,)), normalization, keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), loss="mse")
+    model.evaluate(mine, mine[:, :1], verbose=0)  # its function holds this rank's values
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(mine, mine[:, :1], batch_size=4, verbose=0, callbacks=[broadcast])
+    same = np.ones((4, 3), "float32")
+    everyone = hvd.allgather(model.predict(same, verbose=0)[np.newaxis]).numpy()
+    assert (everyone == everyone[0]).all()
+    everyone = hvd.allgather(np.array([model.evaluate(same, same[:, :1], verbose=0)])).numpy()
+    assert (everyone == everyone[0]).all()
+
+
+def test_fit_refuses_vocabularies_that_differ() -> None:
+    lookup = keras.layers.StringLookup(vocabulary=["a", "b", f"of rank {RANK}"])
+    inputs = keras.Input((1,), dtype="string")
+    hidden = keras.layers.Embedding(5, 2)(lookup(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()), loss="mse")
+    words = tf.constant([["a"], ["b"]])
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    if SIZE > 1:
+        with pytest.raises(ValueError, match="StringLookup 'string_lookup.*', vocabulary: rank 0"):
+            model.fit(words, tf.ones((2, 1)), verbose=0, callbacks=callbacks)
+    else:
+        model.fit(words, tf.ones((2, 1)), verbose=0, callbacks=callbacks)
