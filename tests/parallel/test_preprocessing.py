@@ -216,7 +216,7 @@ def test_fit_refuses_vocabularies_that_differ() -> None:
     words = tf.constant([["a"], ["b"]])
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
     if SIZE > 1:
-        with pytest.raises(ValueError, match="StringLookup 'string_lookup.*', vocabulary: rank 0"):
+        with pytest.raises(ValueError, match=r"StringLookup 'string_lookup.*', vocabulary: rank 0"):
             model.fit(words, tf.ones((2, 1)), verbose=0, callbacks=callbacks)
     else:
         model.fit(words, tf.ones((2, 1)), verbose=0, callbacks=callbacks)
