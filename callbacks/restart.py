@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 from hvd_keras.callbacks.checkpoint import on_rank_0
 
-from hvd_keras import agree, checkpoint, objects, ops, runtime, variables
+from hvd_keras import agree, checkpoint, ops, runtime, variables
 from hvd_keras._keras import is_legacy
+from hvd_keras.ops import objects
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]

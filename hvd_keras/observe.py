@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from hvd_keras import _library, agree, meeting, runtime
+from hvd_keras import _library, agree, ops, runtime
 
 
 def stats() -> dict[str, Any]:
@@ -67,5 +67,5 @@ def stop_timeline() -> None:
     Raises:
         ValueError: ``init()`` was not called.
     """
-    meeting.barrier()  # what the ranks did is known with the next request
+    ops.barrier()  # what the ranks did is known with the next request
     _library.core().hvd_stop_timeline()

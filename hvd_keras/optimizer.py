@@ -15,9 +15,9 @@ from hvd_keras import (
     ops,
     runtime,
     sync_batch_norm,
-    tensorflow_v1,
 )
 from hvd_keras._keras import is_legacy, keras
+from hvd_keras.compat import tensorflow_v1
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, runtime, settings
+from hvd_keras import exchange, ops, rank_info, settings
 
 
 class Distribution(exchange.Distribution):
@@ -53,7 +53,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     Raises:
         RuntimeError: eager execution is on, where variables are in no graph.
         ValueError: there is no such rank.
-        TypeError: a variable has a dtype that cannot travel.
+        TypeError: a variable has a dtype that is not supported.
         tf.errors.FailedPreconditionError: (when run) the ranks' variables differ in dtype, shape or
             number; on every rank.
 
@@ -61,7 +61,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
         session.run(tf.compat.v1.global_variables_initializer())
         session.run(hvd.broadcast_global_variables(0))
     """
-    runtime.rank()  # says so, if init() was not called
+    rank_info.rank()  # raises if hvd.init() was not called
     if tf.executing_eagerly():
         raise RuntimeError(
             "hvd.broadcast_global_variables: eager execution is on, in which no graph knows the "

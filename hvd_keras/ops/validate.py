@@ -1,4 +1,4 @@
-"""What all collectives do before they start."""
+"""Checks that all collectives make of their arguments, and the names of their requests."""
 
 import weakref
 from typing import Any
@@ -28,13 +28,13 @@ DTYPES = {
 
 
 def check(kind: str, process_set: ProcessSet) -> None:
-    """Raises ValueError or NotImplementedError if this rank cannot call it here."""
+    """Raises ValueError or NotImplementedError if this rank cannot make this call here."""
     process_set.check_included(kind)
     xla.check(kind)
 
 
 def checked(kind: str, tensor: Any, process_set: ProcessSet) -> Any:
-    """A tensor, or ``tf.IndexedSlices``, that this rank may send in this process set."""
+    """Returns a tensor, or ``tf.IndexedSlices``, that this rank may send in this process set."""
     check(kind, process_set)
     if not isinstance(tensor, tf.IndexedSlices):
         tensor = tf.convert_to_tensor(tensor)
@@ -48,7 +48,7 @@ def checked(kind: str, tensor: Any, process_set: ProcessSet) -> Any:
 
 
 def with_rows(kind: str, tensor: Any, process_set: ProcessSet) -> tf.Tensor:
-    """The same, if it has a first dimension."""
+    """As ``checked``, for collectives that need a first dimension."""
     tensor = tf.convert_to_tensor(checked(kind, tensor, process_set))
     if tensor.shape.rank == 0:
         raise ValueError(
@@ -62,11 +62,11 @@ _unnamed: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], int]] = weakref.W
 
 
 def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
-    """An unnamed call in a function is known by its place in there.
+    """Returns the name of a request: the given one, or one that all ranks derive alike.
 
-    Among those of its kind and process set, for a rank makes only the calls of sets that it is in.
-
-    Not by a name of TensorFlow's: those differ between ranks as soon as one has traced more.
+    An unnamed call in a function is numbered among the calls there of its kind and process set,
+    since a rank makes only the calls of the sets that include it. TensorFlow's op names do not
+    serve: they differ between ranks as soon as one rank has traced more.
     """
     if given is not None:
         return given
@@ -74,8 +74,8 @@ def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
         return "unnamed"
     graph = tf.compat.v1.get_default_graph()
     if xla.is_compiling():
-        # What stands in a loop or branch may run before or after what stands outside: they must
-        # not have one name.
+        # A call in a loop or branch may run before or after one outside, so they need different
+        # names.
         graph = xla.function_of(graph)
     counts = _unnamed.setdefault(graph, {})
     key = kind, process_set.id()
