@@ -1,6 +1,8 @@
 """Barrier and join: the collectives without data."""
 
-from hvd_keras import rank_info
+import tensorflow as tf
+
+from hvd_keras import rank_info, xla
 from hvd_keras.ops import validate
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
@@ -20,7 +22,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     )
 
 
-def join() -> int:
+def join() -> tf.Tensor:
     """Declares that this rank has no more data, and waits until all ranks have done so.
 
     Meanwhile this rank takes part in the collectives of the others: with zeros in sums and averages
@@ -28,10 +30,17 @@ def join() -> int:
     ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks.
 
     Returns:
-        The last rank to join.
+        The last rank to join, as an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the
+        rank joins when the tensor is computed.
 
     Raises:
+        NotImplementedError: XLA compiles the call.
         tf.errors.AbortedError: a rank has left the job without joining.
     """
     rank_info.rank()  # raises if hvd.init() was not called
-    return int(validate.raw.hvd_join(tensor_name=""))
+    if xla.is_compiling():
+        raise NotImplementedError(
+            "hvd.join cannot be compiled by XLA. Call it outside of functions with "
+            "jit_compile=True."
+        )
+    return validate.raw.hvd_join(tensor_name="")

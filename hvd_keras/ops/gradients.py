@@ -95,7 +95,9 @@ def _broadcast(op: Any, *upstream: Any) -> list[tf.Tensor]:
     total = list(raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op)))
     if rank_info.rank() == op.get_attr("root_rank"):
         return total
-    return [tf.zeros_like(gradient) for gradient in total]
+    # A session would not run an allreduce that nothing here depends on; the root waits for it.
+    with tf.control_dependencies(total):
+        return [tf.zeros_like(gradient) for gradient in total]
 
 
 @tf.RegisterGradient("HvdAlltoall")  # type: ignore[untyped-decorator]

@@ -1,12 +1,14 @@
 """Wrong calls: the same clear error on every rank, and the next collective is right."""
 
 import concurrent.futures
+import logging
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras import log
 
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot disagree with itself")
@@ -117,3 +119,18 @@ def test_allgather_of_scalars() -> None:
 def test_slices_with_max() -> None:
     with pytest.raises(ValueError, match="IndexedSlices"):
         hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0], [3, 2]), op=hvd.Max)
+
+
+def test_a_broadcast_of_no_variables_warns_once() -> None:
+    log.warn_once.cache_clear()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log.logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            hvd.broadcast_variables([], 0)
+    finally:
+        log.logger.removeHandler(handler)
+    assert [r.levelname for r in records] == ["WARNING"]
+    assert "If the model is not built yet, call it once on a batch" in records[0].getMessage()
