@@ -53,8 +53,10 @@ def grouped_allgather(
         As ``allgather``.
     """
     del ignore_name_scope
-    checked = [validate.with_rows("allgather", tensor, process_set) for tensor in tensors]
-    if not checked:
+    validate.check("allgather", process_set)
+    if len(tensors) == 0:
         return []
     name = validate.name("allgather", name, process_set)
+    with validate.on_all_ranks("allgather", name, process_set):
+        checked = [validate.with_rows("allgather", tensor) for tensor in tensors]
     return list(validate.raw.hvd_allgather(checked, tensor_name=name, process_set=process_set.id()))

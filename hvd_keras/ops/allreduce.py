@@ -50,11 +50,13 @@ def allreduce(
         A tensor of the same dtype and shape; ``tf.IndexedSlices`` for such.
 
     Raises:
-        TypeError: the tensor has a dtype that cannot be reduced.
+        TypeError: the tensor has a dtype that cannot be reduced, or an argument has another type,
+            because it stands in another's position.
         ValueError: the arguments contradict each other or do not fit the dtype, or this rank is
             not in the process set.
         tf.errors.FailedPreconditionError: the ranks' tensors differ in dtype or shape, or ``op`` or
-            the factors differ; on every rank.
+            the factors differ, or (eager) only some ranks have one of the errors above; on every
+            rank.
         tf.errors.AbortedError: a rank has left the job.
     """
     return grouped_allreduce(
@@ -99,11 +101,17 @@ def grouped_allreduce(
         As ``allreduce``.
     """
     del ignore_name_scope
-    reduction = chosen(average, op)
+    validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
-    results = [validate.checked("allreduce", tensor, process_set) for tensor in tensors]
-    for tensor in results:
-        check_reducible("allreduce", tensor, reduction, prescale_factor, postscale_factor)
+    only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
+    request = ("allgather", f"{name}.slices") if only_slices else ("allreduce", name)
+    with validate.on_all_ranks(*request, process_set):
+        validate.check_average(average)
+        validate.check_compression("allreduce", compression)
+        reduction = chosen(average, op)
+        results = [validate.checked("allreduce", tensor) for tensor in tensors]
+        for tensor in results:
+            check_reducible("allreduce", tensor, reduction, prescale_factor, postscale_factor)
     sparse = [i for i, tensor in enumerate(results) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:

@@ -36,16 +36,19 @@ def alltoall(
             has joined; on every rank.
     """
     del ignore_name_scope
-    tensor = validate.with_rows("alltoall", tensor, process_set)
+    validate.check("alltoall", process_set)
+    name = validate.name("alltoall", name, process_set)
     size = process_set.size()
-    if splits is None:
-        rows = tf.fill([size], tf.shape(tensor, tf.int64)[0] // size)
-    else:
-        rows = tf.cast(tf.convert_to_tensor(splits), tf.int64)
+    with validate.on_all_ranks("alltoall", name, process_set):
+        tensor = validate.with_rows("alltoall", tensor)
+        if splits is None:
+            rows = tf.fill([size], tf.shape(tensor, tf.int64)[0] // size)
+        else:
+            rows = tf.cast(tf.convert_to_tensor(splits), tf.int64)
     received, received_splits = validate.raw.hvd_alltoall(
         tensor,
         rows,
-        tensor_name=validate.name("alltoall", name, process_set),
+        tensor_name=name,
         process_set=process_set.id(),
     )
     return received if splits is None else (received, tf.cast(received_splits, tf.int32))

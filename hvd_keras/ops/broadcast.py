@@ -32,6 +32,7 @@ def broadcast(
         tf.errors.FailedPreconditionError: dtypes, shapes or roots differ; on every rank.
     """
     del ignore_name_scope
+    validate.check("broadcast", process_set)
     return grouped_broadcast(
         [tensor], root_rank, validate.name("broadcast", name, process_set), process_set
     )[0]
@@ -44,12 +45,14 @@ def grouped_broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """``broadcast`` of several tensors as one request."""
-    checked = [tf.convert_to_tensor(validate.checked("broadcast", x, process_set)) for x in tensors]
-    if not isinstance(root_rank, int) or root_rank not in process_set.ranks:
-        raise ValueError(
-            f"root_rank is {root_rank!r}, expected one of the ranks that take part: "
-            f"{process_set.text()}."
-        )
+    validate.check("broadcast", process_set)
+    with validate.on_all_ranks("broadcast", name, process_set):
+        checked = [tf.convert_to_tensor(validate.checked("broadcast", x)) for x in tensors]
+        if not isinstance(root_rank, int) or root_rank not in process_set.ranks:
+            raise ValueError(
+                f"root_rank is {root_rank!r}, expected one of the ranks that take part: "
+                f"{process_set.text()}."
+            )
     return list(
         validate.raw.hvd_broadcast(
             checked, tensor_name=name, root_rank=root_rank, process_set=process_set.id()

@@ -28,7 +28,7 @@ def reducescatter(
         tensor: a tensor with at least one dimension, of the same dtype and shape on all ranks.
         device_dense, compression, name, process_set, ignore_name_scope, prescale_factor,
             postscale_factor: as in ``allreduce``.
-        op: ``hvd.Average`` (floating-point tensors only) or ``hvd.Sum``.
+        op: ``hvd.Average`` (default; floating-point tensors only) or ``hvd.Sum``.
 
     Returns:
         A tensor with ``rows // size`` rows, and one more on the first ``rows % size`` ranks.
@@ -44,10 +44,10 @@ def reducescatter(
         compression,
         op,
         process_set,
-        ignore_name_scope,
         prescale_factor,
         postscale_factor,
         name,
+        ignore_name_scope,
     )[0]
 
 
@@ -57,10 +57,10 @@ def grouped_reducescatter(
     compression: type[Compressor] = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     name: str | None = None,
+    ignore_name_scope: bool = False,
 ) -> list[tf.Tensor]:
     """``reducescatter`` of several tensors as one request.
 
@@ -76,21 +76,25 @@ def grouped_reducescatter(
         As ``reducescatter``.
     """
     del ignore_name_scope
-    if op not in (Average, Sum):
-        raise NotImplementedError(
-            f"hvd.reducescatter: op is {op!r}, expected hvd.Average or hvd.Sum. For another use "
-            "hvd.allreduce and take this rank's rows of the result."
-        )
-    checked = [validate.with_rows("reducescatter", tensor, process_set) for tensor in tensors]
-    for tensor in checked:
-        check_reducible("reducescatter", tensor, op, prescale_factor, postscale_factor)
-    if not checked:
+    validate.check("reducescatter", process_set)
+    if len(tensors) == 0:
         return []
+    name = validate.name("reducescatter", name, process_set)
+    with validate.on_all_ranks("reducescatter", name, process_set):
+        validate.check_compression("reducescatter", compression)
+        if op not in (Average, Sum):
+            raise NotImplementedError(
+                f"hvd.reducescatter: op is {op!r}, expected hvd.Average or hvd.Sum. For another "
+                "use hvd.allreduce and take this rank's rows of the result."
+            )
+        checked = [validate.with_rows("reducescatter", tensor) for tensor in tensors]
+        for tensor in checked:
+            check_reducible("reducescatter", tensor, op, prescale_factor, postscale_factor)
     packed = [compression.compress(tensor) for tensor in checked]
     with tf.device(device_dense or None):
         reduced = validate.raw.hvd_reducescatter(
             [tensor for tensor, _ in packed],
-            tensor_name=validate.name("reducescatter", name, process_set),
+            tensor_name=name,
             process_set=process_set.id(),
             reduction=op.value,
             prescale_factor=repr(float(prescale_factor)),

@@ -61,6 +61,48 @@ def test_ranks_that_differ(first, other, texts) -> None:
 
 
 @several
+@pytest.mark.parametrize(
+    ("wrong", "right", "text"),
+    [
+        (
+            lambda: hvd.allreduce(tf.ones(2, tf.int32)),
+            lambda: hvd.allreduce(tf.ones(2)),
+            "ValueError: hvd.allreduce: got a tensor of dtype int32 with op=hvd.Average",
+        ),
+        (
+            lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2), tf.int32), [0], [3, 2])),
+            lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0], [3, 2])),
+            "int32 with op=hvd.Average",
+        ),
+        (
+            lambda: hvd.allgather(tf.constant(1.0), name="rows"),
+            lambda: hvd.allgather(tf.ones(1), name="rows"),
+            "ValueError: hvd.allgather: got a scalar",
+        ),
+        (lambda: hvd.broadcast(1, 99), lambda: hvd.broadcast(1, 0), "root_rank is 99"),
+        (
+            lambda: hvd.reducescatter(tf.ones(SIZE, tf.int32)),
+            lambda: hvd.reducescatter(tf.ones(SIZE)),
+            "int32 with op=hvd.Average",
+        ),
+        (
+            lambda: hvd.alltoall(tf.constant(["a"] * SIZE)),
+            lambda: hvd.alltoall(tf.zeros(SIZE)),
+            "TypeError: hvd.alltoall: got a tensor of dtype string",
+        ),
+    ],
+)
+def test_a_call_that_one_rank_refuses_fails_on_all(wrong, right, text) -> None:
+    for culprit in (0, SIZE - 1):
+        with pytest.raises(tf.errors.FailedPreconditionError) as error:
+            (wrong if culprit == RANK else right)()
+        assert f"rank {culprit}: " in str(error.value)
+        assert "refused on this rank, " in str(error.value)
+        assert text in str(error.value)
+        assert error.value.__cause__ is None or culprit == RANK
+
+
+@several
 def test_two_kinds_with_one_name_are_two_requests() -> None:
     """So ranks may bring them in any order, and neither takes the other's data."""
     calls = [
@@ -109,6 +151,40 @@ def test_op_that_is_none() -> None:
         hvd.allreduce(tf.ones(1), op="sum")
     with pytest.raises(ValueError, match="Give op alone"):
         hvd.allreduce(tf.ones(1), average=True, op=hvd.Sum)
+
+
+@pytest.mark.parametrize(
+    ("call", "texts"),
+    [
+        (lambda x: hvd.allreduce(x, "loss", False), ["average is 'loss'", "allreduce(value, name"]),
+        (lambda x: hvd.allreduce(x, hvd.Sum), ["average is <ReduceOp.SUM", "allreduce(tensor, av"]),
+        (
+            lambda x: hvd.grouped_allreduce([x], True, "", "", hvd.Sum),
+            ["compression is <ReduceOp.SUM"],
+        ),
+        (
+            lambda x: hvd.reducescatter(x, "grad", hvd.Sum),
+            [
+                "compression is <ReduceOp.SUM",
+                "reducescatter(value, name",
+                "reducescatter(tensor, d",
+            ],
+        ),
+    ],
+)
+def test_arguments_in_the_positions_of_horovods_keras_modules(call, texts) -> None:
+    with pytest.raises(TypeError) as error:
+        call(tf.ones(SIZE))
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_grouped_reducescatter_has_horovods_positions() -> None:
+    mine = tf.constant(np.arange(1.0, SIZE + 1) * (RANK + 1), tf.float32)
+    (result,) = hvd.grouped_reducescatter(
+        [mine], "", hvd.Compression.none, hvd.Sum, hvd.global_process_set, 2.0, 0.25
+    )
+    np.testing.assert_array_equal(result, [(RANK + 1) * 0.5 * SIZE * (SIZE + 1) / 2])
 
 
 def test_allgather_of_scalars() -> None:
