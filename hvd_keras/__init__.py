@@ -48,9 +48,16 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hvd_keras' has no attribute {name!r}")
     home = _HOMES[name]
+    try:
+        module = importlib.import_module(home or f"hvd_keras.{name}")
+    except ImportError as error:
+        # Many programs take an ImportError for "not installed", and then train without the others.
+        raise RuntimeError(
+            f"hvd_keras is installed, but hvd_keras.{name} does not load: {error}"
+        ) from error
     if not home:
-        return importlib.import_module(f"hvd_keras.{name}")
-    value = getattr(importlib.import_module(home), name)
+        return module
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

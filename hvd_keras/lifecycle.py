@@ -14,7 +14,7 @@ from typing import Any
 from hvd_keras import _library, gpu, log, rank_info, settings
 from hvd_keras.launch import status
 from hvd_keras.ops import gradients
-from hvd_keras.process_sets import add_process_set, forget_all
+from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
 
 del gradients  # importing it has registered them
 
@@ -55,10 +55,10 @@ _guards_installed = False
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
     """Joins the job: starts MPI if nobody has, and the engine of this process.
 
-    Call it once at the top of the script, on every rank. A second call does nothing. Without a
-    launcher the process is a world of size 1, in which everything works. All ranks wait here for
-    each other, for at most ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0: no limit). After that the
-    process ends with status 75, since there is no other way out of MPI.
+    Call it once at the top of the script, on every rank. A second call only adds the process sets
+    that are not there yet. Without a launcher the process is a world of size 1, in which everything
+    works. All ranks wait here for each other, for at most ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0:
+    no limit). After that the process ends with status 75, since there is no other way out of MPI.
 
     On a host with GPUs the process gets the GPU of its ``local_rank()``, with memory growth, unless
     the script has chosen with ``tf.config.set_visible_devices``. See docs/gpu.md.
@@ -72,19 +72,27 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     Raises:
         RuntimeError: MPI cannot be used (it was finalised, gives fewer threads than
             ``MPI_THREAD_MULTIPLE``, or is another library than the one of hvd_keras), or the
-            host has fewer GPUs than processes, or TensorFlow has already taken all GPUs.
+            host has fewer GPUs than processes, or TensorFlow has already taken all GPUs; or the
+            native libraries are missing or do not fit this TensorFlow; or this process has left a
+            job in which others waited for it.
         ValueError: an ``HVD_`` environment variable has an impossible value, or ``comm`` does not
-            contain this process.
-        ImportError: the native libraries are missing or do not fit this TensorFlow.
+            contain this process, or a process set is impossible (see ``add_process_set``).
     """
     core = _library.core()
+    if rank_info.has_left_alone():
+        raise RuntimeError(
+            "hvd.init: this process has left the job while other ranks waited for it, or it for "
+            "them, so it cannot join again. Start the job again."
+        )
     if core.hvd_initialized():
+        _add_process_sets(process_sets)
         return
     arrival = settings.read().arrival  # raises if a variable has a wrong value
     _library.tensorflow_ops()
     _use_one_mpi()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
+    settings.skip_network_search(_library.mpi_version())
     array = (ctypes.c_int * len(ranks))(*ranks)
     if arrival is not None:
         with contextlib.suppress(OSError):  # hvdrun then says less if another rank does not come
@@ -93,6 +101,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     if core.hvd_init(array, len(ranks), communicator) != 0:
         kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
         raise kind(core.hvd_error().decode())
+    rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()
     gpu.pin(rank_info.local_rank(), rank_info.local_size())
     core.hvd_set_log(settings.read().log_number)
@@ -102,21 +111,31 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
         _library.mpi_version().splitlines()[0],
     )
-    if process_sets is not None and process_sets != "dynamic":
-        for process_set in process_sets:
-            add_process_set(process_set)
+    _add_process_sets(process_sets)
 
 
 def shutdown() -> None:
     """Leaves the job; waits until all ranks have. ``init()`` may follow.
 
     Runs by itself when the script ends. If other ranks still wait for a collective of this rank,
-    they get an error that says that it has left.
+    they get an error that says that it has left, and this process cannot join a job again.
     """
-    core = _library.core()
-    if core.hvd_initialized():
-        core.hvd_leave(b"it called hvd.shutdown()", -1.0)
+    if rank_info.is_initialized():
+        if _leave("it called hvd.shutdown()", -1.0) is not LeaveResult.TOGETHER:
+            rank_info.mark_left_alone()
         forget_all()
+
+
+def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
+    if process_sets is None or isinstance(process_sets, str):
+        return
+    there = [process_set.ranks for process_set in added()]
+    for wanted in process_sets:
+        process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
+        is_there = process_set.process_set_id is not None
+        # Of ranks alone there is no object that would have to take effect.
+        if not is_there and (process_set is wanted or process_set.ranks not in there):
+            add_process_set(process_set)
 
 
 def _members(comm: Any) -> tuple[list[int], int | None]:
@@ -170,10 +189,15 @@ def _install_guards() -> None:
             previous_hook(kind, value, traceback)
         finally:  # even if the hook fails
             core = _library.core()
-            if os.getpid() == process and core.hvd_initialized() and rank_info.size() > 1:
+            others = rank_info.has_left_alone() or (
+                rank_info.is_initialized() and rank_info.size() > 1
+            )
+            if os.getpid() == process and others:
                 _flush()
-                left = _leave(_first_line(kind, value), _ERROR_SECONDS)
-                exit_status = _EXIT_STATUS.get(left, 1)
+                exit_status = 1
+                if not rank_info.has_left_alone():
+                    left = _leave(_first_line(kind, value), _ERROR_SECONDS)
+                    exit_status = _EXIT_STATUS.get(left, 1)
                 if settings.read().watched:
                     # MPICH and SLURM would also kill the process that reports to hvdrun.
                     os._exit(exit_status)
@@ -183,7 +207,7 @@ def _install_guards() -> None:
         if os.getpid() != process:
             return  # a forked child is not a rank, and has no engine
         core = _library.core()
-        if core.hvd_initialized():
+        if rank_info.is_initialized():
             _flush()
             _leave("its script has ended", -1.0)
         core.hvd_finalize()

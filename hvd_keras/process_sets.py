@@ -1,7 +1,6 @@
 """Process sets: some of the ranks, which call collectives among themselves."""
 
 import ctypes
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,15 +24,29 @@ class ProcessSet:
         TypeError: ``ranks_or_comm`` is neither ranks nor a communicator.
     """
 
+    _ranks: list[int] | None
+    _world_ranks: list[int] | None  # those of a communicator: the job's are known after init()
+
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         self.process_set_id: int | None = None
-        self._ranks: list[int] | None = sorted(_ranks_of(ranks_or_comm))
+        self._ranks = self._world_ranks = None
+        if hasattr(ranks_or_comm, "Get_group"):  # mpi4py's
+            self._world_ranks = world_ranks_of(ranks_or_comm)
+            return
+        self._ranks = sorted(_integers(ranks_or_comm))
         if not self._ranks or len(set(self._ranks)) < len(self._ranks):
             raise ValueError(f"got the ranks {self._ranks}, expected at least one, and each once.")
 
     @property
     def ranks(self) -> list[int]:
-        """Its ranks, as ranks of the job, in ascending order."""
+        """Its ranks, as ranks of the job, in ascending order.
+
+        Raises:
+            ValueError: it was made of a communicator, and ``hvd.init()`` was not called yet, or the
+                communicator has a process that is not in the job.
+        """
+        if self._world_ranks is not None:
+            return sorted(rank_info.from_world(rank) for rank in self._world_ranks)
         return list(range(rank_info.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
@@ -83,8 +96,10 @@ class ProcessSet:
         return ", ".join(map(str, ranks))
 
     def __repr__(self) -> str:
-        if self._ranks is None:
+        if self._ranks is None and self._world_ranks is None:
             return "the process set of all ranks"
+        if self._world_ranks is not None and not rank_info.is_initialized():
+            return f"process set of MPI's ranks {self._world_ranks}"
         number = "" if self.process_set_id is None else f" {self.process_set_id}"
         return f"process set{number} of ranks {self.text()}"
 
@@ -92,7 +107,7 @@ class ProcessSet:
 class _AllRanks(ProcessSet):
     def __init__(self) -> None:
         self.process_set_id = 0
-        self._ranks = None
+        self._ranks = self._world_ranks = None
 
 
 global_process_set: ProcessSet = _AllRanks()
@@ -100,7 +115,7 @@ global_process_set: ProcessSet = _AllRanks()
 _added: dict[int, ProcessSet] = {0: global_process_set}
 
 # Numbers are never used again, because graphs may hold the number of a set that was removed.
-_numbers = itertools.count(1)
+_next_number = 1
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
@@ -120,7 +135,9 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
         process_set = ProcessSet(process_set)
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set} has been added already.")
-    asked = agree.gather_json("add_process_set", process_set.ranks)
+    # The ranks may have been in other jobs before, and have used different numbers.
+    views = agree.gather_json("add_process_set", [process_set.ranks, _next_number])
+    asked = [ranks for ranks, _ in views]
     if any(ranks != asked[0] for ranks in asked):
         raise ValueError(
             "hvd.add_process_set: the ranks ask for different process sets:"
@@ -134,7 +151,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     for other in added():
         if other.ranks == process_set.ranks:
             raise ValueError(f"hvd.add_process_set: {other} has the same ranks. Use that one.")
-    _begin(process_set)
+    _begin(process_set, max(number for _, number in views))
     return process_set
 
 
@@ -182,9 +199,10 @@ def forget_all() -> None:
         _added.pop(number).process_set_id = None
 
 
-def _begin(process_set: ProcessSet) -> None:
+def _begin(process_set: ProcessSet, process_set_id: int) -> None:
+    global _next_number
+    _next_number = process_set_id + 1
     ranks = process_set.ranks
-    process_set_id = next(_numbers)
     array = (ctypes.c_int * len(ranks))(*ranks)
     core = _library.core()
     if core.hvd_add_process_set(process_set_id, array, len(ranks)) != 0:
@@ -200,16 +218,18 @@ def _end(process_set: ProcessSet) -> None:
     process_set.process_set_id = None
 
 
-def _ranks_of(ranks_or_comm: Any) -> list[int]:
-    if hasattr(ranks_or_comm, "Get_group"):  # mpi4py's
-        from mpi4py import MPI
+def world_ranks_of(comm: Any) -> list[int]:
+    """The ranks in ``MPI.COMM_WORLD`` of an mpi4py communicator's processes, in its order."""
+    from mpi4py import MPI
 
-        group = ranks_or_comm.Get_group()
-        world = MPI.COMM_WORLD.Get_group()
-        return list(MPI.Group.Translate_ranks(group, range(group.Get_size()), world))
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    return list(MPI.Group.Translate_ranks(group, range(group.Get_size()), world))
+
+
+def _integers(ranks: Any) -> list[int]:
     try:
-        return [int(rank) for rank in ranks_or_comm]
+        return [int(rank) for rank in ranks]
     except TypeError as error:
         raise TypeError(
-            f"got {ranks_or_comm!r}, expected ranks, such as [0, 2], or an mpi4py communicator."
+            f"got {ranks!r}, expected ranks, such as [0, 2], or an mpi4py communicator."
         ) from error

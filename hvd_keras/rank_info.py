@@ -22,25 +22,48 @@ class RankInfo(NamedTuple):
     homogeneous: int
 
 
-# A rank that left while others waited for it keeps its engine in the core, which still counts as
-# initialised there.
-_has_left = False
+# By rank of the job; empty: the job has all ranks of MPI_COMM_WORLD, in their order.
+_world_ranks: list[int] = []
+
+# A rank that did not leave together with the others keeps its engine, so that the core counts as
+# initialised.
+_left_alone = False
 
 
-def mark_left(left: bool) -> None:
-    """Records whether this process has left a job that goes on without it."""
-    global _has_left
-    _has_left = left
+def set_world_ranks(ranks: list[int]) -> None:
+    """Records the members of the job: ranks of MPI_COMM_WORLD, by rank of the job; empty: all."""
+    _world_ranks[:] = ranks
 
 
-def has_left() -> bool:
-    """Whether this process has left a job whose other ranks still waited for it."""
-    return _has_left
+def from_world(world_rank: int) -> int:
+    """Returns the rank in the job of a rank of MPI_COMM_WORLD.
+
+    Raises:
+        ValueError: it is not in the job.
+    """
+    members = _world_ranks or list(range(size()))
+    if world_rank not in members:
+        raise ValueError(
+            f"MPI's rank {world_rank} is not in the job, which has MPI's ranks {members} "
+            "(the comm of hvd.init). Use a communicator of these."
+        )
+    return members.index(world_rank)
+
+
+def mark_left_alone() -> None:
+    """Records that this process has left the job, but not together with the other ranks."""
+    global _left_alone
+    _left_alone = True
+
+
+def has_left_alone() -> bool:
+    """Whether this process has left the job, but not together with the other ranks."""
+    return _left_alone
 
 
 def is_initialized() -> bool:
     """Whether ``hvd.init()`` was called, and ``hvd.shutdown()`` not since then."""
-    return bool(_library.core().hvd_initialized()) and not _has_left
+    return bool(_library.core().hvd_initialized()) and not _left_alone
 
 
 def rank() -> int:
