@@ -1,4 +1,8 @@
-"""The gradients of the collectives. The loss is the sum over the ranks of the process set."""
+"""The gradients of the collectives.
+
+Each is the derivative of the sum of the losses of the process set's ranks with respect to this
+rank's input (docs/design.md, "Gradients of the collectives").
+"""
 
 from typing import Any
 
@@ -10,7 +14,7 @@ from hvd_keras.ops.validate import raw
 
 
 def _call(op: Any, suffix: str = ".gradient") -> dict[str, Any]:
-    """What identifies a gradient's own collective."""
+    """The attributes that identify the collective of a gradient."""
     return {
         "tensor_name": op.get_attr("tensor_name").decode() + suffix,
         "process_set": op.get_attr("process_set"),
