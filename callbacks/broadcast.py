@@ -5,7 +5,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import fitting, log, preprocessing, reducer, runtime, variables, xla
+from hvd_keras import fitting, log, preprocessing, rank_info, reducer, variables, xla
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -108,5 +108,5 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
 @functools.cache
 def _warn_once(problem: str) -> None:
-    if runtime.local_rank() == 0:
+    if rank_info.local_rank() == 0:
         log.logger.warning("models train without XLA (jit_compile=False): %s", problem)

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, building, forgotten, reducer, runtime, sync_batch_norm
+from hvd_keras import agree, building, forgotten, rank_info, reducer, sync_batch_norm
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
 
@@ -44,7 +44,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         process_set = None
         callbacks: list[Any] = []
-        if runtime.is_initialized():
+        if rank_info.is_initialized():
             try:
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
             except TypeError:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, objects, runtime
+from hvd_keras import agree, rank_info
 from hvd_keras._keras import keras
+from hvd_keras.ops import objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 # Arguments of preprocessing layers that a script may compute from its data.
@@ -119,7 +120,7 @@ def broadcast_preprocessing(
     layers = layers if isinstance(layers, list | tuple) else [layers]
     mine = [layer for layer in _flat(layers) if _learns(layer)]
     learnt = None
-    if runtime.rank() == root_rank:
+    if rank_info.rank() == root_rank:
         learnt = [(type(layer).__name__, _learnt(layer)) for layer in mine]
     name = "preprocessing.broadcast"
     learnt = objects.broadcast_object(learnt, root_rank, name=name, process_set=process_set)
@@ -128,7 +129,7 @@ def broadcast_preprocessing(
         kinds = [type(layer).__name__ for layer in mine]
         if kinds != [kind for kind, _ in learnt]:
             raise ValueError(f"got the layers {kinds}, the root has {[k for k, _ in learnt]}.")
-        if runtime.rank() != root_rank:
+        if rank_info.rank() != root_rank:
             for layer, (_, state) in zip(mine, learnt, strict=True):
                 _learn(layer, state)
     except Exception as caught:
