@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from hvd_keras import log, runtime, variables, xla
+from hvd_keras import log, rank_info, variables, xla
 from hvd_keras._keras import keras
 
 
@@ -60,7 +60,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         if variables.is_restored(self.model):
             return
         variables.broadcast_variables(variables.of_training(self.model), self.root_rank)
-        if runtime.size() > 1:
+        if rank_info.size() > 1:
             layers = self.model._flatten_layers()
             variables.give_each_rank_its_own_randomness(variables.seed_states(layers))
 
@@ -81,5 +81,5 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
 @functools.cache
 def _warn_once(problem: str) -> None:
-    if runtime.local_rank() == 0:
+    if rank_info.local_rank() == 0:
         log.logger.warning("models train without XLA (jit_compile=False): %s", problem)

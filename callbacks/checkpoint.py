@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras import agree, checkpoint, runtime
+from hvd_keras import agree, checkpoint, rank_info
 from hvd_keras._keras import keras
 
 
@@ -78,7 +78,7 @@ def on_rank_0(write: Callable[[], None]) -> None:
         RuntimeError: (on the other ranks) rank 0 could not write; there the error itself is raised.
     """
     error: Exception | None = None
-    if runtime.rank() == 0:
+    if rank_info.rank() == 0:
         try:
             write()
         except Exception as caught:

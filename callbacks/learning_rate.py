@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras import runtime
+from hvd_keras import rank_info
 from hvd_keras._keras import is_legacy, keras
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
@@ -168,13 +168,13 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         # Counted to the end of what Keras runs at once, so that the last of warm-up trains at the
         # full rate.
         done = min(1.0, (seen + int(getattr(self.model, _STEPS_AT_ONCE))) / length)
-        self._set(self.initial_lr * (1 + done * (runtime.size() - 1)) / runtime.size())
+        self._set(self.initial_lr * (1 + done * (rank_info.size() - 1)) / rank_info.size())
         self._ends = done == 1.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Logs the rate, and tells of the end of warm-up."""
         super().on_epoch_end(epoch, logs)
-        if self._ends and self.verbose > 0 and runtime.rank() == 0:
+        if self._ends and self.verbose > 0 and rank_info.rank() == 0:
             print(f"Epoch {epoch + 1}: learning rate is {self._get():g}, warm-up is over.")
         self._ends = False
 

@@ -3,7 +3,7 @@
 import warnings
 from typing import Any
 
-from hvd_keras import metrics, runtime
+from hvd_keras import metrics, rank_info
 from hvd_keras._keras import is_legacy, keras
 
 # The model's method that gives what fit and evaluate log.
@@ -59,7 +59,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Keeps the training's metrics, which validation is about to reset."""
-        if runtime.size() == 1:
+        if rank_info.size() == 1:
             return
         if self._in_epoch:
             self._states[""] = metrics.states(self.model)
@@ -71,13 +71,13 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
         They are not exchanged yet: if only some ranks validate, the others would not answer.
         """
-        if self._in_epoch and runtime.size() > 1:
+        if self._in_epoch and rank_info.size() > 1:
             self._states["val_"] = metrics.states(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Changes ``logs`` in place."""
         self._in_epoch = False
-        if runtime.size() == 1:
+        if rank_info.size() == 1:
             return
         if "" not in self._states and self.model is not None:
             self._states[""] = metrics.states(self.model)
@@ -88,7 +88,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._states = {}
         new = {key: reason for key, reason in reasons.items() if key not in self._warned}
         self._warned.update(new)
-        if runtime.rank() == 0:
+        if rank_info.rank() == 0:
             for reason in dict.fromkeys(new.values()):
                 keys = ", ".join(key for key in new if new[key] == reason)
                 warnings.warn(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras import ops, runtime
+from hvd_keras import ops, rank_info
 from hvd_keras._keras import is_legacy, keras
 
 
@@ -63,7 +63,7 @@ class ProgressLogger(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
     def set_params(self, params: dict[str, Any]) -> None:
         """Its own ``verbose`` counts, not that of ``fit``."""
         verbose = self._verbose or (1 if sys.stdout.isatty() else 2)
-        super().set_params({**params, "verbose": verbose if runtime.rank() == 0 else 0})
+        super().set_params({**params, "verbose": verbose if rank_info.rank() == 0 else 0})
         self._steps = params["steps"]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

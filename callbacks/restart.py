@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from hvd_keras.callbacks.checkpoint import on_rank_0
 
-from hvd_keras import agree, checkpoint, ops, runtime, variables
+from hvd_keras import agree, checkpoint, ops, rank_info, variables
 from hvd_keras._keras import is_legacy
 from hvd_keras.ops import objects
 
@@ -190,7 +190,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         seen: dict[str, Any] = {}
         error: Exception | None = None
         content: checkpoint.Content | None = None
-        if runtime.rank() == 0:
+        if rank_info.rank() == 0:
             try:
                 content, seen = self._look()
             except Exception as caught:
@@ -211,7 +211,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._initial_epoch = 0
             return None
         self._initial_epoch = seen["facts"]["epoch"]
-        if runtime.rank() == 0 and damaged:
+        if rank_info.rank() == 0 and damaged:
             warnings.warn(
                 f"Checkpoint: damaged: {damaged}. Restoring {seen['path']}.", stacklevel=3
             )
@@ -237,11 +237,11 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _restore(self, found: "_Found") -> None:
         own = variables.of_training(self.model)
-        same_ranks = found.facts["ranks"] == runtime.size()
+        same_ranks = found.facts["ranks"] == rank_info.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
         _assign(found, own, self.model._flatten_layers())
         if same_ranks:
-            variables.set_random_state(found.facts["random"][runtime.rank()])
+            variables.set_random_state(found.facts["random"][rank_info.rank()])
         self.model._initial_epoch = found.facts["epoch"]
         variables.mark_restored(self.model, True)
         if not same_ranks and self._rate and found.facts.get("rate"):
@@ -254,11 +254,11 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _batches_seen(self, found: "_Found") -> int:
         """How many of this epoch's batches are to be left out."""
-        then, now, batch = found.facts["ranks"], runtime.size(), found.facts["batch"]
+        then, now, batch = found.facts["ranks"], rank_info.size(), found.facts["batch"]
         calls = self.model.steps_per_execution
         batches = batch if then == now else batch * then // now // calls * calls
         again = batch * then - batches * now
-        if again and runtime.rank() == 0:
+        if again and rank_info.rank() == 0:
             warnings.warn(
                 f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
                 f"epoch {found.facts['epoch']}, and now there are {now}: after {batches} of their "
@@ -274,7 +274,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
             differences += [
                 f"{path} differs between the {found.facts['ranks']} ranks of the checkpoint, now "
-                f"there are {runtime.size()}"
+                f"there are {rank_info.size()}"
                 for (path, _, _, by_rank), variable in zip(found.stored, own, strict=False)
                 if by_rank and not any(variable is other for other in divisible)
             ]
@@ -298,7 +298,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         facts = {
             "epoch": epoch,
             "batch": batch,
-            "ranks": runtime.size(),
+            "ranks": rank_info.size(),
             "rate": self._rate,
             "random": agree.gather_json("checkpoint random state", variables.random_state()),
         }
@@ -384,21 +384,21 @@ def _differences(stored: list[Any], own: list[Any]) -> list[str]:
 
 
 def _assign(found: _Found, own: list[Any], layers: Any) -> None:
-    values = found.content.variables if runtime.rank() == 0 else [None] * len(own)
+    values = found.content.variables if rank_info.rank() == 0 else [None] * len(own)
     layers = list(layers)
     common = []
     for variable, value, (_, _, _, by_rank) in zip(own, values, found.stored, strict=True):
         if by_rank:
             stack = _to_all_ranks(variable, value, found.facts["ranks"])
             # On another number of ranks only moving statistics and seeds, set below, come here.
-            same_ranks = len(stack) == runtime.size()
-            variable.assign(stack[runtime.rank()] if same_ranks else _mean(stack))
+            same_ranks = len(stack) == rank_info.size()
+            variable.assign(stack[rank_info.rank()] if same_ranks else _mean(stack))
         else:
             common.append(variable)
             if value is not None:
                 variable.assign(value.value)
     variables.broadcast_variables(common, 0)
-    if found.facts["ranks"] != runtime.size():
+    if found.facts["ranks"] != rank_info.size():
         seeds = variables.seed_states(layers)
         variables.give_each_rank_its_own_randomness(seeds)
 
@@ -420,7 +420,7 @@ def _to_all_ranks(variable: Any, value: Any, ranks: int) -> Any:
 
 def _of_each_rank(own: list[Any]) -> dict[int, Any]:
     """Of the variables that differ between ranks, by their place: all ranks' values, stacked."""
-    if runtime.size() == 1:
+    if rank_info.size() == 1:
         return {}
     mine = b"".join(hashlib.sha256(np.asarray(v).tobytes()).digest() for v in own)
     everyone = agree.gather_bytes("checkpoint digests", mine)

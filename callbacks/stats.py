@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import observe, runtime
+from hvd_keras import observe, rank_info
 from hvd_keras._keras import keras
 
 
@@ -33,7 +33,7 @@ class StatsLogger(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """From Keras."""
-        if runtime.rank() == 0:
+        if rank_info.rank() == 0:
             self._writer = tf.summary.create_file_writer(self._log_dir)
             self._before = _numbers(observe.stats())
 

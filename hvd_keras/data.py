@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, runtime
+from hvd_keras import agree, rank_info
 from hvd_keras._keras import keras
 
 
@@ -84,14 +84,14 @@ def shard(
             f"hvd.data.shard: the ranks have different sources or arguments: {_by_rank(views)}. "
             "Give every rank the same whole source; for files of its own, see agree_on_steps."
         )
-    together = runtime.size() * rows.batch_size
+    together = rank_info.size() * rows.batch_size
     steps, rest = divmod(rows.length, together)
     pad = rest > 0 and uneven == "pad"
     has_targets = keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is not None
     if (steps == 0 and not pad) or (rest and uneven == "error") or (pad and not has_targets):
         raise ValueError(
             f"hvd.data.shard: {rows.length} rows do not make whole steps of {together} "
-            f"({runtime.size()} ranks with batch_size={rows.batch_size}), {uneven=}. Use another "
+            f"({rank_info.size()} ranks with batch_size={rows.batch_size}), {uneven=}. Use another "
             f"batch_size, 'pad' (needs y, for weights) or 'trim' (needs {together} rows)."
         )
     steps += pad
@@ -180,7 +180,7 @@ def _open(source: Any, batch_size: Any, shuffle: bool | int, seed: int) -> _Sour
 
 
 def _of_elements(source: Any, batch_size: int, shuffle: bool | int, seed: int) -> _Source:
-    rank, size, length = runtime.rank(), runtime.size(), int(source.cardinality())
+    rank, size, length = rank_info.rank(), rank_info.size(), int(source.cardinality())
     if length < 0:
         raise ValueError(
             "the dataset's length is infinite or unknown. Shard before repeat(), or tell a length: "
@@ -207,7 +207,7 @@ def _of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int) -> 
     parts, spec, length = _look_into(source)
 
     def read(epoch: int, step: int) -> list[Any]:
-        places = (step * batch_size + np.arange(batch_size)) * runtime.size() + runtime.rank()
+        places = (step * batch_size + np.arange(batch_size)) * rank_info.size() + rank_info.rank()
         rows = _order(length, shuffle, seed, epoch)[places % length]
         return [*(part[rows] for part in parts), places < length]
 
@@ -223,7 +223,7 @@ def _of_batches(source: Any, shuffle: bool | int, seed: int) -> _Source:
     whole = length // batch_size
 
     def read(epoch: int, step: int) -> list[Any]:
-        place = step * runtime.size() + runtime.rank()
+        place = step * rank_info.size() + rank_info.rank()
         index = place % number
         if index < whole:
             index = int(_order(whole, shuffle, seed, epoch)[index])

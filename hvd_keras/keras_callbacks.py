@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras import agree, ops, runtime
+from hvd_keras import agree, ops, rank_info
 from hvd_keras._keras import keras
 
 _WRITERS = (
@@ -44,7 +44,9 @@ def _is_one_of_several(model: Any) -> bool:
     optimizer = getattr(model, "optimizer", None)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     return (
-        hasattr(optimizer, "_hvd_distribution") and runtime.is_initialized() and runtime.size() > 1
+        hasattr(optimizer, "_hvd_distribution")
+        and rank_info.is_initialized()
+        and rank_info.size() > 1
     )
 
 
@@ -54,7 +56,7 @@ def _on_rank_0_alone(name: str, hook: Callable[..., None]) -> Callable[..., None
         model = self.model
         if name == "set_model":
             model = args[0] if args else kwargs["model"]
-        if not _is_one_of_several(model) or runtime.rank() == 0:
+        if not _is_one_of_several(model) or rank_info.rank() == 0:
             hook(self, *args, **kwargs)
         elif name == "set_model":  # classes derived from it may ask for their model
             keras.callbacks.Callback.set_model(self, model)
@@ -97,7 +99,7 @@ def _refuse_backups() -> None:
         if _is_one_of_several(self.model):
             raise ValueError(
                 "keras.callbacks.BackupAndRestore restores one process, and this model trains on "
-                f"{runtime.size()}: ranks that found another state, or none, would part from the "
+                f"{rank_info.size()}: ranks that found another state, or none, would part from the "
                 f"rest. Use hvd.callbacks.Checkpoint({str(self.backup_dir)!r}), which writes on "
                 "rank 0 and restores all ranks."
             )

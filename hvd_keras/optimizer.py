@@ -13,7 +13,7 @@ from hvd_keras import (
     legacy_keras,
     loss_scale,
     ops,
-    runtime,
+    rank_info,
     sync_batch_norm,
 )
 from hvd_keras._keras import is_legacy, keras
@@ -91,7 +91,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
         model.compile(optimizer=optimizer, loss="mse")
     """
-    runtime.rank()  # says so, if init() was not called
+    rank_info.rank()  # says so, if init() was not called
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     if not is_v1 and not isinstance(optimizer, _keras_classes()):
         raise TypeError(

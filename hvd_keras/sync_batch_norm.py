@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, runtime
+from hvd_keras import exchange, ops, rank_info
 from hvd_keras._keras import is_legacy, keras
 
 
@@ -28,7 +28,7 @@ def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  #
     Example:
         model = keras.Sequential([keras.layers.Conv2D(8, 3), hvd.SyncBatchNormalization()])
     """
-    runtime.rank()  # says so, if init() was not called
+    rank_info.rank()  # says so, if init() was not called
     synchronize_between_processes()
     return keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
 
@@ -46,7 +46,7 @@ def synchronize_between_processes() -> None:
     local_moments = layer_class._moments
 
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
-        if not self.synchronized or not runtime.is_initialized() or runtime.size() == 1:
+        if not self.synchronized or not rank_info.is_initialized() or rank_info.size() == 1:
             return local_moments(self, inputs, mask)
         if mask is not None:
             raise _no_mask(self.name)
@@ -62,7 +62,7 @@ def _synchronize_tf_keras() -> None:
     local_moments = getattr(layer_class, name)
 
     def moments(self: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None) -> Any:
-        if not runtime.is_initialized() or runtime.size() == 1:
+        if not rank_info.is_initialized() or rank_info.size() == 1:
             return local_moments(self, x, axes, keep_dims, mask)
         if mask is not None:
             raise _no_mask(self.name)

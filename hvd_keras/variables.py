@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import exchange, log, ops, runtime, settings
+from hvd_keras import exchange, log, ops, rank_info, settings
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.process_sets import ProcessSet, global_process_set
@@ -91,7 +91,7 @@ def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: P
 
 def average_variables(variables: list[Any]) -> None:
     """Assigns the mean over the ranks to floating-point variables."""
-    if runtime.size() == 1 or not variables:
+    if rank_info.size() == 1 or not variables:
         return
     means = ops.grouped_allreduce(
         [tf.convert_to_tensor(v) for v in variables], op=ops.Average, name="variables' means"
@@ -126,12 +126,14 @@ def give_each_rank_its_own_randomness(states: Iterable[Any]) -> None:
     Equal dropout masks on all ranks would waste the ranks. The root rank's own state, rank 0's, is
     left as it is.
     """
-    if runtime.rank() == 0:
+    if rank_info.rank() == 0:
         return
     for state in states:
         seed, *rest = np.asarray(state)
         # A seed sequence gives well-mixed words, where seed + rank would collide with another seed.
-        mixed = np.random.SeedSequence([int(seed), runtime.rank()]).generate_state(1, np.uint32)[0]
+        mixed = np.random.SeedSequence([int(seed), rank_info.rank()]).generate_state(1, np.uint32)[
+            0
+        ]
         state.assign(np.array([mixed >> 1, *rest], dtype=state.dtype))
 
 

@@ -133,8 +133,8 @@ def test_each_epoch_has_an_order_of_its_own_that_a_rerun_repeats(kind: str) -> N
 def test_order_does_not_depend_on_the_number_of_ranks(kind: str, monkeypatch) -> None:
     parts = numbered(2 * TOGETHER + 3)
     steps = job_pass(shard(kind, *parts, seed=5))
-    monkeypatch.setattr(data.runtime, "size", lambda: 1)
-    monkeypatch.setattr(data.runtime, "rank", lambda: 0)
+    monkeypatch.setattr(data.rank_info, "size", lambda: 1)
+    monkeypatch.setattr(data.rank_info, "rank", lambda: 0)
     source = tf.data.Dataset.from_tensor_slices(parts) if kind == "elements" else parts
     alone = one_pass(data.shard(source, batch_size=TOGETHER, seed=5))
     for step, (rows, weights) in zip(steps, alone, strict=True):
