@@ -85,8 +85,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         with contextlib.suppress(OSError):  # then hvdrun says less, should another rank not come
             arrival.touch()
     _flush()  # for a process that ends because another does not come
-    if core.hvd_init(array, len(ranks), communicator) != 0:
-        kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
+    if code := core.hvd_init(array, len(ranks), communicator):
+        kind = ValueError if code == _library.INVALID_ARGUMENT else RuntimeError
         raise kind(core.hvd_error().decode())
     _install_guards()
     gpu.pin(local_rank(), local_size())

@@ -51,3 +51,19 @@ def test_ranks_and_communicators(tmp_path: pathlib.Path) -> None:
     job = ranks.run_script(tmp_path, 3, script)
     assert job.status == 0, job.output
     assert job.output.count("right") == 3, job.output
+
+
+def test_what_mpi_refuses_is_no_wrong_value(tmp_path: pathlib.Path) -> None:
+    script = """
+        from mpi4py import MPI
+        import hvd_keras as hvd
+
+        MPI.Finalize()
+        try:
+            hvd.init(comm=[0])
+        except RuntimeError as error:
+            print("MPI has been finalised" in str(error))
+    """
+    job = ranks.run_script(tmp_path, 1, script)
+    assert job.status == 0, job.output
+    assert job.output.count("True") == 1, job.output
