@@ -12,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -63,7 +64,10 @@ class Engine {
   Report report();
   void note_joined(const std::vector<bool>& joined);
   std::string who(const std::vector<int>& ranks) const;
-  std::string watch(double seconds, const std::string& text);
+  template <typename Text>
+  std::string watch(double seconds, const Text& text);
+  void note_progress();
+  double idle_seconds() const;
   double timeout() const;
 
   const std::unique_ptr<Transport> transport_;
@@ -82,8 +86,8 @@ class Engine {
   // The engine's thread alone uses these.
   uint64_t served_ = 0;
   History history_;
-  double idle_seconds_ = 0;   // in negotiations that found nothing to do, since the last that did
-  std::vector<bool> joined_;  // in the last negotiation, by rank of the set
+  std::optional<Clock::time_point> idle_since_;  // when a negotiation first found nothing to do
+  std::vector<bool> joined_;                     // in the last negotiation, by rank of the set
   int last_joined_ = 0;
   bool warned_ = false;
 

@@ -182,6 +182,29 @@ void the_deadline_reaches_all() {
   });
 }
 
+// Each new request lets the ranks look again at once, which is not the time that they wait.
+void many_early_looks_are_no_long_wait() {
+  Settings settings;
+  settings.timeout_seconds = settings.first_timeout_seconds = 2;
+  on_all_ranks(settings, [](Engine& engine, int rank) {
+    std::deque<std::deque<Call>> of_rank(kRanks);
+    for (int k = 0; k < kRanks; ++k) {  // its own first, which the others submit later
+      const int first = (rank + k) % kRanks;
+      for (int i = 0; i < 300; ++i) {
+        of_rank[first].emplace_back(Kind::allreduce,
+                                    std::to_string(first) + "." + std::to_string(i),
+                                    std::vector<float>{1, 1});
+        if (k == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        of_rank[first].back().submit(engine);
+      }
+    }
+    for (std::deque<Call>& calls : of_rank) {
+      for (Call& call : calls) CHECK_EQ(call.wait().message, "");
+    }
+    CHECK_EQ(leave(engine, "done"), Farewell::together);
+  });
+}
+
 }  // namespace
 }  // namespace hvd
 
@@ -194,5 +217,6 @@ int main() {
       {"who leaves fails what others submit at that time",
        who_leaves_fails_what_others_submit_at_that_time},
       {"the deadline reaches all", the_deadline_reaches_all},
+      {"many early looks are no long wait", many_early_looks_are_no_long_wait},
   });
 }
