@@ -1,6 +1,7 @@
 #include "core/engine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/collectives.h"
@@ -43,7 +44,8 @@ void Engine::submit(Request request) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_) {
-      queue_.push_back({std::move(request), print, wrong, Clock::now()});
+      queue_changed_ = Clock::now();
+      queue_.push_back({std::move(request), print, wrong, queue_changed_});
       changed_.notify_all();
       return;
     }
@@ -55,6 +57,7 @@ void Engine::submit(Request request) {
 void Engine::announce_leaving(const std::string& reason) {
   std::lock_guard<std::mutex> lock(mutex_);
   leaving_ = true;
+  queue_changed_ = Clock::now();
   reason_ = reason;
   changed_.notify_all();
 }
@@ -168,6 +171,13 @@ bool Engine::negotiate() {
     history_.free();
   }
   for (const Step& step : decision.run) serve(step.identity, step.header);
+  if (!decision.mismatch.empty()) {
+    note_progress();
+    fail_first(reports[transport_->rank()].queue.size(),
+               Status::error(Code::failed_precondition, decision.mismatch));
+    joined_.assign(joined_.size(), false);
+    return true;
+  }
   if (!decision.left.empty()) {
     const bool leaving = reports[transport_->rank()].leaving;
     stop(leaving ? Farewell::alone : Farewell::deserted, Code::aborted, decision.left);
@@ -207,6 +217,22 @@ void Engine::stop(Farewell farewell, Code code, const std::string& why) {
     entry.request.done(Status::error(code, identity(entry.request) + " cannot run: " + why));
 }
 
+// Requests that came after the last report are not among them.
+void Engine::fail_first(size_t count, const Status& status) {
+  std::vector<Entry> failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto end = queue_.begin() + static_cast<std::ptrdiff_t>(count);
+    std::move(queue_.begin(), end, std::back_inserter(failed));
+    queue_.erase(queue_.begin(), end);
+  }
+  for (Entry& entry : failed) {
+    entry.request.done(
+        Status::error(status.code, identity(entry.request) + " cannot run: " + status.message));
+  }
+  history_.free();
+}
+
 bool Engine::take(const std::string& name, Entry* entry) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const Entry& pending) {
@@ -237,6 +263,11 @@ Report Engine::report() {
   }
   report.leaving = leaving_;
   report.reason = reason_;
+  const double unchanged =
+      std::chrono::duration<double>(Clock::now() - std::max(queue_changed_, last_progress_))
+          .count();
+  if (settings_.mismatch_seconds > 0 && unchanged >= settings_.mismatch_seconds)
+    report.unchanged = unchanged;
   if (timeout() > 0 && idle_seconds() >= timeout()) report.waited = idle_seconds();
   return report;
 }
@@ -261,6 +292,7 @@ std::string Engine::who(const std::vector<int>& missing) const {
 }
 
 void Engine::note_progress() {
+  last_progress_ = Clock::now();
   idle_since_.reset();
   warned_ = false;
 }
