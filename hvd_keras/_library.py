@@ -16,6 +16,9 @@ except ImportError as error:
     ) from error
 
 
+# What functions of the core return that got a wrong value: Code of native/core/status.h.
+INVALID_ARGUMENT = 1
+
 # MPICH's MPI_MAX_LIBRARY_VERSION_STRING, which is the largest of all MPIs.
 _VERSION_BYTES = 8192
 

@@ -98,8 +98,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         with contextlib.suppress(OSError):  # hvdrun then says less if another rank does not come
             arrival.touch()
     _flush()  # the process may end in hvd_init, if another rank does not come
-    if core.hvd_init(array, len(ranks), communicator) != 0:
-        kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
+    if code := core.hvd_init(array, len(ranks), communicator):
+        kind = ValueError if code == _library.INVALID_ARGUMENT else RuntimeError
         raise kind(core.hvd_error().decode())
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()

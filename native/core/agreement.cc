@@ -1,6 +1,7 @@
 #include "core/agreement.h"
 
 #include <algorithm>
+#include <limits>
 #include <set>
 #include <unordered_map>
 
@@ -97,6 +98,14 @@ std::string who_left(const std::vector<Report>& reports) {
   return text;
 }
 
+// How long nothing has changed on any rank, though all have called something; 0: not for long.
+double unchanged_seconds(const std::vector<Report>& reports) {
+  double least = std::numeric_limits<double>::infinity();
+  for (const Report& report : reports)
+    least = std::min(least, report.queue.empty() ? 0 : report.unchanged);
+  return least;
+}
+
 }  // namespace
 
 bool Report::joined() const {
@@ -130,6 +139,16 @@ Decision decide(const std::vector<Report>& reports) {
     decision.left = who_left(reports);
     return decision;
   }
+  if (const double seconds = unchanged_seconds(reports); seconds > 0) {
+    decision.mismatch =
+        "the ranks wait for different collectives, and none has called another for " +
+        std::to_string(static_cast<int64_t>(seconds)) +
+        " s (HVD_MISMATCH_SECONDS):" + summary(reports) +
+        "\nMost often the ranks have different numbers of batches: give all the same number with "
+        "hvd.data.shard or hvd.data.agree_on_steps. Or they took different branches: all ranks "
+        "must call the same collectives.";
+    return decision;
+  }
   double waited = 0;
   for (const Report& report : reports) waited = std::max(waited, report.waited);
   if (waited > 0) {
@@ -159,6 +178,7 @@ std::string encode(const Report& report) {
   out.text(report.host);
   out.number(report.leaving);
   out.text(report.reason);
+  out.number(report.unchanged);
   out.number(report.waited);
   for (const Pending& pending : report.queue) {
     out.text(pending.identity);
@@ -178,6 +198,7 @@ Report decode(const std::string& bytes) {
   report.host = in.text();
   report.leaving = in.number<bool>();
   report.reason = in.text();
+  report.unchanged = in.number<double>();
   report.waited = in.number<double>();
   while (!in.at_end()) {
     Pending pending;

@@ -10,8 +10,11 @@
 //      fails on all of them, and the message shows every rank's.
 //   3. If neither exists and some rank waits for a request that a rank that has left did not
 //      submit, the program is broken: all that is pending fails, and so does all that comes later.
-//   4. So it is if a rank has waited for too long.
-//   5. Otherwise the ranks wait for more requests and report again.
+//   4. If every rank has something pending, and no rank's queue has changed for long, the ranks
+//   have
+//      gone different ways: all that they have reported fails. What comes later may run.
+//   5. If a rank has waited for too long, all fails as in 3.
+//   6. Otherwise the ranks wait for more requests and report again.
 #pragma once
 
 #include <string>
@@ -38,6 +41,7 @@ struct Report {
   std::vector<Pending> queue;  // oldest first
   bool leaving = false;        // nothing will follow the queue
   std::string reason;          // of leaving
+  double unchanged = 0;        // seconds that the queue has been so, if that is long
   double waited = 0;           // seconds, if that is too long
 
   bool joined() const;
@@ -57,10 +61,13 @@ struct Step {
 struct Decision {
   std::vector<Step> run;  // in this order
   std::vector<Refusal> refuse;
-  std::string left;   // not empty: who left, so that nothing can follow
-  std::string stuck;  // not empty: who waits for what for too long, so that nothing shall follow
+  std::string mismatch;  // not empty: all that was reported fails with this
+  std::string left;      // not empty: who left, so that nothing can follow
+  std::string stuck;     // not empty: who waits for what for too long, so that nothing shall follow
 
-  bool nothing() const { return run.empty() && refuse.empty() && left.empty() && stuck.empty(); }
+  bool nothing() const {
+    return run.empty() && refuse.empty() && mismatch.empty() && left.empty() && stuck.empty();
+  }
 };
 
 Decision decide(const std::vector<Report>& reports);

@@ -1,5 +1,5 @@
-// The flat surface of the core, for ctypes. Functions that can fail return 0 or leave a text in
-// hvd_error().
+// The C API of the core, for ctypes. Functions that can fail return a code of status.h: 0, or
+// another and leave a text in hvd_error().
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -19,9 +19,10 @@
 namespace {
 thread_local std::string error;
 
+// A hvd::Code: 0 is ok.
 int result(const hvd::Status& status) {
   error = status.message;
-  return status.ok() ? 0 : 1;
+  return static_cast<int>(status.code);
 }
 
 // A wrong one is no matter of these; hvd_init() tells of it.
@@ -38,13 +39,11 @@ extern "C" {
 HVD_EXPORT const char* hvd_error() { return error.c_str(); }
 
 // Of `count` ranks of MPI_COMM_WORLD (0: of all), or of the processes of an MPI_Comm (null: not).
-// 0, or 1 with hvd_error().
 HVD_EXPORT int hvd_init(const int* ranks, int count, const void* communicator) {
   return result(hvd::World::instance().init(std::vector<int>(ranks, ranks + count),
                                             static_cast<const MPI_Comm*>(communicator)));
 }
 
-// 0, or 1 with hvd_error().
 HVD_EXPORT int hvd_add_process_set(int id, const int* ranks, int count) {
   return result(hvd::World::instance().add_process_set(id, std::vector<int>(ranks, ranks + count)));
 }
@@ -84,7 +83,7 @@ HVD_EXPORT const char* hvd_stats() {
   return text.c_str();
 }
 
-// On rank 0, after hvd_init(). 0, or 1 with hvd_error().
+// On rank 0, after hvd_init().
 HVD_EXPORT int hvd_start_timeline(const char* path) {
   return result(hvd::World::instance().recorder()->start_timeline(path));
 }

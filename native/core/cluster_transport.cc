@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "core/log.h"
 #include "core/reduce.h"
 
 namespace hvd {
@@ -26,6 +27,9 @@ constexpr uint64_t kWindow = 8;
 constexpr int64_t kGapBytes = 4096;
 constexpr int64_t kCounterBytes = 4096;
 
+// Of each slot, committed from the start: enough for what is not gradients.
+constexpr int64_t kSmallBytes = 4096;
+
 }  // namespace
 
 // How many chunks a rank has brought so far; each on a cache line of its own, for others read it.
@@ -37,7 +41,7 @@ struct ClusterTransport::Progress {
 };
 
 ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host, Allreduce way)
-    : way_(way) {
+    : way_(way), chunk_bytes_(kSmallBytes) {
   MPI_Comm_rank(host, &local_rank_);
   MPI_Comm_size(host, &local_size_);
   const MPI_Comm all = (*mpi)->communicator();
@@ -47,14 +51,17 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   const int own = (*mpi)->ranks()[(*mpi)->rank()];
   MPI_Allgather(&own, 1, MPI_INT, neighbours.data(), 1, MPI_INT, host);
   MPI_Allreduce(&local_size_, &carriers_, 1, MPI_INT, MPI_MIN, all);
-  int hosts = local_rank_ == 0 ? 1 : 0;
-  MPI_Allreduce(MPI_IN_PLACE, &hosts, 1, MPI_INT, MPI_SUM, all);
-  chunk_bytes_ = std::clamp(kMessageBytes * carriers_ * hosts, kLeastChunkBytes, kMostChunkBytes);
+  MPI_Allreduce(&local_size_, &most_local_, 1, MPI_INT, MPI_MAX, all);
+  hosts_ = local_rank_ == 0 ? 1 : 0;
+  MPI_Allreduce(MPI_IN_PLACE, &hosts_, 1, MPI_INT, MPI_SUM, all);
+  full_chunk_bytes_ =
+      std::clamp(kMessageBytes * carriers_ * hosts_, kLeastChunkBytes, kMostChunkBytes);
 
   std::string why;
   try {
-    const int64_t slots = 2 * kWindow * (chunk_bytes_ + kGapBytes);
-    memory_ = std::make_unique<SharedMemory>(host, neighbours, kCounterBytes + slots);
+    const SharedMemory::Layout layout = {kCounterBytes, 2 * kWindow, full_chunk_bytes_ + kGapBytes,
+                                         kSmallBytes};
+    memory_ = std::make_unique<SharedMemory>(host, neighbours, layout);
     new (&progress(local_rank_)) Progress;
   } catch (const std::runtime_error& error) {
     why = error.what();
@@ -72,15 +79,15 @@ ClusterTransport::~ClusterTransport() {
 }
 
 ClusterTransport::Progress& ClusterTransport::progress(int local_rank) const {
-  return *reinterpret_cast<Progress*>(memory_->part(local_rank));
+  return *reinterpret_cast<Progress*>(memory_->front(local_rank));
 }
 
 char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {
-  return memory_->part(local_rank) + kCounterBytes + chunk % kWindow * (chunk_bytes_ + kGapBytes);
+  return memory_->slot(local_rank, chunk % kWindow);
 }
 
 char* ClusterTransport::result(int carrier, uint64_t chunk) const {
-  return slot(carrier, chunk) + kWindow * (chunk_bytes_ + kGapBytes);
+  return memory_->slot(carrier, kWindow + chunk % kWindow);
 }
 
 // Of the host's first ranks.
@@ -99,9 +106,23 @@ Status ClusterTransport::run(Request& request, const Waiting& waiting) {
   return {};
 }
 
+// Before so many bytes are moved, as many on all ranks. If a rank cannot commit its slots, what is
+// there must do, on all hosts: their messages must meet.
+void ClusterTransport::make_room(int64_t bytes, const Waiting& waiting) {
+  if (bytes <= chunk_bytes_ || asked_for_room_) return;
+  asked_for_room_ = true;
+  const std::vector<std::string> done = mpi_->gather(memory_->commit() ? "yes" : "no", waiting);
+  if (std::count(done.begin(), done.end(), "yes") == size()) {
+    chunk_bytes_ = full_chunk_bytes_;
+  } else if (rank() == 0) {
+    log(LogLevel::warning, no_room_text(chunk_bytes_));
+  }
+}
+
 void ClusterTransport::allreduce(const Request& request, OfOneDType& group,
                                  const Waiting& waiting) {
   const int64_t width = static_cast<int64_t>(size_of(group.dtype)), total = group.in.left();
+  make_room(total, waiting);
   const uint64_t first = chunks_;
   chunks_ += (total + chunk_bytes_ - 1) / chunk_bytes_;
   const auto elements = [&](uint64_t chunk) {
@@ -147,6 +168,27 @@ void ClusterTransport::allreduce(const Request& request, OfOneDType& group,
   while (unpacked < chunks_) wait.turn(step());
 }
 
+// Of a host's sum, and of the sum over all hosts. A host's sum is rounded to the dtype before it
+// crosses, and in half precision it could be beyond the dtype's range where the result is not. So
+// sums and averages are scaled as early as they can be, and averages divided by as much as keeps
+// every sum on the way within the range of its terms. (Divided by the number of all ranks at once,
+// small gradients would become 0.)
+std::pair<Factors, Factors> ClusterTransport::factors_of_stages(const Request& request,
+                                                                DType dtype) const {
+  Factors within, between = factors_of(request, size());
+  std::swap(within.prescale, between.prescale);
+  const bool average = request.reduction == Reduction::average;
+  if (size_of(dtype) > 2 || (!average && request.reduction != Reduction::sum))
+    return {within, between};
+  std::swap(within.postscale, between.postscale);
+  if (average) {
+    // Around a ring partial sums of all hosts are rounded, otherwise only that of all.
+    within.divisor = most_local_ * (way_ == Allreduce::ring ? hosts_ : 1);
+    between.divisor /= within.divisor;
+  }
+  return {within, between};
+}
+
 // Of this carrier's slice of a chunk that all ranks of the host have packed.
 void ClusterTransport::start_crossing(const Request& request, DType dtype, int64_t elements,
                                       uint64_t chunk) {
@@ -156,12 +198,10 @@ void ClusterTransport::start_crossing(const Request& request, DType dtype, int64
   for (int r = 0; r < local_size_; ++r)
     sources.push_back(slot(r, chunk) + begin * static_cast<int64_t>(size_of(dtype)));
   char* sum = result(local_rank_, chunk);
-  reduce(dtype, request.reduction, {request.prescale, 1, 1}, sources.data(), local_size_,
-         end - begin, sum);
-  Factors factors = factors_of(request, size());
-  factors.prescale = 1;
+  const auto [within, between] = factors_of_stages(request, dtype);
+  reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
   crossings_.push_back(new_crossing(way_, across_,
-                                    {sum, end - begin, dtype, request.reduction, factors},
+                                    {sum, end - begin, dtype, request.reduction, between},
                                     static_cast<int>(2 * (chunk % kWindow))));
 }
 

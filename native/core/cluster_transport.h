@@ -18,6 +18,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/crossing.h"
@@ -55,13 +56,17 @@ class ClusterTransport : public Transport {
   char* slot(int local_rank, uint64_t chunk) const;
   char* result(int carrier, uint64_t chunk) const;
   uint64_t least(std::atomic<uint64_t> Progress::* counter, int ranks) const;
+  void make_room(int64_t bytes, const Waiting& waiting);
   void allreduce(const Request& request, OfOneDType& group, const Waiting& waiting);
+  std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype) const;
   void start_crossing(const Request& request, DType dtype, int64_t elements, uint64_t chunk);
 
   Allreduce way_;
-  int local_rank_ = 0, local_size_ = 0, carriers_ = 0;
+  int local_rank_ = 0, local_size_ = 0, most_local_ = 0, hosts_ = 0, carriers_ = 0;
   MPI_Comm across_ = MPI_COMM_NULL;  // this carrier's, one rank of each host
-  int64_t chunk_bytes_ = 0;
+  int64_t chunk_bytes_ = 0;          // of each slot, committed on all ranks
+  int64_t full_chunk_bytes_ = 0;     // of a slot
+  bool asked_for_room_ = false;
   uint64_t chunks_ = 0;  // of all requests so far
   std::unique_ptr<SharedMemory> memory_;
   std::unique_ptr<MpiTransport> mpi_;

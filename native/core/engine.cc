@@ -1,6 +1,7 @@
 #include "core/engine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "core/collectives.h"
@@ -43,7 +44,8 @@ void Engine::submit(Request request) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_) {
-      queue_.push_back({std::move(request), print, wrong, Clock::now()});
+      queue_changed_ = Clock::now();
+      queue_.push_back({std::move(request), print, wrong, queue_changed_});
       changed_.notify_all();
       return;
     }
@@ -55,6 +57,7 @@ void Engine::submit(Request request) {
 void Engine::announce_leaving(const std::string& reason) {
   std::lock_guard<std::mutex> lock(mutex_);
   leaving_ = true;
+  queue_changed_ = Clock::now();
   reason_ = reason;
   changed_.notify_all();
 }
@@ -91,10 +94,12 @@ void Engine::loop() try {
         {head, history_.past()},
         [&](double seconds, const std::vector<int>& missing) -> std::string {
           if (head == kLeaving) return "";  // a rank may finish long after another
-          return watch(seconds, "rank " + std::to_string(ranks()[transport_->rank()]) +
-                                    " waits for " + head_identity + ", which " + who(missing) +
-                                    " has not submitted. Do all ranks take the same steps (as "
-                                    "many batches, the same branches)?");
+          return watch(seconds, [&] {
+            return "rank " + std::to_string(ranks()[transport_->rank()]) + " waits for " +
+                   head_identity + ", which " + who(missing) +
+                   " has not submitted. Do all ranks take the same steps (as many batches, the "
+                   "same branches)?";
+          });
         });
     history_.agreed(ballots);
     const bool equal = std::all_of(ballots.begin(), ballots.end(), [&](const Ballot& ballot) {
@@ -114,8 +119,7 @@ void Engine::loop() try {
 }
 
 void Engine::serve(const std::string& name, const std::string& header) {
-  idle_seconds_ = 0;
-  warned_ = false;
+  note_progress();
   Entry entry;
   if (!take(name, &entry)) entry.request = stand_in(header);
   uint64_t bytes = 0;
@@ -132,7 +136,9 @@ void Engine::serve(const std::string& name, const std::string& header) {
     try {
       status = transport_->run(
           entry.request, [&](double seconds, const std::vector<int>& missing) -> std::string {
-            return watch(seconds, who(missing) + " does not go on in the midst of " + name + ".");
+            return watch(seconds, [&] {
+              return who(missing) + " does not go on in the midst of " + name + ".";
+            });
           });
     } catch (const Lost& lost) {
       entry.request.done(
@@ -149,7 +155,8 @@ void Engine::serve(const std::string& name, const std::string& header) {
 bool Engine::negotiate() {
   const std::vector<std::string> encoded = transport_->gather(
       encode(report()), [&](double seconds, const std::vector<int>& missing) -> std::string {
-        return watch(seconds, who(missing) + " does not take part in a negotiation.");
+        return watch(seconds,
+                     [&] { return who(missing) + " does not take part in a negotiation."; });
       });
   std::vector<Report> reports;
   for (const std::string& bytes : encoded) reports.push_back(decode(bytes));
@@ -157,12 +164,20 @@ bool Engine::negotiate() {
   const Decision decision = decide(reports);
   if (logs(LogLevel::debug)) log(LogLevel::debug, "negotiates:" + summary(reports));
   for (const Refusal& refusal : decision.refuse) {
+    note_progress();
     Entry entry;
     if (take(refusal.identity, &entry))
       entry.request.done(Status::error(refusal.code, refusal.message));
     history_.free();
   }
   for (const Step& step : decision.run) serve(step.identity, step.header);
+  if (!decision.mismatch.empty()) {
+    note_progress();
+    fail_first(reports[transport_->rank()].queue.size(),
+               Status::error(Code::failed_precondition, decision.mismatch));
+    joined_.assign(joined_.size(), false);
+    return true;
+  }
   if (!decision.left.empty()) {
     const bool leaving = reports[transport_->rank()].leaving;
     stop(leaving ? Farewell::alone : Farewell::deserted, Code::aborted, decision.left);
@@ -176,13 +191,14 @@ bool Engine::negotiate() {
   for (const Report& report : reports) joined.push_back(report.joined());
   note_joined(joined);
   if (!decision.nothing()) return true;
-  watch(idle_seconds_, "the ranks wait for different collectives:" + summary(reports));
+  if (!idle_since_) idle_since_ = Clock::now();
+  watch(idle_seconds(),
+        [&] { return "the ranks wait for different collectives:" + summary(reports); });
   std::unique_lock<std::mutex> lock(mutex_);
   const size_t known = queue_.size();
   changed_.wait_for(lock, std::chrono::duration<double>(kRetrySeconds), [&] {
     return queue_.size() != known || (leaving_ && !reports[transport_->rank()].leaving);
   });
-  idle_seconds_ += kRetrySeconds;
   return true;
 }
 
@@ -199,6 +215,22 @@ void Engine::stop(Farewell farewell, Code code, const std::string& why) {
   changed_.notify_all();
   for (Entry& entry : left_over)
     entry.request.done(Status::error(code, identity(entry.request) + " cannot run: " + why));
+}
+
+// Requests that came after the last report are not among them.
+void Engine::fail_first(size_t count, const Status& status) {
+  std::vector<Entry> failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto end = queue_.begin() + static_cast<std::ptrdiff_t>(count);
+    std::move(queue_.begin(), end, std::back_inserter(failed));
+    queue_.erase(queue_.begin(), end);
+  }
+  for (Entry& entry : failed) {
+    entry.request.done(
+        Status::error(status.code, identity(entry.request) + " cannot run: " + status.message));
+  }
+  history_.free();
 }
 
 bool Engine::take(const std::string& name, Entry* entry) {
@@ -231,7 +263,12 @@ Report Engine::report() {
   }
   report.leaving = leaving_;
   report.reason = reason_;
-  if (timeout() > 0 && idle_seconds_ >= timeout()) report.waited = idle_seconds_;
+  const double unchanged =
+      std::chrono::duration<double>(Clock::now() - std::max(queue_changed_, last_progress_))
+          .count();
+  if (settings_.mismatch_seconds > 0 && unchanged >= settings_.mismatch_seconds)
+    report.unchanged = unchanged;
+  if (timeout() > 0 && idle_seconds() >= timeout()) report.waited = idle_seconds();
   return report;
 }
 
@@ -254,16 +291,29 @@ std::string Engine::who(const std::vector<int>& missing) const {
   return text.empty() ? "at least one other rank" : text;
 }
 
-// Warns once, and returns the text if it is time to give up.
-std::string Engine::watch(double seconds, const std::string& text) {
+void Engine::note_progress() {
+  last_progress_ = Clock::now();
+  idle_since_.reset();
+  warned_ = false;
+}
+
+// Of negotiations that found nothing to do.
+double Engine::idle_seconds() const {
+  if (!idle_since_) return 0;
+  return std::chrono::duration<double>(Clock::now() - *idle_since_).count();
+}
+
+// Warns once, and returns the text if it is time to give up. The text is made only if needed.
+template <typename Text>
+std::string Engine::watch(double seconds, const Text& text) {
   if (!warned_ && settings_.stall_warning_seconds > 0 &&
       seconds >= settings_.stall_warning_seconds) {
     warned_ = true;
     log(LogLevel::warning,
-        "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text);
+        "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text());
   }
   if (timeout() == 0 || seconds < timeout()) return "";
-  return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text;
+  return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text();
 }
 
 double Engine::timeout() const { return settings_.timeout(served_ < kFirstRequests); }

@@ -12,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -59,11 +60,15 @@ class Engine {
   void serve(const std::string& identity, const std::string& header);
   bool negotiate();
   void stop(Farewell farewell, Code code, const std::string& why);
+  void fail_first(size_t count, const Status& status);
   bool take(const std::string& identity, Entry* entry);
   Report report();
   void note_joined(const std::vector<bool>& joined);
   std::string who(const std::vector<int>& ranks) const;
-  std::string watch(double seconds, const std::string& text);
+  template <typename Text>
+  std::string watch(double seconds, const Text& text);
+  void note_progress();
+  double idle_seconds() const;
   double timeout() const;
 
   const std::unique_ptr<Transport> transport_;
@@ -72,6 +77,7 @@ class Engine {
   std::mutex mutex_;  // guards what follows, up to the blank line
   std::condition_variable changed_;
   std::deque<Entry> queue_;
+  Clock::time_point queue_changed_ = Clock::now();  // by this rank
   bool leaving_ = false;
   std::string reason_;
   bool stopped_ = false;
@@ -82,8 +88,9 @@ class Engine {
   // The engine's thread alone uses these.
   uint64_t served_ = 0;
   History history_;
-  double idle_seconds_ = 0;   // in negotiations that found nothing to do, since the last that did
-  std::vector<bool> joined_;  // in the last negotiation, by rank of the set
+  Clock::time_point last_progress_ = Clock::now();
+  std::optional<Clock::time_point> idle_since_;  // when a negotiation first found nothing to do
+  std::vector<bool> joined_;                     // in the last negotiation, by rank of the set
   int last_joined_ = 0;
   bool warned_ = false;
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/adasum.h"
+#include "core/log.h"
 #include "core/reduce.h"
 
 namespace hvd {
@@ -13,7 +14,8 @@ namespace {
 // Slots and results stay in the caches.
 constexpr int64_t kChunkBytes = 1 << 20;
 
-// Below this, each rank reduces everything itself, after one meeting.
+// Up to this, each rank reduces everything itself, after one meeting. So much of each slot is
+// committed from the start.
 constexpr int64_t kSmallBytes = 16 << 10;
 
 // A slot. The page between keeps the slots of all ranks from falling on the same lines of a cache.
@@ -35,16 +37,29 @@ std::vector<char*> one_after_another(const std::vector<int64_t>& sizes, void* st
 }  // namespace
 
 HostTransport::HostTransport(std::unique_ptr<MpiTransport>* mpi)
-    : memory_((*mpi)->communicator(), (*mpi)->ranks(), 4 * kSlotBytes), mpi_(std::move(*mpi)) {}
+    : memory_((*mpi)->communicator(), (*mpi)->ranks(), {0, 4, kSlotBytes, kSmallBytes}),
+      chunk_bytes_(kSmallBytes),
+      mpi_(std::move(*mpi)) {}
 
 // Two slots per rank, used in turn: what is written before a meeting stays until after the next.
-char* HostTransport::slot(int rank, uint64_t step) const {
-  return memory_.part(rank) + step % 2 * kSlotBytes;
-}
+char* HostTransport::slot(int rank, uint64_t step) const { return memory_.slot(rank, step % 2); }
 
 // So it is with the rank's results, which are written after one meeting and read after the next.
 char* HostTransport::result(int rank, uint64_t step) const {
-  return memory_.part(rank) + (2 + step % 2) * kSlotBytes;
+  return memory_.slot(rank, 2 + step % 2);
+}
+
+// Before so many bytes are moved, as many on all ranks. If a rank cannot commit its slots, what is
+// there must do.
+void HostTransport::make_room(int64_t bytes) {
+  if (bytes <= chunk_bytes_ || asked_for_room_) return;
+  asked_for_room_ = true;
+  const std::vector<int64_t> failed = share_numbers<int64_t>({memory_.commit() ? 0 : 1});
+  if (std::count(failed.begin(), failed.end(), 0) == size()) {
+    chunk_bytes_ = kChunkBytes;
+  } else if (rank() == 0) {
+    log(LogLevel::warning, no_room_text(chunk_bytes_));
+  }
 }
 
 std::vector<Ballot> HostTransport::agree(const Ballot& mine, const Waiting& waiting) {
@@ -104,6 +119,7 @@ void HostTransport::reduce_stream(const Request& request, DType dtype, Stream& i
     out.copy_from(result(rank(), step), bytes);
     return;
   }
+  make_room(in.left());
   struct Chunk {
     uint64_t step;
     int64_t elements;
@@ -112,7 +128,7 @@ void HostTransport::reduce_stream(const Request& request, DType dtype, Stream& i
   // The first byte of a rank's slice.
   const auto bound = [&](const Chunk& chunk, int r) { return chunk.elements * r / size() * width; };
   const auto pack = [&] {
-    Chunk chunk{memory_.step(), std::min(in.left(), kChunkBytes) / width, Stream(dtype)};
+    Chunk chunk{memory_.step(), std::min(in.left(), chunk_bytes_) / width, Stream(dtype)};
     for (int r = 0; r < size(); ++r) {
       const int64_t start = bound(chunk, r), bytes = bound(chunk, r + 1) - start;
       if (r == rank()) {
@@ -220,8 +236,9 @@ void HostTransport::broadcast(Request& request) {
     if (root && bytes > 0 && request.outputs[i] != input.data)
       std::memcpy(request.outputs[i], input.data, bytes);
   }
-  for (int64_t left = in.left(); left > 0; left -= kChunkBytes) {
-    const int64_t bytes = std::min(left, kChunkBytes);
+  make_room(in.left());
+  for (int64_t left = in.left(); left > 0; left -= chunk_bytes_) {
+    const int64_t bytes = std::min(left, chunk_bytes_);
     const uint64_t step = memory_.step();
     if (root) in.copy_to(slot(rank(), step), bytes);
     meet();
@@ -234,7 +251,8 @@ void HostTransport::broadcast(Request& request) {
 // rank.
 template <typename Take>
 void HostTransport::scatter(std::vector<Stream>& to, int64_t longest, const Take& take) {
-  const int64_t room = kChunkBytes / size() / kWidest * kWidest;
+  make_room(longest * size());
+  const int64_t room = chunk_bytes_ / size() / kWidest * kWidest;
   for (int64_t start = 0; start < longest; start += room) {
     const uint64_t step = memory_.step();
     for (int r = 0; r < size(); ++r)
@@ -267,8 +285,10 @@ void HostTransport::share(const void* mine, const std::vector<int64_t>& sizes,
   const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
   const char* own = static_cast<const char*>(mine);
   if (sizes[rank()] > 0) std::memcpy(targets[rank()], own, sizes[rank()]);
-  for (int64_t start = 0; start < longest; start += kChunkBytes) {
-    const auto bytes = [&](int r) { return std::clamp<int64_t>(sizes[r] - start, 0, kChunkBytes); };
+  make_room(longest);
+  const int64_t room = chunk_bytes_;
+  for (int64_t start = 0; start < longest; start += room) {
+    const auto bytes = [&](int r) { return std::clamp<int64_t>(sizes[r] - start, 0, room); };
     const uint64_t step = memory_.step();
     if (bytes(rank()) > 0) std::memcpy(slot(rank(), step), own + start, bytes(rank()));
     meet();

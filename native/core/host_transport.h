@@ -46,6 +46,7 @@ class HostTransport : public KindTransport {
   char* slot(int rank, uint64_t step) const;
   char* result(int rank, uint64_t step) const;
   void meet() { memory_.meet(waiting_); }
+  void make_room(int64_t bytes);
   void allreduce(Request& request) override;
   void reduce_stream(const Request& request, DType dtype, Stream& in, Stream& out);
   void adasum(Request& request) override;
@@ -63,6 +64,8 @@ class HostTransport : public KindTransport {
   Status agree_on(const Status& mine, const Request& request);
 
   SharedMemory memory_;
+  int64_t chunk_bytes_;  // of each slot, committed on all ranks
+  bool asked_for_room_ = false;
   const std::unique_ptr<MpiTransport> mpi_;
 };
 

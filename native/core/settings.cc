@@ -72,7 +72,8 @@ Status read_settings(Settings* settings) {
        {read_allreduce(&settings->allreduce),
         read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds),
         read_seconds("HVD_TIMEOUT_SECONDS", &settings->timeout_seconds),
-        read_seconds("HVD_FIRST_TIMEOUT_SECONDS", &settings->first_timeout_seconds)}) {
+        read_seconds("HVD_FIRST_TIMEOUT_SECONDS", &settings->first_timeout_seconds),
+        read_seconds("HVD_MISMATCH_SECONDS", &settings->mismatch_seconds)}) {
     if (!status.ok()) return status;
   }
   return {};

@@ -22,6 +22,10 @@ struct Settings {
   // HVD_FIRST_TIMEOUT_SECONDS: the same, if longer, for hvd.init() and the first requests: ranks
   // may be busy compiling the first step, some for much longer than others.
   double first_timeout_seconds = 1800.0;
+  // HVD_MISMATCH_SECONDS: how long all ranks may wait for different collectives, while none calls
+  // another, before these fail on all ranks; 0: never. Python threads that take turns may be apart
+  // for so long.
+  double mismatch_seconds = 20.0;
   // HVD_ALLREDUCE: auto (direct), ring or mpi; that of a process set's first rank counts.
   Allreduce allreduce = Allreduce::direct;
   // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.

@@ -4,6 +4,7 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,6 +17,8 @@
 #include <cstring>
 #include <new>
 #include <stdexcept>
+
+#include "core/cores.h"
 
 namespace hvd {
 namespace {
@@ -43,14 +46,38 @@ void pause() {
 #endif
 }
 
-int cores() {
-  cpu_set_t set;
-  return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 1;
+// The cores that these processes may use together. Each may be bound to its own.
+int cores(MPI_Comm communicator) {
+  cpu_set_t mask = affinity();
+  double quota = cpu_quota();
+  MPI_Allreduce(MPI_IN_PLACE, &mask, sizeof mask, MPI_BYTE, MPI_BOR, communicator);
+  MPI_Allreduce(MPI_IN_PLACE, &quota, 1, MPI_DOUBLE, MPI_MIN, communicator);
+  return static_cast<int>(std::min<double>(CPU_COUNT(&mask), quota));
+}
+
+// A name that nobody else has chosen or can foresee: other jobs' processes may have the same
+// numbers as ours, in another namespace of processes. Empty, with errno, if there is none.
+std::string new_name() {
+  unsigned char random[16];
+  if (getrandom(random, sizeof random, 0) != sizeof random) return "";
+  std::string name = "/hvd_keras-";
+  for (const unsigned char byte : random) {
+    char digits[3];
+    std::snprintf(digits, sizeof digits, "%02x", byte);
+    name += digits;
+  }
+  return name;
 }
 
 int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 }  // namespace
+
+std::string no_room_text(int64_t chunk_bytes) {
+  return "/dev/shm is full on a host, so tensors travel in pieces of " +
+         std::to_string(chunk_bytes) +
+         " bytes, which is slower. Make it larger; containers need --shm-size or --ipc=host.";
+}
 
 // One per rank, on a cache line of its own.
 struct alignas(64) SharedMemory::Seat {
@@ -64,47 +91,52 @@ struct SharedMemory::Header {
   char reason[kReasonBytes];
 };
 
-SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks, int64_t bytes)
-    : ranks_(ranks), part_bytes_(whole_pages(bytes)) {
+SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
+                           const Layout& layout)
+    : ranks_(ranks), layout_(layout), part_bytes_(layout.front + layout.slots * layout.slot_bytes) {
   MPI_Comm_rank(communicator, &rank_);
   const int size = static_cast<int>(ranks_.size());
-  spin_seconds_ = size <= cores() ? kSpinSeconds : 0;
-  const int64_t seats = static_cast<int64_t>(sizeof(Seat)) * size;
-  const int64_t front = whole_pages(whole_pages(sizeof(Header)) + seats);
-  block_bytes_ = front + part_bytes_ * size;
+  spin_seconds_ = size <= cores(communicator) ? kSpinSeconds : 0;
+  const int64_t counters = static_cast<int64_t>(sizeof(Seat)) * size;
+  const int64_t start = whole_pages(whole_pages(sizeof(Header)) + counters);
+  block_bytes_ = start + part_bytes_ * size;
 
   // The first rank makes it, the others open it by its name, and then the name goes.
   char name[64] = "";
-  int file = -1;
   std::string why;
+  const auto failed = [&why] {
+    if (why.empty()) why = std::strerror(errno);
+  };
   if (rank_ == 0) {
-    static std::atomic<int> number{0};
-    std::snprintf(name, sizeof name, "/hvd_keras-%ld-%d", static_cast<long>(getpid()), number++);
-    shm_unlink(name);  // of a process that had this number before
-    file = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
-    // Reserved now: a full /dev/shm would otherwise kill a rank when it writes.
-    const int error = file < 0 ? errno : posix_fallocate(file, 0, block_bytes_);
-    if (error != 0) why = std::strerror(error);
+    std::snprintf(name, sizeof name, "%s", new_name().c_str());
+    if (name[0] != '\0') file_ = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
+    if (file_ < 0 || ftruncate(file_, block_bytes_) != 0 || !reserve(0, start)) failed();
   }
+  const bool created = file_ >= 0;
   MPI_Bcast(name, sizeof name, MPI_CHAR, 0, communicator);
-  if (rank_ != 0) {
-    file = shm_open(name, O_RDWR, 0);
-    if (file < 0) why = std::strerror(errno);
-  }
-  if (why.empty()) {
-    void* mapped = mmap(nullptr, block_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (rank_ != 0) file_ = shm_open(name, O_RDWR, 0);
+  if (file_ >= 0) {
+    const int64_t part = start + rank_ * part_bytes_;
+    bool reserved = reserve(part, layout.front);
+    for (int64_t i = 0; i < layout.slots && reserved; ++i)
+      reserved = reserve(part + layout.front + i * layout.slot_bytes, layout.slot_front);
+    void* mapped = MAP_FAILED;
+    if (reserved)
+      mapped = mmap(nullptr, block_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
     if (mapped == MAP_FAILED) {
-      why = std::strerror(errno);
+      failed();
     } else {
       block_ = static_cast<char*>(mapped);
     }
+  } else {
+    failed();
   }
-  if (file >= 0) close(file);
-  int failed = why.empty() ? 0 : 1;
-  MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, communicator);
-  if (rank_ == 0) shm_unlink(name);
-  if (failed) {
+  int problem = why.empty() ? 0 : 1;
+  MPI_Allreduce(MPI_IN_PLACE, &problem, 1, MPI_INT, MPI_MAX, communicator);
+  if (rank_ == 0 && created) shm_unlink(name);
+  if (problem) {
     if (block_) munmap(block_, block_bytes_);
+    if (file_ >= 0) close(file_);
     throw std::runtime_error(why.empty() ? "another rank could not" : why);
   }
   header_ = reinterpret_cast<Header*>(block_);
@@ -113,14 +145,32 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
   MPI_Barrier(communicator);
 }
 
-SharedMemory::~SharedMemory() { munmap(block_, block_bytes_); }
+SharedMemory::~SharedMemory() {
+  munmap(block_, block_bytes_);
+  close(file_);
+}
+
+// A full /dev/shm would otherwise kill a rank when it writes.
+bool SharedMemory::reserve(int64_t offset, int64_t bytes) {
+  if (bytes == 0) return true;
+  errno = posix_fallocate(file_, offset, bytes);
+  return errno == 0;
+}
+
+bool SharedMemory::commit() {
+  return reserve(front(rank_) - block_ + layout_.front, layout_.slots * layout_.slot_bytes);
+}
 
 SharedMemory::Seat& SharedMemory::seat(int rank) const {
   return reinterpret_cast<Seat*>(block_ + whole_pages(sizeof(Header)))[rank];
 }
 
-char* SharedMemory::part(int rank) const {
+char* SharedMemory::front(int rank) const {
   return block_ + block_bytes_ - part_bytes_ * (static_cast<int64_t>(ranks_.size()) - rank);
+}
+
+char* SharedMemory::slot(int rank, uint64_t index) const {
+  return front(rank) + layout_.front + static_cast<int64_t>(index) * layout_.slot_bytes;
 }
 
 bool SharedMemory::all_are_here() const {
@@ -131,13 +181,16 @@ bool SharedMemory::all_are_here() const {
 }
 
 void SharedMemory::meet(const Waiting& waiting) {
-  // Both in one total order with the sleeper's two steps, or a wake-up could be lost.
+  // In one total order with the sleeper's two steps, or a wake-up could be lost: whichever rank's
+  // store comes last in it sees all others', and all who sleep by then.
   seat(rank_).arrived.store(++step_, std::memory_order_seq_cst);
-  if (header_->sleepers.load(std::memory_order_seq_cst) > 0) {
-    header_->bell.fetch_add(1, std::memory_order_seq_cst);
-    syscall(SYS_futex, &header_->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  if (all_are_here()) {
+    if (header_->sleepers.load(std::memory_order_seq_cst) > 0) {
+      header_->bell.fetch_add(1, std::memory_order_seq_cst);
+      syscall(SYS_futex, &header_->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    }
+    return;
   }
-  if (all_are_here()) return;
   if (spin_seconds_ > 0) {
     const auto start = Clock::now();
     do {

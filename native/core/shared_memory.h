@@ -1,8 +1,11 @@
-// A block of memory that the ranks of one host share, and how they meet in it.
+// A block of memory that the ranks of one host share, and a barrier in it.
 //
-// Every rank counts its steps: to arrive at a step is to store its number, to meet is to wait until
-// all have stored it. A rank that waits spins for some microseconds, if there is a core for each
-// rank, and then sleeps in the kernel (futex) until the last to arrive wakes all.
+// Every rank counts its steps: it stores a step's number when it arrives there, and the barrier
+// ends when all ranks have stored it. A rank that waits spins for some microseconds, if the ranks
+// have a core each, and then sleeps in the kernel (futex) until the last to arrive wakes all.
+//
+// At first only the beginning of each slot is committed, so that a process set that moves little or
+// nothing takes little of /dev/shm. commit() commits the rest.
 //
 // The block has no name by the time that the constructor returns: it is gone with the last process,
 // however that ends.
@@ -18,16 +21,32 @@
 
 namespace hvd {
 
+// A warning, if commit() fails on any rank.
+std::string no_room_text(int64_t chunk_bytes);
+
 class SharedMemory {
  public:
-  // Collective; `bytes` for each rank. Throws std::runtime_error, on all ranks alike, if the ranks
-  // cannot share memory.
-  SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks, int64_t bytes);
+  // What each rank gets: `front` bytes that are committed at once, and then `slots` slots of
+  // `slot_bytes` each, of which the first `slot_front` are. All but `slots` in whole pages.
+  struct Layout {
+    int64_t front, slots, slot_bytes, slot_front;
+  };
+
+  // Collective. Throws std::runtime_error, on all ranks alike, if the ranks cannot share memory.
+  SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks, const Layout& layout);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
 
-  // A rank's part of the block, of `bytes`, aligned to pages.
-  char* part(int rank) const;
+  // A rank's part of the block: its front, and its slots. Aligned to pages.
+  char* front(int rank) const;
+  char* slot(int rank, uint64_t index) const;
+
+  // Commits all of this rank's slots. False if the memory is used up; otherwise a write would kill
+  // this process. The ranks must tell each other.
+  bool commit();
+
+  // Whether ranks that wait spin before they sleep.
+  bool spins() const { return spin_seconds_ > 0; }
 
   // Comes to the next step and waits until all have. Throws Lost.
   void meet(const Waiting& waiting);
@@ -49,9 +68,13 @@ class SharedMemory {
   bool all_are_here() const;
   void sleep(const Waiting& waiting);
 
+  bool reserve(int64_t offset, int64_t bytes);
+
   const std::vector<int> ranks_;
+  const Layout layout_;
   int rank_;
   int64_t part_bytes_;
+  int file_ = -1;
   double spin_seconds_;
   uint64_t step_ = 0;
   char* block_ = nullptr;

@@ -261,7 +261,7 @@ std::shared_ptr<Engine> World::engine(int process_set) {
   return found == sets_.end() ? nullptr : found->second.engine;
 }
 
-Status World::place_in(int process_set, int* rank, int* size) {
+Status World::place_in(int process_set, int* rank, int* size, std::shared_ptr<Engine>* engine) {
   if (!initialized()) return Status::error(Code::failed_precondition, kNotInitialized);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = sets_.find(process_set);
@@ -274,20 +274,21 @@ Status World::place_in(int process_set, int* rank, int* size) {
   const auto own = std::find(ranks.begin(), ranks.end(), place_.rank);
   *rank = own == ranks.end() ? -1 : static_cast<int>(own - ranks.begin());
   *size = static_cast<int>(ranks.size());
+  if (engine) *engine = found->second.engine;
   return {};
 }
 
 void World::submit(Request request) {
   int rank = 0, size = 0;
-  Status status = place_in(request.process_set, &rank, &size);
-  if (status.ok() && rank < 0) {
+  std::shared_ptr<Engine> serving;
+  Status status = place_in(request.process_set, &rank, &size, &serving);
+  if (serving) return serving->submit(std::move(request));
+  if (status.ok()) {
     status =
         Status::error(Code::invalid_argument,
                       identity(request) + ": this rank, " + std::to_string(place_.rank) +
                           ", is not in process set " + std::to_string(request.process_set) + ".");
   }
-  const std::shared_ptr<Engine> serving = status.ok() ? engine(request.process_set) : nullptr;
-  if (serving) return serving->submit(std::move(request));
   request.done(status);
 }
 

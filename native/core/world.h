@@ -37,9 +37,9 @@ class World {
   Status add_process_set(int id, const std::vector<int>& ranks);
   void remove_process_set(int id);
 
-  // This process's place in a set: rank (-1: it is not in there) and size; an error if there is no
-  // such set.
-  Status place_in(int process_set, int* rank, int* size);
+  // This process's place in a set: rank (-1: it is not in there), size and engine (null: it is not
+  // in there); an error if there is no such set.
+  Status place_in(int process_set, int* rank, int* size, std::shared_ptr<Engine>* engine = nullptr);
 
   // What this process has done since init; null before it.
   const std::shared_ptr<Recorder>& recorder() const { return recorder_; }

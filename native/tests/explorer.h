@@ -36,7 +36,8 @@ struct Rank {
   size_t submitted = 0;
   std::deque<Call> queue;
   bool left = false;
-  int idle = 0;  // rounds in a row that found nothing to do
+  int idle = 0;       // rounds in a row that found nothing to do
+  int unchanged = 0;  // those of them since it submitted something
   std::vector<std::string> history;
 
   bool settled() const { return submitted == program.size() && (whole || left || stays); }
@@ -46,14 +47,14 @@ struct Rank {
 };
 
 struct Counts {
-  int run = 0, stood_in = 0, refused = 0, failed = 0, left = 0, stuck = 0, negotiated = 0,
-      unnegotiated = 0;
+  int run = 0, stood_in = 0, refused = 0, failed = 0, left = 0, mismatched = 0, stuck = 0,
+      negotiated = 0, unnegotiated = 0;
 };
 
 class Schedule {
  public:
   Schedule(unsigned seed, const Decide& decide)
-      : random_(seed), decide_(decide), ranks_(2 + seed % 3) {
+      : random_(seed), finds_mismatches_(seed % 2), decide_(decide), ranks_(2 + seed % 3) {
     std::vector<Call> calls;
     for (int name = 0, names = upto(4) + 1; name < names; ++name) {
       for (int i = 0, occurrences = upto(1) + 1; i < occurrences; ++i)
@@ -140,6 +141,7 @@ class Schedule {
   void advance(Rank& rank) {
     for (int n = upto(2); n > 0 && rank.submitted < rank.program.size(); --n) {
       rank.queue.push_back(rank.program[rank.submitted++]);
+      rank.unchanged = 0;
     }
     // A rank that lacks nothing leaves when its requests are done, another whenever it likes.
     if (rank.submitted == rank.program.size() && !rank.stays &&
@@ -176,6 +178,7 @@ class Schedule {
       report.rank = static_cast<int>(r);
       report.leaving = ranks_[r].left;
       report.reason = "reason " + std::to_string(r);
+      if (finds_mismatches_ && ranks_[r].unchanged > 20) report.unchanged = ranks_[r].unchanged;
       report.waited = ranks_[r].idle > 30 ? ranks_[r].idle : 0;
       for (const Call& call : ranks_[r].queue) {
         report.queue.push_back(
@@ -193,7 +196,8 @@ class Schedule {
       for (const Step& step : decision.run) text += " " + step.identity + " as " + step.header;
       for (const Refusal& refusal : decision.refuse)
         text += " refuse " + refusal.identity + refusal.message;
-      text += " left " + decision.left + " stuck " + decision.stuck;
+      text +=
+          " left " + decision.left + " mismatch " + decision.mismatch + " stuck " + decision.stuck;
       if (r == 0) first_text = text;
       if (text != first_text)
         return violate("ranks decide differently: " + first_text + " and " + text);
@@ -203,8 +207,12 @@ class Schedule {
     for (const Refusal& refusal : decision.refuse) refused.push_back(refusal.identity);
     serve(run, refused);
     if (!decision.left.empty()) return stop(decision.left);
-    if (!decision.stuck.empty()) return give_up();
-    for (Rank& rank : ranks_) rank.idle = decision.nothing() ? rank.idle + 1 : 0;
+    if (!decision.mismatch.empty()) return give_up(&counts.mismatched);
+    if (!decision.stuck.empty()) return give_up(&counts.stuck);
+    for (Rank& rank : ranks_) {
+      rank.idle = decision.nothing() ? rank.idle + 1 : 0;
+      rank.unchanged = decision.nothing() ? rank.unchanged + 1 : 0;
+    }
     if (ranks_[0].idle > 100) violate("stuck");
   }
 
@@ -257,9 +265,9 @@ class Schedule {
     return calls;
   }
 
-  void give_up() {
+  void give_up(int* count) {
     stopped_ = true;
-    ++counts.stuck;
+    ++*count;
     if (std::none_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.stays; }))
       violate("gives up although all ranks do their part");
   }
@@ -305,6 +313,7 @@ class Schedule {
   }
 
   std::mt19937 random_;
+  const bool finds_mismatches_;
   const Decide& decide_;
   std::vector<Rank> ranks_;
   bool nobody_ends_it_ = true;

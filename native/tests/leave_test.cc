@@ -3,6 +3,7 @@
 
 #include <thread>
 
+#include "core/world.h"
 #include "tests/call.h"
 
 namespace hvd {
@@ -221,6 +222,35 @@ void leaving_has_no_deadline() {
   CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
 }
 
+// A set may go while another thread submits to it: that is an error, or it has run.
+void nothing_succeeds_in_a_set_that_is_gone() {
+  World& world = World::instance();
+  CHECK_EQ(world.init({}, nullptr).message, "");
+  std::atomic<bool> over{false};
+  std::atomic<int> failed{0};
+  std::thread submits([&] {
+    while (!over) {
+      Call call(Kind::allreduce, "of one rank");
+      call.request.process_set = 1;
+      call.add(DType::float32, {4}).submit(world);
+      if (!call.wait().ok()) {
+        ++failed;
+      } else {
+        for (int64_t i = 0; i < 4; ++i)
+          CHECK_EQ(call.output<float>(0)[i], static_cast<float>(test::value(rank, 0, i)));
+      }
+    }
+  });
+  for (int i = 0; i < 1000; ++i) {
+    CHECK_EQ(world.add_process_set(1, {rank}).message, "");
+    world.remove_process_set(1);
+  }
+  over = true;
+  submits.join();
+  CHECK(failed > 0);
+  CHECK_EQ(world.leave("the test is over", -1), Farewell::together);
+}
+
 }  // namespace
 }  // namespace hvd
 
@@ -238,6 +268,7 @@ int main(int argc, char** argv) {
           {"unheard in time and together later", unheard_in_time_and_together_later},
           {"waiting burns no core", waiting_burns_no_core},
           {"disagreeing burns no core", disagreeing_burns_no_core},
+          {"nothing succeeds in a set that is gone", nothing_succeeds_in_a_set_that_is_gone},
           {"leaving has no deadline", leaving_has_no_deadline},
           {"the deadline ends a disagreement", the_deadline_ends_a_disagreement},
           {"the deadline names who is missing", the_deadline_names_who_is_missing},

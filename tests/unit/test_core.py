@@ -112,6 +112,31 @@ def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
     assert job.output.count("no progress for") == size - 1, job.output
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shared_memory(binaries: pathlib.Path, size: int) -> None:
+    job = ranks.mpirun(size, str(binaries / "shared_memory_test"), timeout=60)
+    assert job.status == 0, job.output
+    assert job.output.count("little is committed") == size, job.output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a /dev/shm of its own, and so root")
+@pytest.mark.parametrize(("size", "transport"), [(2, "host"), (3, "cluster")])
+def test_a_full_dev_shm(
+    binaries: pathlib.Path, tmp_path: pathlib.Path, size: int, transport: str
+) -> None:
+    # Enough for what is committed at first, not for the slots.
+    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    job = ranks.mpirun(
+        size,
+        *(str(binaries / "engine_test"), transport),
+        timeout=120,
+        env={"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)},
+        inside=("unshare", "--mount", "sh", "-c", script, "sh"),
+    )
+    assert job.status == 0, job.output
+    assert "/dev/shm is full on a host, so tensors travel in pieces of" in job.output
+
+
 def test_stand_in(
     binaries: pathlib.Path, stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
