@@ -16,9 +16,9 @@ stand, one a line:
     args:   its arguments
     fast:   yes           it is one of those that the test suite runs
 
-A script saves its arrays, most often weights, to the folder $RESULT, a file for each rank. All ranks'
-are compared bit by bit. In no run may there be a traceback that is not expected, nor a line in
-hvd_keras's or hvdrun's name.
+A script saves its arrays, most often weights, to the folder $RESULT, a file for each rank; those of
+all ranks must be equal bit by bit. In no run may there be a traceback that is not expected, nor a
+line in hvd_keras's or hvdrun's name.
 """
 
 import argparse
@@ -100,7 +100,7 @@ class Run:
         self.results.mkdir()
         usual = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         # No GPU, and one thread a process: sums do not depend on the machine.
-        usual |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+        usual |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         usual |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
         usual |= {"OMP_NUM_THREADS": "1", "RESULT": str(self.results)}
         try:

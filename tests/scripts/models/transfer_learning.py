@@ -20,8 +20,8 @@ images = random.uniform(size=(16, 32, 32, 3)).astype("float32")
 labels = (images[..., 0].mean(axis=(1, 2)) > 0.5).astype("float32")
 mine = slice(hvd.rank(), None, hvd.size())
 
-base = keras.applications.MobileNetV2(
-    input_shape=(32, 32, 3), alpha=0.35, include_top=False, weights=None
+base = keras.applications.MobileNet(
+    input_shape=(32, 32, 3), alpha=0.25, include_top=False, weights=None
 )
 base.trainable = False
 inputs = keras.Input((32, 32, 3))

@@ -19,9 +19,9 @@ class ContrastiveModel(keras.Model):
     def __init__(self):
         super().__init__()
         self.augmenter = keras.Sequential([layers.GaussianNoise(0.2), layers.Dropout(0.1)])
-        self.encoder = keras.Sequential([layers.Dense(16, activation="relu")], "encoder")
+        self.encoder = keras.Sequential([layers.Dense(16, activation="relu")])
         self.projection_head = keras.Sequential([layers.Dense(8, "relu"), layers.Dense(8)])
-        self.probe = keras.Sequential([layers.Dense(3)], "probe")
+        self.probe = keras.Sequential([layers.Dense(3)])
         self.loss_tracker = keras.metrics.Mean(name="c_loss")
 
     def compile(self, contrastive_optimizer, probe_optimizer):

@@ -49,11 +49,11 @@ fit = {"batch_size": BATCH // hvd.size(), "epochs": 2, "shuffle": False, "verbos
 fit["callbacks"] = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
 cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
-teacher = keras.Sequential([layers.Dense(32, activation="relu"), layers.Dense(3)], "teacher")
+teacher = keras.Sequential([layers.Dense(32, activation="relu"), layers.Dense(3)])
 teacher.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss=cross_entropy)
 teacher.fit(x[mine], y[mine], **fit)
 
-student = keras.Sequential([layers.Dense(6, activation="relu"), layers.Dense(3)], "student")
+student = keras.Sequential([layers.Dense(6, activation="relu"), layers.Dense(3)])
 distiller = Distiller(student, teacher)
 teacher.trainable = False
 distiller.compile(
