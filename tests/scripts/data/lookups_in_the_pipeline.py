@@ -29,7 +29,8 @@ encode = layers.CategoryEncoding(num_tokens=3, output_mode="one_hot")
 
 
 def preprocess(color, floor, label):
-    return tf.concat([encode(color_index(color)), floor_index(floor)], axis=1), label
+    floor = tf.cast(floor_index(floor), tf.float32)
+    return tf.concat([encode(color_index(color)), floor], axis=1), label
 
 
 dataset = tf.data.Dataset.from_tensor_slices((colors, floors, y.astype("float32")))

@@ -33,7 +33,7 @@ def build_model(hp):
 
 
 tuner = keras_tuner.RandomSearch(
-    build_model, objective="val_loss", max_trials=2, directory=f"trials-{hvd.rank()}"
+    build_model, objective="val_loss", max_trials=2, directory=f"search-{hvd.rank()}"
 )
 tuner.search(
     x[mine],

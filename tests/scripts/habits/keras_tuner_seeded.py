@@ -43,7 +43,7 @@ tuner = keras_tuner.RandomSearch(
     objective="val_loss",
     max_trials=2,
     seed=42,
-    directory=f"trials-{hvd.rank()}",  # a search of its own for each rank, all alike
+    directory=f"search-{hvd.rank()}",  # a search of its own for each rank, all alike
 )
 tuner.search(
     x[mine],
