@@ -3,21 +3,27 @@
 import functools
 from typing import Any
 
-from hvd_keras import log, runtime, variables, xla
-from hvd_keras._keras import keras
+from hvd_keras.callbacks.base import Callback
+
+from hvd_keras import fitting, log, reducer, runtime, variables, xla
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     """Gives all ranks the root's model and optimizer state before the first step.
 
     Weights, moving statistics, optimizer slots, iteration counts and the learning rate become
     equal. Random generators (dropout, augmentation) get the root's seed mixed with the rank: every
     rank draws other masks, and a rerun draws the same ones again.
 
+    A model that has no variables before its first step (a Sequential without ``Input``, a subclass
+    of ``keras.Model``) gets them first: its step is traced once more, into a graph that never runs.
+
+    Layers of one rank alone (``hvd.PartialDistributedOptimizer``, ``register_local_var``) keep
+    their values.
+
     At the end of each epoch, before validation and checkpoints, the moving statistics of batch
     normalisation become the mean over the ranks; until then each rank's are those of its own
-    batches. (Where ``fit`` does not know the number of batches, that is after validation.) Use
-    ``hvd.SyncBatchNormalization`` for statistics that are those of one process.
+    batches. Use ``hvd.SyncBatchNormalization`` for statistics that are those of one process.
 
     Where XLA cannot compile the collectives (``libhvd_xla.so`` is missing or does not load), the
     model trains without it, with a warning: ``jit_compile``, which Keras turns on by itself on
@@ -27,13 +33,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
 
     What ``Checkpoint`` has restored stays as it is, whichever of the two comes first.
 
-    Broadcasts once; a later ``fit`` with the same instance does not repeat it.
+    Each ``fit`` begins with a broadcast; one instance may serve several models.
 
     Args:
         root_rank: the rank whose state all get.
 
     Raises:
-        ValueError: (in ``fit``) there is no such rank.
+        ValueError: (in ``fit``) there is no such rank among those that train the model, or the
+            model's step cannot be traced to make its variables; on every rank.
         tf.errors.FailedPreconditionError: (in ``fit``) the ranks' models differ; on every rank.
 
     Example:
@@ -43,7 +50,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def __init__(self, root_rank: int) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._done = False
+        self._epoch_runs = False
 
     def set_model(self, model: Any) -> None:
         """Turns XLA off where it cannot compile the collectives."""
@@ -53,30 +60,37 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             _warn_once(problem)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """After Keras has built the model."""
-        if self._done:
-            return
-        self._done = True
+        """After the model got its variables."""
         if variables.is_restored(self.model):
             return
-        variables.broadcast_variables(variables.of_training(self.model), self.root_rank)
-        if runtime.size() > 1:
-            layers = self.model._flatten_layers()
-            variables.give_each_rank_its_own_randomness(variables.seed_states(layers))
+        fitting.check_built(self.model)
+        process_set = self.process_set
+        shared = variables.shared_of_training(self.model)
+        variables.broadcast_variables(shared, self.root_rank, process_set)
+        if process_set.size() > 1:
+            seeds = variables.seed_states(self.model._flatten_layers())
+            seeds = reducer.without_local(self.model, seeds)
+            variables.give_each_rank_its_own_randomness(seeds, process_set)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """At the last batch of an epoch: validation comes before ``on_epoch_end``."""
-        steps = self.params.get("steps")
-        if steps is not None and batch + 1 >= steps:  # steps_per_execution may count beyond
-            self._average_moving_statistics()
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        self._epoch_runs = True
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Before validation, where this rank has one."""
+        self._average_moving_statistics()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """For data of unknown length."""
-        if self.params.get("steps") is None:
-            self._average_moving_statistics()
+        """Where this rank has no validation."""
+        self._average_moving_statistics()
 
     def _average_moving_statistics(self) -> None:
-        variables.average_variables(variables.moving_statistics(self.model._flatten_layers()))
+        """Once per epoch on each rank, whether it validates or not."""
+        if not self._epoch_runs:
+            return
+        self._epoch_runs = False
+        statistics = variables.moving_statistics(self.model._flatten_layers())
+        variables.average_variables(reducer.without_local(self.model, statistics), self.process_set)
 
 
 @functools.cache

@@ -4,16 +4,20 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras import agree, checkpoint, runtime
+from hvd_keras.callbacks.base import Callback
+
+from hvd_keras import agree, checkpoint
 from hvd_keras._keras import keras
+from hvd_keras.process_sets import ProcessSet
 
 
-class ModelCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
-    """``keras.callbacks.ModelCheckpoint`` on rank 0, for all ranks.
+class ModelCheckpoint(Callback):  # type: ignore[misc]
+    """``keras.callbacks.ModelCheckpoint`` on the first rank, for all ranks.
 
-    Takes the same arguments. Rank 0 writes to a temporary file beside the target and renames it
-    when it is complete and on the disk, so that a crash at any time leaves the last checkpoint
-    whole. An error of writing (a full disk) is raised on all ranks.
+    Takes the same arguments. The first rank of the model's process set, usually rank 0, writes to a
+    temporary file beside the target and renames it when it is complete and on the disk, so that a
+    crash at any time leaves the last checkpoint whole. An error of writing (a full disk) is raised
+    on all ranks.
 
     With ``monitor``, put it behind ``MetricAverageCallback``, to choose by all ranks' metrics.
 
@@ -30,6 +34,11 @@ class ModelCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
         # Made on all ranks, so that wrong arguments fail on all.
         self._keras = keras.callbacks.ModelCheckpoint(filepath, *args, **kwargs)
 
+    @property
+    def async_safe(self) -> bool:
+        """Whether Keras may call the batch hook in another thread: it does nothing then."""
+        return bool(self._keras.save_freq == "epoch")
+
     def set_params(self, params: dict[str, Any]) -> None:
         """From Keras."""
         super().set_params(params)
@@ -42,8 +51,14 @@ class ModelCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """For a ``save_freq`` in batches."""
-        if self._keras.save_freq != "epoch":
-            on_rank_0(lambda: self._keras.on_train_batch_end(batch, logs))
+        if self._keras.save_freq == "epoch":
+            return
+        if self._keras._should_save_on_batch(batch):  # so that the ranks talk only when it is due
+            epoch = self._keras._current_epoch
+            on_leader(
+                self.process_set,
+                lambda: self._keras._save_model(epoch=epoch, batch=batch, logs=logs),
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """From Keras."""
@@ -52,7 +67,7 @@ class ModelCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """For ``save_freq="epoch"``."""
         if self._keras.save_freq == "epoch":
-            on_rank_0(lambda: self._keras.on_epoch_end(epoch, logs))
+            on_leader(self.process_set, lambda: self._keras.on_epoch_end(epoch, logs))
 
 
 class _SavesWhole:
@@ -71,21 +86,21 @@ class _SavesWhole:
         checkpoint.write_whole(filepath, lambda path: self._model.save_weights(path, **kwargs))
 
 
-def on_rank_0(write: Callable[[], None]) -> None:
-    """Lets rank 0 write, and all ranks know of it.
+def on_leader(process_set: ProcessSet, write: Callable[[], None]) -> None:
+    """Lets the first rank of a process set write; all its ranks wait for that.
 
     Raises:
-        RuntimeError: (on the other ranks) rank 0 could not write; there the error itself is raised.
+        RuntimeError: (on the other ranks) it could not write; there the error itself is raised.
     """
     error: Exception | None = None
-    if runtime.rank() == 0:
+    if process_set.rank() == 0:
         try:
             write()
         except Exception as caught:
             error = caught
     text = f"{type(error).__name__}: {error}" if error else None
-    said = agree.gather_json("checkpoint", text)[0]
+    said = agree.gather_json("checkpoint", text, process_set)[0]
     if error is not None:
         raise error
     if said is not None:
-        raise RuntimeError(f"rank 0 could not write the checkpoint: {said}")
+        raise RuntimeError(f"rank {process_set.ranks[0]} could not write the checkpoint: {said}")

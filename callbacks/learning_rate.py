@@ -3,13 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras import runtime
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras.callbacks.base import Callback
+
+from hvd_keras import reducer
+from hvd_keras._keras import is_legacy
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
 
-class _LearningRateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class _LearningRateCallback(Callback):  # type: ignore[misc]
     """What both recipes share: the place in training, and how the rate is set and logged."""
 
     def __init__(self, momentum_correction: bool, steps_per_epoch: int | None) -> None:
@@ -52,8 +54,13 @@ class _LearningRateCallback(keras.callbacks.Callback):  # type: ignore[misc]
                 f"{type(self).__name__}: the optimizer's learning rate is a schedule, which cannot "
                 "be set. Give the optimizer a number, or leave this callback out."
             ) from error
+        except AttributeError as error:
+            raise ValueError(
+                f"{type(self).__name__}: a {type(optimizer).__name__} has no learning rate of its "
+                "own that could be set. Set those of its optimizers, or leave this callback out."
+            ) from error
         if self.momentum_correction and old > 0 and new != old:
-            for buffer in _momentum_buffers(_innermost(optimizer)):
+            for buffer in _momentum_buffers(reducer.innermost(optimizer)):
                 buffer.assign(buffer * (new / old))
 
 
@@ -152,7 +159,7 @@ class LearningRateWarmupCallback(_LearningRateCallback):
     ) -> None:
         super().__init__(momentum_correction, steps_per_epoch)
         if warmup_steps is not None and (not isinstance(warmup_steps, int) or warmup_steps < 1):
-            raise ValueError(f"warmup_steps is {warmup_steps!r}, expected an integer from 1.")
+            raise ValueError(f"warmup_steps is {warmup_steps!r}, expected a positive integer.")
         self.initial_lr = initial_lr
         self.warmup_epochs = warmup_epochs
         self.warmup_steps = warmup_steps
@@ -168,13 +175,14 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         # Counted to the end of what Keras runs at once, so that the last of warm-up trains at the
         # full rate.
         done = min(1.0, (seen + int(getattr(self.model, _STEPS_AT_ONCE))) / length)
-        self._set(self.initial_lr * (1 + done * (runtime.size() - 1)) / runtime.size())
+        size = self.process_set.size()
+        self._set(self.initial_lr * (1 + done * (size - 1)) / size)
         self._ends = done == 1.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Logs the rate, and tells of the end of warm-up."""
         super().on_epoch_end(epoch, logs)
-        if self._ends and self.verbose > 0 and runtime.rank() == 0:
+        if self._ends and self.verbose > 0 and self.process_set.rank() == 0:
             print(f"Epoch {epoch + 1}: learning rate is {self._get():g}, warm-up is over.")
         self._ends = False
 
@@ -183,11 +191,7 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         if self.warmup_steps is None or self._known_steps():
             return self._epoch * self._steps() + batch
         # Not ``iterations``, which with accumulation counts the updates.
-        return int(_innermost(self.model.optimizer)._iterations)
-
-
-def _innermost(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+        return int(reducer.innermost(self.model.optimizer)._iterations)
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:

@@ -3,14 +3,16 @@
 import warnings
 from typing import Any
 
-from hvd_keras import metrics, runtime
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras.callbacks.base import Callback
+
+from hvd_keras import metrics
+from hvd_keras._keras import is_legacy
 
 # The model's method that gives what fit and evaluate log.
 _RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_result_or_logs"
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class MetricAverageCallback(Callback):  # type: ignore[misc]
     """Replaces a rank's metrics by those of all ranks' samples.
 
     The loss and the metrics of training and validation are computed from the sum of the ranks'
@@ -59,7 +61,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Keeps the training's metrics, which validation is about to reset."""
-        if runtime.size() == 1:
+        if self.process_set.size() == 1:
             return
         if self._in_epoch:
             self._states[""] = metrics.states(self.model)
@@ -71,24 +73,24 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
         They are not exchanged yet: if only some ranks validate, the others would not answer.
         """
-        if self._in_epoch and runtime.size() > 1:
+        if self._in_epoch and self.process_set.size() > 1:
             self._states["val_"] = metrics.states(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Changes ``logs`` in place."""
         self._in_epoch = False
-        if runtime.size() == 1:
+        if self.process_set.size() == 1:
             return
         if "" not in self._states and self.model is not None:
             self._states[""] = metrics.states(self.model)
         self._reduce({} if logs is None else logs)
 
     def _reduce(self, logs: dict[str, Any]) -> None:
-        reasons = metrics.reduce_logs(logs, self._states)
+        reasons = metrics.reduce_logs(logs, self._states, self.process_set)
         self._states = {}
         new = {key: reason for key, reason in reasons.items() if key not in self._warned}
         self._warned.update(new)
-        if runtime.rank() == 0:
+        if self.process_set.rank() == 0:
             for reason in dict.fromkeys(new.values()):
                 keys = ", ".join(key for key in new if new[key] == reason)
                 warnings.warn(

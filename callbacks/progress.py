@@ -5,12 +5,13 @@ import time
 from typing import Any
 
 import numpy as np
+from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import ops, runtime
+from hvd_keras import ops
 from hvd_keras._keras import is_legacy, keras
 
 
-class ProgressLogger(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
+class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[misc]
     """Keras's progress bar on rank 0, with the samples per second of all ranks.
 
     In a terminal a bar that moves; elsewhere (a file, a pipe, ``hvdrun``) one line per epoch::
@@ -63,7 +64,8 @@ class ProgressLogger(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
     def set_params(self, params: dict[str, Any]) -> None:
         """Its own ``verbose`` counts, not that of ``fit``."""
         verbose = self._verbose or (1 if sys.stdout.isatty() else 2)
-        super().set_params({**params, "verbose": verbose if runtime.rank() == 0 else 0})
+        # Keras tells the model first.
+        super().set_params({**params, "verbose": verbose if self.process_set.rank() == 0 else 0})
         self._steps = params["steps"]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -101,7 +103,14 @@ class ProgressLogger(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds up the ranks' samples, and shows the epoch."""
         self._end_of_training()
-        total = float(ops.allreduce(np.float64(self._samples), op=ops.Sum, name="progress.samples"))
+        total = float(
+            ops.allreduce(
+                np.float64(self._samples),
+                op=ops.Sum,
+                name="progress.samples",
+                process_set=self.process_set,
+            )
+        )
         self._samples_per_step = None if np.isnan(total) else total / max(1, self.seen)
         if self._samples_per_step is None:
             self._show(self.seen / self._seconds, "steps")

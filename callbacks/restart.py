@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import os
 import pathlib
 import re
@@ -11,13 +12,15 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from hvd_keras.callbacks.checkpoint import on_rank_0
+from hvd_keras.callbacks.base import Callback
+from hvd_keras.callbacks.checkpoint import on_leader
 
-from hvd_keras import agree, checkpoint, objects, ops, runtime, variables
+from hvd_keras import agree, checkpoint, fitting, objects, ops, variables
 from hvd_keras._keras import is_legacy
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
-class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
+class Checkpoint(Callback):  # type: ignore[misc]
     """Saves the whole state of the training, and goes on from the last good checkpoint.
 
     Start the script again, unchanged, after a crash: ``fit`` continues at the epoch and batch of
@@ -58,10 +61,12 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             from 2 on.
         save_freq: "epoch", or after how many batches of an epoch to save, besides its end.
         restore: False trains from scratch. Its first checkpoint replaces all that are there.
+        process_set: the ranks that train the model; the first of them reads and writes.
 
     Raises:
-        ValueError: an argument is impossible. And in ``fit``, on every rank: the model is not built
-            yet; the checkpoint is another model's; or the ranks' arguments differ.
+        ValueError: an argument is impossible. And in ``fit``, on every rank: the model has no
+            variables and its step cannot be traced to make them; the checkpoint is another model's;
+            or the ranks' arguments differ.
         RuntimeError: (in ``fit``, on every rank) there are checkpoints, but all are damaged.
         OSError: (in ``fit``, on rank 0; RuntimeError on the others) a checkpoint cannot be written,
             say because the disk is full. The ones before stay.
@@ -79,6 +84,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         keep: int = 2,
         save_freq: str | int = "epoch",
         restore: bool = True,
+        process_set: ProcessSet = global_process_set,
     ) -> None:
         super().__init__()
         if is_legacy:
@@ -87,11 +93,12 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 "or use ModelCheckpoint."
             )
         if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"Checkpoint: keep is {keep!r}, expected an integer from 1.")
+            raise ValueError(f"Checkpoint: keep is {keep!r}, expected a positive integer.")
         if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
             raise ValueError(
                 f"Checkpoint: save_freq is {save_freq!r}, expected 'epoch' or a number of batches."
             )
+        self._hvd_process_set = process_set
         self.directory = pathlib.Path(directory)
         self.keep = keep
         self.save_freq = save_freq
@@ -168,18 +175,27 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         variables.mark_restored(self.model, False)
 
     def _check(self) -> None:
-        problem = None
-        if not self.model.built:
-            problem = (
-                "the model has no variables yet. Build it first: give it an Input, or call it once."
+        fitting.check_built(self.model)
+        ranks = self._hvd_process_set.ranks
+        if self.process_set is not self._hvd_process_set:
+            raise ValueError(
+                f"Checkpoint: the model is trained by {self.process_set}, expected "
+                f"{self._hvd_process_set}. Give Checkpoint the optimizer's process_set."
             )
+        problem = None
+        if not self.model.variables:
+            problem = "the model has no variables. Build it first: call it once on a batch."
         arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
-        everyone = agree.gather_json("checkpoint arguments", [problem, arguments])
-        for rank, (text, _) in enumerate(everyone):
+        everyone = agree.gather_json(
+            "checkpoint arguments", [problem, arguments], self._hvd_process_set
+        )
+        for rank, (text, _) in zip(ranks, everyone, strict=True):
             if text is not None:
                 raise ValueError(f"Checkpoint: rank {rank}: {text}")
         if len({text for _, text in everyone}) > 1:
-            told = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(everyone))
+            told = "; ".join(
+                f"rank {rank}: {text}" for rank, (_, text) in zip(ranks, everyone, strict=True)
+            )
             raise ValueError(f"Checkpoint: the ranks' arguments differ: {told}.")
 
     def _find(self) -> "_Found | None":
@@ -189,17 +205,20 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         seen: dict[str, Any] = {}
         error: Exception | None = None
         content: checkpoint.Content | None = None
-        if runtime.rank() == 0:
+        if self._hvd_process_set.rank() == 0:
             try:
                 content, seen = self._look()
             except Exception as caught:
                 error = caught
                 seen = {"error": f"{type(caught).__name__}: {caught}"}
-        seen = objects.broadcast_object(seen, 0, "checkpoint found")
+        leader = self._hvd_process_set.ranks[0]
+        seen = objects.broadcast_object(
+            seen, leader, name="checkpoint found", process_set=self._hvd_process_set
+        )
         if error is not None:
             raise error
         if "error" in seen:
-            raise RuntimeError(f"rank 0 could not look for checkpoints: {seen['error']}")
+            raise RuntimeError(f"rank {leader} could not look for checkpoints: {seen['error']}")
         damaged = "; ".join(seen["damaged"])
         if seen["damaged"] and seen["facts"] is None:
             raise RuntimeError(
@@ -210,7 +229,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             self._initial_epoch = 0
             return None
         self._initial_epoch = seen["facts"]["epoch"]
-        if runtime.rank() == 0 and damaged:
+        if self._hvd_process_set.rank() == 0 and damaged:
             warnings.warn(
                 f"Checkpoint: damaged: {damaged}. Restoring {seen['path']}.", stacklevel=3
             )
@@ -236,11 +255,11 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _restore(self, found: "_Found") -> None:
         own = variables.of_training(self.model)
-        same_ranks = found.facts["ranks"] == runtime.size()
+        same_ranks = found.facts["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
-        _assign(found, own, self.model._flatten_layers())
+        _assign(found, own, self.model, self._hvd_process_set)
         if same_ranks:
-            variables.set_random_state(found.facts["random"][runtime.rank()])
+            variables.set_random_state(found.facts["random"][self._hvd_process_set.rank()])
         self.model._initial_epoch = found.facts["epoch"]
         variables.mark_restored(self.model, True)
         if not same_ranks and self._rate and found.facts.get("rate"):
@@ -253,11 +272,11 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _batches_seen(self, found: "_Found") -> int:
         """How many of this epoch's batches are to be left out."""
-        then, now, batch = found.facts["ranks"], runtime.size(), found.facts["batch"]
+        then, now, batch = found.facts["ranks"], self._hvd_process_set.size(), found.facts["batch"]
         calls = self.model.steps_per_execution
         batches = batch if then == now else batch * then // now // calls * calls
         again = batch * then - batches * now
-        if again and runtime.rank() == 0:
+        if again and self._hvd_process_set.rank() == 0:
             warnings.warn(
                 f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
                 f"epoch {found.facts['epoch']}, and now there are {now}: after {batches} of their "
@@ -273,7 +292,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
             differences += [
                 f"{path} differs between the {found.facts['ranks']} ranks of the checkpoint, now "
-                f"there are {runtime.size()}"
+                f"there are {self._hvd_process_set.size()}"
                 for (path, _, _, by_rank), variable in zip(found.stored, own, strict=False)
                 if by_rank and not any(variable is other for other in divisible)
             ]
@@ -283,7 +302,8 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
                 f"saved after {found.facts['batch']} batches, which steps_per_execution={calls} "
                 "does not divide"
             )
-        for rank, theirs in enumerate(agree.gather_json("checkpoint fits", differences[:5])):
+        everyone = agree.gather_json("checkpoint fits", differences[:5], self._hvd_process_set)
+        for rank, theirs in zip(self._hvd_process_set.ranks, everyone, strict=True):
             if theirs:
                 raise ValueError(
                     f"Checkpoint: {found.path} does not fit this model and optimizer on rank "
@@ -293,13 +313,13 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _save(self, epoch: int, batch: int) -> None:
         own = variables.of_training(self.model)
-        apart = _of_each_rank(own)
+        apart = _of_each_rank(own, self._hvd_process_set)
         facts = {
             "epoch": epoch,
             "batch": batch,
-            "ranks": runtime.size(),
+            "ranks": self._hvd_process_set.size(),
             "rate": self._rate,
-            "random": agree.gather_json("checkpoint random state", variables.random_state()),
+            "random": _random_states(self._hvd_process_set),
         }
         path = checkpoint.path_of(self.directory, epoch, batch)
 
@@ -311,7 +331,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
             checkpoint.write(path, facts, values)
             checkpoint.prune(path, self.keep)
 
-        on_rank_0(write)
+        on_leader(self._hvd_process_set, write)
 
 
 class _Found:
@@ -362,9 +382,22 @@ class _Skipping:
 
 
 def _rate(optimizer: Any) -> float | None:
-    """The learning rate that the script has set; None if it is a schedule or a function."""
-    rate = optimizer.learning_rate
+    """The learning rate that the script has set; None if it is a schedule, or there is none."""
+    try:
+        rate = optimizer.learning_rate
+    except AttributeError:  # a MultiOptimizer has none of its own
+        return None
     return float(rate) if isinstance(rate, keras.Variable) else None
+
+
+def _random_states(process_set: ProcessSet) -> list[Any]:
+    """Every rank's. They are large, and travel only if they differ."""
+    mine = variables.random_state()
+    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    digests = agree.gather_json("checkpoint random digests", digest, process_set)
+    if len(set(digests)) == 1:
+        return [mine] * len(digests)
+    return agree.gather_json("checkpoint random state", mine, process_set)
 
 
 def _without_numbers(path: str) -> str:
@@ -382,31 +415,30 @@ def _differences(stored: list[Any], own: list[Any]) -> list[str]:
     ]
 
 
-def _assign(found: _Found, own: list[Any], layers: Any) -> None:
-    values = found.content.variables if runtime.rank() == 0 else [None] * len(own)
-    layers = list(layers)
+def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) -> None:
+    values = found.content.variables if process_set.rank() == 0 else [None] * len(own)
     common = []
     for variable, value, (_, _, _, by_rank) in zip(own, values, found.stored, strict=True):
         if by_rank:
-            stack = _to_all_ranks(variable, value, found.facts["ranks"])
+            stack = _to_all_ranks(variable, value, found.facts["ranks"], process_set)
             # On another number of ranks only moving statistics and seeds, set below, come here.
-            same_ranks = len(stack) == runtime.size()
-            variable.assign(stack[runtime.rank()] if same_ranks else _mean(stack))
+            same_ranks = len(stack) == process_set.size()
+            variable.assign(stack[process_set.rank()] if same_ranks else _mean(stack))
         else:
             common.append(variable)
             if value is not None:
                 variable.assign(value.value)
-    variables.broadcast_variables(common, 0)
-    if found.facts["ranks"] != runtime.size():
-        seeds = variables.seed_states(layers)
-        variables.give_each_rank_its_own_randomness(seeds)
+    variables.broadcast_variables(common, process_set.ranks[0], process_set)
+    if found.facts["ranks"] != process_set.size():
+        seeds = variables.seed_states(model._flatten_layers())
+        variables.give_each_rank_its_own_randomness(seeds, process_set)
 
 
 def _mean(stack: Any) -> Any:
     return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
 
 
-def _to_all_ranks(variable: Any, value: Any, ranks: int) -> Any:
+def _to_all_ranks(variable: Any, value: Any, ranks: int, process_set: ProcessSet) -> Any:
     """Rank 0's stack of all ranks' values, as bytes, which travel whatever the dtype."""
     dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
     shape = (ranks, *variable.shape)
@@ -414,15 +446,16 @@ def _to_all_ranks(variable: Any, value: Any, ranks: int) -> Any:
         data = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
     else:
         data = np.frombuffer(value.value.tobytes(), np.uint8)
-    return np.frombuffer(ops.broadcast(data, 0).numpy().tobytes(), dtype).reshape(shape)
+    received = ops.broadcast(data, process_set.ranks[0], process_set=process_set)
+    return np.frombuffer(received.numpy().tobytes(), dtype).reshape(shape)
 
 
-def _of_each_rank(own: list[Any]) -> dict[int, Any]:
+def _of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
     """Of the variables that differ between ranks, by their place: all ranks' values, stacked."""
-    if runtime.size() == 1:
+    if process_set.size() == 1:
         return {}
     mine = b"".join(hashlib.sha256(np.asarray(v).tobytes()).digest() for v in own)
-    everyone = agree.gather_bytes("checkpoint digests", mine)
+    everyone = agree.gather_bytes("checkpoint digests", mine, process_set)
     if len({len(digests) for digests in everyone}) > 1:
         counts = [len(digests) // 32 for digests in everyone]
         raise ValueError(f"Checkpoint: the ranks train different models, of {counts} variables.")
@@ -434,6 +467,6 @@ def _of_each_rank(own: list[Any]) -> dict[int, Any]:
     apart = {}
     for i in places:
         value = np.asarray(own[i])
-        parts = agree.gather_bytes("checkpoint by rank", value.tobytes())
+        parts = agree.gather_bytes("checkpoint by rank", value.tobytes(), process_set)
         apart[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
     return apart

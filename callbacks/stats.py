@@ -4,13 +4,13 @@ import os
 from typing import Any
 
 import tensorflow as tf
+from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import observe, runtime
-from hvd_keras._keras import keras
+from hvd_keras import observe
 
 
-class StatsLogger(keras.callbacks.Callback):  # type: ignore[misc]
-    """Writes ``hvd.stats()`` of each epoch for TensorBoard, on rank 0.
+class StatsLogger(Callback):  # type: ignore[misc]
+    """Writes ``hvd.stats()`` of each epoch for TensorBoard, on the first rank of the process set.
 
     Under ``hvd/``: ``waiting_seconds`` and ``moving_seconds`` of rank 0, its ``requests`` and
     ``bytes``, all collectives together; and for each rank, under ``hvd/rank_1`` and so on,
@@ -33,7 +33,7 @@ class StatsLogger(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """From Keras."""
-        if runtime.rank() == 0:
+        if self.process_set.rank() == 0:
             self._writer = tf.summary.create_file_writer(self._log_dir)
             self._before = _numbers(observe.stats())
 

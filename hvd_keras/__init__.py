@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hvd_keras.built import rocm_built as rocm_built
     from hvd_keras.compression import Compression as Compression
     from hvd_keras.compression import Compressor as Compressor
+    from hvd_keras.forgotten import local_fit as local_fit
     from hvd_keras.launch.call import run as run
     from hvd_keras.learning_rates import linear_scaling as linear_scaling
     from hvd_keras.learning_rates import sqrt_scaling as sqrt_scaling
@@ -107,6 +108,7 @@ _HOME = {
     **dict.fromkeys(("allgather_object", "broadcast_object", "broadcast_object_fn"), "objects"),
     **dict.fromkeys(("linear_scaling", "sqrt_scaling"), "learning_rates"),
     "load_model": "loading",
+    "local_fit": "forgotten",
     "run": "launch.call",
     **dict.fromkeys(("stats", "start_timeline", "stop_timeline"), "observe"),
     "SyncBatchNormalization": "sync_batch_norm",

@@ -7,11 +7,10 @@ so that an overflow on one rank is one on all.
 The legacy family also learns ``build`` and ``variables`` as others have them, for the callbacks.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
-from hvd_keras import exchange
+from hvd_keras import exchange, forgotten, reducer
 from hvd_keras._keras import keras
 
 
@@ -20,24 +19,27 @@ def classes() -> tuple[type, ...]:
     return keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer
 
 
-class Distribution(exchange.Distribution):
+class Reducer(reducer.GradientReducer):
     """What an optimizer of tf_keras gains. Lives in it as an attribute, for its class must stay.
 
     Args:
         optimizer: of one of ``classes``, without a LossScaleOptimizer around it.
-        name, manner, groups: as in ``exchange.Distribution``.
+        name, options, groups: as in ``reducer.GradientReducer``.
     """
 
     def __init__(
-        self, optimizer: Any, name: str, manner: exchange.Manner, groups: exchange.Groups
+        self,
+        optimizer: Any,
+        name: str | None,
+        options: exchange.ExchangeOptions,
+        groups: exchange.Groups,
     ) -> None:
-        super().__init__(name, manner, groups)
+        super().__init__(name, options, groups)
         self.optimizer = optimizer
         self.variables: list[Any] = []
-        optimizer._hvd_distribution = self
+        optimizer._hvd_reducer = self
         optimizer.apply_gradients = self.apply_gradients
         if isinstance(optimizer, keras.optimizers.legacy.Optimizer):
-            _let_the_legacy_family_be_built()
             optimizer._aggregate_gradients = self.aggregate_gradients
         else:
             optimizer.build = self.build
@@ -61,18 +63,22 @@ class Distribution(exchange.Distribution):
             gradients, variables = zip(*pairs, strict=True)
             pairs = list(zip(self.reduce(gradients, variables), variables, strict=True))
         own = type(self.optimizer).apply_gradients
-        return own(self.optimizer, pairs, name=name, experimental_aggregate_gradients=False)
+        token = forgotten.exchanged.set(True)
+        try:
+            return own(self.optimizer, pairs, name=name, experimental_aggregate_gradients=False)
+        finally:
+            forgotten.exchanged.reset(token)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> list[Any]:
         """In place of ``Optimizer.aggregate_gradients``, which LossScaleOptimizer calls.
 
         It leaves out what this rank lacks. The newer family has told all variables before.
         """
-        gradient = {exchange.key(v): (g, v) for g, v in grads_and_vars}
+        gradient = {exchange.variable_id(v): (g, v) for g, v in grads_and_vars}
         variables = [v for _, v in gradient.values()]
-        if gradient.keys() <= {exchange.key(v) for v in self.variables}:
+        if gradient.keys() <= {exchange.variable_id(v) for v in self.variables}:
             variables = self.variables
-        mine = [gradient.get(exchange.key(v), (None, v))[0] for v in variables]
+        mine = [gradient.get(exchange.variable_id(v), (None, v))[0] for v in variables]
         reduced = zip(self.reduce(mine, variables), variables, strict=True)
         return [(g, v) for g, v in reduced if g is not None]
 
@@ -84,12 +90,14 @@ class _CallableList(list[Any]):
         return self
 
 
-@functools.cache
-def _let_the_legacy_family_be_built() -> None:
-    """On the class, because ``compile`` makes LossScaleOptimizers of which we hear nothing."""
+def add_build(_: Any) -> Any:
+    """A ``build`` for the legacy family, which has none.
+
+    On the class, because ``compile`` makes LossScaleOptimizers of which we hear nothing.
+    """
 
     def build(self: Any, var_list: Any) -> None:
         self._create_all_weights(list(var_list))
         self.variables = _CallableList(self.weights)
 
-    keras.optimizers.legacy.Optimizer.build = build
+    return build

@@ -1,38 +1,33 @@
 """Loss scaling (``mixed_float16``) that takes one decision for all ranks.
 
 ``keras.optimizers.LossScaleOptimizer`` skips an update whose gradients overflow. It looks at this
-rank's gradients only: if one rank skipped and another did not, they would part for ever.
+rank's gradients only: if one rank skipped and another did not, they would differ ever after.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops
-from hvd_keras._keras import keras
+from hvd_keras import building, ops, reducer
 
 
-@functools.cache
-def agree_on_finite_gradients() -> None:
-    """From now on, a LossScaleOptimizer around a distributed optimizer asks all ranks.
+def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
+    """For a LossScaleOptimizer around a distributed optimizer: asks all ranks.
 
-    On the class, because ``compile`` makes such a wrapper by itself, of which we hear nothing.
+    On the class, because ``compile`` makes such a wrapper by itself.
     """
-    loss_scale_optimizer = keras.optimizers.LossScaleOptimizer
-    local_check = loss_scale_optimizer.check_finite
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         finite = local_check(self, grads)
-        distribution = getattr(self.inner_optimizer, "_hvd_distribution", None)
-        if distribution is None:
+        own = reducer.of_optimizer(self)
+        if own is None or own.process_set.size() == 1 or building.is_building():
             return finite
         return ops.allreduce(
             tf.cast(finite, tf.bool),
             op=ops.Min,
-            name=f"{distribution.name} gradients are finite",
-            process_set=distribution.manner.process_set,
+            name=f"{own.name} gradients are finite",
+            process_set=own.process_set,
         )
 
-    loss_scale_optimizer.check_finite = check_finite
+    return check_finite

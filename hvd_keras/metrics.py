@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvd_keras import agree, ops
 from hvd_keras._keras import Variable, is_legacy, keras
+from hvd_keras.process_sets import ProcessSet
 
 _COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negatives")
 
@@ -94,7 +95,9 @@ def states(model: Any) -> list[MetricState]:
     ]
 
 
-def reduce_logs(logs: dict[str, Any], phases: dict[str, list[MetricState]]) -> dict[str, str]:
+def reduce_logs(
+    logs: dict[str, Any], phases: dict[str, list[MetricState]], process_set: ProcessSet
+) -> dict[str, str]:
     """Replaces each rank's logs by those of all ranks, in place; equal on all ranks.
 
     Metrics are computed from the sums of the ranks' states. Numbers and arrays that are no metrics
@@ -105,6 +108,7 @@ def reduce_logs(logs: dict[str, Any], phases: dict[str, list[MetricState]]) -> d
         logs: what this rank has logged.
         phases: the states of the metrics at the moment when they were logged, by the prefix of
             their keys: ``""`` and ``"val_"``.
+        process_set: the ranks whose logs these are.
 
     Returns:
         The keys of metrics that became a mean over ranks, each with the reason.
@@ -124,10 +128,11 @@ def reduce_logs(logs: dict[str, Any], phases: dict[str, list[MetricState]]) -> d
             "states": [s.describe(prefix) for prefix, phase in used.items() for s in phase],
             "logged": [p for p, phase in used.items() if _was_logged(phase, p, logs)],
         },
+        process_set,
     )
-    _check_equal([sorted(theirs["logs"]) for theirs in everyone])
-    _check_equal([theirs["states"] for theirs in everyone])
-    _check_equal([{k: np.shape(v) for k, v in theirs["logs"].items()} for theirs in everyone])
+    shapes = [{k: np.shape(v) for k, v in theirs["logs"].items()} for theirs in everyone]
+    for views in ([sorted(t["logs"]) for t in everyone], [t["states"] for t in everyone], shapes):
+        _check_equal(dict(zip(process_set.ranks, views, strict=True)))
 
     for key in mine:
         mean = np.sum([theirs["logs"][key] for theirs in everyone], axis=0) / len(everyone)
@@ -147,7 +152,7 @@ def reduce_logs(logs: dict[str, Any], phases: dict[str, list[MetricState]]) -> d
                 "train_step of your own has made them"
             )
             reasons.update({prefix + key: reason for key in state.results if prefix + key in logs})
-    exact = _of_all_ranks(summable)
+    exact = _of_all_ranks(summable, process_set)
     logs.update({k: value for k, value in exact.items() if k in logs and k not in reasons})
     return reasons
 
@@ -213,22 +218,27 @@ def _close(logged: Any, value: Any) -> bool:
         return False
 
 
-def _check_equal(by_rank: list[Any]) -> None:
-    if any(theirs != by_rank[0] for theirs in by_rank):
-        shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(by_rank))
+def _check_equal(by_rank: dict[int, Any]) -> None:
+    first = next(iter(by_rank.values()))
+    if any(theirs != first for theirs in by_rank.values()):
+        shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in by_rank.items())
         raise ValueError(
             f"MetricAverageCallback: the ranks log different metrics ({shown}). "
             "Give all ranks the same metrics and validation data."
         )
 
 
-def _of_all_ranks(summable: list[tuple[str, MetricState]]) -> dict[str, Any]:
+def _of_all_ranks(
+    summable: list[tuple[str, MetricState]], process_set: ProcessSet
+) -> dict[str, Any]:
     arrays = [array for _, state in summable for array in state.sums or ()]
     if not arrays:
         return {}
     # In float64, in which counts and float32 sums are added without another rounding.
     together = np.concatenate([array.astype("float64").ravel() for array in arrays])
-    total = ops.allreduce(together, op=ops.Sum, name="metrics.states").numpy()
+    total = ops.allreduce(
+        together, op=ops.Sum, name="metrics.states", process_set=process_set
+    ).numpy()
     ends = np.cumsum([array.size for array in arrays])
     totals = iter(np.split(total, ends[:-1]))
     results: dict[str, Any] = {}

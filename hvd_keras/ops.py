@@ -38,6 +38,14 @@ Product = ReduceOp.PRODUCT
 Adasum = ReduceOp.ADASUM
 
 
+_reductions = 0
+
+
+def reductions() -> int:
+    """How many calls of ``allreduce`` and ``grouped_allreduce`` this process's code has made."""
+    return _reductions
+
+
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -126,6 +134,8 @@ def grouped_allreduce(
         As ``allreduce``.
     """
     del ignore_name_scope
+    global _reductions
+    _reductions += 1
     reduction = _reduction(average, op)
     name = calls.name("allreduce", name, process_set)
     results = [calls.checked("allreduce", tensor, process_set) for tensor in tensors]

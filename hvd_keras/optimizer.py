@@ -1,28 +1,15 @@
 """``DistributedOptimizer``: one process's optimizer, fed with the gradients of all."""
 
-import collections
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import (
-    exchange,
-    keras_callbacks,
-    legacy_keras,
-    loss_scale,
-    ops,
-    runtime,
-    sync_batch_norm,
-    tensorflow_v1,
-)
+from hvd_keras import exchange, forgotten, legacy_keras, ops, reducer, runtime, tensorflow_v1
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compression import Compression, Compressor
+from hvd_keras.patches import install, require
 from hvd_keras.process_sets import ProcessSet, global_process_set
-
-# By process set: ranks of one set make the same optimizers, those of another may make others.
-_numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -99,7 +86,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. For a name use "
             f"keras.optimizers.get(name). {_other_keras(optimizer)}"
         )
-    manner = exchange.Manner(
+    options = exchange.ExchangeOptions(
         op=op,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
@@ -117,21 +104,17 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"hvd.DistributedOptimizer: this {type(target).__name__} is distributed already. "
             "Wrap an optimizer once."
         )
-    name = name or f"optimizer {next(_numbers[process_set.id()])}"
     chosen = exchange.groups(num_groups, groups)
     passes = _accumulate(target, backward_passes_per_step)
+    install()
     if is_v1:
-        tensorflow_v1.Distribution(target, name, manner, chosen)
-        return optimizer
-    sync_batch_norm.synchronize_between_processes()
-    keras_callbacks.cover_all_ranks()
-    if is_legacy:
-        local = legacy_keras.Distribution(target, name, manner, chosen).register_local_var
+        tensorflow_v1.Reducer(target, name, options, chosen)
+    elif is_legacy:
+        local = legacy_keras.Reducer(target, name, options, chosen).register_local
         optimizer.register_local_var = local
-        return optimizer
-    local_sum = 1 if average_aggregated_gradients else passes
-    _Distribution(target, name, manner, chosen, local_sum).attach(optimizer)
-    loss_scale.agree_on_finite_gradients()
+    else:
+        local_sum = 1 if average_aggregated_gradients else passes
+        _Reducer(target, name, options, chosen, local_sum).attach(optimizer)
     return optimizer
 
 
@@ -153,14 +136,19 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     Raises:
         ValueError: a local layer is not built; and as ``DistributedOptimizer``.
     """
+    variables = local_variables(local_layers)
     distributed = DistributedOptimizer(optimizer, *args, **kwargs)
-    for variable in local_variables(local_layers):
+    for variable in variables:
         distributed.register_local_var(variable)
     return distributed
 
 
 def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None) -> list[Any]:
-    """The trainable variables of layers that belong to this rank alone."""
+    """All variables of layers that belong to this rank alone.
+
+    Raises:
+        ValueError: a layer is not built.
+    """
     if layers is None:
         return []
     if isinstance(layers, keras.layers.Layer):
@@ -172,12 +160,12 @@ def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | 
                 f"local layer {layer.name!r} has no variables yet. Build the model first: give it "
                 "an Input, or call it once."
             )
-    return [variable for layer in layers for variable in layer.trainable_variables]
+    return [variable for layer in layers for variable in layer.variables]
 
 
 def is_distributed(optimizer: Any) -> bool:
     """Whether ``DistributedOptimizer`` was applied to this very object."""
-    return hasattr(optimizer, "_hvd_distribution")
+    return hasattr(optimizer, "_hvd_reducer")
 
 
 def _keras_classes() -> tuple[type, ...]:
@@ -200,94 +188,89 @@ def _other_keras(optimizer: Any) -> str:
     return ""
 
 
-class _Distribution(exchange.Distribution):
-    """What a Keras 3 optimizer gains. Lives in it as an attribute, for its class must stay."""
+class _Reducer(reducer.GradientReducer):
+    """What a Keras 3 optimizer gains. Lives in it as an attribute, for its class must stay.
+
+    Gradients are exchanged in ``apply``, before Keras sees them. If the optimizer accumulates local
+    steps, they are exchanged once per update instead: in ``_clip_gradients``, which Keras calls
+    after accumulation and before all that looks at the gradients.
+    """
 
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
-        name: str,
-        manner: exchange.Manner,
+        name: str | None,
+        options: exchange.ExchangeOptions,
         groups: exchange.Groups,
         local_sum: int,
     ) -> None:
-        super().__init__(name, manner, groups)
+        super().__init__(name, options, groups)
         self.optimizer = optimizer
-        self.local_sum = local_sum  # Keras averages over local steps; times this, it is their sum
-        # The plan of the step, and for each gradient that Keras will clip its place in the plan,
-        # or None if it stays local.
-        self.step: tuple[exchange.Plan, list[int | None]] | None = None
+        self._local_sum = local_sum  # Keras averages over local steps; times this, it is their sum
+        self._pending: reducer.Step | None = None
+        self._applied = False
 
     def attach(self, outermost: keras.optimizers.Optimizer) -> None:
-        self.optimizer._hvd_distribution = self
-        self.optimizer.apply = self.apply
-        self.optimizer._clip_gradients = self.clip_gradients
-        outermost.register_local_var = self.register_local_var
+        self.optimizer._hvd_reducer = self
+        self.optimizer.apply = self._apply
+        self.optimizer.apply_gradients = self._apply_gradients
+        if self.optimizer.gradient_accumulation_steps:
+            require(self.optimizer, "_clip_gradients", "to exchange gradients after accumulation")
+            self.optimizer._clip_gradients = self._clip_gradients
+        outermost.register_local_var = self.register_local
 
-    def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+    def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
+        """In place of ``Optimizer.apply_gradients``, which calls ``apply``."""
+        pairs = list(grads_and_vars)
+        self._applied = False
+        result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
+        if pairs and not self._applied and self.process_set.size() > 1:
+            raise self._not_exchanged("its apply_gradients does not call apply")
+        return result
+
+    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """In place of ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
-        if self.manner.process_set.size() == 1 or len(grads) == 0:
-            keras_apply(self.optimizer, grads, trainable_variables)
-            return
+        self._applied = True
         variables = trainable_variables
         if variables is None:
+            require(self.optimizer, "_trainable_variables", "to know what apply updates")
             variables = self.optimizer._trainable_variables
-        variables = list(variables)
-        grads = self.manner.densified(grads)
-        shared = [i for i, v in enumerate(variables) if exchange.key(v) not in self.local]
-        plan = self.plan([variables[i] for i in shared], [grads[i] for i in shared])
-        for i, gradient in zip(shared, plan.complete([grads[i] for i in shared]), strict=True):
-            grads[i] = gradient
-        present = [i for i, gradient in enumerate(grads) if gradient is not None]
-        overwritten = [i for i in present if _overwritten(variables[i])]
-        if overwritten:
-            # Such "gradients" (float8 scales) are new values; Keras takes the largest of several.
-            largest = ops.grouped_allreduce(
-                [grads[i] for i in overwritten],
-                op=ops.Max,
-                name=f"{self.name} overwritten",
-                process_set=self.manner.process_set,
-            )
-            for i, value in zip(overwritten, largest, strict=True):
-                grads[i] = value
-        rest = [i for i in present if i not in overwritten]
-        place = {i: p for p, i in enumerate(shared)}
-        self.step = plan, [place.get(i) for i in rest]
-        if isinstance(self.optimizer, keras.optimizers.MultiOptimizer):
-            # Its parts update, it does not.
-            for i, gradient in zip(rest, self._exchange([grads[i] for i in rest]), strict=True):
-                grads[i] = gradient
-        keras_apply(self.optimizer, grads, trainable_variables)
+        step = self.begin(grads, variables := list(variables))
+        token = forgotten.exchanged.set(True)
+        try:
+            if not self.optimizer.gradient_accumulation_steps:
+                keras_apply(self.optimizer, step.finish(), trainable_variables)
+                return
+            self._pending = step
+            keras_apply(self.optimizer, step.gradients, trainable_variables)
+            # In eager execution Keras accumulates in one step and exchanges in another.
+            if not step.exchanged and not tf.executing_eagerly():
+                raise self._not_exchanged("it never calls _clip_gradients")
+        finally:
+            self._pending = None
+            forgotten.exchanged.reset(token)
 
-    def clip_gradients(self, grads: Sequence[Any]) -> Any:
-        """In place of ``_clip_gradients``, which every real update calls once, and first.
-
-        Keras calls it after accumulation and before all that looks at the gradients.
-        """
-        if self.manner.process_set.size() > 1:
-            grads = self._exchange(grads)
-        if self.local_sum > 1:
-            grads = [g if g is None else g * tf.constant(self.local_sum, g.dtype) for g in grads]
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        """In place of ``_clip_gradients``: once per update, with the accumulated gradients."""
+        if self._pending is None:
+            raise self._not_exchanged("it calls _clip_gradients outside of apply")
+        grads = self._pending.exchange(grads)
+        if self._local_sum > 1:
+            grads = [g if g is None else g * tf.constant(self._local_sum, g.dtype) for g in grads]
         return type(self.optimizer)._clip_gradients(self.optimizer, grads)
 
-    def _exchange(self, grads: Sequence[Any]) -> list[Any]:
-        assert self.step is not None  # apply() comes first
-        plan, places = self.step
-        everything: list[Any] = [None] * len(plan.entries)
-        for place, gradient in zip(places, grads, strict=True):
-            if place is not None:
-                everything[place] = gradient
-        everything = plan.exchange(everything, self.manner)
-        return [
-            self.manner.scale_local(gradient) if place is None else everything[place]
-            for place, gradient in zip(places, grads, strict=True)
-        ]
+    def _not_exchanged(self, reason: str) -> RuntimeError:
+        return RuntimeError(
+            f"hvd.DistributedOptimizer: the gradients of this {type(self.optimizer).__name__} were "
+            f"not exchanged, because {reason} with Keras {keras.__version__}. Exchange them with "
+            "hvd.DistributedGradientTape and leave this optimizer as it is."
+        )
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
     if not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step is {passes!r}, expected an integer from 1.")
+        raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
     if passes == 1:
         return 1
     if not hasattr(optimizer, "gradient_accumulation_steps"):

@@ -22,6 +22,8 @@ class Settings:
         log_level: ``HVD_LOG_LEVEL``: DEBUG, INFO, WARNING or ERROR, for the core as well.
         gpus_by_mpi: ``HVD_GPU_OPERATIONS`` is MPI, so that processes may share a GPU.
         some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which shows CUDA some GPUs only.
+        strict: ``HVD_STRICT`` is set and not 0: what would be a warning that the ranks train models
+            of their own is an error.
         watched: ``HVDRUN_JOB`` is set: a hvdrun of several hosts hears of this process's end.
         arrival: ``HVDRUN_ARRIVAL``, a file by which hvdrun sees that ``hvd.init()`` was called.
     """
@@ -30,6 +32,7 @@ class Settings:
     log_level: str = "WARNING"
     gpus_by_mpi: bool = False
     some_gpus_hidden: bool = False
+    strict: bool = False
     watched: bool = False
     arrival: pathlib.Path | None = None
 
@@ -63,6 +66,7 @@ def read() -> Settings:
         chosen["log_level"] = text.upper()
     chosen["gpus_by_mpi"] = os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
     chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    chosen["strict"] = os.environ.get("HVD_STRICT", "0") not in ("", "0")
     chosen["watched"] = "HVDRUN_JOB" in os.environ
     if text := os.environ.get("HVDRUN_ARRIVAL"):
         chosen["arrival"] = pathlib.Path(text)

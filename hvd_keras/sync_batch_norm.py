@@ -1,12 +1,14 @@
 """Batch normalisation over the batches of all ranks."""
 
-import functools
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_keras import exchange, ops, runtime
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras._keras import keras
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
 def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  # noqa: N802
@@ -29,53 +31,73 @@ def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  #
         model = keras.Sequential([keras.layers.Conv2D(8, 3), hvd.SyncBatchNormalization()])
     """
     runtime.rank()  # says so, if init() was not called
-    synchronize_between_processes()
     return keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
 
 
-@functools.cache
-def synchronize_between_processes() -> None:
-    """From now on ``BatchNormalization(synchronized=True)`` covers all ranks.
+def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``BatchNormalization(synchronized=True)``: moments over all ranks.
 
     On the class, so that layers that are cloned, loaded or made by others are covered as well.
     """
-    if is_legacy:
-        _synchronize_tf_keras()
-        return
-    layer_class = keras.layers.BatchNormalization
-    local_moments = layer_class._moments
 
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
-        if not self.synchronized or not runtime.is_initialized() or runtime.size() == 1:
+        process_set = _process_set(self)
+        if not self.synchronized or process_set is None:
             return local_moments(self, inputs, mask)
         if mask is not None:
             raise _no_mask(self.name)
-        return _global_moments(inputs, self._reduction_axes, exchange.common_path(self.path))
+        path = exchange.common_path(self.path)
+        return _global_moments(inputs, self._reduction_axes, path, process_set)
 
-    layer_class._moments = moments
+    return moments
 
 
-def _synchronize_tf_keras() -> None:
+LEGACY_METHOD = "_sync_calculate_mean_and_var"
+
+
+def legacy_class() -> Any:
+    """The class of tf_keras that has ``LEGACY_METHOD``."""
+    mro = keras.layers.BatchNormalization.__mro__
+    return next(c for c in mro if LEGACY_METHOD in vars(c))
+
+
+def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
     """The same for tf_keras, whose layer asks for synchronised moments by a method of their own."""
-    name = "_sync_calculate_mean_and_var"
-    layer_class = next(c for c in keras.layers.BatchNormalization.__mro__ if name in vars(c))
-    local_moments = getattr(layer_class, name)
 
     def moments(self: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None) -> Any:
-        if not runtime.is_initialized() or runtime.size() == 1:
+        process_set = _process_set(self)
+        if process_set is None:
             return local_moments(self, x, axes, keep_dims, mask)
         if mask is not None:
             raise _no_mask(self.name)
         # As Keras 3 does: half precision is too coarse for variances.
         half = x.dtype in (tf.float16, tf.bfloat16)
         values = tf.cast(x, tf.float32) if half else x
-        both = _global_moments(values, list(axes), exchange.common_path(self.name))
+        both = _global_moments(values, list(axes), exchange.common_path(self.name), process_set)
         if keep_dims:
             sizes = [1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)]
             both = tf.reshape(both[0], sizes), tf.reshape(both[1], sizes)
         return tf.cast(both[0], x.dtype), tf.cast(both[1], x.dtype)
 
-    setattr(layer_class, name, moments)
+    return moments
+
+
+def synchronize_on(layers: Iterable[Any], process_set: ProcessSet) -> None:
+    """Tells the layers of a model which ranks train it. Default: all ranks."""
+    for layer in layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            _sets[layer] = process_set
+
+
+_sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
+
+
+def _process_set(layer: Any) -> ProcessSet | None:
+    """The ranks over which a layer takes moments; None if it is this rank alone."""
+    if not runtime.is_initialized():
+        return None
+    process_set = _sets.get(layer, global_process_set)
+    return process_set if process_set.size() > 1 else None
 
 
 def _no_mask(layer: str) -> ValueError:
@@ -85,7 +107,9 @@ def _no_mask(layer: str) -> ValueError:
     )
 
 
-def _global_moments(inputs: tf.Tensor, axes: list[int], path: str) -> tuple[tf.Tensor, tf.Tensor]:
+def _global_moments(
+    inputs: tf.Tensor, axes: list[int], path: str, process_set: ProcessSet
+) -> tuple[tf.Tensor, tf.Tensor]:
     """Merges the ranks' moments, weighted by their counts.
 
     By the pairwise formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise
@@ -96,7 +120,7 @@ def _global_moments(inputs: tf.Tensor, axes: list[int], path: str) -> tuple[tf.T
     shape = tf.shape(inputs)
     count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
     mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)
-    everyone = ops.allgather(mine[tf.newaxis], name=f"{path} moments")
+    everyone = ops.allgather(mine[tf.newaxis], name=f"{path} moments", process_set=process_set)
     size = (tf.shape(mine)[0] - 1) // 2
     weights = everyone[:, :1] / tf.reduce_sum(everyone[:, :1])
     means, variances = everyone[:, 1 : 1 + size], everyone[:, 1 + size :]

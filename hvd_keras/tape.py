@@ -1,15 +1,15 @@
 """``DistributedGradientTape`` for custom training loops."""
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, runtime, sync_batch_norm
+from hvd_keras import exchange, ops, reducer, runtime
 from hvd_keras._keras import keras
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.optimizer import local_variables
+from hvd_keras.patches import install
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
@@ -54,7 +54,7 @@ class DistributedGradientTape:
                 f"hvd.DistributedGradientTape: got {gradtape!r}, expected a tf.GradientTape."
             )
         self._tape = gradtape
-        self._manner = exchange.Manner(
+        options = exchange.ExchangeOptions(
             op=op,
             compression=compression,
             sparse_as_dense=sparse_as_dense,
@@ -64,9 +64,9 @@ class DistributedGradientTape:
             scale_local_gradients=scale_local_gradients,
             process_set=process_set,
         )
-        self._groups = exchange.groups(num_groups, groups)
-        self._local: set[int] = set()
-        sync_batch_norm.synchronize_between_processes()
+        self._reducer = _reducer(options, exchange.groups(num_groups, groups))
+        self._local: list[Any] = []
+        install()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
@@ -80,7 +80,7 @@ class DistributedGradientTape:
 
     def register_local_source(self, source: Any) -> None:
         """Lets the gradient of this variable or tensor stay on this rank."""
-        self._local.add(exchange.key(source))
+        self._local.append(source)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """``tf.GradientTape.gradient``, averaged (or summed) over the ranks.
@@ -95,28 +95,10 @@ class DistributedGradientTape:
             ValueError: the ranks' sources differ in number, name, dtype or shape; on every rank.
         """
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
-        if self._manner.process_set.size() == 1:
-            return gradients
-        flat_sources = tf.nest.flatten(sources)
-        flat = self._manner.densified(tf.nest.flatten(gradients))
-        shared = [
-            i for i, source in enumerate(flat_sources) if exchange.key(source) not in self._local
-        ]
-        plan = self._plan([flat_sources[i] for i in shared], [flat[i] for i in shared])
-        reduced = plan.exchange(plan.complete([flat[i] for i in shared]), self._manner)
-        results = [self._manner.scale_local(gradient) for gradient in flat]
-        for i, gradient in zip(shared, reduced, strict=True):
-            results[i] = gradient
-        return tf.nest.pack_sequence_as(sources, results)
-
-    def _plan(self, sources: list[Any], gradients: list[Any]) -> exchange.Plan:
-        places = exchange.places(self._groups, sources)
-        entries = tuple(exchange.entry(source) for source in sources)
-        process_set = self._manner.process_set
-        key = entries, self._manner.sparse_as_dense, tuple(map(tuple, places)), process_set.id()
-        if key not in _plans():
-            _plans()[key] = exchange.Plan("tape", entries, gradients, places, process_set)
-        return _plans()[key]
+        reduced = self._reducer.reduce(
+            tf.nest.flatten(gradients), tf.nest.flatten(sources), self._local
+        )
+        return tf.nest.pack_sequence_as(sources, reduced)
 
 
 def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
@@ -143,7 +125,20 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     return tape
 
 
-@functools.cache
-def _plans() -> dict[Any, exchange.Plan]:
-    """Across tapes: a loop makes a new tape in every step."""
-    return {}
+_reducers: list[reducer.GradientReducer] = []
+
+
+def _reducer(options: exchange.ExchangeOptions, groups: exchange.Groups) -> reducer.GradientReducer:
+    """The reducer of all tapes with these options: a loop makes a new tape in every step."""
+    for known in _reducers:
+        if known.options == options and _same_groups(known.groups, groups):
+            return known
+    _reducers.append(reducer.GradientReducer("tape", options, groups))
+    return _reducers[-1]
+
+
+def _same_groups(one: exchange.Groups, other: exchange.Groups) -> bool:
+    if isinstance(one, int) or isinstance(other, int):
+        return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
+    ids = [[[exchange.variable_id(v) for v in group] for group in g] for g in (one, other)]
+    return ids[0] == ids[1]

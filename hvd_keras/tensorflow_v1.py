@@ -4,10 +4,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, runtime, settings
+from hvd_keras import exchange, ops, reducer, runtime, settings
 
 
-class Distribution(exchange.Distribution):
+class Reducer(reducer.GradientReducer):
     """What a ``tf.compat.v1.train.Optimizer`` gains, and where it is entered.
 
     ``compute_gradients`` gives the gradients of all ranks, so that what a script does with them
@@ -15,21 +15,21 @@ class Distribution(exchange.Distribution):
 
     Args:
         optimizer: the optimizer, which is changed.
-        name, manner, groups: as in ``exchange.Distribution``.
+        name, options, groups: as in ``reducer.GradientReducer``.
     """
 
     def __init__(
         self,
         optimizer: tf.compat.v1.train.Optimizer,
-        name: str,
-        manner: exchange.Manner,
+        name: str | None,
+        options: exchange.ExchangeOptions,
         groups: exchange.Groups,
     ) -> None:
-        super().__init__(name, manner, groups)
+        super().__init__(name, options, groups)
         self.optimizer = optimizer
-        optimizer._hvd_distribution = self
+        optimizer._hvd_reducer = self
         optimizer.compute_gradients = self.compute_gradients
-        optimizer.register_local_var = self.register_local_var
+        optimizer.register_local_var = self.register_local
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """In place of ``Optimizer.compute_gradients``, which ``minimize`` calls."""
@@ -72,7 +72,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     bucket: list[Any] = []
     room = limit = settings.read().bucket_bytes
     for variable in tf.compat.v1.global_variables():
-        size = exchange.size_in_bytes(exchange.entry(variable))
+        size = exchange.size_in_bytes(exchange.spec_of(variable))
         if bucket and size > room:
             assignments += _broadcast(bucket, root_rank, assignments)
             bucket, room = [], limit

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, runtime, settings
+from hvd_keras import exchange, forgotten, ops, reducer, settings
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
@@ -37,7 +37,7 @@ def broadcast_variables(
     size = number = 0
     for variable in variables:
         bucket.append(variable)
-        size += exchange.size_in_bytes(exchange.entry(variable))
+        size += exchange.size_in_bytes(exchange.spec_of(variable))
         if size >= settings.read().bucket_bytes:
             _broadcast(bucket, root_rank, number, process_set)
             bucket, size, number = [], 0, number + 1
@@ -45,13 +45,29 @@ def broadcast_variables(
 
 
 def of_training(model: Any) -> list[Any]:
-    """Model and optimizer variables, in one order. Builds the optimizer, if it is not."""
-    optimizer = model.optimizer
-    if optimizer is None:
-        return list(model.variables)
-    if is_legacy or not optimizer.built:  # tf_keras knows by itself
-        optimizer.build(model.trainable_variables)
-    return [*model.variables, *optimizer.variables]
+    """The variables of a model and its optimizers, in one order.
+
+    Builds the optimizer of ``compile``, if it is not: for others, as GANs have them, it is not
+    known what they update.
+    """
+    found = list(model.variables)
+    for optimizer in reducer.optimizers_of(model):
+        if optimizer is model.optimizer and (
+            is_legacy or (not optimizer.built and not _updates_nothing(model, optimizer))
+        ):
+            optimizer.build(model.trainable_variables)  # tf_keras knows by itself
+        found += optimizer.variables
+    return list({exchange.variable_id(v): v for v in found}.values())
+
+
+def _updates_nothing(model: Any, optimizer: Any) -> bool:
+    """Whether it is the default that ``compile`` makes for models with optimizers of their own."""
+    return reducer.of_optimizer(optimizer) is None and bool(reducer.reducers_of(model))
+
+
+def shared_of_training(model: Any) -> list[Any]:
+    """Those of ``of_training`` that do not belong to one rank alone."""
+    return reducer.without_local(model, of_training(model))
 
 
 def mark_restored(model: Any, restored: bool) -> None:
@@ -72,25 +88,33 @@ def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: P
     )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
+    forgotten.mark_synchronized(variables)
 
 
-def average_variables(variables: list[Any]) -> None:
+def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
     """Assigns the mean over the ranks to floating-point variables."""
-    if runtime.size() == 1 or not variables:
+    if process_set.size() == 1 or not variables:
         return
     means = ops.grouped_allreduce(
-        [tf.convert_to_tensor(v) for v in variables], op=ops.Average, name="variables' means"
+        [tf.convert_to_tensor(v) for v in variables],
+        op=ops.Average,
+        name="variables' means",
+        process_set=process_set,
     )
     for variable, mean in zip(variables, means, strict=True):
         variable.assign(mean)
 
 
 def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """The variables in which batch normalisation keeps the means of what this rank has seen."""
+    """The variables in which batch normalisation keeps the means of what this rank has seen.
+
+    Those of frozen layers do not move, so they are equal on all ranks.
+    """
     return [
         variable
         for layer in layers
-        if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+        if isinstance(layer, keras.layers.BatchNormalization)
+        if layer.built and layer.trainable and not layer.synchronized
         for variable in layer.non_trainable_variables
         if variable is not layer.gamma and variable is not layer.beta
     ]
@@ -105,18 +129,20 @@ def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     return list(found.values())
 
 
-def give_each_rank_its_own_randomness(states: Iterable[Any]) -> None:
+def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: ProcessSet) -> None:
     """Makes equal seed states differ by rank, in a way that a rerun repeats.
 
-    Equal dropout masks on all ranks would waste the ranks. The root rank's own state, rank 0's, is
+    Equal dropout masks on all ranks would waste the ranks. The state of the set's first rank is
     left as it is.
     """
-    if runtime.rank() == 0:
+    if process_set.rank() == 0:
         return
     for state in states:
         seed, *rest = np.asarray(state)
         # A seed sequence gives well-mixed words, where seed + rank would collide with another seed.
-        mixed = np.random.SeedSequence([int(seed), runtime.rank()]).generate_state(1, np.uint32)[0]
+        mixed = np.random.SeedSequence([int(seed), process_set.rank()]).generate_state(
+            1, np.uint32
+        )[0]
         state.assign(np.array([mixed >> 1, *rest], dtype=state.dtype))
 
 

@@ -223,7 +223,7 @@ def test_warmup_goes_on_after_a_restart(directory: pathlib.Path, known: bool) ->
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5])
 def test_impossible_warmup_steps(steps) -> None:
-    with pytest.raises(ValueError, match=f"warmup_steps is {steps}, expected an integer from 1"):
+    with pytest.raises(ValueError, match=f"warmup_steps is {steps}, expected a positive integer"):
         hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_steps=steps)
 
 

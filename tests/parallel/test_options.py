@@ -253,7 +253,7 @@ def test_partial_optimizer_and_tape() -> None:
         ({"num_groups": 2, "groups": 2}, "Give groups alone"),
         ({"groups": -1}, "or 0 for by size"),
         ({"groups": [1, 2]}, "lists of variables"),
-        ({"backward_passes_per_step": 0}, "an integer from 1"),
+        ({"backward_passes_per_step": 0}, "a positive integer"),
     ],
 )
 def test_impossible_options(options: dict, text: str) -> None:

@@ -317,7 +317,7 @@ def test_arguments_that_differ_are_refused(directory) -> None:
 
 
 def test_impossible_arguments_and_a_model_not_built(directory) -> None:
-    with pytest.raises(ValueError, match="keep is 0, expected an integer from 1"):
+    with pytest.raises(ValueError, match="keep is 0, expected a positive integer"):
         hvd.callbacks.Checkpoint(directory, keep=0)
     with pytest.raises(ValueError, match="save_freq is 'batch', expected 'epoch' or a number"):
         hvd.callbacks.Checkpoint(directory, save_freq="batch")

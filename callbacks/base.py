@@ -1,0 +1,27 @@
+"""What the callbacks have in common: they know which ranks train the model."""
+
+from typing import Any
+
+from hvd_keras import process_sets, reducer
+from hvd_keras._keras import keras
+from hvd_keras.process_sets import ProcessSet
+
+
+class Callback(keras.callbacks.Callback):  # type: ignore[misc]
+    """A Keras callback that takes part on every rank of the model's process set."""
+
+    # Of a model without a distributed optimizer: its train_step uses hvd.DistributedGradientTape.
+    _hvd_process_set: ProcessSet = process_sets.global_process_set
+
+    def set_model(self, model: Any) -> None:
+        """From Keras."""
+        super().set_model(model)
+        if model is not None:
+            reducer.mark_together(model, self._hvd_process_set)
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that train the model."""
+        if self.model is None:
+            return self._hvd_process_set
+        return reducer.process_set_of(self.model) or self._hvd_process_set
