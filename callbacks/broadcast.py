@@ -61,16 +61,15 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """After the model got its variables."""
-        if variables.is_restored(self.model):
+        process_set = self.process_set
+        if variables.is_restored(self.model) or process_set.size() == 1:
             return
         fitting.check_built(self.model)
-        process_set = self.process_set
         shared = variables.shared_of_training(self.model)
         variables.broadcast_variables(shared, self.root_rank, process_set)
-        if process_set.size() > 1:
-            seeds = variables.seed_states(self.model._flatten_layers())
-            seeds = reducer.without_local(self.model, seeds)
-            variables.give_each_rank_its_own_randomness(seeds, process_set)
+        seeds = variables.seed_states(self.model._flatten_layers())
+        seeds = reducer.without_local(self.model, seeds)
+        variables.give_each_rank_its_own_randomness(seeds, process_set)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """From Keras."""

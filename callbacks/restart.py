@@ -78,6 +78,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         model.fit(data, epochs=10, callbacks=[broadcast, checkpoint])
     """
 
+    _hvd_needs_variables = True
+
     def __init__(
         self,
         directory: str | os.PathLike[str],

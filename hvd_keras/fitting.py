@@ -20,11 +20,11 @@ from hvd_keras.process_sets import ProcessSet
 
 @dataclasses.dataclass
 class _Fit:
-    """A ``fit`` that is running on several ranks."""
+    """A ``fit`` that is running on all ranks of a process set."""
 
     model: Any
     process_set: ProcessSet
-    checkpoints: int  # how many keras.callbacks.ModelCheckpoint this rank has
+    checkpoints: list[Any]  # this rank's keras.callbacks.ModelCheckpoint
     has_begun: bool = False
     # Whether all ranks have as many of them, so that they can wait for each other in there.
     checkpoints_are_common: bool = False
@@ -44,7 +44,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         process_set = None
         callbacks: list[Any] = []
-        if runtime.is_initialized() and runtime.size() > 1:
+        if runtime.is_initialized():
             try:
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
             except TypeError:
@@ -53,9 +53,11 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             process_set = _process_set(self, callbacks)
         in_fit = forgotten.in_fit.set(True)
         own = None
-        if process_set is not None and process_set.size() > 1:
+        # Alone, only who restores a checkpoint needs the variables so early.
+        early = [c for c in callbacks if getattr(c, "_hvd_needs_variables", False)]
+        if process_set is not None and (process_set.size() > 1 or early):
             checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
-            own = _Fit(self, process_set, len(checkpoints))
+            own = _Fit(self, process_set, checkpoints)
         token = _current.set(own)
         try:
             history = fit(self, *args, **kwargs)
@@ -116,10 +118,10 @@ def check_built(model: Any) -> None:
         ) from own.problem
 
 
-def wait_for_checkpoint(process_set: ProcessSet | None) -> None:
+def wait_for_checkpoint(callback: Any) -> None:
     """Where all ranks have the callback, its file is there for all when they go on."""
     own = _current.get()
-    if own is not None and own.checkpoints_are_common and process_set is own.process_set:
+    if own is not None and own.checkpoints_are_common and callback in own.checkpoints:
         agree.gather_json("checkpoint is written", None, own.process_set)
 
 
@@ -131,8 +133,8 @@ def _begin(own: _Fit, dataset: Any) -> None:
         own.problem = building.build(model, dataset.element_spec)
     missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
     told = f"{type(own.problem).__name__}: {own.problem}" if missing else None
-    everyone = agree.gather_json("fit", [own.checkpoints, told], own.process_set)
-    own.checkpoints_are_common = all(count == own.checkpoints for count, _ in everyone)
+    everyone = agree.gather_json("fit", [len(own.checkpoints), told], own.process_set)
+    own.checkpoints_are_common = len({count for count, _ in everyone}) == 1
     own.unbuilt = "; ".join(
         f"rank {rank}: {text}"
         for rank, (_, text) in zip(own.process_set.ranks, everyone, strict=True)

@@ -51,6 +51,7 @@ def local_fit() -> Iterator[None]:
         _alone_on_purpose.reset(token)
 
 
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
     """Tells once if an optimizer applies gradients that nothing has exchanged.
 
@@ -102,7 +103,7 @@ def mark_reduced(variables: Iterable[Any]) -> None:
 
 def check_weights(
     name: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
-) -> None:
+) -> bool:
     """Compares the weights with which the ranks begin, unless they have been broadcast.
 
     In ``fit`` a difference is told at once. A loop of the script's own may broadcast after its
@@ -114,12 +115,18 @@ def check_weights(
         requests: how many requests a step makes for them.
         process_set: the ranks that train them.
 
+    Returns:
+        False if the variables have no values yet: a ``tf.function`` of the script's initializes
+        those that it makes after its first trace, and traces once more.
+
     Raises:
         ValueError: the weights differ and ``HVD_STRICT`` is set; on every rank.
     """
     everyone = agree.gather_json(f"{name}.weights", _digest(variables), process_set)
+    if _NO_VALUES in everyone:
+        return False
     if None in everyone or len(set(everyone)) == 1 or _alone_on_purpose.get():
-        return
+        return True
     if in_fit.get():
         add = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit"
     else:
@@ -133,12 +140,15 @@ def check_weights(
     )
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
-    if process_set.rank() > 0:
-        return
-    if in_fit.get():
-        _warn_once(text)
-    else:
-        _Unequal(variables, text, requests * _STEPS_UNTIL_TOLD).watch()
+    if process_set.rank() == 0:
+        if in_fit.get():
+            _warn_once(text)
+        else:
+            _Unequal(variables, text, requests * _STEPS_UNTIL_TOLD).watch()
+    return True
+
+
+_NO_VALUES = "no values"
 
 
 def _digest(variables: Sequence[Any]) -> str | None:
@@ -150,6 +160,8 @@ def _digest(variables: Sequence[Any]) -> str | None:
         unknown = [v for v in variables if v not in _synchronized]
         if not unknown or not all(hasattr(v, "assign") for v in unknown):
             return None
+        if not all(exchange.inner_variable(v).is_initialized() for v in unknown):
+            return _NO_VALUES
         for variable in unknown:
             digest.update(np.ascontiguousarray(np.asarray(variable)).tobytes())
     return digest.hexdigest()

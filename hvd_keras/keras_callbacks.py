@@ -58,7 +58,7 @@ def _on_leader_alone(name: str) -> Callable[[Any], Any]:
             elif name == "set_model":  # classes derived from it may ask for their model
                 keras.callbacks.Callback.set_model(self, model)
             if name == "on_epoch_end" and isinstance(self, keras.callbacks.ModelCheckpoint):
-                fitting.wait_for_checkpoint(process_set)
+                fitting.wait_for_checkpoint(self)
 
         return on_leader
 

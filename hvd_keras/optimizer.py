@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvd_keras import exchange, forgotten, legacy_keras, ops, reducer, runtime, tensorflow_v1
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compression import Compression, Compressor
-from hvd_keras.patches import install, require
+from hvd_keras.patches import require
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
@@ -106,7 +106,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         )
     chosen = exchange.groups(num_groups, groups)
     passes = _accumulate(target, backward_passes_per_step)
-    install()
     if is_v1:
         tensorflow_v1.Reducer(target, name, options, chosen)
     elif is_legacy:

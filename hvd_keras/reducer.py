@@ -79,8 +79,12 @@ class GradientReducer:
         Raises:
             ValueError: the ranks' variables differ; on every rank.
         """
-        return self.begin(gradients, variables, local).finish()
+        step: Step = self.begin(gradients, variables, local)
+        reduced: list[Any] = step.finish()
+        return reduced
 
+    # A tf.function of the script's would rewrite this code and what it calls, and rewrite it wrong.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def begin(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> "Step":
@@ -120,9 +124,9 @@ class GradientReducer:
         specs = tuple(exchange.spec_of(v) for v in variables)
         if specs not in self._known:
             exchange.check_specs(self.name, specs, self.process_set)
-            self._known.add(specs)
             requests = len(exchange.Plan(self.name, specs, ()).buckets(gradients))
-            forgotten.check_weights(self.name, variables, requests, self.process_set)
+            if forgotten.check_weights(self.name, variables, requests, self.process_set):
+                self._known.add(specs)
         kinds = exchange.kinds_of(gradients)
         indices = exchange.group_indices(self.groups, variables)
         if tf.executing_eagerly():
@@ -170,6 +174,7 @@ class Step:
         ]
         self.exchanged = plan is None
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def finish(self) -> list[Any]:
         """All gradients, exchanged, in the order given."""
         reduced = self.exchange([self.gradients[i] for i in self._updated])
@@ -177,6 +182,7 @@ class Step:
             self.gradients[i] = gradient
         return self.gradients
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def exchange(self, gradients: Sequence[Any]) -> list[Any]:
         """Exchanges what the optimizer has made of the gradients that it updates with.
 

@@ -100,10 +100,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     from hvd_keras import gradients, membership  # which need this module
 
     del gradients  # they are registered now
-    if size() > 1:
-        from hvd_keras import patches  # which needs this module
+    from hvd_keras import patches  # which needs this module
 
-        patches.install()
+    patches.install()
     if process_sets is not None and process_sets != "dynamic":
         for process_set in process_sets:
             membership.add_process_set(process_set)

@@ -9,7 +9,6 @@ from hvd_keras import exchange, ops, reducer, runtime
 from hvd_keras._keras import keras
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.optimizer import local_variables
-from hvd_keras.patches import install
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
@@ -66,7 +65,6 @@ class DistributedGradientTape:
         )
         self._reducer = _reducer(options, exchange.groups(num_groups, groups))
         self._local: list[Any] = []
-        install()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)

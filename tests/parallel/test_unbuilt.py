@@ -1,0 +1,307 @@
+"""Models that have no variables before their first step: all that comes before it works."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import building, patches
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+ROWS, BATCH = 24, 4
+
+
+def sequential() -> keras.Model:
+    return keras.Sequential([keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(2)])
+
+
+@keras.saving.register_keras_serializable("tests")
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.layers.Dense(6, activation="tanh")
+        self.second = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+class WithDict(Subclassed):
+    def call(self, x):
+        return super().call(tf.concat([x["left"], x["right"]], axis=1))
+
+
+class WithTuple(Subclassed):
+    def call(self, x):
+        left, (right,) = x
+        return super().call(tf.concat([left, right], axis=1))
+
+
+class OwnStep(Subclassed):
+    """As an author of a custom loop writes it; asks for two values, not three."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+class TapeInStep(Subclassed):
+    """A plain optimizer: the tape exchanges the gradients."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def plain(x):
+    return x
+
+
+def as_dict(x):
+    return {"left": x[:, :2], "right": x[:, 2:]}
+
+
+def as_tuple(x):
+    return x[:, :2], (x[:, 2:],)
+
+
+def data():
+    random = np.random.default_rng(3)
+    rows = ROWS * SIZE
+    return random.normal(size=(rows, 5)).astype("float32"), random.normal(size=(rows, 2)).astype(
+        "float32"
+    )
+
+
+def share(array):
+    """Rank r's rows of each step."""
+    return array.reshape(-1, SIZE, BATCH, array.shape[1])[:, RANK].reshape(-1, array.shape[1])
+
+
+def arrays(x, y, batch):
+    return {"x": x, "y": y, "batch_size": batch}
+
+
+def of_unknown_shape(x, y, batch):
+    """A generator: neither the batch nor the length of a row is known."""
+    columns = x.shape[1]
+
+    def batches():
+        for i in range(0, len(x), batch):
+            yield x[i : i + batch], y[i : i + batch]
+
+    spec = (tf.TensorSpec((None, columns)), tf.TensorSpec((None, None)))
+    return {"x": tf.data.Dataset.from_generator(batches, output_signature=spec)}
+
+
+class AtBegin(keras.callbacks.Callback):
+    """Behind the broadcast, before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = self.rates = None
+
+    def on_train_begin(self, logs=None) -> None:
+        self.weights = self.model.get_weights()
+        self.rates = [float(v) for v in self.model.optimizer.variables if v.name == "learning_rate"]
+
+
+@pytest.mark.parametrize(
+    ("make", "form", "feed", "options"),
+    [
+        (sequential, plain, arrays, {}),
+        (sequential, plain, of_unknown_shape, {}),
+        (sequential, plain, arrays, {"run_eagerly": True}),
+        (sequential, plain, arrays, {"jit_compile": True}),
+        (Subclassed, plain, of_unknown_shape, {"jit_compile": False}),
+        (WithDict, as_dict, arrays, {}),
+        (WithTuple, as_tuple, arrays, {"run_eagerly": True}),
+        (OwnStep, plain, arrays, {}),
+        (OwnStep, plain, of_unknown_shape, {"run_eagerly": True}),
+        (TapeInStep, plain, arrays, {}),
+    ],
+)
+def test_first_step_begins_with_the_roots_weights(make, form, feed, options) -> None:
+    keras.utils.set_random_seed(11 + RANK)
+    x, y = data()
+    together, begin = make(), AtBegin()
+    optimizer = keras.optimizers.SGD(0.02 * (1 + RANK), momentum=0.9)  # the root's rate must win
+    if make is not TapeInStep:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    together.compile(optimizer=optimizer, loss="mse", **options)
+    root = hvd.callbacks.BroadcastGlobalVariablesCallback(SIZE - 1)
+    fed = feed(share(x), share(y), BATCH)
+    if "y" in fed:
+        fed["x"] = form(fed["x"])
+    together.fit(**fed, epochs=2, shuffle=False, verbose=0, callbacks=[root, begin])
+    training.assert_bit_identical_on_all_ranks(together)
+    assert begin.rates == pytest.approx([0.02 * SIZE])
+    keras.utils.set_random_seed(11 + SIZE - 1)
+    own = make()
+    own(form(x[:1]))
+    for mine, theirs in zip(begin.weights, own.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)  # as on the root, before any step
+
+    with hvd.local_fit():
+        alone = Subclassed() if make in (OwnStep, TapeInStep) else make()
+        alone(form(x[:1]))
+        alone.set_weights(begin.weights)
+        alone.compile(optimizer=keras.optimizers.SGD(0.02 * SIZE, momentum=0.9), loss="mse")
+        alone.fit(form(x), y, batch_size=SIZE * BATCH, epochs=2, shuffle=False, verbose=0)
+    for mine, theirs in zip(together.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+class Gan(keras.Model):
+    """Two networks and two optimizers, of which ``compile`` hears nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(5)])
+        self.critic = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+
+    def compile(self, critic_optimizer, generator_optimizer) -> None:
+        super().compile()
+        self.critic_optimizer = critic_optimizer
+        self.generator_optimizer = generator_optimizer
+
+    def train_step(self, real):
+        noise = real[:, :3]
+        with tf.GradientTape() as tape:
+            score = self.critic(self.generator(noise)) - self.critic(real)
+            loss = tf.reduce_mean(tf.tanh(score))
+        weights = self.critic.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.critic_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        with tf.GradientTape() as tape:
+            loss = -tf.reduce_mean(tf.tanh(self.critic(self.generator(noise))))
+        weights = self.generator.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.generator_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+def test_two_networks_with_two_optimizers() -> None:
+    keras.utils.set_random_seed(5 + RANK)
+    x, _ = data()
+    together, begin = Gan(), AtBegin()
+    adam = keras.optimizers.Adam
+    together.compile(hvd.DistributedOptimizer(adam(0.02)), hvd.DistributedOptimizer(adam(0.01)))
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    together.fit(
+        share(x), batch_size=BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[broadcast, begin]
+    )
+    training.assert_bit_identical_on_all_ranks(together)
+    with hvd.local_fit():
+        alone = Gan()
+        alone.critic(alone.generator(x[:1, :3]))
+        alone.set_weights(begin.weights)
+        alone.compile(adam(0.02), adam(0.01))
+        alone.fit(x, batch_size=SIZE * BATCH, epochs=2, shuffle=False, verbose=0)
+    for mine, theirs in zip(together.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_one_callback_serves_several_models_and_fits() -> None:
+    x, y = data()
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    for fold in range(3):
+        keras.utils.set_random_seed(100 * fold + RANK)
+        model = sequential() if fold else training.dense_model()
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
+        model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=[broadcast])
+        training.assert_bit_identical_on_all_ranks(model)
+    # A rank loads other weights; the next fit begins with the root's all the same.
+    model.set_weights([w + RANK for w in model.get_weights()])
+    model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=[broadcast])
+    training.assert_bit_identical_on_all_ranks(model)
+
+
+def test_checkpoint_restores_what_is_not_built(directory) -> None:
+    x, y = data()
+
+    def train(epochs, seed):
+        keras.utils.set_random_seed(seed + RANK)
+        model = Subclassed()
+        model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss="mse")
+        callbacks = [
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.LearningRateWarmupCallback(0.02, warmup_epochs=3),
+            hvd.callbacks.Checkpoint(directory / str(seed), save_freq=2),
+        ]
+        batches = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+        model.fit(share(x), share(y), epochs=epochs, callbacks=callbacks, **batches)
+        return model
+
+    whole = train(4, seed=50)
+    keras.utils.set_random_seed(9)
+    hvd.barrier()
+    # The same initial weights as the whole run; then a second process goes on.
+    part = directory / "60"
+    if RANK == 0:
+        part.mkdir()
+        files = sorted((directory / "50").iterdir())
+        (part / files[0].name).write_bytes(files[0].read_bytes())
+    hvd.barrier()
+    resumed = train(4, seed=60)
+    np.testing.assert_array_equal(training.flat(resumed), training.flat(whole))
+    training.assert_bit_identical_on_all_ranks(resumed)
+
+
+class ReadsValues(keras.Model):
+    """Cannot be traced: it needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.inner(x * float(x.numpy().max() > 0))
+
+
+def test_model_that_cannot_be_traced_is_refused_on_all_ranks() -> None:
+    x, y = data()
+    model = ReadsValues()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+    broadcast = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    with pytest.raises(ValueError, match=r"has no variables yet(.|\n)*call it once on a batch"):
+        model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=broadcast)
+    model(tf.constant(x[:1]))  # as the text says
+    model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=broadcast)
+    training.assert_bit_identical_on_all_ranks(model)
+
+
+def test_a_second_fit_traces_nothing_anew() -> None:
+    model = Gan()  # its own ``built`` stays False
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD()),
+        hvd.DistributedOptimizer(keras.optimizers.SGD()),
+    )
+    x, _ = data()
+    model.fit(share(x), batch_size=BATCH, verbose=0)
+    assert building.is_built(model)
+
+
+def test_patches_are_undone() -> None:
+    patched = keras.Model.fit
+    patches.uninstall()
+    try:
+        assert keras.Model.fit is not patched
+        assert "apply" not in vars(keras.optimizers.Optimizer)
+    finally:
+        patches.install()
+    assert keras.Model.fit is not patched
+    with pytest.raises(RuntimeError, match=r"needs Model.no_such_method to test(.|\n)*pip install"):
+        patches.require(keras.Model, "no_such_method", "to test")

@@ -1,0 +1,108 @@
+"""Lines that a script lacks are told on stderr, once, with the line to add."""
+
+import pathlib
+
+import pytest
+
+from tests.harness import ranks
+
+START = """
+import os, sys
+import keras, numpy as np, tensorflow as tf
+import hvd_keras as hvd
+hvd.init()
+keras.utils.set_random_seed(1 + hvd.rank())
+x = np.random.default_rng(hvd.rank()).normal(size=(32, 4)).astype("float32")
+y = x.sum(1, keepdims=True)
+model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+def fit(optimizer, callbacks, **options):
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+"""
+
+LOOP = """
+optimizer = keras.optimizers.SGD(0.01)
+@tf.function
+def step(images, first):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(images) - 1.0) ** 2)
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+    return loss
+for batch in range(60):
+    step(tf.constant(x), batch == 0)
+"""
+
+NOT_DISTRIBUTED = "applies gradients of this rank alone"
+DIFFERENT = "began to train with different weights"
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("fit(keras.optimizers.SGD(0.01), [broadcast])", NOT_DISTRIBUTED),
+        ("fit(keras.optimizers.SGD(0.01), [broadcast], run_eagerly=True)", NOT_DISTRIBUTED),
+        ("fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [])", DIFFERENT),
+        (LOOP, DIFFERENT),
+        (LOOP.replace("@tf.function\n", ""), DIFFERENT),
+    ],
+    ids=["optimizer", "optimizer, eager", "broadcast", "broadcast, loop", "broadcast, eager loop"],
+)
+def test_a_forgotten_line_is_told_once_and_is_an_error_if_strict(
+    script: str, told: str, tmp_path: pathlib.Path
+) -> None:
+    job = ranks.run_script(tmp_path, 2, START + script, TF_CPP_MIN_LOG_LEVEL="3")
+    assert job.status == 0, job.output
+    assert job.output.count("hvd_keras WARNING") == 1, job.output
+    assert job.output.count(told) == 1, job.output
+    line = "hvd.DistributedOptimizer(SGD(...))" if told == NOT_DISTRIBUTED else "roadcast"
+    assert line in job.output
+    job = ranks.run_script(tmp_path, 2, START + script, TF_CPP_MIN_LOG_LEVEL="3", HVD_STRICT="1")
+    assert job.status != 0, job.output
+    assert job.output.count("Error: hvd_keras: ") >= 1, job.output
+    assert told in job.output
+
+
+NOTHING_IS_FORGOTTEN = """
+fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [broadcast])  # the four lines
+
+model = keras.Sequential([keras.layers.Dense(1)])
+with hvd.local_fit():  # on purpose
+    fit(keras.optimizers.SGD(0.01), [])
+
+model = keras.Sequential([keras.layers.Dense(1)])  # Horovod's loop: broadcast after the first step
+optimizer = keras.optimizers.SGD(0.01)
+@tf.function
+def step():
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(tf.constant(x)) - 1.0) ** 2)
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+for batch in range(60):
+    step()
+    if batch == 0:
+        hvd.broadcast_variables(model.variables, root_rank=0)
+        hvd.broadcast_variables(optimizer.variables, root_rank=0)
+
+model = keras.Sequential([keras.layers.Dense(1)])  # averaged by hand
+model(x)
+hvd.broadcast_variables(model.variables, root_rank=0)
+optimizer = keras.optimizers.Adam(0.01)
+for batch in range(3):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x) - 1.0) ** 2)
+    gradients = [hvd.allreduce(g) for g in tape.gradient(loss, model.trainable_variables)]
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+weights = hvd.allgather(np.concatenate([w.ravel() for w in model.get_weights()])[None]).numpy()
+assert (weights == weights[0]).all()
+"""
+
+
+def test_nothing_is_told_where_nothing_is_forgotten(tmp_path: pathlib.Path) -> None:
+    job = ranks.run_script(
+        tmp_path, 2, START + NOTHING_IS_FORGOTTEN, TF_CPP_MIN_LOG_LEVEL="3", HVD_STRICT="0"
+    )
+    assert job.status == 0, job.output
+    assert "hvd_keras" not in job.output, job.output
