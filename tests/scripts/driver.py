@@ -64,20 +64,18 @@ class Script:
 
     def problems(self) -> list[str]:
         """What is wrong with it; nothing if it does what it should."""
-        found = []
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
             alone = Run(self, 1, one)
-            found += alone.problems()
-            if self.how == "itself" or found:
+            found = alone.problems()
+            if self.how == "itself":
                 return found
             together = Run(self, 2, two)
-            if self.expect in ("equal", "differ-ok"):
-                found += together.problems()
-                found = found or differences(alone, together, self.expect == "equal")
-            elif self.expect == "error":
+            if self.expect == "error":
                 found += together.not_an_error(self.text)
             else:
-                found += together.problems(told=self.text)
+                found += together.problems(told=self.text if self.expect == "warn" else None)
+            if self.expect in ("equal", "differ-ok") and not found:
+                found += differences(alone, together, self.expect == "equal")
         if self.expect == "warn":
             with tempfile.TemporaryDirectory() as folder:
                 strict = Run(self, 2, folder, HVD_STRICT="1")
