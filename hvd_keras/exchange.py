@@ -177,7 +177,7 @@ def agree_on_kinds(
 ) -> tuple[Kind | None, ...]:
     """How each gradient travels: dense if it is dense on any rank, None only if no rank has it."""
     mine = np.array([[_KINDS.index(kind) for kind in kinds]], np.uint8)
-    everyone = agree.at_once(
+    everyone = agree.run_now(
         lambda: ops.allgather(mine, f"{name}.kinds", process_set=process_set),
     )
     return tuple(_KINDS[i] for i in everyone.max(axis=0))

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, building, forgotten, reducer, runtime, sync_batch_norm
+from hvd_keras import agree, building, forgotten, rank_info, reducer, sync_batch_norm
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
 
@@ -44,7 +44,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         process_set = None
         callbacks: list[Any] = []
-        if runtime.is_initialized():
+        if rank_info.is_initialized():
             try:
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
             except TypeError:
@@ -116,6 +116,14 @@ def check_built(model: Any) -> None:
             f"make them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
             "before fit."
         ) from own.problem
+
+
+def forget_functions(model: Any) -> None:
+    """Lets a model trace its steps anew."""
+    model.test_function = model.predict_function = model.train_function = None
+    made = model.make_train_function()
+    if made is not None:  # tf_keras
+        model.train_function = made
 
 
 def wait_for_checkpoint(callback: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, agree, building, exchange, log, ops, runtime, settings
+from hvd_keras import _library, agree, building, exchange, log, ops, rank_info, settings
 from hvd_keras.process_sets import ProcessSet
 
 #: Whether ``fit`` is running.
@@ -65,22 +65,22 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
         _alone_on_purpose.get()
         or exchanged.get()
         or building.is_building()
-        or not runtime.is_initialized()
-        or runtime.size() == 1
+        or not rank_info.is_initialized()
+        or rank_info.size() == 1
         or ops.reductions() > exchange.reductions()  # the script averages gradients by itself
         or any(variable in _reduced for variable in variables)
     ):
         return
     name = type(optimizer).__name__
     text = (
-        f"an {name} applies gradients of this rank alone, so each of the {runtime.size()} ranks "
+        f"an {name} applies gradients of this rank alone, so each of the {rank_info.size()} ranks "
         f"trains another model. Write hvd.DistributedOptimizer({name}(...)), or exchange the "
         "gradients with hvd.DistributedGradientTape. If a rank trains alone on purpose: with "
         "hvd.local_fit(): ..."
     )
     if settings.read().strict:
         raise RuntimeError(f"hvd_keras: {text}")
-    if runtime.rank() == 0:
+    if rank_info.rank() == 0:
         _warn_once(text)
 
 
@@ -185,7 +185,7 @@ class _Unequal:
 
     def _wait(self) -> None:
         last = self._count() + self._requests
-        while runtime.is_initialized() and self._count() < last:
+        while rank_info.is_initialized() and self._count() < last:
             if self._ended.wait(_POLL_SECONDS):
                 return
         self._tell()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras import agree, fitting, ops, reducer, runtime
+from hvd_keras import agree, fitting, ops, rank_info, reducer
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
 
@@ -39,7 +39,7 @@ def patches() -> Iterator[tuple[Any, str, str, Callable[[Any], Any]]]:
 
 def _others(model: Any) -> ProcessSet | None:
     """The ranks that train this model; None if this rank trains it alone."""
-    if model is None or not runtime.is_initialized():
+    if model is None or not rank_info.is_initialized():
         return None
     process_set = reducer.process_set_of(model)
     return process_set if process_set is not None and process_set.size() > 1 else None

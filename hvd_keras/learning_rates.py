@@ -2,7 +2,7 @@
 
 import math
 
-from hvd_keras import runtime
+from hvd_keras import rank_info
 
 
 def linear_scaling(rate: float) -> float:
@@ -17,7 +17,7 @@ def linear_scaling(rate: float) -> float:
     Example:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(hvd.linear_scaling(0.01)))
     """
-    return rate * runtime.size()
+    return rate * rank_info.size()
 
 
 def sqrt_scaling(rate: float) -> float:
@@ -34,4 +34,4 @@ def sqrt_scaling(rate: float) -> float:
     Example:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Lamb(hvd.sqrt_scaling(0.001)))
     """
-    return rate * math.sqrt(runtime.size())
+    return rate * math.sqrt(rank_info.size())

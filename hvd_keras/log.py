@@ -1,5 +1,6 @@
 """Lines on stderr for people: Python's ``logging``, in the form of the core's."""
 
+import functools
 import logging
 
 from hvd_keras import settings
@@ -24,3 +25,9 @@ def start(rank: int) -> None:
         handler.setFormatter(_WithRank(rank))
         logger.addHandler(handler)
         logger.propagate = False
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Writes a warning that this process has not written before."""
+    logger.warning(text)

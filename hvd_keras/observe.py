@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from hvd_keras import _library, agree, meeting, runtime
+from hvd_keras import _library, agree, ops, rank_info
 
 
 def stats() -> dict[str, Any]:
@@ -29,7 +29,7 @@ def stats() -> dict[str, Any]:
     Raises:
         ValueError: ``init()`` was not called.
     """
-    runtime.rank()  # says so, if init() was not called
+    rank_info.rank()  # says so, if init() was not called
     counters: dict[str, Any] = json.loads(_library.core().hvd_stats())
     return counters
 
@@ -50,7 +50,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     """
     del mark_cycles
     error = ""
-    if runtime.rank() == 0:
+    if rank_info.rank() == 0:
         core = _library.core()
         if core.hvd_start_timeline(os.fsencode(file_path)) != 0:
             error = core.hvd_error().decode()
@@ -67,5 +67,5 @@ def stop_timeline() -> None:
     Raises:
         ValueError: ``init()`` was not called.
     """
-    meeting.barrier()  # what the ranks did is known with the next request
+    ops.barrier()  # what the ranks did is known with the next request
     _library.core().hvd_stop_timeline()

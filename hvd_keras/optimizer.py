@@ -5,8 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, forgotten, legacy_keras, ops, reducer, runtime, tensorflow_v1
+from hvd_keras import exchange, forgotten, legacy_keras, ops, rank_info, reducer
 from hvd_keras._keras import is_legacy, keras
+from hvd_keras.compat import tensorflow_v1
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.patches import require
 from hvd_keras.process_sets import ProcessSet, global_process_set
@@ -78,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
         model.compile(optimizer=optimizer, loss="mse")
     """
-    runtime.rank()  # says so, if init() was not called
+    rank_info.rank()  # says so, if init() was not called
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     if not is_v1 and not isinstance(optimizer, _keras_classes()):
         raise TypeError(

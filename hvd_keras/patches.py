@@ -104,7 +104,7 @@ def _rows() -> list[Patch]:
             optimizers.Optimizer,
             "apply",
             "to find optimizers that are not distributed",
-            _telling(lambda grads, variables=None: variables or ()),
+            _telling(lambda grads, trainable_variables=None: trainable_variables or ()),
         ),
         Patch(
             optimizers.LossScaleOptimizer,

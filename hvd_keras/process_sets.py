@@ -1,64 +1,76 @@
-"""Some of the ranks, which call collectives among themselves."""
+"""Process sets: some of the ranks, which call collectives among themselves."""
 
 import ctypes
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from hvd_keras import _library, runtime
+from hvd_keras import _library, agree, rank_info
 
 
 class ProcessSet:
-    """A set of ranks with collectives of its own.
+    """A set of ranks with its own collectives.
 
-    Takes effect when it is given to ``hvd.init(process_sets=…)`` or ``hvd.add_process_set``, on
-    every rank of the job. Each set makes progress independently of the others, also where they
-    overlap.
+    It takes effect when it is given to ``hvd.init(process_sets=...)`` or ``hvd.add_process_set``,
+    on every rank of the job. Sets do not wait for each other, even where they overlap.
 
     Args:
-        ranks_or_comm: the ranks, of the job, in any order; or an mpi4py communicator of them.
+        ranks_or_comm: ranks of the job, in any order; or an mpi4py communicator of them.
 
     Attributes:
         process_set_id: its number, the same on all ranks; None until it takes effect.
 
     Raises:
-        ValueError: a rank is named twice, or none is.
-        TypeError: it is neither ranks nor a communicator.
+        ValueError: there are no ranks, or one occurs twice.
+        TypeError: ``ranks_or_comm`` is neither ranks nor a communicator.
     """
+
+    _ranks: list[int] | None
+    _world_ranks: list[int] | None  # those of a communicator: the job's are known after init()
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         self.process_set_id: int | None = None
-        self._ranks: list[int] | None = sorted(_ranks_of(ranks_or_comm))
+        self._ranks = self._world_ranks = None
+        if hasattr(ranks_or_comm, "Get_group"):  # mpi4py's
+            self._world_ranks = world_ranks_of(ranks_or_comm)
+            return
+        self._ranks = sorted(_integers(ranks_or_comm))
         if not self._ranks or len(set(self._ranks)) < len(self._ranks):
             raise ValueError(f"got the ranks {self._ranks}, expected at least one, and each once.")
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the job that are in there, in ascending order."""
-        return list(range(runtime.size())) if self._ranks is None else list(self._ranks)
+        """Its ranks, as ranks of the job, in ascending order.
+
+        Raises:
+            ValueError: it was made of a communicator, and ``hvd.init()`` was not called yet, or the
+                communicator has a process that is not in the job.
+        """
+        if self._world_ranks is not None:
+            return sorted(rank_info.from_world(rank) for rank in self._world_ranks)
+        return list(range(rank_info.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """How many ranks are in there."""
+        """The number of its ranks."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Whether this process is in there."""
-        return runtime.rank() in self.ranks
+        """Whether this process is in it."""
+        return rank_info.rank() in self.ranks
 
     def rank(self) -> int:
-        """This process's number among those in there, from 0.
+        """This process's rank within the set, from 0.
 
         Raises:
-            ValueError: it is not in there.
+            ValueError: this process is not in it.
         """
         self.check_included("ProcessSet.rank")
-        return self.ranks.index(runtime.rank())
+        return self.ranks.index(rank_info.rank())
 
     def id(self) -> int:
         """``process_set_id``.
 
         Raises:
-            ValueError: it has not taken effect, or no longer has.
+            ValueError: the set has not taken effect, or was removed.
         """
         if self.process_set_id is None:
             raise ValueError(
@@ -68,11 +80,11 @@ class ProcessSet:
         return self.process_set_id
 
     def check_included(self, caller: str) -> None:
-        """Raises ValueError unless the set has taken effect and this process is in there."""
+        """Raises ValueError unless the set has taken effect and includes this process."""
         self.id()
         if not self.included():
             raise ValueError(
-                f"hvd.{caller}: rank {runtime.rank()} is not in {self}. Call it only on those "
+                f"hvd.{caller}: rank {rank_info.rank()} is not in {self}. Call it only on those "
                 "ranks: if process_set.included(): ..."
             )
 
@@ -84,8 +96,10 @@ class ProcessSet:
         return ", ".join(map(str, ranks))
 
     def __repr__(self) -> str:
-        if self._ranks is None:
+        if self._ranks is None and self._world_ranks is None:
             return "the process set of all ranks"
+        if self._world_ranks is not None and not rank_info.is_initialized():
+            return f"process set of MPI's ranks {self._world_ranks}"
         number = "" if self.process_set_id is None else f" {self.process_set_id}"
         return f"process set{number} of ranks {self.text()}"
 
@@ -93,12 +107,80 @@ class ProcessSet:
 class _AllRanks(ProcessSet):
     def __init__(self) -> None:
         self.process_set_id = 0
-        self._ranks = None
+        self._ranks = self._world_ranks = None
 
 
 global_process_set: ProcessSet = _AllRanks()
 
 _added: dict[int, ProcessSet] = {0: global_process_set}
+
+# Numbers are never used again, because graphs may hold the number of a set that was removed.
+_next_number = 1
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
+    """Makes a process set take effect. Every rank of the job calls it, in the set or not.
+
+    Args:
+        process_set: a ``ProcessSet``, or what makes one: ranks, or an mpi4py communicator.
+
+    Returns:
+        The process set, ready for use.
+
+    Raises:
+        ValueError: the ranks name different sets, a rank does not exist, or a set of the same ranks
+            was added before; on every rank.
+    """
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    if process_set.process_set_id is not None:
+        raise ValueError(f"{process_set} has been added already.")
+    # The ranks may have been in other jobs before, and have used different numbers.
+    views = agree.gather_json("add_process_set", [process_set.ranks, _next_number])
+    asked = [ranks for ranks, _ in views]
+    if any(ranks != asked[0] for ranks in asked):
+        raise ValueError(
+            "hvd.add_process_set: the ranks ask for different process sets:"
+            + "".join(f"\n  rank {r}: {ranks}" for r, ranks in enumerate(asked))
+        )
+    if process_set.ranks[-1] >= rank_info.size() or process_set.ranks[0] < 0:
+        raise ValueError(
+            f"hvd.add_process_set: got ranks {process_set.text()}, expected ranks from 0 to "
+            f"{rank_info.size() - 1}."
+        )
+    for other in added():
+        if other.ranks == process_set.ranks:
+            raise ValueError(f"hvd.add_process_set: {other} has the same ranks. Use that one.")
+    _begin(process_set, max(number for _, number in views))
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Ends a process set. Every rank of the job calls it, in the set or not.
+
+    Args:
+        process_set: one that was added.
+
+    Returns:
+        Whether there was such a set.
+
+    Raises:
+        ValueError: it is the set of all ranks, or the ranks name different sets; on every rank.
+    """
+    if process_set is global_process_set:
+        raise ValueError(
+            "hvd.remove_process_set: got the set of all ranks, which cannot be removed."
+        )
+    asked = agree.gather_json("remove_process_set", process_set.process_set_id)
+    if any(number != asked[0] for number in asked):
+        raise ValueError(
+            "hvd.remove_process_set: the ranks name different process sets:"
+            + "".join(f"\n  rank {r}: {number}" for r, number in enumerate(asked))
+        )
+    if process_set.process_set_id is None:
+        return False
+    _end(process_set)
+    return True
 
 
 def of_id(process_set_id: int) -> ProcessSet:
@@ -106,15 +188,21 @@ def of_id(process_set_id: int) -> ProcessSet:
     return _added[process_set_id]
 
 
-# Never used again, for graphs may hold the number of a set that is gone. The ranks add the same
-# sets in the same order, so the numbers agree.
-_numbers = itertools.count(1)
+def added() -> list[ProcessSet]:
+    """All sets that have taken effect; the set of all ranks comes first."""
+    return list(_added.values())
 
 
-def begin(process_set: ProcessSet) -> None:
-    """Makes it take effect. The ranks have agreed on it, and all call this."""
+def forget_all() -> None:
+    """Forgets all sets but the global one, as the core does in ``shutdown``."""
+    for number in [number for number in _added if number != 0]:
+        _added.pop(number).process_set_id = None
+
+
+def _begin(process_set: ProcessSet, process_set_id: int) -> None:
+    global _next_number
+    _next_number = process_set_id + 1
     ranks = process_set.ranks
-    process_set_id = next(_numbers)
     array = (ctypes.c_int * len(ranks))(*ranks)
     core = _library.core()
     if core.hvd_add_process_set(process_set_id, array, len(ranks)) != 0:
@@ -123,35 +211,25 @@ def begin(process_set: ProcessSet) -> None:
     _added[process_set_id] = process_set
 
 
-def end(process_set: ProcessSet) -> None:
-    """Undoes ``begin``, on all ranks."""
+def _end(process_set: ProcessSet) -> None:
     number = process_set.id()
     _library.core().hvd_remove_process_set(number)
     del _added[number]
     process_set.process_set_id = None
 
 
-def forget_all() -> None:
-    """After ``shutdown``: the core has none any more."""
-    for number in [number for number in _added if number != 0]:
-        _added.pop(number).process_set_id = None
+def world_ranks_of(comm: Any) -> list[int]:
+    """The ranks in ``MPI.COMM_WORLD`` of an mpi4py communicator's processes, in its order."""
+    from mpi4py import MPI
+
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    return list(MPI.Group.Translate_ranks(group, range(group.Get_size()), world))
 
 
-def added() -> list[ProcessSet]:
-    """All that have taken effect, that of all ranks first."""
-    return list(_added.values())
-
-
-def _ranks_of(ranks_or_comm: Any) -> list[int]:
-    if hasattr(ranks_or_comm, "Get_group"):  # mpi4py's
-        from mpi4py import MPI
-
-        group = ranks_or_comm.Get_group()
-        world = MPI.COMM_WORLD.Get_group()
-        return list(MPI.Group.Translate_ranks(group, range(group.Get_size()), world))
+def _integers(ranks: Any) -> list[int]:
     try:
-        return [int(rank) for rank in ranks_or_comm]
+        return [int(rank) for rank in ranks]
     except TypeError as error:
         raise TypeError(
-            f"got {ranks_or_comm!r}, expected ranks, such as [0, 2], or an mpi4py communicator."
+            f"got {ranks!r}, expected ranks, such as [0, 2], or an mpi4py communicator."
         ) from error

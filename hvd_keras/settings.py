@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 from typing import Any
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -76,3 +77,16 @@ def read() -> Settings:
 def point_mpi4py_at(mpi_library: str) -> None:
     """Lets a later import of mpi4py take this MPI library, unless the user chose one."""
     os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
+
+
+def skip_network_search(mpi_version: str) -> None:
+    """Keeps Open MPI 5 from sleeping for a second in MPI_Init, as hvdrun does.
+
+    Its one-sided transport over libfabric looks for networks. Collectives here do not use it.
+
+    Args:
+        mpi_version: the version text of the MPI in use.
+    """
+    match = re.match(r"Open MPI v(\d+)", mpi_version)
+    if match and int(match[1]) >= 5:
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, runtime
+from hvd_keras import exchange, ops, rank_info
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
@@ -30,7 +30,7 @@ def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  #
     Example:
         model = keras.Sequential([keras.layers.Conv2D(8, 3), hvd.SyncBatchNormalization()])
     """
-    runtime.rank()  # says so, if init() was not called
+    rank_info.rank()  # says so, if init() was not called
     return keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
 
 
@@ -94,7 +94,7 @@ _sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
 def _process_set(layer: Any) -> ProcessSet | None:
     """The ranks over which a layer takes moments; None if it is this rank alone."""
-    if not runtime.is_initialized():
+    if not rank_info.is_initialized():
         return None
     process_set = _sets.get(layer, global_process_set)
     return process_set if process_set.size() > 1 else None

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, reducer, runtime
+from hvd_keras import exchange, ops, rank_info, reducer
 from hvd_keras._keras import keras
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.optimizer import local_variables
@@ -47,7 +47,7 @@ class DistributedGradientTape:
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
-        runtime.rank()  # says so, if init() was not called
+        rank_info.rank()  # says so, if init() was not called
         if not isinstance(gradtape, tf.GradientTape):
             raise TypeError(
                 f"hvd.DistributedGradientTape: got {gradtape!r}, expected a tf.GradientTape."

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import exchange, forgotten, ops, reducer, settings
+from hvd_keras import exchange, forgotten, log, ops, reducer, settings
 from hvd_keras._keras import is_legacy, keras
+from hvd_keras.compat import tensorflow_v1
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
@@ -17,7 +18,7 @@ def broadcast_variables(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
-) -> None:
+) -> tf.Operation | None:
     """Assigns the root's values to the variables of every rank.
 
     Args:
@@ -26,6 +27,9 @@ def broadcast_variables(
         process_set: the ranks that take part.
         inplace: Horovod's; variables are always assigned to.
 
+    Returns:
+        In a TensorFlow 1 graph the op that does it, to be run on every rank; otherwise None.
+
     Raises:
         ValueError: there is no such rank, or this rank is not in the process set.
         TypeError: a variable has a dtype that cannot travel.
@@ -33,6 +37,16 @@ def broadcast_variables(
             every rank.
     """
     del inplace
+    if not tf.executing_eagerly() and not tf.inside_function():
+        return tensorflow_v1.broadcast_variables(variables, root_rank, process_set)
+    process_set.check_included("broadcast_variables")
+    variables = list(variables)
+    if not variables:
+        log.warn_once(
+            "hvd.broadcast_variables got no variables, so the ranks keep their own. If the model "
+            "is not built yet, call it once on a batch of data first, or use "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback in fit()."
+        )
     bucket: list[Any] = []
     size = number = 0
     for variable in variables:
@@ -42,6 +56,7 @@ def broadcast_variables(
             _broadcast(bucket, root_rank, number, process_set)
             bucket, size, number = [], 0, number + 1
     _broadcast(bucket, root_rank, number, process_set)
+    return None
 
 
 def of_training(model: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 // drops them and runs them in the order in which a function was traced: the order is the agreement.
 //
 // Most take a list of tensors, which travel together. `tensor_name` identifies the request on all
-// ranks of the process set.
+// ranks of the process set; `note` is what else must be equal on them, in words.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -48,7 +48,7 @@ absl::Status unknown_first_dimension_and_splits(InferenceContext* c) {
 REGISTER_OP("HvdAllreduce")
     .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
     .Attr("tensor_name: string")
-    .Attr("note: string = ''")  // what else must be equal on all ranks
+    .Attr("note: string = ''")
     .Attr("process_set: int = 0")
     .Attr("reduction: {'Average', 'Sum', 'Min', 'Max', 'Product', 'Adasum'}")
     .Attr("prescale_factor: string = '1'")  // float64 in decimal: TensorFlow's float attributes are
@@ -63,7 +63,7 @@ REGISTER_OP("HvdAllreduce")
 REGISTER_OP("HvdAllgather")
     .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
     .Attr("tensor_name: string")
-    .Attr("note: string = ''")  // what else must be equal on all ranks
+    .Attr("note: string = ''")
     .Attr("process_set: int = 0")
     .Input("tensors: T")
     .Output("gathered: T")
@@ -73,6 +73,7 @@ REGISTER_OP("HvdAllgather")
 REGISTER_OP("HvdBroadcast")
     .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
     .Attr("tensor_name: string")
+    .Attr("note: string = ''")
     .Attr("process_set: int = 0")
     .Attr("root_rank: int")
     .Input("tensors: T")
@@ -83,6 +84,7 @@ REGISTER_OP("HvdBroadcast")
 REGISTER_OP("HvdAlltoall")
     .Attr("T: " HVD_ANY_DTYPE)
     .Attr("tensor_name: string")
+    .Attr("note: string = ''")
     .Attr("process_set: int = 0")
     .Input("tensor: T")
     .Input("splits: int64")
@@ -94,6 +96,7 @@ REGISTER_OP("HvdAlltoall")
 REGISTER_OP("HvdReducescatter")
     .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
     .Attr("tensor_name: string")
+    .Attr("note: string = ''")
     .Attr("process_set: int = 0")
     .Attr("reduction: {'Average', 'Sum'}")
     .Attr("prescale_factor: string = '1'")

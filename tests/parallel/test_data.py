@@ -12,7 +12,8 @@ from tests.harness import training
 RANK, SIZE = hvd.rank(), hvd.size()
 BATCH = 4  # per rank
 TOGETHER = SIZE * BATCH
-KINDS = ["arrays", "elements", "batches"]
+KINDS = ["arrays", "elements", "batches", "whole batches"]
+BATCHED = ["batches", "whole batches"]
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 
 
@@ -31,8 +32,12 @@ class Batches(keras.utils.PyDataset):
 def shard(kind: str, *parts, **arguments) -> tf.data.Dataset:
     if kind == "batches":
         return data.shard(Batches(*parts), **arguments)
-    source = tf.data.Dataset.from_tensor_slices(parts) if kind == "elements" else parts
-    return data.shard(source, batch_size=BATCH, **arguments)
+    if kind == "arrays":
+        return data.shard(parts, batch_size=BATCH, **arguments)
+    rows = tf.data.Dataset.from_tensor_slices(parts)
+    if kind == "whole batches":
+        return data.shard(rows.batch(BATCH), **arguments)
+    return data.shard(rows, batch_size=BATCH, **arguments)
 
 
 def numbered(length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -82,9 +87,9 @@ LENGTHS = sorted(
 @pytest.mark.parametrize("kind", KINDS)
 def test_pad_uses_each_row_once_and_all_batches_have_one_shape(kind: str, shuffle: bool) -> None:
     for length in LENGTHS:
-        if kind == "batches" and length < BATCH:
-            continue  # a PyDataset of one short batch is one of shorter batches
-        dataset = shard(kind, *numbered(length), shuffle=shuffle)
+        if kind in BATCHED and length < BATCH:
+            continue  # one short batch is a source of shorter batches
+        dataset = shard(kind, *numbered(length), shuffle=shuffle, uneven="pad")
         steps = job_pass(dataset)
         assert len(steps) == len(dataset) == -(-length // TOGETHER)
         assert sorted(rows_of(steps)) == list(range(length))
@@ -93,8 +98,32 @@ def test_pad_uses_each_row_once_and_all_batches_have_one_shape(kind: str, shuffl
             assert list(step.values()) == pytest.approx([TOGETHER / rows] * rows)
             if not shuffle:
                 assert sorted(step) == list(range(number * TOGETHER, number * TOGETHER + rows))
-        assert {tuple(spec.shape) for spec in dataset.element_spec} == {(BATCH,)}
-        assert len(dataset.element_spec) == (3 if length % TOGETHER else 2)
+        assert len(dataset.element_spec) == 3
+        if kind != "whole batches" or shuffle:
+            assert {tuple(spec.shape) for spec in dataset.element_spec} == {(BATCH,)}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_share_gives_ranks_equally_many_rows_and_keeps_the_structure(
+    kind: str, shuffle: bool
+) -> None:
+    for length in LENGTHS:
+        if length < SIZE or (kind in BATCHED and length < BATCH):
+            continue
+        dataset = shard(kind, *numbered(length), shuffle=shuffle)
+        assert len(dataset.element_spec) == 2
+        steps = job_pass(dataset)
+        whole, rest = divmod(length, TOGETHER)
+        sizes = [TOGETHER] * whole + [rest // SIZE * SIZE] * (rest >= SIZE)
+        assert [len(step) for step in steps] == sizes
+        assert len(steps) == len(dataset)
+        assert {len(x) * SIZE for x, _ in one_pass(dataset)} == set(sizes)  # as many on each rank
+        assert len(set(rows_of(steps))) == length // SIZE * SIZE
+        if not shuffle:
+            assert sorted(rows_of(steps)) == list(range(length // SIZE * SIZE))
+            for number, step in enumerate(steps):
+                assert min(step) == number * TOGETHER
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,27 +147,53 @@ def test_each_epoch_has_an_order_of_its_own_that_a_rerun_repeats(kind: str) -> N
     tf.random.set_seed(RANK)
     np.random.seed(RANK)
     parts = numbered(9 * TOGETHER + 1)
-    dataset = shard(kind, *parts)
+    dataset = shard(kind, *parts, shuffle=True, uneven="pad")
     epochs = [job_pass(dataset) for _ in range(3)]
     assert all(sorted(rows_of(epoch)) == parts[0].tolist() for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
-    again = shard(kind, *parts)
+    again = shard(kind, *parts, shuffle=True, uneven="pad")
     assert [job_pass(again) for _ in range(2)] == epochs[:2]
-    assert job_pass(shard(kind, *parts, start_epoch=2)) == epochs[2]
-    assert job_pass(shard(kind, *parts, seed=1)) != epochs[0]
+    assert job_pass(shard(kind, *parts, shuffle=True, uneven="pad", start_epoch=2)) == epochs[2]
+    assert job_pass(shard(kind, *parts, shuffle=True, uneven="pad", seed=1)) != epochs[0]
+
+
+@pytest.fixture(scope="module")
+def singles() -> list[hvd.ProcessSet]:
+    """A process set of each rank."""
+    return [hvd.add_process_set([rank]) for rank in range(SIZE)]
 
 
 @pytest.mark.parametrize("kind", ["arrays", "elements"])
-def test_order_does_not_depend_on_the_number_of_ranks(kind: str, monkeypatch) -> None:
+def test_order_does_not_depend_on_the_number_of_ranks(kind: str, singles) -> None:
     parts = numbered(2 * TOGETHER + 3)
-    steps = job_pass(shard(kind, *parts, seed=5))
-    monkeypatch.setattr(data.runtime, "size", lambda: 1)
-    monkeypatch.setattr(data.runtime, "rank", lambda: 0)
+    steps = job_pass(shard(kind, *parts, seed=5, uneven="pad"))
     source = tf.data.Dataset.from_tensor_slices(parts) if kind == "elements" else parts
-    alone = one_pass(data.shard(source, batch_size=TOGETHER, seed=5))
-    for step, (rows, weights) in zip(steps, alone, strict=True):
+    mine = data.shard(source, batch_size=TOGETHER, seed=5, uneven="pad", process_set=singles[RANK])
+    for step, (rows, weights) in zip(steps, one_pass(mine), strict=True):
         assert step == {row: w for row, w in zip(rows, weights, strict=True) if w}
+
+
+@several
+def test_process_set_shares_among_its_ranks_only(singles) -> None:
+    first = singles[0] if SIZE == 2 else hvd.add_process_set(range(SIZE - 1))
+    if RANK == SIZE - 1:
+        with pytest.raises(ValueError, match=f"rank {RANK} is not in"):
+            data.shard(numbered(9), batch_size=2, process_set=first)
+        with pytest.raises(ValueError, match=f"rank {RANK} is not in"):
+            data.agree_on_steps(3, process_set=first)
+    else:  # the last rank takes no part
+        length = 5 * BATCH * (SIZE - 1)
+        dataset = data.shard(numbered(length), batch_size=BATCH, process_set=first)
+        assert len(dataset) == 5
+        everyone = agree.gather_json("of the set", one_pass(dataset), first)
+        rows = [row for mine in everyone for x, _ in mine for row in x]
+        assert sorted(rows) == list(range(length))
+        assert data.agree_on_steps(7 - RANK, process_set=first) == 7 - (SIZE - 2)
+    with pytest.raises(ValueError, match=f"rank {RANK}: ValueError: batch_size=0"):
+        data.shard(numbered(9), batch_size=0, process_set=singles[RANK])
+    if SIZE > 2:
+        hvd.remove_process_set(first)
 
 
 def test_shuffle_buffer_of_a_dataset_moves_elements_by_less_than_its_size() -> None:
@@ -151,7 +206,7 @@ def test_shuffle_buffer_of_a_dataset_moves_elements_by_less_than_its_size() -> N
 
 
 def test_batches_of_a_py_dataset_are_shuffled_whole_and_a_short_one_stays_last() -> None:
-    dataset = data.shard(Batches(*numbered(9 * BATCH + 1), workers=3), seed=2)
+    dataset = data.shard(Batches(*numbered(9 * BATCH + 1), workers=3), seed=2, uneven="pad")
     mine = one_pass(dataset)
     order = [*np.random.default_rng([2, 0]).permutation(9), 9]
     for step, (rows, weights) in enumerate(mine):
@@ -168,10 +223,11 @@ def test_own_sample_weights_are_scaled_not_replaced() -> None:
     x, y = numbered(length)
     own = np.arange(1, length + 1)
     for kind in KINDS:
-        (_, *_, last) = job_pass(shard(kind, x, y, own, shuffle=False))
+        (_, *_, last) = job_pass(shard(kind, x, y, own, shuffle=False, uneven="pad"))
         assert last == {length - 1: pytest.approx(length * TOGETHER)}
     nested = {"a": own, "b": np.stack([own, 2 * own], axis=1)}
-    dataset = data.shard((x, {"a": y, "b": y}, nested), batch_size=BATCH, shuffle=False)
+    source = (x, {"a": y, "b": y}, nested)
+    dataset = data.shard(source, batch_size=BATCH, shuffle=False, uneven="pad")
     *_, (rows, _, weights) = dataset
     real = (rows.numpy() == length - 1) & (weights["a"].numpy() > 0)
     assert real.sum() == (RANK == 0)
@@ -213,8 +269,22 @@ def test_padded_job_trains_like_one_process(kind: str, rest: int, weighted: bool
     alone.fit(*parts[:2], **own, batch_size=TOGETHER, epochs=2, shuffle=False, verbose=0)
 
     together = distributed_model()
-    together.fit(shard(kind, *parts, shuffle=False), epochs=2, verbose=0)
+    together.fit(shard(kind, *parts, shuffle=False, uneven="pad"), epochs=2, verbose=0)
     assert np.abs(training.flat(alone) - start).max() > 1e-2, "training did nothing"
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+    training.assert_bit_identical_on_all_ranks(together)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_last_step_trains_like_the_short_batch_of_one_process(kind: str) -> None:
+    x, y, _ = samples(2 * TOGETHER + 3 * SIZE)
+    alone = training.dense_model()
+    training.set_weights(alone, seed=0)
+    alone.compile(optimizer=momentum(), loss="mse")
+    alone.fit(x, y, batch_size=TOGETHER, epochs=2, shuffle=False, verbose=0)
+    together = distributed_model()
+    together.fit(shard(kind, x, y, shuffle=False), epochs=2, verbose=0)
+    assert int(together.optimizer.iterations) == 6
     np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
     training.assert_bit_identical_on_all_ranks(together)
 
@@ -229,25 +299,25 @@ def test_shuffled_epochs_of_fit_are_those_of_one_process_and_can_be_resumed() ->
         alone.fit(x[order], y[order], batch_size=TOGETHER, shuffle=False, verbose=0)
 
     together = distributed_model()
-    together.fit(shard("arrays", x, y, seed=7), epochs=3, verbose=0)
+    together.fit(shard("arrays", x, y, seed=7, uneven="pad"), epochs=3, verbose=0)
     np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
 
     resumed = distributed_model()
-    resumed.fit(shard("arrays", x, y, seed=7), epochs=2, verbose=0)
-    rest = shard("arrays", x, y, seed=7, start_epoch=2)
+    resumed.fit(shard("arrays", x, y, seed=7, uneven="pad"), epochs=2, verbose=0)
+    rest = shard("arrays", x, y, seed=7, start_epoch=2, uneven="pad")
     resumed.fit(rest, epochs=3, initial_epoch=2, verbose=0)
     np.testing.assert_array_equal(training.flat(resumed), training.flat(together))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluate_gives_the_mean_over_all_rows(kind: str) -> None:
-    for length in (1, 2 * TOGETHER + 1):
+    for length in (BATCH, 2 * TOGETHER + 1):
         x, y, _ = samples(length)
         model = training.dense_model()
         training.set_weights(model, seed=0)
         model.compile(loss="mse", weighted_metrics=["mae"])
         expected = model.evaluate(x, y, batch_size=TOGETHER, verbose=0, return_dict=True)
-        dataset = shard(kind, x, y, shuffle=False, evaluation=True)
+        dataset = shard(kind, x, y, shuffle=False, evaluation=True, uneven="pad")
         mine = model.evaluate(dataset, verbose=0, return_dict=True)
         rows = sum(int(np.count_nonzero(w[0]) if w else len(x)) for x, _, *w in dataset)
         everyone = agree.gather_json("evaluated", [mine, rows])
@@ -260,30 +330,295 @@ def test_evaluate_gives_the_mean_over_all_rows(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_lengths_that_do_not_fit_are_errors_on_all_ranks(kind: str) -> None:
     short, odd = numbered(max(1, TOGETHER - 1)), numbered(TOGETHER + 1)
-    if kind != "batches" or len(short[0]) >= BATCH:  # else it is one of shorter batches
+    if kind not in BATCHED or len(short[0]) >= BATCH:  # else it is one of shorter batches
         text = error_of(shard, kind, *short, uneven="trim")
         assert f"{TOGETHER - 1} rows do not make whole steps of {TOGETHER}" in text
     text = error_of(shard, kind, *odd, uneven="error")
     assert f"{SIZE} ranks with batch_size={BATCH}" in text
     assert "'pad'" in text
     assert len(shard(kind, *numbered(2 * TOGETHER), uneven="error")) == 2
-    assert "needs y" in error_of(shard, kind, odd[0])
+    assert "needs y" in error_of(shard, kind, odd[0], uneven="pad")
     assert len(shard(kind, numbered(TOGETHER)[0])) == 1
+    if SIZE > 1 and kind not in BATCHED:
+        assert "a row for each rank" in error_of(shard, kind, *numbered(SIZE - 1))
 
 
 def test_sources_that_cannot_be_used_are_errors_on_all_ranks() -> None:
     elements = tf.data.Dataset.range(5)
+    assert "empty" in error_of(data.shard, elements.take(0), batch_size=2)
+    assert "empty" in error_of(data.shard, elements.filter(lambda i: i > 5), batch_size=2)
     assert "repeat()" in error_of(data.shard, elements.repeat(), batch_size=2)
-    unknown = elements.filter(lambda i: i > 2)
-    assert "assert_cardinality" in error_of(data.shard, unknown, batch_size=2)
     assert "none for a PyDataset" in error_of(data.shard, Batches(*numbered(5)), batch_size=2)
     assert "batch_size=None" in error_of(data.shard, numbered(5))
     assert "batch_size=0" in error_of(data.shard, numbered(5), batch_size=0)
     assert "[5, 4] rows" in error_of(data.shard, (np.ones(5), np.ones(4)), batch_size=2)
     assert "expected arrays" in error_of(data.shard, iter([1]), batch_size=2)
-    assert "expected 'pad'" in error_of(data.shard, numbered(5), batch_size=2, uneven="join")
+    assert "expected one of 'share'" in error_of(
+        data.shard, numbered(5), batch_size=2, uneven="join"
+    )
     assert "start_epoch=-1" in error_of(data.shard, numbered(5), batch_size=2, start_epoch=-1)
     assert "0 batches" in error_of(data.shard, Batches(*numbered(0)))
+
+
+def tuples(dataset: tf.data.Dataset) -> list[tuple[int, ...]]:
+    """The x of one pass, by batch."""
+    return [tuple(x.numpy().tolist()) for x, *_ in dataset]
+
+
+def of_all(dataset: tf.data.Dataset) -> list[list[int]]:
+    """By step, the x of all ranks; they make as many steps, of as many rows."""
+    everyone = agree.gather_json("of all", tuples(dataset))
+    for step in zip(*everyone, strict=True):
+        assert len({len(x) for x in step}) == 1
+    return [sorted(row for x in step for row in x) for step in zip(*everyone, strict=True)]
+
+
+LENGTH = 2 * TOGETHER + 3 * SIZE
+IN_ORDER = [
+    list(range(start, min(start + TOGETHER, LENGTH))) for start in range(0, LENGTH, TOGETHER)
+]
+
+
+def rows_dataset(length: int = LENGTH) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(numbered(length))
+
+
+def padded(x, y):
+    return tf.range(x % 3 + 1), y
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rows_dataset().batch(BATCH),
+        lambda: rows_dataset().batch(BATCH, num_parallel_calls=2).prefetch(2).cache(),
+        lambda: rows_dataset().batch(BATCH).map(lambda x, y: (x, y), num_parallel_calls=2),
+        lambda: rows_dataset().map(lambda x, y: (x, y)).batch(BATCH),
+        lambda: tf.data.Dataset.zip(*(rows_dataset().map(f).batch(BATCH) for f in PARTS)),
+        lambda: rows_dataset().batch(BATCH).take(99),
+        lambda: rows_dataset(LENGTH + 5).batch(BATCH).unbatch().take(LENGTH).batch(BATCH),
+        lambda: tf.data.Dataset.range(1).flat_map(lambda i: rows_dataset().batch(BATCH)),
+        lambda: rows_dataset().batch(TOGETHER).rebatch(BATCH),
+    ],
+)
+def test_batched_dataset_gives_its_batches_to_the_ranks(make) -> None:
+    dataset = data.shard(make())
+    assert of_all(dataset) == IN_ORDER
+    assert tuples(dataset)[0] == tuple(range(RANK * BATCH, (RANK + 1) * BATCH))
+    assert of_all(data.shard(make(), batch_size=3))[0] == list(range(3 * SIZE))
+    assert of_all(data.shard(make(), shuffle=True)) != IN_ORDER
+
+
+PARTS = [lambda x, y: x, lambda x, y: y]
+
+
+def test_length_of_a_batched_dataset_is_known() -> None:
+    assert len(data.shard(rows_dataset().batch(BATCH))) == 3
+    assert len(data.shard(rows_dataset().batch(BATCH, drop_remainder=True).prefetch(1))) >= 2
+    assert len(data.shard(rows_dataset(TOGETHER).batch(BATCH).repeat(2))) == 2
+
+
+def test_keras_directories_and_series_are_taken_for_what_they_are(directory) -> None:
+    classes = ["a", "b"]
+    if RANK == 0:
+        for label in classes:
+            (directory / label).mkdir()
+            for number in range(TOGETHER):
+                (directory / label / f"{number}.txt").write_text(f"{label} {number}")
+    agree.gather_json("written", None)
+    read = keras.utils.text_dataset_from_directory
+    source = read(directory, batch_size=BATCH, seed=1, verbose=False)
+    dataset = data.shard(source)
+    assert len(dataset) == 2
+    epochs = []
+    for _ in range(2):
+        texts = [text.decode() for x, _ in dataset for text in x.numpy()]
+        epochs.append(agree.gather_json("texts", texts))
+    everything = sorted(f"{label} {number}" for label in classes for number in range(TOGETHER))
+    for epoch in epochs:
+        assert sorted(text for of_rank in epoch for text in of_rank) == everything
+    assert epochs[0] != epochs[1]  # it shuffles by itself
+    if SIZE > 1:  # without a seed each rank shuffles in another way
+        keras.utils.set_random_seed(RANK)
+        unseeded = read(directory, batch_size=BATCH, verbose=False)
+        assert "with the same seeds" in error_of(data.shard, unseeded)
+    series = np.arange(TOGETHER + SIZE + 2, dtype="float32")
+    source = keras.utils.timeseries_dataset_from_array(series, series, 3, batch_size=BATCH)
+    steps = agree.gather_json("series", [y.numpy().tolist() for _, y in data.shard(source)])
+    seen = sorted(row for of_rank in steps for step in of_rank for row in step)
+    assert seen == list(range(TOGETHER + SIZE))
+
+
+def test_rows_that_are_sequences_are_not_taken_for_batches() -> None:
+    numbers = tf.data.Dataset.range(TOGETHER + 2)
+    windows = numbers.window(3, shift=1, drop_remainder=True)
+    sequences = windows.flat_map(lambda part: part.batch(3))
+    firsts = [x.numpy()[:, 0].tolist() for x in data.shard(sequences, batch_size=BATCH)]
+    expected = list(range(TOGETHER))
+    if SIZE == 1:
+        assert firsts == [expected]
+    everyone = agree.gather_json("sequences", firsts)
+    assert sorted(x for of_rank in everyone for step in of_rank for x in step) == expected
+    squares = tf.data.Dataset.from_tensor_slices((np.ones((TOGETHER, 5)), np.ones((TOGETHER, 5))))
+    assert len(data.shard(squares, batch_size=BATCH)) == 1
+    spec = (tf.TensorSpec((None, 2)), tf.TensorSpec((None,)))
+    unclear = tf.data.Dataset.from_generator(lambda: iter([]), output_signature=spec)
+    text = error_of(data.shard, unclear, batch_size=BATCH)
+    assert "hvd.data.shard(dataset.unbatch(), batch_size=…)" in text
+    assert "tf.ensure_shape" in text
+
+
+def generated():
+    yield from zip(*numbered(LENGTH), strict=True)
+
+
+SCALARS = (tf.TensorSpec((), tf.int64), tf.TensorSpec((), tf.int64))
+UNKNOWN = [
+    lambda: rows_dataset(LENGTH + 7).filter(lambda x, y: x < LENGTH),
+    lambda: tf.data.Dataset.from_generator(generated, output_signature=SCALARS),
+    lambda: tf.data.Dataset.range(1).interleave(lambda i: rows_dataset()),
+]
+
+
+@pytest.mark.parametrize("make", UNKNOWN)
+def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -> None:
+    for _ in range(2):
+        dataset = data.shard(make(), batch_size=BATCH)
+        assert of_all(dataset) == IN_ORDER  # in its own order: it may not fit into memory
+        assert of_all(dataset) == IN_ORDER
+    assert of_all(data.shard(make().batch(BATCH))) == IN_ORDER
+    assert of_all(data.shard(make(), batch_size=BATCH, uneven="trim")) == IN_ORDER[:2]
+    if SIZE > 1:
+        differ = make().filter(lambda x, y: x < LENGTH - RANK)
+        assert f"rank 1: {LENGTH - 1} rows" in error_of(data.shard, differ, batch_size=BATCH)
+    shuffled = data.shard(make(), batch_size=BATCH, shuffle=True)
+    epochs = [of_all(shuffled) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert all(sorted(row for x in epoch for row in x) == list(range(LENGTH)) for epoch in epochs)
+    weighted = data.shard(make(), batch_size=BATCH, uneven="pad")
+    assert [len(step) for step in job_pass(weighted)] == [TOGETHER, TOGETHER, 3 * SIZE]
+    for *_, weights in data.shard(make(), batch_size=BATCH, uneven="pad", evaluation=True):
+        assert set(weights.numpy()) <= {0, np.float32(3 * TOGETHER / LENGTH)}
+    assert "whole steps" in error_of(data.shard, make(), batch_size=BATCH, uneven="error")
+    assert len(data.shard(make(), batch_size=BATCH)) == 3
+
+
+def test_fit_on_data_of_unknown_length_trains_like_one_process() -> None:
+    x, y, _ = samples(2 * TOGETHER + SIZE)
+    spec = (tf.TensorSpec((5,)), tf.TensorSpec((1,)))
+    source = tf.data.Dataset.from_generator(lambda: zip(x, y, strict=True), output_signature=spec)
+    alone = training.dense_model()
+    training.set_weights(alone, seed=0)
+    alone.compile(optimizer=momentum(), loss="mse")
+    alone.fit(source.batch(TOGETHER), epochs=3, verbose=0)
+    together = distributed_model()
+    together.fit(data.shard(source.batch(BATCH)), epochs=3, verbose=0)
+    assert int(together.optimizer.iterations) == 9
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_batches_of_different_sizes_are_shared_so_that_ranks_have_equally_many_rows() -> None:
+    lengths = np.arange(LENGTH) % 2 * 7 + 1
+    rows = rows_dataset().map(lambda x, y: (tf.range(x % 2 * 7 + 1), y))
+    source = rows.bucket_by_sequence_length(
+        lambda x, y: tf.size(x), [5], [2 * BATCH, BATCH], pad_to_bucket_boundary=False
+    )
+    mine = [(x.shape[0], -y.numpy()) for x, y in data.shard(source)]
+    everyone = agree.gather_json("buckets", [(size, y.tolist()) for size, y in mine])
+    seen = [row for of_rank in everyone for _, y in of_rank for row in y]
+    assert len(seen) == len(set(seen))
+    assert LENGTH - len(seen) < len(everyone[0]) * SIZE
+    for step in zip(*everyone, strict=True):
+        assert len({size for size, _ in step}) == 1
+    assert {len(x[0]) for x, _ in data.shard(source)} <= set(lengths)
+
+
+def test_own_shuffle_of_a_dataset_is_kept_and_needs_a_seed() -> None:
+    tf.random.set_seed(7)
+    source = rows_dataset().shuffle(LENGTH, seed=3)
+    plain = [[int(x) for x, _ in source] for _ in range(2)]
+    dataset = data.shard(rows_dataset().shuffle(LENGTH, seed=3), batch_size=BATCH)
+    for order in plain:  # each epoch as in one process
+        steps = [sorted(order[i : i + TOGETHER]) for i in range(0, LENGTH, TOGETHER)]
+        assert of_all(dataset) == steps
+    if SIZE > 1:
+        tf.random.set_seed(None)
+        text = error_of(data.shard, rows_dataset().shuffle(9), batch_size=BATCH)
+        assert "shuffle(…, seed=1)" in text
+        unordered = rows_dataset().map(lambda x, y: (x, y), 2, deterministic=False)
+        assert "deterministic=False" in error_of(data.shard, unordered, batch_size=BATCH)
+
+
+@several
+def test_same_shapes_with_other_values_are_refused_on_all_ranks() -> None:
+    x, y = np.ones((9, 2)), np.arange(9)
+    other = np.roll(y, RANK)
+    assert "sample" in error_of(data.shard, (x, other), batch_size=2)
+    rows = tf.data.Dataset.from_tensor_slices((x, other))
+    assert "first element" in error_of(data.shard, rows, batch_size=2)
+    assert "sample" in error_of(data.shard, Batches(x, other))
+    augmented = np.random.default_rng(RANK).normal(size=(9, 2))  # x may differ, y may not
+    assert len(data.shard(Batches(augmented, y), uneven="pad")) >= 1
+
+
+def test_tensors_dicts_ragged_tensors_and_strings_are_sources() -> None:
+    x, y = numbered(LENGTH)
+    assert of_all(data.shard((tf.constant(x), y), batch_size=BATCH, shuffle=False)) == IN_ORDER
+    words = np.array([str(i) for i in x])
+    tree = {"words": words, "objects": words.astype(object)}
+    for step, (row, target) in enumerate(data.shard((tree, y), batch_size=BATCH, shuffle=False)):
+        expected = [str(-i) for i in target.numpy()]
+        assert expected[0] == str(IN_ORDER[step][RANK])
+        assert [word.decode() for word in row["words"].numpy()] == expected
+        assert [word.decode() for word in row["objects"].numpy()] == expected
+    ragged = tf.RaggedTensor.from_row_lengths(np.arange(x.sum()), x)
+    seen = []
+    for rows, target in data.shard((ragged, y), batch_size=BATCH):
+        assert rows.to_list() == tf.gather(ragged, -target).to_list()
+        seen += (-target).numpy().tolist()
+    everyone = agree.gather_json("ragged", seen)
+    assert sorted(row for of_rank in everyone for row in of_rank) == list(range(LENGTH))
+    uneven_rows = np.array([[1], [2, 3]], dtype=object)
+    assert "tf.ragged.constant(x)" in error_of(data.shard, uneven_rows, batch_size=1)
+    assert "np.asarray(x)" in error_of(data.shard, ([1, 2], [3, 4]), batch_size=1)
+
+
+def test_data_frames_are_sources() -> None:
+    pandas = pytest.importorskip("pandas")
+    x, y = numbered(LENGTH)
+    frame = pandas.DataFrame({"a": x, "b": 2 * x})
+    dataset = data.shard((frame, pandas.Series(y)), batch_size=BATCH, shuffle=False)
+    assert of_all(dataset.map(lambda x, y: (x[:, 0], y))) == IN_ORDER
+    mixed = pandas.DataFrame({"a": x, "b": [str(i) for i in x]})
+    assert "astype('float32')" in error_of(data.shard, (mixed, y), batch_size=BATCH)
+
+
+def test_custom_train_step_sees_the_structure_that_the_script_gave() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = training.dense_model()
+            self.seen = []
+
+        def train_step(self, batch):
+            x, y = batch
+            self.seen.append(len(batch))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.net(x) - y) ** 2)
+            variables = self.net.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    x, y, _ = samples(TOGETHER + SIZE + 1)
+    for source in (x, y), tf.data.Dataset.from_tensor_slices((x, y)):
+        model = Own()
+        model.compile(optimizer=hvd.DistributedOptimizer(momentum()))
+        training.set_weights(model.net, seed=0)
+        model.fit(data.shard(source, batch_size=BATCH), verbose=0)
+        assert set(model.seen) == {2}
+    ones = tf.data.Dataset.from_tensor_slices((x,))
+    spec = data.shard(ones, batch_size=BATCH).element_spec
+    assert isinstance(spec, tuple)
 
 
 def test_a_py_dataset_of_unequal_batches_is_refused() -> None:

@@ -1,12 +1,14 @@
 """Wrong calls: the same clear error on every rank, and the next collective is right."""
 
 import concurrent.futures
+import logging
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras import log
 
 RANK, SIZE = hvd.rank(), hvd.size()
 several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot disagree with itself")
@@ -56,6 +58,48 @@ def test_ranks_that_differ(first, other, texts) -> None:
         (first if RANK == 0 else other)()
     for text in [*texts, *(f"rank {r}: " for r in range(SIZE))]:
         assert text in str(error.value)
+
+
+@several
+@pytest.mark.parametrize(
+    ("wrong", "right", "text"),
+    [
+        (
+            lambda: hvd.allreduce(tf.ones(2, tf.int32)),
+            lambda: hvd.allreduce(tf.ones(2)),
+            "ValueError: hvd.allreduce: got a tensor of dtype int32 with op=hvd.Average",
+        ),
+        (
+            lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2), tf.int32), [0], [3, 2])),
+            lambda: hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0], [3, 2])),
+            "int32 with op=hvd.Average",
+        ),
+        (
+            lambda: hvd.allgather(tf.constant(1.0), name="rows"),
+            lambda: hvd.allgather(tf.ones(1), name="rows"),
+            "ValueError: hvd.allgather: got a scalar",
+        ),
+        (lambda: hvd.broadcast(1, 99), lambda: hvd.broadcast(1, 0), "root_rank is 99"),
+        (
+            lambda: hvd.reducescatter(tf.ones(SIZE, tf.int32)),
+            lambda: hvd.reducescatter(tf.ones(SIZE)),
+            "int32 with op=hvd.Average",
+        ),
+        (
+            lambda: hvd.alltoall(tf.constant(["a"] * SIZE)),
+            lambda: hvd.alltoall(tf.zeros(SIZE)),
+            "TypeError: hvd.alltoall: got a tensor of dtype string",
+        ),
+    ],
+)
+def test_a_call_that_one_rank_refuses_fails_on_all(wrong, right, text) -> None:
+    for culprit in (0, SIZE - 1):
+        with pytest.raises(tf.errors.FailedPreconditionError) as error:
+            (wrong if culprit == RANK else right)()
+        assert f"rank {culprit}: " in str(error.value)
+        assert "refused on this rank, " in str(error.value)
+        assert text in str(error.value)
+        assert error.value.__cause__ is None or culprit == RANK
 
 
 @several
@@ -109,6 +153,40 @@ def test_op_that_is_none() -> None:
         hvd.allreduce(tf.ones(1), average=True, op=hvd.Sum)
 
 
+@pytest.mark.parametrize(
+    ("call", "texts"),
+    [
+        (lambda x: hvd.allreduce(x, "loss", False), ["average is 'loss'", "allreduce(value, name"]),
+        (lambda x: hvd.allreduce(x, hvd.Sum), ["average is <ReduceOp.SUM", "allreduce(tensor, av"]),
+        (
+            lambda x: hvd.grouped_allreduce([x], True, "", "", hvd.Sum),
+            ["compression is <ReduceOp.SUM"],
+        ),
+        (
+            lambda x: hvd.reducescatter(x, "grad", hvd.Sum),
+            [
+                "compression is <ReduceOp.SUM",
+                "reducescatter(value, name",
+                "reducescatter(tensor, d",
+            ],
+        ),
+    ],
+)
+def test_arguments_in_the_positions_of_horovods_keras_modules(call, texts) -> None:
+    with pytest.raises(TypeError) as error:
+        call(tf.ones(SIZE))
+    for text in texts:
+        assert text in str(error.value)
+
+
+def test_grouped_reducescatter_has_horovods_positions() -> None:
+    mine = tf.constant(np.arange(1.0, SIZE + 1) * (RANK + 1), tf.float32)
+    (result,) = hvd.grouped_reducescatter(
+        [mine], "", hvd.Compression.none, hvd.Sum, hvd.global_process_set, 2.0, 0.25
+    )
+    np.testing.assert_array_equal(result, [(RANK + 1) * 0.5 * SIZE * (SIZE + 1) / 2])
+
+
 def test_allgather_of_scalars() -> None:
     with pytest.raises(ValueError, match="expand_dims"):
         hvd.allgather(tf.constant(1.0))
@@ -117,3 +195,18 @@ def test_allgather_of_scalars() -> None:
 def test_slices_with_max() -> None:
     with pytest.raises(ValueError, match="IndexedSlices"):
         hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0], [3, 2]), op=hvd.Max)
+
+
+def test_a_broadcast_of_no_variables_warns_once() -> None:
+    log.warn_once.cache_clear()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    log.logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            hvd.broadcast_variables([], 0)
+    finally:
+        log.logger.removeHandler(handler)
+    assert [r.levelname for r in records] == ["WARNING"]
+    assert "If the model is not built yet, call it once on a batch" in records[0].getMessage()

@@ -1,7 +1,7 @@
 """Gradients of the collectives, against finite differences over all ranks' inputs.
 
-The loss of the job is the sum of the ranks' losses, so a rank's gradient must be the slope of that
-sum along its own input.
+A rank's gradient must be the slope, along its own input, of the sum of all ranks' losses. The
+optimizer divides by the number of ranks (docs/design.md, "Gradients of the collectives").
 """
 
 import numpy as np
@@ -154,6 +154,67 @@ def test_alltoall(compiled: bool) -> None:
         [point(r, (sum(splits[r]), 2)) for r in range(SIZE)],
         compiled=compiled,
     )
+
+
+def contrastive(rows, columns, first: int) -> tf.Tensor:
+    """The mean over the rows of the loss of telling each one's own column from all others."""
+    own = first + tf.range(tf.shape(rows)[0])
+    return tf.reduce_mean(
+        tf.nn.sparse_softmax_cross_entropy_with_logits(
+            own, tf.matmul(rows, columns, transpose_b=True)
+        )
+    )
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("way", ["own rows", "all rows", "own rows, scattered", "from the root"])
+def test_ranks_that_use_each_others_rows_train_as_one_process(way: str, compiled: bool) -> None:
+    """Averaged over the ranks, gradients are those of one process with the whole batch."""
+    per_rank = 3
+    x = np.concatenate([point(r, (per_rank, 4)) for r in range(SIZE)])
+    start = point(11, (4, 5))
+    mine = slice(per_rank * RANK, per_rank * (RANK + 1))
+
+    def of_one_process() -> tf.Tensor:
+        w = tf.Variable(start)
+        with tf.GradientTape() as tape:
+            z = tf.tanh(tf.constant(x) @ w)
+            columns = tf.tile(z[:per_rank], [SIZE, 1]) if way == "from the root" else z
+            loss = contrastive(z, columns, 0)
+        return tape.gradient(loss, w)
+
+    w = tf.Variable(start)
+
+    def of_all_ranks() -> tf.Tensor:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            z = tf.tanh(tf.constant(x[mine]) @ w)
+            first = per_rank * RANK
+            if way == "own rows":
+                loss = contrastive(z, hvd.allgather(z), first)
+            elif way == "all rows":
+                everyone = hvd.allgather(z)
+                loss = contrastive(everyone, everyone, 0)
+            elif way == "own rows, scattered":
+                everyone = hvd.allgather(z)
+                own = hvd.reducescatter(
+                    tf.pad(z, [[first, x.shape[0] - first - per_rank], [0, 0]]), op=hvd.Sum
+                )
+                loss = contrastive(own, everyone, first)
+            else:
+                columns = tf.tile(hvd.broadcast(z, 0), [SIZE, 1])
+                loss = contrastive(z, columns, first)
+        return tape.gradient(loss, w)
+
+    got = (tf.function(of_all_ranks, autograph=False) if compiled else of_all_ranks)()
+    np.testing.assert_allclose(got, of_one_process(), rtol=1e-10)
+
+
+def test_two_ways_to_write_a_sum_have_one_gradient() -> None:
+    x = tf.Variable(point(RANK, (3,)))
+    with tf.GradientTape(persistent=True) as tape:
+        reduced = hvd.allreduce(x, op=hvd.Sum, name="s1") ** 2 * (RANK + 1)
+        gathered = tf.reduce_sum(hvd.allgather(x[tf.newaxis], name="s2"), 0) ** 2 * (RANK + 1)
+    np.testing.assert_allclose(tape.gradient(gathered, x), tape.gradient(reduced, x))
 
 
 def test_adasum_has_none_and_says_so() -> None:

@@ -31,12 +31,43 @@ def test_ranks_and_communicators(tmp_path: pathlib.Path) -> None:
         assert int(hvd.allreduce(me, op=hvd.Sum)) == sum(mine)
         hvd.shutdown()
 
-        # All, with sets.
-        pair = hvd.ProcessSet([0, 1])
+        # A communicator's members are named by their ranks in the job.
+        world = MPI.COMM_WORLD
+        if me != 0:
+            members = hvd.ProcessSet(world.Create_group(world.group.Incl([2, 1])))
+            hvd.init(comm=[2, 1])
+            assert hvd.add_process_set([1]).process_set_id == 1
+            hvd.shutdown()
+            hvd.init(comm=[2, 1])
+            assert members.ranks == [0, 1], members.ranks
+            hvd.shutdown()
+            outside = hvd.ProcessSet(MPI.COMM_WORLD)
+            hvd.init(comm=[2, 1])
+            try:
+                hvd.add_process_set(outside)
+                raise SystemExit("no error")
+            except ValueError as error:
+                assert "MPI's rank 0" in str(error), error
+            hvd.shutdown()
+
+        # All, with sets: those of a second call are added. Ranks 1 and 2 have had a set before.
+        pair, ends = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 2])
         hvd.init(process_sets=[pair, [1, 2]])
         assert (hvd.rank(), hvd.size(), pair.process_set_id) == (me, 3, pair.id())
+        assert set(hvd.allgather_object(pair.id())) == {pair.id()}
         if pair.included():
             assert int(hvd.allreduce(me, op=hvd.Sum, process_set=pair)) == 1
+        first = pair.id()
+        hvd.init(process_sets=[pair, [1, 2], ends])
+        assert pair.id() == first
+        if ends.included():
+            assert int(hvd.allreduce(me, op=hvd.Sum, process_set=ends)) == 2
+        hvd.init()
+        try:
+            hvd.init(process_sets=[hvd.ProcessSet([0, 1])])
+            raise SystemExit("no error")
+        except ValueError as error:
+            assert "has the same ranks" in str(error), error
         hvd.shutdown()
         assert pair.process_set_id is None
 
@@ -51,3 +82,43 @@ def test_ranks_and_communicators(tmp_path: pathlib.Path) -> None:
     job = ranks.run_script(tmp_path, 3, script)
     assert job.status == 0, job.output
     assert job.output.count("right") == 3, job.output
+
+
+def test_a_rank_that_others_waited_for_has_left_and_cannot_join_again(
+    tmp_path: pathlib.Path,
+) -> None:
+    script = """
+        import pathlib, sys, time
+        import tensorflow as tf
+        import hvd_keras as hvd
+
+        hvd.init()
+        said = pathlib.Path(sys.argv[0]).with_name("rank 1 has said it")
+        if hvd.rank() == 1:
+            hvd.shutdown()
+            assert not hvd.is_initialized()
+            for call, kind, text in (
+                (hvd.init, RuntimeError, "cannot join again"),
+                (hvd.rank, ValueError, "not initialised"),
+            ):
+                try:
+                    call()
+                except kind as error:
+                    assert text in str(error), error
+                else:
+                    raise SystemExit("no error")
+            hvd.shutdown()
+            said.touch()
+        else:
+            try:
+                hvd.allreduce(1.0)
+            except tf.errors.AbortedError as error:
+                assert "it called hvd.shutdown()" in str(error), error
+            limit = time.monotonic() + 30
+            while not said.exists() and time.monotonic() < limit:
+                time.sleep(0.1)
+            print("right" if said.exists() else "wrong")
+    """
+    job = ranks.run_script(tmp_path, 2, script, timeout=60)
+    assert job.output.count("right") == 1, job.output
+    assert "left while others waited for it" in job.output

@@ -135,6 +135,49 @@ with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks) as session:
 print("ended after its steps")
 """
 
+# What stands in a graph without an optimizer: each collective, its gradient, and broadcasts.
+GRAPH = """
+import numpy as np
+import tensorflow as tf
+tf.compat.v1.disable_v2_behavior()
+import hvd_keras as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+total = size * (size + 1) // 2
+
+# Each rank fetches its gradient alone.
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    x = tf.constant([1.0, 2.0, 3.0])
+    for root in range(size):
+        loss = tf.reduce_sum(hvd.broadcast(x, root)) * (rank + 1)
+        gradient = session.run(tf.gradients(loss, x)[0])
+        np.testing.assert_array_equal(gradient, [total if rank == root else 0] * 3)
+    loss = tf.reduce_sum(hvd.allgather(x)) * (rank + 1)
+    np.testing.assert_array_equal(session.run(tf.gradients(loss, x)[0]), [total] * 3)
+
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    session.run(hvd.broadcast_global_variables(0))  # there are none
+    session.run(hvd.broadcast_variables([], 0))
+    a = tf.compat.v1.get_variable("a", initializer=tf.constant([1.0, 2.0]) + rank)
+    b = tf.compat.v1.get_variable("b", initializer=tf.constant([3, 4]) * (rank + 1))
+    c = tf.compat.v1.get_variable("c", initializer=tf.constant(rank + 0.5))
+    both = hvd.broadcast_variables([a, b], root_rank=size - 1)
+    session.run(tf.compat.v1.global_variables_initializer())
+    session.run(both)
+    np.testing.assert_array_equal(session.run(a), [size, size + 1])
+    np.testing.assert_array_equal(session.run(b), [3 * size, 4 * size])
+    assert session.run(c) == rank + 0.5
+    others = hvd.add_process_set([size - 1])
+    if others.included():
+        session.run(hvd.broadcast_variables([c], size - 1, process_set=others))
+
+with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    last = hvd.join()
+    assert session.run(last) in range(size)
+print("done")
+"""
+
 # The same for tf_keras, which must be what tf.keras is.
 TF_KERAS = """
 import sys
@@ -283,6 +326,12 @@ print("done")
 
 def test_scripts_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
     job = run_script(tmp_path, 2, TENSORFLOW_1)
+    assert job.status == 0, job.output
+    assert job.output.count("done") == 2, job.output
+
+
+def test_collectives_in_graphs_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
+    job = run_script(tmp_path, 2, GRAPH, HVD_TIMEOUT_SECONDS="20", HVD_FIRST_TIMEOUT_SECONDS="20")
     assert job.status == 0, job.output
     assert job.output.count("done") == 2, job.output
 

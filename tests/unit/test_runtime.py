@@ -254,16 +254,52 @@ def test_bad_settings(tmp_path: pathlib.Path, name: str, value: str, expected: s
     assert expected in result.stderr
 
 
-def test_other_tensorflow_is_refused(tmp_path: pathlib.Path) -> None:
-    script = """
-        from hvd_keras import _build_info
-        _build_info.TENSORFLOW_VERSION = "1.15"
+@pytest.mark.parametrize(
+    ("breaks", "expected"),
+    [
+        (
+            "from hvd_keras import _build_info; _build_info.TENSORFLOW_VERSION = '1.15'",
+            "hvd_keras was built for TensorFlow 1.15",
+        ),
+        ("sys.modules['hvd_keras._build_info'] = None", "hvd_keras has no native libraries here"),
+        ("sys.modules['tensorflow'] = None", "tensorflow"),
+        ("hvd.__path__[:] = [os.path.dirname(hvd.__file__)]", "libhvd_core.so was not found"),
+    ],
+)
+def test_what_is_broken_is_no_import_error(tmp_path: pathlib.Path, breaks, expected) -> None:
+    """Programs that take an ImportError of hvd.init() for "no Horovod" would train alone."""
+    script = f"""
+        import os, sys
         import hvd_keras as hvd
-        hvd.init()
+        {breaks}
+        try:
+            hvd.init()
+        except ImportError as error:
+            raise SystemExit("taken for a program without Horovod") from error
     """
     result = alone(tmp_path, script)
     assert result.returncode != 0
-    assert "hvd_keras was built for TensorFlow 1.15" in result.stderr
+    assert "RuntimeError" in result.stderr
+    assert expected in result.stderr
+    assert "taken for" not in result.stderr
+
+
+@pytest.mark.parametrize("chosen", [None, "self,sm"])
+def test_open_mpi_does_not_look_for_networks_unless_told_to(
+    tmp_path: pathlib.Path, chosen: str | None
+) -> None:
+    """As under hvdrun: it would sleep for a second in MPI_Init."""
+    script = """
+        import os
+        import hvd_keras as hvd
+        from hvd_keras import _library
+        hvd.init()
+        print(_library.mpi_version().startswith("Open MPI v5"), os.environ.get("OMPI_MCA_btl"))
+    """
+    result = alone(tmp_path, script, **({} if chosen is None else {"OMPI_MCA_btl": chosen}))
+    assert result.returncode == 0, result.stderr
+    is_open_mpi_5, setting = result.stdout.split()
+    assert setting == (chosen or {"True": "^ofi", "False": "None"}[is_open_mpi_5])
 
 
 def test_import_from_the_source_folder_says_what_to_do(tmp_path: pathlib.Path) -> None:

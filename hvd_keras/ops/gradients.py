@@ -1,17 +1,20 @@
-"""The gradients of the collectives. The loss is the sum over the ranks of the process set."""
+"""The gradients of the collectives.
+
+Each is the derivative of the sum of the losses of the process set's ranks with respect to this
+rank's input (docs/design.md, "Gradients of the collectives").
+"""
 
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import _library, process_sets, runtime
-from hvd_keras.ops import Adasum, Average, Product, ReduceOp, Sum
-
-_raw = _library.tensorflow_ops()
+from hvd_keras import process_sets, rank_info
+from hvd_keras.ops.reduce_op import Adasum, Average, Product, ReduceOp, Sum
+from hvd_keras.ops.validate import raw
 
 
 def _call(op: Any, suffix: str = ".gradient") -> dict[str, Any]:
-    """What identifies a gradient's own collective."""
+    """The attributes that identify the collective of a gradient."""
     return {
         "tensor_name": op.get_attr("tensor_name").decode() + suffix,
         "process_set": op.get_attr("process_set"),
@@ -29,7 +32,7 @@ def _allreduce(op: Any, *upstream: Any) -> list[Any]:
         raise NotImplementedError("hvd.allreduce with op=hvd.Adasum has no gradient.")
     if reduction in (Average, Sum):
         return list(
-            _raw.hvd_allreduce(
+            raw.hvd_allreduce(
                 upstream,
                 reduction=reduction.value,
                 prescale_factor=op.get_attr("prescale_factor"),
@@ -38,7 +41,7 @@ def _allreduce(op: Any, *upstream: Any) -> list[Any]:
                 **_call(op),
             )
         )
-    total = _raw.hvd_allreduce(
+    total = raw.hvd_allreduce(
         upstream, reduction=Sum.value, wire_dtype=op.get_attr("wire_dtype"), **_call(op)
     )
     weights = _product_weights if reduction is Product else _extremum_weights
@@ -46,7 +49,7 @@ def _allreduce(op: Any, *upstream: Any) -> list[Any]:
 
 
 def _sent(op: Any) -> list[tf.Tensor]:
-    """The inputs as they travelled."""
+    """The inputs as they were sent."""
     wire = tf.as_dtype(op.get_attr("wire_dtype").decode())
     wider = [x.dtype.is_floating and x.dtype.size > wire.size for x in op.inputs]
     return [
@@ -58,7 +61,7 @@ def _sent(op: Any) -> list[tf.Tensor]:
 def _extremum_weights(op: Any) -> list[tf.Tensor]:
     """Ranks that tie for the minimum or maximum share its gradient, as in ``tf.reduce_max``."""
     hits = [tf.cast(x == y, x.dtype) for x, y in zip(_sent(op), op.outputs, strict=True)]
-    ties = _raw.hvd_allreduce(hits, reduction=Sum.value, **_call(op, ".gradient.ties"))
+    ties = raw.hvd_allreduce(hits, reduction=Sum.value, **_call(op, ".gradient.ties"))
     return [hit / tie for hit, tie in zip(hits, ties, strict=True)]
 
 
@@ -67,10 +70,8 @@ def _product_weights(op: Any) -> list[tf.Tensor]:
     sent = _sent(op)
     zeros = [tf.cast(x == 0, x.dtype) for x in sent]
     nonzero = [tf.where(x == 0, tf.ones_like(x), x) for x in sent]
-    counts = _raw.hvd_allreduce(zeros, reduction=Sum.value, **_call(op, ".gradient.zeros"))
-    products = _raw.hvd_allreduce(
-        nonzero, reduction=Product.value, **_call(op, ".gradient.nonzero")
-    )
+    counts = raw.hvd_allreduce(zeros, reduction=Sum.value, **_call(op, ".gradient.zeros"))
+    products = raw.hvd_allreduce(nonzero, reduction=Product.value, **_call(op, ".gradient.nonzero"))
     return [
         tf.where(count - zero > 0, tf.zeros_like(x), product / x)
         for zero, count, product, x in zip(zeros, counts, products, nonzero, strict=True)
@@ -79,10 +80,10 @@ def _product_weights(op: Any) -> list[tf.Tensor]:
 
 @tf.RegisterGradient("HvdAllgather")  # type: ignore[untyped-decorator]
 def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
-    total = _raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
+    total = raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
     shapes = [tf.shape(x, tf.int64) for x in op.inputs]
     rows = tf.stack([shape[0] for shape in shapes])
-    before = _raw.hvd_allgather([rows[tf.newaxis]], **_call(op, ".gradient.rows"))[0]
+    before = raw.hvd_allgather([rows[tf.newaxis]], **_call(op, ".gradient.rows"))[0]
     starts = tf.reduce_sum(before[: _set_of(op).rank()], axis=0)
     # By start and size: XLA needs a size that does not depend on data.
     return [
@@ -95,16 +96,18 @@ def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
 
 @tf.RegisterGradient("HvdBroadcast")  # type: ignore[untyped-decorator]
 def _broadcast(op: Any, *upstream: Any) -> list[tf.Tensor]:
-    total = list(_raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op)))
-    if runtime.rank() == op.get_attr("root_rank"):
+    total = list(raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op)))
+    if rank_info.rank() == op.get_attr("root_rank"):
         return total
-    return [tf.zeros_like(gradient) for gradient in total]
+    # A session would not run an allreduce that nothing here depends on; the root waits for it.
+    with tf.control_dependencies(total):
+        return [tf.zeros_like(gradient) for gradient in total]
 
 
 @tf.RegisterGradient("HvdAlltoall")  # type: ignore[untyped-decorator]
 def _alltoall(op: Any, upstream: Any, _: Any) -> list[Any]:
     """What came from a rank goes back to it."""
-    returned, _ = _raw.hvd_alltoall(upstream, op.outputs[1], **_call(op))
+    returned, _ = raw.hvd_alltoall(upstream, op.outputs[1], **_call(op))
     return [returned, None]
 
 
@@ -113,5 +116,5 @@ def _reducescatter(op: Any, *upstream: Any) -> list[tf.Tensor]:
     factor = float(op.get_attr("prescale_factor")) * float(op.get_attr("postscale_factor"))
     if ReduceOp(op.get_attr("reduction").decode()) is Average:
         factor /= _set_of(op).size()
-    gathered = _raw.hvd_allgather(upstream, **_call(op))
+    gathered = raw.hvd_allgather(upstream, **_call(op))
     return [gradient * tf.constant(factor, gradient.dtype) for gradient in gathered]

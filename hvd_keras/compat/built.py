@@ -1,4 +1,4 @@
-"""Horovod's questions about what the library was built with."""
+"""Horovod's functions that tell what the library was built with."""
 
 import tensorflow as tf
 
@@ -16,12 +16,12 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Whether other threads may use MPI, too: always, ``init()`` sees to that."""
+    """Whether other threads may use MPI as well: always, ``init()`` requires it."""
     return True
 
 
 def nccl_built() -> int:
-    """The version of the NCCL that was found, as NCCL counts (22703: 2.27.3); 0: none."""
+    """The version of the NCCL that was found, as NCCL numbers it (22703: 2.27.3); 0: none."""
     gpu.find_libraries()
     return int(_library.core().hvd_nccl_version())
 
@@ -32,7 +32,7 @@ def cuda_built() -> bool:
 
 
 def gloo_built() -> bool:
-    """Whether Gloo is there: never, MPI and shared memory are in its place."""
+    """Whether Gloo is there: never, MPI and shared memory replace it."""
     return False
 
 
@@ -52,5 +52,5 @@ def ccl_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Whether tensors of AMD's GPUs stay on them: no."""
+    """Whether AMD's GPUs are supported: no."""
     return False

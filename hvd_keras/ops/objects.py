@@ -1,4 +1,4 @@
-"""Python objects between ranks."""
+"""Broadcast and allgather of Python objects."""
 
 import functools
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvd_keras import agree, ops, runtime
+from hvd_keras import agree, rank_info
+from hvd_keras.ops.broadcast import broadcast
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
@@ -21,9 +22,9 @@ def broadcast_object(
     """Gives every rank the object of one.
 
     Args:
-        obj: anything that cloudpickle can serialise; counts on the root only.
+        obj: anything that cloudpickle can serialise; ignored on all ranks but the root.
         root_rank: the rank whose object all get.
-        session: not needed: works in TensorFlow 1, too, also when the graph is finalised.
+        session: not needed; works in TensorFlow 1 as well, even if the graph is finalised.
         name: identifies the call on all ranks.
         process_set: the ranks that take part.
 
@@ -36,11 +37,11 @@ def broadcast_object(
     """
     del session
     name = name or "object"
-    is_root = runtime.rank() == root_rank
+    is_root = rank_info.rank() == root_rank
     data = np.frombuffer(cloudpickle.dumps(obj) if is_root else b"", np.uint8)
 
     def from_root(value: Any, call: str) -> Any:
-        return agree.at_once(lambda: ops.broadcast(value, root_rank, call, process_set=process_set))
+        return agree.run_now(lambda: broadcast(value, root_rank, call, process_set=process_set))
 
     length = from_root(np.int64(len(data)), f"{name}.length")
     received = from_root(data if is_root else np.zeros(int(length), np.uint8), name)
@@ -53,7 +54,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """``broadcast_object`` with all but the object settled.
+    """Returns ``broadcast_object`` with all arguments set but the object.
 
     Args:
         root_rank, session, name, process_set: as in ``broadcast_object``.
@@ -79,16 +80,16 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Gives every rank the objects of all, by rank.
+    """Gives every rank the objects of all ranks.
 
     Args:
         obj: anything that cloudpickle can serialise.
-        session: not needed: works in TensorFlow 1, too, also when the graph is finalised.
+        session: not needed; works in TensorFlow 1 as well, even if the graph is finalised.
         name: identifies the call on all ranks.
         process_set: the ranks that take part.
 
     Returns:
-        A list of one object per rank.
+        A list with one object per rank, by rank.
 
     Raises:
         tf.errors.AbortedError: a rank has left the job.

@@ -1,20 +1,22 @@
-"""Scripts of TensorFlow 1's time: ``tf.compat.v1`` optimizers, sessions and hooks."""
+"""For TensorFlow 1 scripts: ``tf.compat.v1`` optimizers, sessions and hooks."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, reducer, runtime, settings
+from hvd_keras import exchange, ops, rank_info, reducer, settings
+from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
 class Reducer(reducer.GradientReducer):
-    """What a ``tf.compat.v1.train.Optimizer`` gains, and where it is entered.
+    """Reduces the gradients of a ``tf.compat.v1.train.Optimizer``.
 
-    ``compute_gradients`` gives the gradients of all ranks, so that what a script does with them
-    before ``apply_gradients`` (clipping), it does with those of the whole batch.
+    ``compute_gradients`` returns the gradients over all ranks, so that what a script does with them
+    before ``apply_gradients``, such as clipping, applies to the gradients of the whole batch.
 
     Args:
-        optimizer: the optimizer, which is changed.
+        optimizer: the optimizer; its methods are replaced.
         name, options, groups: as in ``reducer.GradientReducer``.
     """
 
@@ -32,7 +34,7 @@ class Reducer(reducer.GradientReducer):
         optimizer.register_local_var = self.register_local
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """In place of ``Optimizer.compute_gradients``, which ``minimize`` calls."""
+        """Replaces ``Optimizer.compute_gradients``, which ``minimize`` calls."""
         pairs = type(self.optimizer).compute_gradients(self.optimizer, *args, **kwargs)
         gradients, variables = zip(*pairs, strict=True)
         return list(zip(self.reduce(gradients, variables), variables, strict=True))
@@ -51,9 +53,9 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
         The op, in the default graph.
 
     Raises:
-        RuntimeError: eager execution is on, where variables are in no graph.
+        RuntimeError: eager execution is on, where no graph has the variables.
         ValueError: there is no such rank.
-        TypeError: a variable has a dtype that cannot travel.
+        TypeError: a variable has a dtype that is not supported.
         tf.errors.FailedPreconditionError: (when run) the ranks' variables differ in dtype, shape or
             number; on every rank.
 
@@ -61,33 +63,58 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
         session.run(tf.compat.v1.global_variables_initializer())
         session.run(hvd.broadcast_global_variables(0))
     """
-    runtime.rank()  # says so, if init() was not called
+    rank_info.rank()  # raises if hvd.init() was not called
     if tf.executing_eagerly():
         raise RuntimeError(
-            "hvd.broadcast_global_variables: eager execution is on, in which no graph knows the "
+            "hvd.broadcast_global_variables: eager execution is on, where no graph has the "
             "variables. Use hvd.broadcast_variables(model.variables, root_rank), or "
             "hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank) in fit()."
         )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> tf.Operation:
+    """``hvd.broadcast_variables`` in a TensorFlow 1 graph.
+
+    Args:
+        variables: ``tf.Variable``s of the default graph, in the same order on all ranks.
+        root_rank: the rank, of the job, whose values all get.
+        process_set: the ranks that take part.
+
+    Returns:
+        An op that assigns the root's values when it is run.
+
+    Raises:
+        As ``broadcast_global_variables``.
+    """
+    process_set.check_included("broadcast_variables")
     assignments: list[tf.Operation] = []
     bucket: list[Any] = []
     room = limit = settings.read().bucket_bytes
-    for variable in tf.compat.v1.global_variables():
+    for variable in variables:
         size = exchange.size_in_bytes(exchange.spec_of(variable))
         if bucket and size > room:
-            assignments += _broadcast(bucket, root_rank, assignments)
+            assignments += _broadcast(bucket, root_rank, process_set, assignments)
             bucket, room = [], limit
         bucket.append(variable)
         room -= size
-    return tf.group(*assignments, *_broadcast(bucket, root_rank, assignments))
+    if bucket:
+        assignments += _broadcast(bucket, root_rank, process_set, assignments)
+    return tf.group(*assignments)
 
 
 def _broadcast(
-    variables: list[Any], root_rank: int, before: list[tf.Operation]
+    variables: list[Any], root_rank: int, process_set: ProcessSet, before: list[tf.Operation]
 ) -> list[tf.Operation]:
-    """After those before, so that all ranks submit them in one order."""
+    """Runs after the ops ``before``, so that all ranks submit them in the same order."""
     with tf.control_dependencies(before):
         values = ops.grouped_broadcast(
-            [tf.identity(v) for v in variables], root_rank, f"global variables from {len(before)}"
+            [tf.identity(v) for v in variables],
+            root_rank,
+            f"variables of a graph from {len(before)}",
+            process_set,
         )
     return [v.assign(x, read_value=False) for v, x in zip(variables, values, strict=True)]
 
@@ -95,17 +122,17 @@ def _broadcast(
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     """Gives all ranks the root's global variables when a monitored session begins.
 
-    That is after initialisation, and after a checkpoint was restored: it is enough that the root
-    rank has one.
+    This is after initialisation, and after a checkpoint was restored, so only the root rank needs
+    the checkpoint.
 
     Args:
         root_rank: the rank whose values all get.
         device: the TensorFlow device for the ops. Default: TensorFlow's choice.
 
     Raises:
-        RuntimeError: (in the session) it was lost, most likely because another rank has left. Then
-            TensorFlow would make new ones for ever.
-        Others as ``hvd.broadcast_global_variables``.
+        RuntimeError: (in the session) the session was lost, most likely because another rank has
+            left. TensorFlow would open new sessions forever.
+        As ``hvd.broadcast_global_variables``.
 
     Example:
         hooks = [hvd.BroadcastGlobalVariablesHook(0)]
@@ -122,14 +149,14 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self._done = False
 
     def begin(self) -> None:
-        """While the graph can still be changed."""
+        """Makes the op, while the graph can still be changed."""
         self._done = False
         if self._broadcast is None or self._broadcast.graph != tf.compat.v1.get_default_graph():
             with tf.device(self.device or None):
                 self._broadcast = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Once; a second session in a row means that TensorFlow tries to recover from an error."""
+        """Broadcasts once. A second session means that TensorFlow tries to recover."""
         if self._done:
             raise RuntimeError(
                 "The session was lost after an error, most likely because another rank has left "

@@ -1,0 +1,76 @@
+"""The public names and their modules: read by type checkers, by editors and by ``__init__.py``."""
+
+from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined]
+from hvd_keras import data as data
+from hvd_keras.compat.built import ccl_built as ccl_built
+from hvd_keras.compat.built import cuda_built as cuda_built
+from hvd_keras.compat.built import ddl_built as ddl_built
+from hvd_keras.compat.built import gloo_built as gloo_built
+from hvd_keras.compat.built import gloo_enabled as gloo_enabled
+from hvd_keras.compat.built import mpi_built as mpi_built
+from hvd_keras.compat.built import mpi_enabled as mpi_enabled
+from hvd_keras.compat.built import mpi_threads_supported as mpi_threads_supported
+from hvd_keras.compat.built import nccl_built as nccl_built
+from hvd_keras.compat.built import rocm_built as rocm_built
+from hvd_keras.compat.tensorflow_v1 import (
+    BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
+)
+from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
+from hvd_keras.compression import Compression as Compression
+from hvd_keras.compression import Compressor as Compressor
+from hvd_keras.forgotten import local_fit as local_fit
+from hvd_keras.launch.call import run as run
+from hvd_keras.learning_rates import linear_scaling as linear_scaling
+from hvd_keras.learning_rates import sqrt_scaling as sqrt_scaling
+from hvd_keras.lifecycle import init as init
+from hvd_keras.lifecycle import shutdown as shutdown
+from hvd_keras.loading import load_model as load_model
+from hvd_keras.observe import start_timeline as start_timeline
+from hvd_keras.observe import stats as stats
+from hvd_keras.observe import stop_timeline as stop_timeline
+from hvd_keras.ops.allgather import allgather as allgather
+from hvd_keras.ops.allgather import grouped_allgather as grouped_allgather
+from hvd_keras.ops.allreduce import allreduce as allreduce
+from hvd_keras.ops.allreduce import grouped_allreduce as grouped_allreduce
+from hvd_keras.ops.alltoall import alltoall as alltoall
+from hvd_keras.ops.barrier_join import barrier as barrier
+from hvd_keras.ops.barrier_join import join as join
+from hvd_keras.ops.broadcast import broadcast as broadcast
+from hvd_keras.ops.objects import allgather_object as allgather_object
+from hvd_keras.ops.objects import broadcast_object as broadcast_object
+from hvd_keras.ops.objects import broadcast_object_fn as broadcast_object_fn
+from hvd_keras.ops.rank_ops import local_rank_op as local_rank_op
+from hvd_keras.ops.rank_ops import local_size_op as local_size_op
+from hvd_keras.ops.rank_ops import process_set_included_op as process_set_included_op
+from hvd_keras.ops.rank_ops import rank_op as rank_op
+from hvd_keras.ops.rank_ops import size_op as size_op
+from hvd_keras.ops.reduce_op import Adasum as Adasum
+from hvd_keras.ops.reduce_op import Average as Average
+from hvd_keras.ops.reduce_op import Max as Max
+from hvd_keras.ops.reduce_op import Min as Min
+from hvd_keras.ops.reduce_op import Product as Product
+from hvd_keras.ops.reduce_op import ReduceOp as ReduceOp
+from hvd_keras.ops.reduce_op import Sum as Sum
+from hvd_keras.ops.reducescatter import grouped_reducescatter as grouped_reducescatter
+from hvd_keras.ops.reducescatter import reducescatter as reducescatter
+from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
+from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+from hvd_keras.preprocessing import broadcast_preprocessing as broadcast_preprocessing
+from hvd_keras.process_sets import ProcessSet as ProcessSet
+from hvd_keras.process_sets import add_process_set as add_process_set
+from hvd_keras.process_sets import global_process_set as global_process_set
+from hvd_keras.process_sets import remove_process_set as remove_process_set
+from hvd_keras.rank_info import cross_rank as cross_rank
+from hvd_keras.rank_info import cross_size as cross_size
+from hvd_keras.rank_info import is_homogeneous as is_homogeneous
+from hvd_keras.rank_info import is_initialized as is_initialized
+from hvd_keras.rank_info import local_rank as local_rank
+from hvd_keras.rank_info import local_size as local_size
+from hvd_keras.rank_info import rank as rank
+from hvd_keras.rank_info import size as size
+from hvd_keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
+from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
+from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
+from hvd_keras.variables import broadcast_variables as broadcast_variables
+
+__version__: str

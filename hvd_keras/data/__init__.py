@@ -1,0 +1,235 @@
+"""Each rank's share of the data: nothing lost, nothing twice, as many steps on every rank."""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import agree, log
+from hvd_keras._keras import keras
+from hvd_keras.data import arrays, datasets
+from hvd_keras.data.split import MODES, Source, Split
+from hvd_keras.process_sets import ProcessSet, global_process_set
+
+
+def shard(
+    source: Any,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool | int | None = None,
+    seed: int = 0,
+    start_epoch: int = 0,
+    uneven: str = "share",
+    evaluation: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.data.Dataset:
+    """This rank's batches of a source that every rank has whole, for ``fit`` and ``evaluate``.
+
+    Step s uses the rows [s * size * batch_size, (s + 1) * size * batch_size) of the epoch's order,
+    each on one rank: N ranks train like one process with batches of N * batch_size rows. Every pass
+    is an epoch, even a look (``next(iter(dataset))``): if shuffled, on all ranks or on none.
+
+    Args:
+        source: the same on every rank; one of
+
+            - arrays ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, nested as for ``fit``; also
+              tensors, ragged tensors and DataFrames.
+            - a ``tf.data.Dataset`` of rows or of batches, of known or unknown length, its order the
+              same on every rank. Each rank runs it for all elements, so put costly and random maps
+              behind: ``shard(files, ...).map(decode)``. If its length is unknown, it is read once
+              more to count the rows, without what ``map`` and ``shuffle`` do.
+            - a ``keras.utils.PyDataset``, of which the ranks get whole batches, all but the last of
+              one length. Its ``workers`` are threads; its ``on_epoch_*`` are not called.
+        batch_size: rows per rank and step. May be left out for a dataset that is batched: then
+            each of its batches is one rank's batch. Must be left out for a PyDataset.
+        shuffle: whether each epoch has an order of its own, drawn from ``seed`` and its number, so
+            that a rerun repeats it. A PyDataset's batches are shuffled; a shorter last one stays
+            last. A tf.data.Dataset's rows are all held in memory; a number holds so many only.
+            Default: yes, except for a dataset that is batched, that shuffles by itself or whose
+            length is unknown.
+        seed: 0 or more.
+        start_epoch: number of the first pass; to resume, the ``initial_epoch`` of ``fit``.
+        uneven: what becomes of an incomplete last step, if any. "share" gives each rank equally
+            many of its rows: it is the short batch of one process, but for fewer rows than there
+            are ranks, which are left out. "pad" leaves nothing out: batches become
+            ``(x, y, sample_weight)``, the last step is filled with copies of sample weight 0, and
+            the weights of its real rows are scaled, so that gradients and loss are those of one
+            process with the short batch. "trim" leaves the step out. "error" raises.
+        evaluation: "pad" scales all rows alike, for the mean over the whole pass: the mean over
+            the ranks of ``evaluate``'s loss is then that of one process.
+        process_set: the ranks that train together.
+
+    Returns:
+        A ``tf.data.Dataset`` of batches; its ``len`` is the number of steps, equal on all ranks.
+        Keras warns that ``fit`` does not shuffle it, unless given ``shuffle=False``.
+
+    Raises:
+        ValueError: on all ranks, with the same text: their sources or arguments differ or cannot be
+            used (a dataset that is infinite, that shuffles without a seed, or of which nobody can
+            tell whether it is batched); the rows do not divide ("error"), are too few or have no y
+            ("pad").
+        tf.errors.FailedPreconditionError: (in ``fit``) a dataset has not as many elements as it had
+            or said.
+
+    Not covered by the weights of "pad": ``metrics`` (use ``weighted_metrics``), the statistics of
+    batch normalisation, losses reduced otherwise than by Keras's default "sum_over_batch_size",
+    and ``class_weight``, which Keras refuses beside sample weights.
+
+    Example:
+        train = hvd.data.shard((x, y), batch_size=32)
+        test = hvd.data.shard((x_test, y_test), batch_size=32, shuffle=False)
+        model.fit(train, validation_data=test, epochs=10)
+    """
+    # Not a PyDataset: fit shuffles the batches of those once more, on each rank in another order.
+    process_set.check_included("data.shard")
+    split = Split(process_set.rank(), process_set.size(), uneven, evaluation)
+
+    def look() -> tuple[Source, str]:
+        if min(seed, start_epoch) < 0:
+            raise ValueError(f"{seed=}, {start_epoch=}, expected 0 or more.")
+        if uneven not in MODES:
+            raise ValueError(f"{uneven=}, expected one of {', '.join(map(repr, MODES))}.")
+        rows = _open(source, batch_size, shuffle, seed, split)
+        facts = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, {rows.facts}, "
+        return rows, facts + f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+
+    rows, views = _on_all_ranks("hvd.data.shard", look, process_set)
+    if len(set(views)) > 1:
+        raise ValueError(
+            "hvd.data.shard: the ranks have different sources or arguments: "
+            f"{_by_rank(views, process_set)}. Give every rank the same whole source, in the same "
+            "order (with the same seeds, the global one too), and put random maps behind shard(…). "
+            "For files of each rank's own, see agree_on_steps."
+        )
+    if rows.steps == 0 or (rows.left_out and uneven == "error"):
+        together = split.size * rows.batch_size
+        raise ValueError(
+            f"hvd.data.shard: {rows.length} rows do not make whole steps of {together} "
+            f"({split.size} ranks with batch_size={rows.batch_size}), {uneven=}. Use another "
+            "batch_size, 'share' (needs a row for each rank) or 'pad' (needs y, for weights)."
+        )
+    if rows.left_out and uneven == "share" and shuffle is False and not split.rank:
+        log.logger.warning(
+            "hvd.data.shard leaves out %s of %s rows, for each of the %s ranks to have as many. "
+            "uneven='pad' includes them, with sample weights.",
+            *(rows.left_out, rows.length, split.size),
+        )
+    if uneven == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:
+        raise ValueError(
+            "hvd.data.shard: uneven='pad' needs y, for sample weights belong to it, but the source "
+            f"has x only: {rows.spec}. Use 'share' or 'trim'."
+        )
+    numbers, spec = itertools.count(start_epoch), tf.TensorSpec((), tf.int64)
+    epoch = tf.data.Dataset.from_generator(lambda: iter([next(numbers)]), output_signature=spec)
+    batches = epoch.flat_map(rows.batches)  # one epoch in each pass
+    if uneven == "pad":
+        batches = batches.map(_weigh)
+    batches = batches.apply(tf.data.experimental.assert_cardinality(rows.steps))
+    options = tf.data.Options()
+    options.deterministic = True
+    return batches.prefetch(tf.data.AUTOTUNE).with_options(options)
+
+
+def agree_on_steps(
+    source: Any, *, uneven: str = "trim", process_set: ProcessSet = global_process_set
+) -> int:
+    """The number of steps that every rank can make, where each has data of its own.
+
+    Args:
+        source: this rank's number of steps, or its ``tf.data.Dataset`` of batches or
+            ``keras.utils.PyDataset``. One of infinite or unknown length sets no limit.
+        uneven: "trim" takes the least of the ranks' numbers; "error" raises if they differ.
+        process_set: the ranks that train together.
+
+    Returns:
+        ``steps_per_epoch`` for ``fit``. Let the dataset repeat: Keras goes on where the last epoch
+        ended, so a rank could run out of data.
+
+    Raises:
+        ValueError: on every rank, with the same text: a rank has no data, or something else than
+            the above; no rank's length is known; or they differ ("error").
+
+    Example:
+        dataset = tf.data.TextLineDataset(files[hvd.rank() :: hvd.size()]).map(parse).batch(32)
+        steps = hvd.data.agree_on_steps(dataset)
+        model.fit(dataset.repeat(), steps_per_epoch=steps)
+    """
+    process_set.check_included("data.agree_on_steps")
+
+    def look() -> tuple[None, int | None]:
+        if uneven not in ("trim", "error"):
+            raise ValueError(f"{uneven=}, expected 'trim' or 'error'.")
+        steps = source
+        if isinstance(source, tf.data.Dataset):
+            steps = source.cardinality() if source.cardinality() >= 0 else None
+        elif isinstance(source, keras.utils.PyDataset):
+            steps = source.num_batches
+        return None, None if steps is None else int(steps)
+
+    _, everyone = _on_all_ranks("hvd.data.agree_on_steps", look, process_set)
+    known = [steps for steps in everyone if steps is not None]
+    if not known:
+        problem = "no length is known. Give numbers of steps (count the batches once)."
+    elif min(known) < 1:
+        problem = "a rank has no data. Use fewer ranks, or smaller files or batches."
+    elif uneven == "error" and len(set(known)) > 1:
+        problem = "the ranks' numbers of steps differ. uneven='trim' takes the least."
+    else:
+        return int(min(known))
+    raise ValueError(
+        f"hvd.data.agree_on_steps: {problem} By rank: {_by_rank(everyone, process_set)}."
+    )
+
+
+def _open(
+    source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
+) -> Source:
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"{batch_size=}, expected 1 or more rows per rank and step.")
+    parts = tf.nest.flatten(source) if isinstance(source, tuple | list | dict) else [source]
+    if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in parts):
+        source = tf.data.Dataset.from_tensor_slices(source)
+    if isinstance(source, tf.data.Dataset):
+        return datasets.of_dataset(source, batch_size, shuffle, seed, split)
+    everything = shuffle is None or shuffle
+    if isinstance(source, keras.utils.PyDataset):
+        if batch_size is not None:
+            raise ValueError(f"{batch_size=}, expected none for a PyDataset, whose batches it has.")
+        return arrays.of_batches(source, everything, seed, split)
+    if batch_size is None:
+        raise ValueError("batch_size=None, expected rows per rank and step.")
+    return arrays.of_arrays(source, batch_size, everything, seed, split)
+
+
+def _weigh(data: Any, factors: Any) -> Any:
+    """With sample weights: ``factors``, times the data's own."""
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+    factors = tf.cast(factors, keras.config.floatx())
+
+    def weigh(own: Any) -> Any:
+        return tf.cast(own, factors.dtype) * tf.reshape(factors, [-1] + [1] * (own.ndim - 1))
+
+    return x, y, factors if weights is None else keras.tree.map_structure(weigh, weights)
+
+
+def _on_all_ranks(
+    name: str, look: Callable[[], tuple[Any, Any]], process_set: ProcessSet
+) -> tuple[Any, list[Any]]:
+    """What this rank sees, and what each rank tells of it. An error on one rank is one on all."""
+    seen = mine = error = None
+    try:
+        seen, mine = look()
+    except Exception as caught:
+        error = caught
+    mine = [mine, error and f"{type(error).__name__}: {error}"]
+    everyone = agree.gather_json(name, mine, process_set)
+    errors = [text for _, text in everyone]
+    if any(errors):
+        raise ValueError(f"{name}, errors by rank: {_by_rank(errors, process_set)}") from error
+    return seen, [told for told, _ in everyone]
+
+
+def _by_rank(values: Iterable[Any], process_set: ProcessSet) -> str:
+    ranks = zip(process_set.ranks, values, strict=True)
+    return ", ".join(f"rank {rank}: {value}" for rank, value in ranks)

@@ -1,0 +1,147 @@
+"""Sources whose rows have numbers: arrays and ``keras.utils.PyDataset``."""
+
+import functools
+import zlib
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras._keras import keras
+from hvd_keras.data.split import Source, Split
+
+
+def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split) -> Source:
+    """Opens nested arrays of as many rows each. A rank reads its own rows only."""
+    parts, spec, length = _look_into(source)
+    together = split.size * batch_size
+
+    def read(epoch: int, step: int) -> list[Any]:
+        rows = min(together, length - step * together)
+        count = rows // split.size if split.uneven == "share" else batch_size
+        places = step * together + np.arange(count) * split.size + split.rank
+        order = _order(length, shuffle, seed, epoch)[places % length]
+        weight = split.weight(rows, length, batch_size)
+        return [*(part[order] for part in parts), _weights(places < length, weight)]
+
+    sample = np.linspace(0, length - 1, min(length, 9)).astype(int)
+    return _read_by(read, spec, length, batch_size, 1, split, digest([p[sample] for p in parts]))
+
+
+def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
+    """Opens a ``PyDataset``. A rank reads its own batches only, and its rows of the last step."""
+    number = source.num_batches
+    if not number:
+        raise ValueError(f"the PyDataset has {number} batches, expected 1 or more.")
+    first = source[0]
+    _, spec, batch_size = _look_into(first)
+    length = (number - 1) * batch_size + _look_into(source[number - 1])[2]
+    whole, together = length // batch_size, split.size * batch_size
+
+    def batch(epoch: int, index: int) -> list[Any]:
+        if index < whole:
+            index = int(_order(whole, shuffle, seed, epoch)[index])
+        parts, _, rows = _look_into(source[index])
+        if rows != min(batch_size, length - index * batch_size):
+            text = f"batch {index} of the PyDataset has {rows} rows, the first had {batch_size};"
+            raise ValueError(f"{text} only the last may have fewer, equally many each time.")
+        return parts
+
+    def read(epoch: int, step: int) -> list[Any]:
+        rows = min(together, length - step * together)
+        if split.uneven == "share" and rows < together:
+            count = rows // split.size
+            start = step * together + split.rank * count
+            indices = range(start // batch_size, (start + count - 1) // batch_size + 1)
+            batches = zip(*(batch(epoch, index) for index in indices), strict=True)
+            skip = start % batch_size
+            mine = [np.concatenate(parts)[skip : skip + count] for parts in batches]
+            return [*mine, _weights(np.ones(count, bool), 1.0)]
+        place = step * split.size + split.rank
+        parts = batch(epoch, place % number)
+        numbers, real = np.arange(batch_size), len(parts[0])
+        weights = _weights(
+            (numbers < real) & (place < number), split.weight(rows, length, batch_size)
+        )
+        return [*(part[numbers % real] for part in parts), weights]
+
+    return _read_by(
+        read, spec, length, batch_size, max(1, source.workers), split, digest(y_of(first))
+    )
+
+
+def y_of(batch: Any) -> list[Any]:
+    """The parts of y, which no augmentation changes; those of x if there is no y."""
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return list(tf.nest.flatten(x if y is None else y, expand_composites=True))
+
+
+def digest(parts: list[Any]) -> str:
+    """A short text that is equal where the arrays are."""
+    value = 0
+    for part in parts:
+        array = np.asarray(part)
+        strings = array.dtype.kind in "OUS"
+        data = repr(array.tolist()).encode() if strings else np.ascontiguousarray(array).tobytes()
+        value = zlib.crc32(data, value)
+    return f"{value:08x}"
+
+
+def _read_by(
+    read: Any,
+    spec: Any,
+    length: int,
+    batch_size: int,
+    workers: int,
+    split: Split,
+    sample: str,
+) -> Source:
+    """``read(epoch, step)`` gives the parts of this rank's batch, and the weights of "pad"."""
+    specs = [*keras.tree.flatten(spec), tf.TensorSpec((), tf.float32)]
+    steps = split.steps(length, batch_size)
+    rows = None if split.has_short_step(length, batch_size) else batch_size
+
+    def batch(epoch: Any, step: Any) -> Any:
+        parts = tf.numpy_function(read, (epoch, step), [part.dtype for part in specs])
+        for part, row in zip(parts, specs, strict=True):
+            part.set_shape([rows, *row.shape])
+        data = keras.tree.pack_sequence_as(spec, parts[:-1])
+        return (data, parts[-1]) if split.uneven == "pad" else data
+
+    def batches(epoch: Any) -> tf.data.Dataset:
+        numbers = tf.data.Dataset.range(steps)
+        return numbers.map(lambda step: batch(epoch, step), num_parallel_calls=workers)
+
+    left_out = split.left_out(length, batch_size)
+    return Source(spec, length, batch_size, steps, left_out, f"sample {sample}", batches)
+
+
+def _weights(real: Any, weight: float) -> Any:
+    return np.where(real, weight, 0).astype(np.float32)
+
+
+@functools.lru_cache(4)  # wanted in every step
+def _order(length: int, shuffle: bool | int, *seeds: int) -> Any:
+    return np.random.default_rng(seeds).permutation(length) if shuffle else np.arange(length)
+
+
+def _look_into(source: Any) -> tuple[list[Any], Any, int]:
+    """Nested arrays as a flat list, the spec of a row, and the number of rows."""
+    source = keras.tree.lists_to_tuples(source)
+    parts = [np.asarray(part) for part in keras.tree.flatten(source)]
+    if not parts or any(part.ndim == 0 for part in parts):
+        raise ValueError(
+            f"got {source!r:.99}, expected arrays, tf.data.Dataset or PyDataset. "
+            "Make an array of a list of numbers: np.asarray(x)."
+        )
+    if len({len(part) for part in parts}) > 1:
+        raise ValueError(f"arrays of {[len(part) for part in parts]} rows, expected equally many.")
+    for part in parts:
+        if part.dtype == object and not isinstance(part.flat[0] if part.size else "", str | bytes):
+            raise ValueError(
+                f"an array has rows of type {type(part.flat[0]).__name__}, expected numbers or "
+                "strings. Convert it: x.astype('float32'), or for rows of different lengths "
+                "tf.ragged.constant(x)."
+            )
+    specs = [tf.TensorSpec(part.shape[1:], part.dtype) for part in parts]
+    return parts, keras.tree.pack_sequence_as(source, specs), len(parts[0])

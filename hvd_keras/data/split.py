@@ -1,0 +1,100 @@
+"""How a step's rows are split between ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+MODES = ("share", "pad", "trim", "error")
+
+
+@dataclass(frozen=True)
+class Split:
+    """This rank's part of each step.
+
+    Args:
+        rank, size: this rank's number in the process set, and the number of ranks in there.
+        uneven: one of ``MODES``, see ``hvd.data.shard``.
+        evaluation: "pad" gives all real rows the same weight.
+    """
+
+    rank: int
+    size: int
+    uneven: str
+    evaluation: bool
+
+    def steps(self, length: int, batch_size: int) -> int:
+        """The number of steps in a pass over ``length`` rows."""
+        whole, rest = divmod(length, self.size * batch_size)
+        return whole + {"share": rest >= self.size, "pad": rest > 0}.get(self.uneven, False)
+
+    def has_short_step(self, length: int, batch_size: int) -> bool:
+        """Whether the last step has fewer than ``batch_size`` rows on each rank."""
+        together = self.size * batch_size
+        return self.uneven == "share" and self.steps(length, batch_size) * together > length
+
+    def left_out(self, length: int, batch_size: int) -> int:
+        """The number of rows that no rank gets in a pass over ``length`` rows."""
+        rest = length % (self.size * batch_size)
+        return {"share": rest % self.size, "pad": 0}.get(self.uneven, rest)
+
+    def of_batches(self, counts: list[int], batch_size: int) -> tuple[int, int]:
+        """The number of steps, and of rows left out, if each ``size`` batches make a step.
+
+        Args:
+            counts: the rows of each batch.
+            batch_size: the most of them.
+        """
+        steps = left_out = 0
+        for start in range(0, len(counts), self.size):
+            group = counts[start : start + self.size]
+            rows = used = sum(group)
+            if self.uneven == "share" and (len(group) < self.size or len(set(group)) > 1):
+                used = rows // self.size * self.size
+            elif self.uneven in ("trim", "error") and rows < self.size * batch_size:
+                used = 0
+            steps += used > 0
+            left_out += rows - used
+        return steps, left_out
+
+    def weight(self, rows: Any, length: int, batch_size: int) -> Any:
+        """What "pad" multiplies the weights of real rows by.
+
+        Keras divides a rank's weighted sum by ``batch_size``, and the ranks' mean divides by
+        ``size``. One process would divide by ``rows``.
+
+        Args:
+            rows: the number of real rows in the step, of all ranks; a number or a tensor.
+            length: the number of rows in the pass.
+            batch_size: rows per rank and step.
+        """
+        together = self.size * batch_size
+        if self.evaluation:
+            return self.steps(length, batch_size) * together / length
+        return together / rows
+
+
+@dataclass
+class Source:
+    """What ``hvd.data.shard`` was given, opened.
+
+    Attributes:
+        spec: a type specification for each part of a row; lists are tuples.
+        length: the number of rows, of all ranks.
+        batch_size: rows per rank and step.
+        steps: the number of steps in a pass.
+        left_out: the number of rows that no rank gets.
+        facts: further facts that must be equal on all ranks, as text.
+        batches: makes this rank's dataset of batches from the epoch's number, a scalar int64
+            tensor; for "pad" of pairs (batch, weights), where rows that are filled in have weight
+            0 and weights are float32 of shape [batch_size].
+    """
+
+    spec: Any
+    length: int
+    batch_size: int
+    steps: int
+    left_out: int
+    facts: str
+    batches: Callable[[tf.Tensor], tf.data.Dataset]

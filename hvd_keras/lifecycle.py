@@ -1,0 +1,239 @@
+"""Joins and leaves the job, and ends all ranks when one fails."""
+
+import atexit
+import contextlib
+import ctypes
+import enum
+import os
+import sys
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+from hvd_keras import _library, gpu, log, patches, rank_info, settings
+from hvd_keras.launch import status
+from hvd_keras.ops import gradients
+from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
+
+del gradients  # importing it has registered them
+
+# How long a rank that fails waits for the others to receive its error.
+_ERROR_SECONDS = 2.0
+
+
+class LeaveResult(enum.IntEnum):
+    """How this rank left the job, as the core numbers it."""
+
+    TOGETHER = 0  # all ranks left
+    AWAITED = 1  # others still waited for this rank; they have been told
+    NO_ANSWER = 2  # the others did not answer in time
+    DESERTED = 3  # another rank had left while this one waited for it
+    TIMED_OUT = 4  # the ranks had waited for too long
+
+
+# How long a rank lives on after it has left, in seconds. A rank that others waited for lets them
+# print their errors; a rank that followed another lets that one end first, so that the launcher
+# sees who failed first.
+_LINGER_SECONDS = {
+    LeaveResult.TOGETHER: 0.0,
+    LeaveResult.AWAITED: 1.0,
+    LeaveResult.NO_ANSWER: 0.0,
+    LeaveResult.DESERTED: 5.0,
+    LeaveResult.TIMED_OUT: 0.5,
+}
+
+# The exit status of a rank that fails. It tells hvdrun which ranks only followed another.
+_EXIT_STATUS = {
+    LeaveResult.DESERTED: status.DESERTED,
+    LeaveResult.TIMED_OUT: status.WAITED_IN_VAIN,
+}
+
+_guards_installed = False
+
+
+def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
+    """Joins the job: starts MPI if nobody has, and the engine of this process.
+
+    Call it once at the top of the script, on every rank. A second call only adds the process sets
+    that are not there yet. Without a launcher the process is a world of size 1, in which everything
+    works. All ranks wait here for each other, for at most ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0:
+    no limit). After that the process ends with status 75, since there is no other way out of MPI.
+
+    On a host with GPUs the process gets the GPU of its ``local_rank()``, with memory growth, unless
+    the script has chosen with ``tf.config.set_visible_devices``. See docs/gpu.md.
+
+    Args:
+        comm: the processes of the job: an mpi4py communicator, or a list of ranks of
+            ``MPI.COMM_WORLD``; each of them calls ``init`` with the same. Default: all processes.
+        process_sets: ``hvd.ProcessSet`` objects, or lists of ranks, to add at once, the same on all
+            ranks. (Horovod's ``"dynamic"`` is accepted; sets can be added at any time.)
+
+    Raises:
+        RuntimeError: MPI cannot be used (it was finalised, gives fewer threads than
+            ``MPI_THREAD_MULTIPLE``, or is another library than the one of hvd_keras), or the
+            host has fewer GPUs than processes, or TensorFlow has already taken all GPUs; or the
+            native libraries are missing or do not fit this TensorFlow; or this process has left a
+            job in which others waited for it.
+        ValueError: an ``HVD_`` environment variable has an impossible value, or ``comm`` does not
+            contain this process, or a process set is impossible (see ``add_process_set``).
+    """
+    core = _library.core()
+    if rank_info.has_left_alone():
+        raise RuntimeError(
+            "hvd.init: this process has left the job while other ranks waited for it, or it for "
+            "them, so it cannot join again. Start the job again."
+        )
+    if core.hvd_initialized():
+        _add_process_sets(process_sets)
+        return
+    arrival = settings.read().arrival  # raises if a variable has a wrong value
+    _library.tensorflow_ops()
+    _use_one_mpi()
+    gpu.find_libraries()
+    ranks, communicator = _members(comm)
+    settings.skip_network_search(_library.mpi_version())
+    array = (ctypes.c_int * len(ranks))(*ranks)
+    if arrival is not None:
+        with contextlib.suppress(OSError):  # hvdrun then says less if another rank does not come
+            arrival.touch()
+    _flush()  # the process may end in hvd_init, if another rank does not come
+    if core.hvd_init(array, len(ranks), communicator) != 0:
+        kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
+        raise kind(core.hvd_error().decode())
+    rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
+    _install_guards()
+    gpu.pin(rank_info.local_rank(), rank_info.local_size())
+    core.hvd_set_log(settings.read().log_number)
+    log.start(rank_info.rank())
+    log.logger.info(
+        "local rank %d of %d, rank %d of %d; %s",
+        *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
+        _library.mpi_version().splitlines()[0],
+    )
+    patches.install()
+    _add_process_sets(process_sets)
+
+
+def shutdown() -> None:
+    """Leaves the job; waits until all ranks have. ``init()`` may follow.
+
+    Runs by itself when the script ends. If other ranks still wait for a collective of this rank,
+    they get an error that says that it has left, and this process cannot join a job again.
+    """
+    if rank_info.is_initialized():
+        if _leave("it called hvd.shutdown()", -1.0) is not LeaveResult.TOGETHER:
+            rank_info.mark_left_alone()
+        forget_all()
+
+
+def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
+    if process_sets is None or isinstance(process_sets, str):
+        return
+    there = [process_set.ranks for process_set in added()]
+    for wanted in process_sets:
+        process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
+        is_there = process_set.process_set_id is not None
+        # Of ranks alone there is no object that would have to take effect.
+        if not is_there and (process_set is wanted or process_set.ranks not in there):
+            add_process_set(process_set)
+
+
+def _members(comm: Any) -> tuple[list[int], int | None]:
+    """Ranks of the world (empty: all), and the address of an MPI_Comm."""
+    if comm is None:
+        return [], None
+    if hasattr(comm, "Get_group"):
+        from mpi4py import MPI
+
+        return [], MPI._addressof(comm)
+    ranks = [int(rank) for rank in comm]
+    if not ranks or len(set(ranks)) < len(ranks):
+        raise ValueError(
+            f"hvd.init: comm is {comm!r}, expected ranks of MPI.COMM_WORLD, each once, or an "
+            "mpi4py communicator."
+        )
+    return ranks, None
+
+
+def _use_one_mpi() -> None:
+    """Raises if this process has loaded two MPI libraries, which would not know of each other."""
+    if "mpi4py.MPI" in sys.modules:
+        user, theirs = "mpi4py", sys.modules["mpi4py.MPI"].Get_library_version()
+    else:
+        user, theirs = "this process", _library.core().hvd_mpi_version().decode()
+    theirs, ours = (text.strip("\0\n ") for text in (theirs, _library.mpi_version()))
+    if theirs != ours:
+        raise RuntimeError(
+            f"{user} uses {theirs.splitlines()[0]!r}, hvd_keras was built with "
+            f"{ours.splitlines()[0]!r}: one process needs one MPI. Call hvd.init() before "
+            "importing mpi4py, or build hvd_keras with HVD_MPICXX set to the other's mpicxx."
+        )
+
+
+def _install_guards() -> None:
+    """Makes an uncaught error, or the end, of this rank reach all ranks.
+
+    They would wait for it forever.
+    """
+    global _guards_installed
+    if _guards_installed:
+        return
+    _guards_installed = True
+    previous_hook = sys.excepthook
+    process = os.getpid()
+
+    def abort_all(
+        kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
+        try:
+            previous_hook(kind, value, traceback)
+        finally:  # even if the hook fails
+            core = _library.core()
+            others = rank_info.has_left_alone() or (
+                rank_info.is_initialized() and rank_info.size() > 1
+            )
+            if os.getpid() == process and others:
+                _flush()
+                exit_status = 1
+                if not rank_info.has_left_alone():
+                    left = _leave(_first_line(kind, value), _ERROR_SECONDS)
+                    exit_status = _EXIT_STATUS.get(left, 1)
+                if settings.read().watched:
+                    # MPICH and SLURM would also kill the process that reports to hvdrun.
+                    os._exit(exit_status)
+                core.hvd_abort(exit_status)
+
+    def at_exit() -> None:
+        if os.getpid() != process:
+            return  # a forked child is not a rank, and has no engine
+        core = _library.core()
+        if rank_info.is_initialized():
+            _flush()
+            _leave("its script has ended", -1.0)
+        core.hvd_finalize()
+
+    sys.excepthook = abort_all
+    atexit.register(at_exit)
+
+
+def _first_line(kind: type[BaseException], value: BaseException) -> str:
+    try:
+        return f"{kind.__name__}: {value}".splitlines()[0]
+    except Exception:  # its own __str__ fails
+        return kind.__name__
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, or nobody reads it
+            stream.flush()
+
+
+def _leave(reason: str, seconds: float) -> LeaveResult:
+    left = LeaveResult(_library.core().hvd_leave(reason.encode(), seconds))
+    if left is LeaveResult.AWAITED:
+        log.logger.error("left while others waited for it, so the job ends: %s", reason)
+        _flush()
+    time.sleep(_LINGER_SECONDS[left])
+    return left

@@ -1,0 +1,41 @@
+"""The collectives, eager and in ``tf.function``: one file each, and their gradients.
+
+Every rank of the process set calls the same ones; the k-th call of one name on each rank belong
+together. In a ``tf.function`` they run in the order in which they are written. Calls from several
+Python threads need names.
+
+All raise ``tf.errors.AbortedError`` if a rank has left the job, and
+``tf.errors.DeadlineExceededError`` if a rank has not come for ``HVD_TIMEOUT_SECONDS``.
+
+Nothing here knows Keras.
+"""
+
+from hvd_keras.ops.allgather import allgather, grouped_allgather
+from hvd_keras.ops.allreduce import allreduce, grouped_allreduce, reductions
+from hvd_keras.ops.alltoall import alltoall
+from hvd_keras.ops.barrier_join import barrier, join
+from hvd_keras.ops.broadcast import broadcast, grouped_broadcast
+from hvd_keras.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from hvd_keras.ops.reducescatter import grouped_reducescatter, reducescatter
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_broadcast",
+    "grouped_reducescatter",
+    "join",
+    "reducescatter",
+    "reductions",
+]

@@ -1,0 +1,46 @@
+"""Barrier and join: the collectives without data."""
+
+import tensorflow as tf
+
+from hvd_keras import rank_info, xla
+from hvd_keras.ops import validate
+from hvd_keras.process_sets import ProcessSet, global_process_set
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when all ranks of the process set have called it.
+
+    Args:
+        process_set: the ranks that wait for each other.
+
+    Raises:
+        ValueError: this rank is not in the process set.
+    """
+    validate.check("barrier", process_set)
+    validate.raw.hvd_barrier(
+        tensor_name=validate.name("barrier", None, process_set), process_set=process_set.id()
+    )
+
+
+def join() -> tf.Tensor:
+    """Declares that this rank has no more data, and waits until all ranks have done so.
+
+    Meanwhile this rank takes part in the collectives of the others: with zeros in sums and averages
+    (which still divide by ``size()``), with neutral values in the other reductions, with no rows in
+    ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks.
+
+    Returns:
+        The last rank to join, as an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the
+        rank joins when the tensor is computed.
+
+    Raises:
+        NotImplementedError: XLA compiles the call.
+        tf.errors.AbortedError: a rank has left the job without joining.
+    """
+    rank_info.rank()  # raises if hvd.init() was not called
+    if xla.is_compiling():
+        raise NotImplementedError(
+            "hvd.join cannot be compiled by XLA. Call it outside of functions with "
+            "jit_compile=True."
+        )
+    return validate.raw.hvd_join(tensor_name="")

@@ -1,0 +1,58 @@
+"""Ranks and sizes as tensors, with the values that they have when the graph runs."""
+
+import tensorflow as tf
+
+from hvd_keras.ops import validate
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """``rank()`` as a tensor (int32), with its value when the graph runs.
+
+    Args:
+        name: of the TensorFlow op.
+    """
+    return validate.raw.hvd_place(what="rank", name=name)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """``local_rank()`` as a tensor (int32), with its value when the graph runs.
+
+    Args:
+        name: of the TensorFlow op.
+    """
+    return validate.raw.hvd_place(what="local_rank", name=name)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """The size of a process set as a tensor (int32), with its value when the graph runs.
+
+    Args:
+        process_set_id: of a ``ProcessSet``; 0 is that of all ranks.
+        name: of the TensorFlow op.
+
+    Raises:
+        tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
+    """
+    return validate.raw.hvd_place(what="size", process_set=process_set_id, name=name)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """``local_size()`` as a tensor (int32), with its value when the graph runs.
+
+    Args:
+        name: of the TensorFlow op.
+    """
+    return validate.raw.hvd_place(what="local_size", name=name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """1 if this rank is in the process set, otherwise 0, as a tensor (int32).
+
+    Args:
+        process_set_id: of a ``ProcessSet``.
+        name: of the TensorFlow op.
+
+    Raises:
+        tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
+    """
+    return validate.raw.hvd_place(what="included", process_set=process_set_id, name=name)

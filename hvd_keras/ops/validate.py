@@ -1,0 +1,175 @@
+"""Checks that all collectives make of their arguments, and the names of their requests."""
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import _library, xla
+from hvd_keras.process_sets import ProcessSet
+
+raw = _library.tensorflow_ops()
+
+DTYPES = {
+    tf.bool,
+    tf.uint8,
+    tf.int8,
+    tf.uint16,
+    tf.int16,
+    tf.uint32,
+    tf.int32,
+    tf.uint64,
+    tf.int64,
+    tf.float16,
+    tf.bfloat16,
+    tf.float32,
+    tf.float64,
+}
+
+
+def check(kind: str, process_set: ProcessSet) -> None:
+    """Raises ValueError or NotImplementedError if this rank cannot make this call here."""
+    process_set.check_included(kind)
+    xla.check(kind)
+
+
+@contextlib.contextmanager
+def on_all_ranks(kind: str, name: str, process_set: ProcessSet) -> Iterator[None]:
+    """Makes an error in this rank's arguments fail the call on all ranks, in eager mode.
+
+    The other ranks may make the same call rightly, and would wait for this one. So this rank
+    submits a request of that name that says what is wrong. If the others submit the same, the error
+    is theirs as well, and is raised; otherwise all ranks get an error that shows each one's view.
+
+    While a function is traced or a graph is built the error is simply raised: requests that come
+    before this one have not run yet.
+
+    Raises:
+        tf.errors.FailedPreconditionError: other ranks made the call with other arguments.
+    """
+    try:
+        yield
+    except (NotImplementedError, TypeError, ValueError) as error:
+        if not tf.executing_eagerly():
+            raise
+        try:
+            _submit_refusal(kind, name, process_set, f"{type(error).__name__}: {error}")
+        except tf.errors.FailedPreconditionError as disagreement:
+            raise disagreement from error
+        except tf.errors.OpError:
+            pass  # another rank has left; this error is the more helpful one
+        raise
+
+
+def _submit_refusal(kind: str, name: str, process_set: ProcessSet, problem: str) -> None:
+    call = {
+        "tensor_name": name,
+        "process_set": process_set.id(),
+        "note": f"refused on this rank, {problem} Sent instead:",
+    }
+    with tf.device("/cpu:0"):
+        nothing = tf.zeros(0, tf.uint8)
+        if kind == "allreduce":
+            raw.hvd_allreduce([nothing], reduction="Sum", **call)
+        elif kind == "allgather":
+            raw.hvd_allgather([nothing], **call)
+        elif kind == "broadcast":
+            raw.hvd_broadcast([nothing], root_rank=process_set.ranks[0], **call)
+        elif kind == "alltoall":
+            raw.hvd_alltoall(nothing, tf.zeros(process_set.size(), tf.int64), **call)
+        elif kind == "reducescatter":
+            raw.hvd_reducescatter([nothing], reduction="Sum", **call)
+        else:
+            raise AssertionError(kind)
+
+
+def checked(kind: str, tensor: Any) -> Any:
+    """Returns a tensor, or ``tf.IndexedSlices``, of a dtype that can be sent."""
+    if not isinstance(tensor, tf.IndexedSlices):
+        tensor = tf.convert_to_tensor(tensor)
+    if tensor.dtype not in DTYPES:
+        names = ", ".join(sorted(dtype.name for dtype in DTYPES))
+        raise TypeError(
+            f"hvd.{kind}: got a tensor of dtype {tensor.dtype.name}, expected one of {names}. "
+            "Encode it as one of these first."
+        )
+    return tensor
+
+
+def with_rows(kind: str, tensor: Any) -> tf.Tensor:
+    """As ``checked``, for collectives that need a first dimension."""
+    tensor = tf.convert_to_tensor(checked(kind, tensor))
+    if tensor.shape.rank == 0:
+        raise ValueError(
+            f"hvd.{kind}: got a scalar, expected a tensor with at least one dimension. "
+            "Use tf.expand_dims(tensor, 0)."
+        )
+    return tensor
+
+
+# Horovod's Keras modules, too, have functions of these names, whose arguments differ.
+_SIGNATURES = {
+    "allreduce": (
+        "allreduce(tensor, average=None, device_dense='', device_sparse='', compression, op, ...)",
+        "allreduce(value, name=None, average=None, ...)",
+        "hvd.allreduce(x, op=hvd.Sum, name='loss')",
+    ),
+    "reducescatter": (
+        "reducescatter(tensor, device_dense='', compression, op=hvd.Average, name=None, ...)",
+        "reducescatter(value, name=None, op=hvd.Average, ...)",
+        "hvd.reducescatter(x, op=hvd.Sum, name='loss')",
+    ),
+}
+
+
+def check_type(kind: str, argument: str, value: Any, *, right: bool, expected: str) -> None:
+    """Raises TypeError unless an argument is right; arguments by position often are another's."""
+    if right:
+        return
+    ours, keras_modules, example = _SIGNATURES[kind]
+    raise TypeError(
+        f"hvd.{kind}: {argument} is {value!r}, expected {expected}. The signature is "
+        f"horovod.tensorflow's, {ours}, not that of horovod.keras and horovod.tensorflow.keras, "
+        f"{keras_modules}. Give arguments by name: {example}."
+    )
+
+
+def check_average(average: Any) -> None:
+    """Raises TypeError if Horovod's older argument is no truth value."""
+    right = average is None or isinstance(average, (bool, np.bool_))
+    check_type("allreduce", "average", average, right=right, expected="True, False or None")
+
+
+def check_compression(kind: str, compression: Any) -> None:
+    """Raises TypeError for what is no compressor."""
+    right = hasattr(compression, "compress") and hasattr(compression, "decompress")
+    expected = "hvd.Compression.none, .fp16 or .bf16, or a class derived from hvd.Compressor"
+    check_type(kind, "compression", compression, right=right, expected=expected)
+
+
+_unnamed: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], int]] = weakref.WeakKeyDictionary()
+
+
+def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
+    """Returns the name of a request: the given one, or one that all ranks derive alike.
+
+    An unnamed call in a function is numbered among the calls there of its kind and process set,
+    since a rank makes only the calls of the sets that include it. TensorFlow's op names do not
+    serve: they differ between ranks as soon as one rank has traced more.
+    """
+    if given is not None:
+        return given
+    if tf.executing_eagerly():
+        return "unnamed"
+    graph = tf.compat.v1.get_default_graph()
+    if xla.is_compiling():
+        # A call in a loop or branch may run before or after one outside, so they need different
+        # names.
+        graph = xla.function_of(graph)
+    counts = _unnamed.setdefault(graph, {})
+    key = kind, process_set.id()
+    counts[key] = counts.get(key, -1) + 1
+    return f"unnamed.{counts[key]}"

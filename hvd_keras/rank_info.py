@@ -1,0 +1,112 @@
+"""This process's rank, and its host's part of the job. Starts and ends nothing."""
+
+import ctypes
+from typing import NamedTuple
+
+from hvd_keras import _library, settings
+
+# mpi4py loads the first MPI that it finds. It must be this one, even if it is imported before
+# hvd.init().
+settings.point_mpi4py_at(_library.mpi_file())
+
+
+class RankInfo(NamedTuple):
+    """What the core reports about this process."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: int
+
+
+# By rank of the job; empty: the job has all ranks of MPI_COMM_WORLD, in their order.
+_world_ranks: list[int] = []
+
+# A rank that did not leave together with the others keeps its engine, so that the core counts as
+# initialised.
+_left_alone = False
+
+
+def set_world_ranks(ranks: list[int]) -> None:
+    """Records the members of the job: ranks of MPI_COMM_WORLD, by rank of the job; empty: all."""
+    _world_ranks[:] = ranks
+
+
+def from_world(world_rank: int) -> int:
+    """Returns the rank in the job of a rank of MPI_COMM_WORLD.
+
+    Raises:
+        ValueError: it is not in the job.
+    """
+    members = _world_ranks or list(range(size()))
+    if world_rank not in members:
+        raise ValueError(
+            f"MPI's rank {world_rank} is not in the job, which has MPI's ranks {members} "
+            "(the comm of hvd.init). Use a communicator of these."
+        )
+    return members.index(world_rank)
+
+
+def mark_left_alone() -> None:
+    """Records that this process has left the job, but not together with the other ranks."""
+    global _left_alone
+    _left_alone = True
+
+
+def has_left_alone() -> bool:
+    """Whether this process has left the job, but not together with the other ranks."""
+    return _left_alone
+
+
+def is_initialized() -> bool:
+    """Whether ``hvd.init()`` was called, and ``hvd.shutdown()`` not since then."""
+    return bool(_library.core().hvd_initialized()) and not _left_alone
+
+
+def rank() -> int:
+    """This process's rank in the job, from 0 to ``size() - 1``."""
+    return _read().rank
+
+
+def size() -> int:
+    """The number of processes in the job."""
+    return _read().size
+
+
+def local_rank() -> int:
+    """This process's rank among those of its host, from 0 to ``local_size() - 1``."""
+    return _read().local_rank
+
+
+def local_size() -> int:
+    """The number of processes of the job on this host."""
+    return _read().local_size
+
+
+def cross_rank() -> int:
+    """This process's rank among those with its ``local_rank()``, one on each host."""
+    return _read().cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a process with this ``local_rank()``."""
+    return _read().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host runs the same number of processes."""
+    return bool(_read().homogeneous)
+
+
+def _read() -> RankInfo:
+    if not is_initialized():
+        raise ValueError(
+            "hvd_keras is not initialised in this process. Call hvd.init() first, once, at the "
+            "top of the script."
+        )
+    numbers = (ctypes.c_int * len(RankInfo._fields))()
+    _library.core().hvd_place(numbers)
+    return RankInfo(*numbers)
