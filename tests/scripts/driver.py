@@ -1,0 +1,205 @@
+"""Runs ordinary Keras scripts as their users do: with one process, and with two ranks.
+
+    python tests/scripts/driver.py [-v] [NAME...]
+
+Each script is one file in a folder beside this one, and all that there is to it. In its docstring
+stand, one a line:
+
+    expect: equal         2 ranks end with the arrays of one process, to rounding
+            differ-ok     that is not defined (random numbers differ by rank, say)
+            error "text"  2 ranks fail, and every output of theirs ends with a text such as this
+            warn "text"   2 ranks are told this once; with HVD_STRICT=1 it is an error
+    needs:  modules without which it is skipped
+    env:    NAME=value ... that its user sets
+    run:    module        by python -m
+            itself        it starts the ranks by itself: there is no run with two
+    args:   its arguments
+    fast:   yes           it is one of those that the test suite runs
+
+A script saves its arrays, most often weights, to the folder $RESULT, a file for each rank; those of
+all ranks must be equal bit by bit. In no run may there be a traceback that is not expected, nor a
+line in hvd_keras's or hvdrun's name.
+"""
+
+import argparse
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LIMIT = 180  # seconds for a run that takes ten on an idle machine
+KEYS = ("expect", "needs", "env", "run", "args", "fast")
+
+
+class Script:
+    """A script and what its docstring says."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.stem
+        lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+        said = dict(line.split(": ", 1) for line in lines if line.split(": ", 1)[0] in KEYS)
+        self.expect, _, text = said["expect"].partition(" ")
+        if self.expect not in ("equal", "differ-ok", "error", "warn"):
+            raise ValueError(f"{path}: expect: {said['expect']}")
+        self.text = text.strip('"')
+        self.needs = said.get("needs", "").split()
+        self.environment = dict(pair.split("=", 1) for pair in said.get("env", "").split())
+        self.how = said.get("run", "file")
+        self.arguments = said.get("args", "").split()
+        self.fast = said.get("fast") == "yes"
+
+    def missing(self) -> list[str]:
+        """The modules that it needs and that are not there."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+    def problems(self) -> list[str]:
+        """What is wrong with it; nothing if it does what it should."""
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+            alone = Run(self, 1, one)
+            found = alone.problems()
+            if self.how == "itself":
+                return found
+            together = Run(self, 2, two)
+            if self.expect == "error":
+                found += together.not_an_error(self.text)
+            else:
+                found += together.problems(told=self.text if self.expect == "warn" else None)
+            if self.expect in ("equal", "differ-ok") and not found:
+                found += differences(alone, together, self.expect == "equal")
+        if self.expect == "warn":
+            with tempfile.TemporaryDirectory() as folder:
+                strict = Run(self, 2, folder, HVD_STRICT="1")
+                found += [f"with HVD_STRICT=1: {what}" for what in strict.not_an_error(self.text)]
+        return found
+
+
+class Run:
+    """A run of a script to its end."""
+
+    def __init__(self, script: Script, ranks: int, folder: str, **environment: str) -> None:
+        command = [sys.executable, str(script.path)]
+        if script.how == "module":
+            command = [sys.executable, "-m", f"{script.path.parent.name}.{script.name}"]
+            environment["PYTHONPATH"] = str(HERE)
+        elif "sklearn" not in script.needs:  # without it Python starts faster
+            environment["PYTHONPATH"] = str(ROOT / "tests" / "harness" / "start")
+        if ranks > 1:
+            hvdrun = [sys.executable, "-m", "hvd_keras.launch", "-np", str(ranks)]
+            command = [*hvdrun, "--oversubscribe", *command]
+        self.results = Path(folder, "results")
+        self.results.mkdir()
+        usual = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        # No GPU, and one thread a process: sums do not depend on the machine.
+        usual |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+        usual |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+        usual |= {"OMP_NUM_THREADS": "1", "RESULT": str(self.results)}
+        process = subprocess.Popen(
+            [*command, *script.arguments],
+            cwd=folder,
+            env=usual | script.environment | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.status: int | str
+        try:
+            self.out, self.err = process.communicate(timeout=LIMIT)
+            self.status = process.returncode
+        except subprocess.TimeoutExpired:
+            process.terminate()  # hvdrun ends its ranks
+            self.out, self.err = process.communicate()
+            self.status = f"none after {LIMIT} s"
+        self.who = "alone" if ranks == 1 else f"{ranks} ranks"
+
+    def ours(self) -> list[str]:
+        """The lines of stderr in hvd_keras's or hvdrun's name, also as places of warnings."""
+        lines = self.err.replace(str(ROOT), ".").splitlines()
+        return [line for line in lines if re.search(r"hvd_keras|hvdrun:", line)]
+
+    def problems(self, told: str | None = None) -> list[str]:
+        """What is wrong with a run that should succeed, and be told that text."""
+        if self.status != 0 or "Traceback (most recent call last)" in self.err:
+            return [f"{self.who}: exit status {self.status}\n{tail(self.err or self.out)}"]
+        lines = self.ours()
+        if told is None:
+            return [f"{self.who}: on stderr: {line}" for line in lines]
+        if sum(told in line for line in lines) != 1:
+            return [f"{self.who}: expected once on stderr: {told!r}, got {lines}"]
+        return [f"{self.who}: on stderr: {line}" for line in lines if told not in line]
+
+    def not_an_error(self, text: str) -> list[str]:
+        """What is wrong with a run that should fail with that text."""
+        if self.status == 0 or text not in self.err or isinstance(self.status, str):
+            status = f"{self.who}: exit status {self.status}, expected an error with {text!r}"
+            return [f"{status}\n{tail(self.err)}"]
+        return []
+
+    def arrays(self) -> list[list[np.ndarray]]:
+        """What each rank has saved."""
+        return [list(np.load(path).values()) for path in sorted(self.results.iterdir())]
+
+
+def differences(alone: Run, together: Run, compare: bool) -> list[str]:
+    """How two ranks differ from each other, and from one process."""
+    (one, *more), ranks = alone.arrays(), together.arrays()
+    if more or len(ranks) != 2 or not one:
+        return [f"results of {1 + len(more)} ranks alone, of {len(ranks)} of 2"]
+    found = []
+    for i, (mine, theirs) in enumerate(zip(*ranks, strict=True)):
+        if mine.shape != theirs.shape or not np.array_equal(mine, theirs, equal_nan=True):
+            found.append(f"array {i}: the ranks differ\n{mine.ravel()[:6]}\n{theirs.ravel()[:6]}")
+    for i, (mine, theirs) in enumerate(zip(one, ranks[0], strict=True)):
+        if not np.isfinite(mine).all():
+            found.append(f"array {i}: is not finite")
+        elif compare and not np.allclose(mine, theirs, rtol=1e-4, atol=1e-5):
+            worst = np.abs(mine - theirs).max()
+            found.append(f"array {i}: 2 ranks differ from one process by {worst:.3g}, up to")
+            found[-1] += f" {np.abs(mine).max():.3g} large"
+    return found[:3]
+
+
+def tail(text: str, lines: int = 12) -> str:
+    """The last lines, which say what happened."""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def scripts(names: list[str] | None = None) -> list[Script]:
+    """All of them, or those of these names, by folder and name."""
+    found = [Script(path) for path in sorted(HERE.glob("*/*.py"))]
+    if unknown := set(names or []) - {script.name for script in found}:
+        raise SystemExit(f"no such script: {', '.join(sorted(unknown))}")
+    return [script for script in found if not names or script.name in names]
+
+
+def main() -> int:
+    """Run them one by one; print a table, and below it what was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    failed = {}
+    for script in scripts(parser.parse_args().names):
+        began, missing = time.monotonic(), script.missing()
+        problems = [] if missing else script.problems()
+        outcome = f"skipped: needs {' '.join(missing)}" if missing else script.expect
+        if problems:
+            outcome, failed[script.name] = f"FAILED ({script.expect})", problems
+        seconds = time.monotonic() - began
+        name = f"{script.path.parent.name}/{script.name}"
+        print(f"{name:40} {seconds:5.0f} s  {outcome}", flush=True)
+    for name, problems in failed.items():
+        print(f"\n{name}\n  " + "\n".join(problems).replace("\n", "\n  "))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
