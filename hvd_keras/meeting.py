@@ -44,7 +44,7 @@ def rank_op(name: str | None = None) -> tf.Tensor:
     Args:
         name: of the TensorFlow op.
     """
-    return calls.raw.hvd_place(what="rank", name=name)
+    return calls.raw.hvd_rank_info(what="rank", name=name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
@@ -53,7 +53,7 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
     Args:
         name: of the TensorFlow op.
     """
-    return calls.raw.hvd_place(what="local_rank", name=name)
+    return calls.raw.hvd_rank_info(what="local_rank", name=name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
@@ -66,7 +66,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     Raises:
         tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
     """
-    return calls.raw.hvd_place(what="size", process_set=process_set_id, name=name)
+    return calls.raw.hvd_rank_info(what="size", process_set=process_set_id, name=name)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
@@ -75,7 +75,7 @@ def local_size_op(name: str | None = None) -> tf.Tensor:
     Args:
         name: of the TensorFlow op.
     """
-    return calls.raw.hvd_place(what="local_size", name=name)
+    return calls.raw.hvd_rank_info(what="local_size", name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
@@ -88,4 +88,4 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     Raises:
         tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
     """
-    return calls.raw.hvd_place(what="included", process_set=process_set_id, name=name)
+    return calls.raw.hvd_rank_info(what="included", process_set=process_set_id, name=name)

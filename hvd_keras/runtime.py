@@ -167,7 +167,7 @@ def _place() -> _Place:
             "top of the script."
         )
     seven = (ctypes.c_int * 7)()
-    core.hvd_place(seven)
+    core.hvd_rank_info(seven)
     return _Place(*seven)
 
 
