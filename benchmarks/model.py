@@ -63,7 +63,7 @@ FUSION_BYTES, CYCLE = 64 << 20, 5e-3
 # A layer multiplies once forward, and once each for the gradients of its inputs and its weights.
 FORWARD = 1 / 3
 
-# Ours: hvd_keras/settings.py and native/core/cluster_transport.cc.
+# Ours: hvd_keras/settings.py and native/core/cpu/cluster_transport.cc.
 BUCKET_BYTES = Settings().bucket_bytes
 MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
 

@@ -7,13 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "core/cuda_api.h"
-#include "core/export.h"
-#include "core/gpu_library.h"
-#include "core/gpu_transport.h"
-#include "core/log.h"
-#include "core/nccl_api.h"
-#include "core/settings.h"
+#include "core/base/export.h"
+#include "core/base/log.h"
+#include "core/base/settings.h"
+#include "core/gpu/cuda_api.h"
+#include "core/gpu/gpu_library.h"
+#include "core/gpu/gpu_transport.h"
+#include "core/gpu/nccl_api.h"
 #include "core/world.h"
 
 namespace {
@@ -25,7 +25,7 @@ int result(const hvd::Status& status) {
   return static_cast<int>(status.code);
 }
 
-// A wrong one is no matter of these; hvd_init() tells of it.
+// Errors in settings are reported by hvd_init().
 hvd::Settings gpu_settings() {
   hvd::Settings settings;
   (void)hvd::read_settings(&settings);
@@ -52,14 +52,14 @@ HVD_EXPORT void hvd_remove_process_set(int id) { hvd::World::instance().remove_p
 
 // Lines on stderr from this level on: 0 debug, 1 info, 2 warning, 3 error. After hvd_init().
 HVD_EXPORT void hvd_set_log(int level) {
-  hvd::set_log(static_cast<hvd::LogLevel>(level), hvd::World::instance().place().rank);
+  hvd::set_log(static_cast<hvd::LogLevel>(level), hvd::World::instance().rank_info().rank);
 }
 
 HVD_EXPORT int hvd_initialized() { return hvd::World::instance().initialized(); }
 
 // rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous.
-HVD_EXPORT void hvd_place(int* seven) {
-  const hvd::Place& place = hvd::World::instance().place();
+HVD_EXPORT void hvd_rank_info(int* seven) {
+  const hvd::RankInfo& place = hvd::World::instance().rank_info();
   seven[0] = place.rank;
   seven[1] = place.size;
   seven[2] = place.local_rank;
@@ -69,9 +69,9 @@ HVD_EXPORT void hvd_place(int* seven) {
   seven[6] = place.homogeneous;
 }
 
-// Says that this rank submits nothing more; waits at most `seconds` (< 0: for ever).
+// Leaves the job: this rank submits nothing more. Waits at most `seconds` (< 0: without limit).
 // 0: all ranks have left. 1: others still waited for this rank; they have been told. 2: no answer
-// in time. 3: another rank had left while this one waited for it. 4: the ranks had waited too long.
+// in time. 3: another rank had left while this one waited for it. 4: a deadline had passed.
 HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
   return static_cast<int>(hvd::World::instance().leave(reason, seconds));
 }

@@ -1,11 +1,11 @@
 // decide() on cases written by hand. explorer_test.cc tries what nobody would write.
-#include "core/agreement.h"
+#include "core/engine/agreement.h"
 
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "tests/check.h"
+#include "tests/support/check.h"
 
 namespace hvd {
 namespace {

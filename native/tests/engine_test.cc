@@ -1,10 +1,10 @@
 // The engine over MPI, on any number of ranks: data, order and errors. leave_test.cc has the ends.
-#include "core/engine.h"
+#include "core/engine/engine.h"
 
 #include <algorithm>
 #include <thread>
 
-#include "tests/call.h"
+#include "tests/support/test_call.h"
 
 namespace hvd {
 namespace {
@@ -395,8 +395,8 @@ void two_engines_do_not_meet() {
   if (rank % 2 == 1) in_a.submit(*a);
   in_a.expect_sum();
   in_b.expect_sum();
-  CHECK_EQ(test::leave(*b, "", -1), Engine::Farewell::together);
-  CHECK_EQ(test::leave(*a, "", -1), Engine::Farewell::together);
+  CHECK_EQ(test::leave(*b, "", -1), Engine::LeaveResult::together);
+  CHECK_EQ(test::leave(*a, "", -1), Engine::LeaveResult::together);
 }
 
 // float16 ends at 65504. A sum of the ranks of one host would be beyond that, their average is not.

@@ -1,7 +1,7 @@
 // Explores the agreement: random programs on 2 to 4 ranks, random speeds, ranks that join, leave
 // early, or never submit what the others wait for. Every schedule must end on all ranks alike, each
 // request run, refused, or failed by who left or by the deadline.
-#include "tests/explorer.h"
+#include "tests/support/explorer.h"
 
 namespace hvd {
 namespace {

@@ -1,5 +1,5 @@
 // The memory that ranks of one host share, and the barrier in it; on any number of ranks.
-#include "core/shared_memory.h"
+#include "core/cpu/shared_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -12,8 +12,8 @@
 #include <regex>
 #include <thread>
 
-#include "core/cores.h"
-#include "tests/call.h"
+#include "core/base/cores.h"
+#include "tests/support/test_call.h"
 
 namespace hvd {
 namespace {
@@ -87,7 +87,7 @@ void nobody_is_woken_before_all_have_come() {
   for (int round = 0; round < 50; ++round) {
     std::this_thread::sleep_for(std::chrono::milliseconds(rank));
     int looks = 0;
-    memory.meet([&](double seconds, const std::vector<int>& missing) {
+    memory.barrier([&](double seconds, const std::vector<int>& missing) {
       CHECK(seconds >= ++looks * kLookSeconds);
       CHECK(!missing.empty());
       return std::string();
@@ -101,7 +101,7 @@ void a_barrier_holds_all() {
     if (round % 500 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     // Slots in turn: what is written before a barrier stays until after the next.
     *reinterpret_cast<int64_t*>(memory.slot(rank, round % 2)) = round * (rank + 1);
-    memory.meet(patient);
+    memory.barrier(patient);
     for (int r = 0; r < size; ++r)
       CHECK_EQ(*reinterpret_cast<int64_t*>(memory.slot(r, round % 2)), round * (r + 1));
   }
@@ -169,9 +169,9 @@ void little_is_committed_until_it_is_asked_for() {
   SharedMemory memory(MPI_COMM_WORLD, all_ranks(), kLayout);
   CHECK(committed() > 0);
   CHECK(committed() < kSlotBytes);
-  memory.meet(patient);
+  memory.barrier(patient);
   CHECK(memory.commit());
-  memory.meet(patient);
+  memory.barrier(patient);
   CHECK(committed() >= size * 4 * kSlotBytes);
 }
 

@@ -5,16 +5,16 @@
 #include <random>
 #include <thread>
 
-#include "core/engine.h"
-#include "tests/check.h"
-#include "tests/thread_transport.h"
+#include "core/engine/engine.h"
+#include "tests/support/check.h"
+#include "tests/support/thread_transport.h"
 
 namespace hvd {
 namespace {
 
 constexpr int kRanks = 3;
 
-using Farewell = Engine::Farewell;
+using LeaveResult = Engine::LeaveResult;
 
 // Runs a body on each rank, with an engine.
 void on_all_ranks(const Settings& settings, const std::function<void(Engine&, int)>& body) {
@@ -29,7 +29,7 @@ void on_all_ranks(const Settings& settings, const std::function<void(Engine&, in
   for (std::thread& thread : threads) thread.join();
 }
 
-Farewell leave(Engine& engine, const std::string& reason) {
+LeaveResult leave(Engine& engine, const std::string& reason) {
   engine.announce_leaving(reason);
   return engine.leave(-1);
 }
@@ -97,7 +97,7 @@ void threads_of_all_ranks_submit_in_any_order() {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
 }
 
@@ -116,7 +116,7 @@ void errors_reach_all_and_work_goes_on() {
       CHECK_EQ(next.wait().message, "");
       CHECK(next.output == times_ranks(2));
     }
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
 }
 
@@ -136,14 +136,14 @@ void ranks_join_one_after_another() {
       std::memcpy(&last, join.output.data(), sizeof last);
       CHECK_EQ(last, kRanks - 1);
     }
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
 }
 
 void who_leaves_fails_what_others_submit_at_that_time() {
   on_all_ranks({}, [](Engine& engine, int rank) {
     if (rank == 1) {
-      CHECK_EQ(leave(engine, "tired"), Farewell::alone);
+      CHECK_EQ(leave(engine, "tired"), LeaveResult::alone);
       return;
     }
     std::vector<std::thread> threads;
@@ -159,7 +159,7 @@ void who_leaves_fails_what_others_submit_at_that_time() {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    CHECK_EQ(leave(engine, ""), Farewell::deserted);
+    CHECK_EQ(leave(engine, ""), LeaveResult::deserted);
   });
 }
 
@@ -178,7 +178,7 @@ void the_deadline_reaches_all() {
     const Status status = late.wait();
     CHECK_EQ(status.code, Code::deadline_exceeded);
     CHECK_CONTAINS(status.message, "which rank 2 (on here) has not submitted");
-    CHECK_EQ(leave(engine, ""), Farewell::lost);
+    CHECK_EQ(leave(engine, ""), LeaveResult::lost);
   });
 }
 
@@ -201,7 +201,7 @@ void many_early_looks_are_no_long_wait() {
     for (std::deque<Call>& calls : of_rank) {
       for (Call& call : calls) CHECK_EQ(call.wait().message, "");
     }
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
 }
 
@@ -239,7 +239,7 @@ void a_mismatch_fails_on_all_and_work_goes_on() {
     Call join(Kind::join, "");
     join.submit(engine);
     CHECK_EQ(join.wait().message, "");
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
 }
 
@@ -257,8 +257,23 @@ void threads_that_take_turns_are_no_mismatch() {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
     for (Call& call : calls) CHECK_EQ(call.wait().message, "");
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
+}
+
+// Where no rank has CUDA, nothing for GPUs is around the transport, which knows why.
+void tensors_of_gpus_without_cuda_are_refused() {
+  const auto hub = std::make_shared<test::Hub>(1);
+  auto transport = std::make_unique<test::ThreadTransport>(hub, 0);
+  transport->set_why_no_gpu("CUDA was not found, install it.");
+  Engine engine(std::move(transport), {});
+  Call call(Kind::allreduce, "of a GPU", {1, 1});
+  call.request().device = 0;
+  call.submit(engine);
+  const Status status = call.wait();
+  CHECK_EQ(status.code, Code::invalid_argument);
+  CHECK_EQ(status.message, "allreduce 'of a GPU': CUDA was not found, install it.");
+  CHECK_EQ(leave(engine, "done"), LeaveResult::together);
 }
 
 }  // namespace
@@ -276,5 +291,6 @@ int main() {
       {"many early looks are no long wait", many_early_looks_are_no_long_wait},
       {"a mismatch fails on all and work goes on", a_mismatch_fails_on_all_and_work_goes_on},
       {"threads that take turns are no mismatch", threads_that_take_turns_are_no_mismatch},
+      {"tensors of GPUs without CUDA are refused", tensors_of_gpus_without_cuda_are_refused},
   });
 }

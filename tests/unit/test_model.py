@@ -104,7 +104,7 @@ def test_the_settings_are_those_of_the_project():
         factor, bits = re.search(rf"{name}(?:: int)? = (\d+) << (\d+)", text).groups()
         return int(factor) << int(bits)
 
-    transport = "native/core/cluster_transport.cc"
+    transport = "native/core/cpu/cluster_transport.cc"
     assert number("FIRST_BYTES", "hvd_keras/buckets.py") == buckets.FIRST_BYTES
     assert number("bucket_bytes", "hvd_keras/settings.py") == model.BUCKET_BYTES
     assert number("kMessageBytes", transport) == model.MESSAGE_BYTES
