@@ -117,7 +117,11 @@ def judge(
     The reports decide; mpirun's own status (as in `subprocess`) counts only where they say nothing.
     `lost_hosts` were not reachable at the end: what their loss made of other ranks is no cause.
     """
-    if len(reports) == size and all(report.status == 0 for report in reports.values()):
+    if len(reports) == size and all(
+        # A script that was asked to end may save its work and exit with 0; it has not finished.
+        report.status == 0 and not report.stopped
+        for report in reports.values()
+    ):
         return Verdict(0, [], True)
     if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
         hosts = sorted({reports[rank].host for rank in on_lost})

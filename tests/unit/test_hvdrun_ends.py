@@ -118,6 +118,33 @@ def test_the_end_of_mpirun_ends_the_job(hvdrun):
     assert "hvdrun: the job did not complete; mpirun ended with " in done.stderr
 
 
+def test_ranks_that_save_their_work_when_mpirun_dies_have_not_succeeded(hvdrun):
+    """And a restart goes on from there."""
+    text = """
+        if os.path.exists("saved-0"):
+            sys.exit(0)
+        def save(*_):
+            open(f"saved-{rank}", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        meet(2)
+        if rank == 0:
+            worker = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()
+            os.kill(int(worker[1]), signal.SIGKILL)
+        time.sleep(1000)
+        """
+    done = hvdrun.python(2, text)
+    assert done.returncode not in (0, 2)
+    assert "hvdrun: the job did not complete; mpirun ended with killed by SIGKILL" in done.stderr
+    assert (hvdrun.folder / "saved-0").exists()
+    for path in hvdrun.folder.glob("*-[01]"):
+        path.unlink()
+    restarts = ("--max-restarts", "1", "--oversubscribe", "-np", "2", sys.executable)
+    done = hvdrun.run(*restarts, str(hvdrun.folder / "script.py"))
+    assert done.returncode == 0
+    assert "hvdrun: restart 1 of 1: 2 ranks\n" in done.stderr
+
+
 def test_what_the_ranks_left_behind_is_ended(hvdrun):
     daemon = f"import time; time.sleep({FOREVER})"
     text = f"""

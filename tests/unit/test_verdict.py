@@ -16,6 +16,20 @@ def test_a_report_counts_more_than_an_end_without_one_just_before() -> None:
     assert judge(reports, 2, 1).lines[0].startswith("rank 0 on server failed first: killed before")
 
 
+def test_ranks_that_were_asked_to_end_have_not_succeeded() -> None:
+    """Even if they trap SIGTERM, save their work and exit with 0."""
+    reports = {rank: Report(0, 10.0, True) for rank in range(2)}
+    verdict = judge(reports, 2, -signal.SIGKILL)
+    assert verdict.status == 137
+    assert verdict.lines == [
+        "the job did not complete; mpirun ended with killed by SIGKILL",
+        "ranks 0, 1: exit status 0, when it was asked to end",
+    ]
+    assert judge(reports, 2, 0).status == 1
+    reports[0].stopped = False
+    assert judge(reports, 2, 0).lines[0] == "rank 0 ended first, without the others"
+
+
 def test_nobody_is_blamed_of_those_that_were_killed_together() -> None:
     verdict = judge({0: gone(10.5), 1: gone(10.0), 2: gone(10.9)}, 3, 1)
     assert verdict.lines[0] == (
