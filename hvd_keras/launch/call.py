@@ -78,7 +78,7 @@ def run(
         np = 1
     payload = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
     server = _Server(payload, _addresses(hosts))
-    command = [sys.executable, "-m", "hvd_keras.launch", *options]
+    command = [sys.executable, "-m", "hvd_keras.launch", "--end-with", str(os.getpid()), *options]
     command += [] if np is None else ["-np", str(np)]
     command += [] if hosts is None else ["-H", hosts]
     command += [sys.executable, "-m", "hvd_keras.launch.call"]
@@ -265,7 +265,12 @@ def main() -> None:
         link.wait_until_open()
         link.send(rank=find_rank(os.environ))
         func, args, kwargs = cloudpickle.loads(link.receive_bytes())
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except SystemExit as error:
+            if error.code:
+                raise
+            raise RuntimeError("the function called sys.exit(); expected that it returns") from None
         link.send_bytes(cloudpickle.dumps(result))
         link.receive()
 

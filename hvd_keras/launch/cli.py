@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,15 @@ from hvd_keras.launch.mpirun import Mpirun
 from hvd_keras.launch.output import Output
 from hvd_keras.launch.pipes import Pipes
 from hvd_keras.launch.request import Request
-from hvd_keras.launch.supervise import Job, Signals, job_directory
+from hvd_keras.launch.supervise import (
+    MEMORY,
+    OPEN_FILES,
+    Job,
+    Signals,
+    job_directory,
+    memory_directory,
+    raise_open_files,
+)
 from hvd_keras.launch.verdict import Verdict
 
 
@@ -41,6 +50,7 @@ def _plan_here(asked: Request, directory: Path, hvdrun: str) -> cluster.Plan:
     assert isinstance(asked.engine, Mpirun)
     assert asked.size is not None
     settings = thread_settings(asked.size, os.environ) | asked.observers()
+    settings |= asked.engine.memory_settings(str(MEMORY / directory.name))
     if asked.options.stats:
         settings["HVD_STATS_DIRECTORY"] = str(directory)
     command = asked.engine.command(
@@ -56,11 +66,11 @@ def _plan_here(asked: Request, directory: Path, hvdrun: str) -> cluster.Plan:
 def _run_here(asked: Request, signals: Signals, *, first: bool) -> Verdict:
     """Start the job on this host once and follow it to its end."""
     assert asked.size is not None
-    with job_directory() as directory:
+    with job_directory() as directory, memory_directory(directory.name):
         planned = _plan_here(asked, directory, str(os.getpid()))
         if asked.options.verbose:
             print(planned.describe(), file=sys.stderr, flush=True)
-        environment = os.environ | planned.settings
+        environment = os.environ | planned.settings | {worker.FILES: str(OPEN_FILES[0])}
         hidden = tensorflow_log.hidden_lines(environment)
         output = Output(asked.options.prefix, hidden, asked.options.output_dir, append=not first)
         ranks = Pipes(asked.size, directory)
@@ -85,7 +95,10 @@ def _run_here(asked: Request, signals: Signals, *, first: bool) -> Verdict:
 
 
 def _launch(arguments: Sequence[str] | None) -> int:
-    asked = request.build(options.parse(arguments))
+    given = options.parse(arguments)
+    if given.end_with is not None:
+        worker.die_with_parent(int(given.end_with), signal.SIGTERM)
+    asked = request.build(given)
     if asked.options.dry_run:
         directory = Path("JOB_DIRECTORY")
         if asked.is_local:
@@ -102,6 +115,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
             return _run_here(asked, signals, first=first)
         return cluster.run(asked, placement, signals, first=first)
 
+    raise_open_files()
     with Signals() as signals:
         return restarts.run(asked, run, signals).status
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -34,6 +35,8 @@ from hvd_keras.launch.verdict import Report
 # to be accepted, and for how long.
 STRANGERS = 64
 PROOF_TIMEOUT = 10.0
+
+TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimit -n`)"
 
 # Bytes of input that may be on the way to rank 0, unread by it.
 INPUT_WINDOW = 1 << 16
@@ -137,8 +140,11 @@ class Network:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # whoever it was has gone
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.problem = TOO_MANY_FILES
+                self._close_listeners()
+            return  # else whoever it was has gone
         connection.setblocking(False)
         peer = _Peer(connection, self._secret)
         self._strangers.append(peer)
@@ -309,8 +315,10 @@ class Network:
     def silent_hosts(self) -> set[str]:
         """Hosts that give no sign of life, or whose connections have broken."""
         broken = {report.host for report in self._reports.values() if report.lost}
-        return broken | {
+        silent = {
             peer.host
             for rank, peer in self._peers.items()
             if rank not in self._gone and silence(peer.connection) >= SILENCE / 3
         }
+        # A worker here that was killed may have left something unread, which breaks it as well.
+        return {host for host in broken | silent if not is_here(host)}

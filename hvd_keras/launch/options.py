@@ -56,6 +56,12 @@ def _parser() -> argparse.ArgumentParser:
         "says counts more (default: none)",
     )
     add(
+        "--strict",
+        action="store_true",
+        help="make warnings of hvd_keras about a script that trains each rank by itself into "
+        "errors, by HVD_STRICT=1 (default: off)",
+    )
+    add(
         "--oversubscribe",
         action="store_true",
         help="allow more ranks than usable cores or slots (default: off)",
@@ -84,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the environment settings and mpirun's command, and run nothing (default: off)",
     )
+    # For hvd_keras.run, whose caller may be killed: end as by SIGTERM when this process does.
+    add("--end-with", metavar="PID", help=argparse.SUPPRESS)
     add(
         "--version",
         action="version",

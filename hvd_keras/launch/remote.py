@@ -215,7 +215,10 @@ class Worker:
 
     def _take_message(self, message: dict[str, Any]) -> None:
         if "start" in message:
-            self._start(**message["start"])
+            try:
+                self._start(**message["start"])
+            except OSError as error:  # a full /dev/shm or a TMPDIR that cannot be written
+                self._fail_to_start(message["start"]["command"], error)
         elif "input" in message:
             self._input += base64.b64decode(message["input"])
             self._feed_command()
@@ -262,9 +265,7 @@ class Worker:
                 preexec_fn=prepare,
             )
         except OSError as error:
-            text = f"hvdrun: cannot start {command[0]!r} in {directory!r}: {error.strerror}\n"
-            self._send_output("err", text.encode())
-            self._failure = 127 if isinstance(error, FileNotFoundError) else 126
+            self._fail_to_start(command, error)
             return
         for name, file in (("out", self._child.stdout), ("err", self._child.stderr)):
             assert file is not None
@@ -273,6 +274,11 @@ class Worker:
         if self._child.stdin is not None:
             os.set_blocking(self._child.stdin.fileno(), False)
         self._signal_if_stopped()
+
+    def _fail_to_start(self, command: list[str], error: OSError) -> None:
+        text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
+        self._send_output("err", text.encode())
+        self._failure = 127 if isinstance(error, FileNotFoundError) else 126
 
     def _let_output_wait(self, wait: bool) -> None:
         watched = self._selector.get_map()

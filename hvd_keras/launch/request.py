@@ -68,9 +68,13 @@ class Request:
         }
 
     def observers(self) -> dict[str, str]:
-        """The settings of hvd_keras that make the ranks tell what they do."""
-        timeline = self.options.timeline
-        return {} if timeline is None else {"HVD_TIMELINE": str(Path(timeline).absolute())}
+        """The settings of hvd_keras that options stand for."""
+        settings = {}
+        if self.options.timeline is not None:
+            settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
+        if self.options.strict:
+            settings["HVD_STRICT"] = "1"
+        return settings
 
 
 def build(given: argparse.Namespace) -> Request:

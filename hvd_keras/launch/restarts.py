@@ -120,7 +120,13 @@ def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
     limit = time.monotonic() + request.restart_timeout
     told: dict[str, str] = {}
     while True:
-        wanted = request.wanted()
+        try:
+            wanted = request.wanted()
+        except UsageError as error:  # the hosts' list may be there again soon
+            wanted = []
+            if told.get("") != str(error):
+                told[""] = str(error)
+                _say(f"no hosts: {error}")
         seen = _look(request, wanted)
         # A host that was lost has kept what ran there.
         cluster.sweep_hosts(seen.facts, request.reach, request.jobs, 0.0)
@@ -128,7 +134,7 @@ def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
             if told.get(name) != text:
                 told[name] = text
                 _say(f"left out: {name} {text}")
-        if request.hosts is None and not seen.problems:
+        if request.hosts is None and wanted and not seen.problems:
             return Placement(size, None, _names(seen))
         found = _with_slots(wanted, seen)
         slots = sum(host.slots or 0 for host in found)

@@ -94,14 +94,16 @@ def size(environment: Mapping[str, str]) -> int:
 
 
 def nodes(environment: Mapping[str, str]) -> list[Host]:
-    """The nodes of the allocation as it was made, with the tasks of each."""
-    done = subprocess.run(
-        ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
-        capture_output=True,
-        text=True,
-        timeout=NODE_TIMEOUT,
-        check=True,
-    )
+    """The nodes of the allocation as it was made, with the tasks of each. Raises UsageError."""
+    command = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NODE_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"`{' '.join(command)}` does not run: {error}") from error
+    if done.returncode != 0:
+        raise UsageError(
+            f"`{' '.join(command)}` ended with exit status {done.returncode}: {done.stderr.strip()}"
+        )
     tasks: list[int | None] = []  # "2(x3),1" is 2, 2, 2, 1
     for part in filter(None, environment.get("SLURM_TASKS_PER_NODE", "").split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from types import FrameType
 from typing import Protocol
 
 from hvd_keras.launch import UsageError, stdin
-from hvd_keras.launch.loop import Loop
+from hvd_keras.launch.loop import PIECE, Loop
 from hvd_keras.launch.output import Output
 from hvd_keras.launch.verdict import Report, Verdict, has_failed, judge
 from hvd_keras.launch.worker import GRACE, PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
@@ -26,10 +28,33 @@ REPORT_CHECK = 1.0
 # Seconds that mpirun may take after the last rank is over, when it was asked to end.
 OVER_GRACE = 1.0
 
+# Seconds between two looks at the reader of our output, while it is slow.
+SLOW_READER_CHECK = 0.1
+
 # Bytes of mpirun's own text that are kept; its banners are far shorter.
 TEXT_LIMIT = 1 << 16
 
+# Where Linux has shared memory as files.
+MEMORY = Path("/dev/shm")
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+# How many files the user lets a process open.
+# Some programs try to close as many as they may have, so it is no more than is needed.
+MOST_OPEN_FILES = 1 << 16
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def raise_open_files() -> None:
+    """Let hvdrun and mpirun open more files, as they need several for each rank.
+
+    Workers on this host give the ranks what the user has set.
+    """
+    soft, hard = OPEN_FILES
+    more = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < more:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
 
 
 @contextlib.contextmanager
@@ -44,6 +69,17 @@ def job_directory() -> Iterator[Path]:
         ) from error
     try:
         yield Path(path)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def memory_directory(name: str) -> Iterator[None]:
+    """A folder for the shared memory of MPI, which ranks cannot remove when mpirun is killed."""
+    path = MEMORY / name
+    path.mkdir(mode=0o700)
+    try:
+        yield
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -156,6 +192,7 @@ class Job:
         self._kill_time = float("inf")  # when to stop being patient with mpirun; finite once asked
         self._report_limit = float("inf")  # when mpirun must have seen what the reports tell
         self._next_report_check = 0.0
+        self._reader_limit = float("inf")  # when to stop being patient with who reads our output
 
     def run(self) -> Verdict:
         """Run the job to its end."""
@@ -199,7 +236,9 @@ class Job:
             while self.turn(0.0):
                 pass
             self._output.finish()
-        return self._verdict(mpirun.returncode, lost)
+        verdict = self._verdict(mpirun.returncode, lost)
+        self._drain()
+        return verdict
 
     def _keep_mpirun_text(self, data: bytes) -> None:
         self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
@@ -210,9 +249,29 @@ class Job:
 
     def turn(self, patience: float) -> bool:
         """Wait at most `patience` seconds for events and handle them; False if there were none."""
-        happened = self._loop.turn(patience, self._output.due())
-        self._output.flush_due()
+        if self._output.full and not self._over_patient:
+            # The ranks wait while the reader of our output does; signals are heard all the same.
+            happened = True
+            if select.select([self._signals.reader], [], [], SLOW_READER_CHECK)[0]:
+                with contextlib.suppress(BlockingIOError):
+                    self._signals.take(os.read(self._signals.reader, PIECE))
+        else:
+            happened = self._loop.turn(patience, self._output.due())
+            self._output.flush_due()
         return happened
+
+    @property
+    def _over_patient(self) -> bool:
+        """Whether to wait no longer for the reader of our output, for we are to end."""
+        now = time.monotonic()
+        if self._signals.stop is not None:
+            self._reader_limit = min(self._reader_limit, now + GRACE)
+        return self._signals.hurry or now >= self._reader_limit
+
+    def _drain(self) -> None:
+        """Wait for the reader of our output, unless we are to end."""
+        while not self._output.drain(SLOW_READER_CHECK) and not self._over_patient:
+            self.turn(0.0)
 
     @property
     def hurry(self) -> bool:

@@ -11,6 +11,12 @@ from hvd_keras.launch.status import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAI
 # Seconds by which a failure may be reported later than mpirun has killed other ranks for it.
 TIE = 1.0
 
+_FOLLOWED = {
+    WAITED_IN_VAIN: f"waited for another rank in vain (exit status {WAITED_IN_VAIN})",
+    DESERTED: f"was left by another rank (exit status {DESERTED})",
+    MPI_LOST: f"lost the connection to another rank (exit status {MPI_LOST})",
+}
+
 
 @dataclass
 class Report:
@@ -30,13 +36,21 @@ class Report:
     lost: str = ""
     orphaned: float = float("inf")
 
+    @property
+    def follows(self) -> bool:
+        """Whether hvd_keras or MPI ended the rank because of another one.
+
+        Before hvd.init() these statuses can only be the script's own.
+        """
+        return self.status in FOLLOWERS and self.arrived
+
     def describe(self) -> str:
         """The rank's state in words."""
         if self.status is None and self.lost:
             return f"lost: {self.lost}"
         if self.status is None:
             return "killed before it could report its end"
-        end = _describe_status(self.status)
+        end = _FOLLOWED[self.status] if self.follows else _describe_status(self.status)
         return f"{end}, when it was asked to end" if self.stopped else end
 
 
@@ -62,7 +76,7 @@ def first_failure(reports: dict[int, Report]) -> int | None:
     Ranks that mpirun ended because of it have been asked to end, or have left no report of an end;
     those that waited for it say so by their status.
     """
-    failed = [rank for rank in _failed(reports) if reports[rank].status not in FOLLOWERS]
+    failed = [rank for rank in _failed(reports) if not reports[rank].follows]
     # One that was killed without a word came first, or mpirun did it because of another's end, of
     # which it may hear before we do.
     ends = [reports[rank].time for rank in _ended(reports)]
@@ -154,11 +168,12 @@ def judge(
     if early := _ended_early(reports):
         cause = f"{_names(early)} ended first, without the others"
         return Verdict(1, [cause, *others], True)
-    if waited := [rank for rank in _failed(reports) if reports[rank].status == WAITED_IN_VAIN]:
+    followers = [rank for rank in _failed(reports) if reports[rank].follows]
+    if waited := [rank for rank in followers if reports[rank].status == WAITED_IN_VAIN]:
         known = _describe_absent(reports) or "the error above names it"
         cause = f"{_names(waited)} waited for another rank in vain; {known}"
         return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
-    if lost := [rank for rank in _failed(reports) if reports[rank].status == MPI_LOST]:
+    if lost := [rank for rank in followers if reports[rank].status == MPI_LOST]:
         cause = f"{_names(lost)} lost the connection to another rank"
         return Verdict(MPI_LOST, [cause, *others], False)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
@@ -194,12 +209,6 @@ def _describe_others(reports: dict[int, Report], size: int, culprit: int | None)
 
 
 def _describe_status(status: int) -> str:
-    if status == WAITED_IN_VAIN:
-        return f"waited for another rank in vain (exit status {status})"
-    if status == DESERTED:
-        return f"was left by another rank (exit status {status})"
-    if status == MPI_LOST:
-        return f"lost the connection to another rank (exit status {status})"
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +25,9 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 
 # The environment variable by which a rank knows its `arrival_path`.
 ARRIVAL = "HVDRUN_ARRIVAL"
+
+# The environment variable that tells how many files the user lets a process open.
+FILES = "HVDRUN_OPEN_FILES"
 
 # Seconds from the request to end until the kill: enough to flush and close files.
 GRACE = 5.0
@@ -45,11 +49,11 @@ def prctl(option: int, value: int) -> None:
         raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
 
 
-def die_with_parent(parent: int) -> None:
-    """Have this process killed when `parent` dies; for use between fork and exec."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have this process get a signal when `parent` dies, at once if it is dead."""
+    prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it died before the option was set
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def report_path(directory: Path, rank: int) -> Path:
@@ -140,18 +144,23 @@ def run(directory: Path, hvdrun: int, rank: int, command: Sequence[str]) -> int:
     # If ignored, as a parent may have left it, the child's status would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    environment = {name: value for name, value in os.environ.items() if name != FILES}
+    environment[ARRIVAL] = str(arrival_path(directory, rank))
 
     def prepare() -> None:
         # In a group of its own the command gets a signal from here only, and not from mpirun too.
         os.setpgid(0, 0)
         die_with_parent(worker)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if FILES in os.environ:
+            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ[FILES]), hard))
 
     write_report(directory, rank, None)
     try:
         child = subprocess.Popen(
             command,
-            env={**os.environ, ARRIVAL: str(arrival_path(directory, rank))},
+            env=environment,
             stdin=in_,
             stdout=out,
             stderr=err,

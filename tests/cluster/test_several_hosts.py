@@ -215,6 +215,19 @@ def test_a_missing_folder_or_program_is_told(hosts: Hosts, tmp_path: Path) -> No
     assert told[1].startswith(f"hvdrun: server2 has no program {program}; expected")
 
 
+def test_a_host_without_room_for_the_jobs_files_is_told(hosts: Hosts, tmp_path: Path) -> None:
+    command = script(tmp_path, "time.sleep(1000)")
+    hosts[1].run(["mount", "-o", "remount,ro", "/dev/shm"])
+    try:
+        done = cluster.run(hosts[0], "-H", "server1:1,server2:1", *command, folder=tmp_path)
+    finally:
+        hosts[1].run(["mount", "-o", "remount,rw", "/dev/shm"])
+    clean(hosts)
+    assert done.returncode == 126
+    assert "hvdrun: rank 1 on server2 failed first: exit status 126\n" in done.stderr
+    assert re.search(r"^\[1\] hvdrun: cannot start .* Read-only file system", done.stderr, re.M)
+
+
 def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
     """mpirun and a rank do not react to the first."""
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)"

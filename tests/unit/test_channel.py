@@ -1,8 +1,10 @@
 """The authenticated connection between hvdrun and its workers: what a stranger can do to it."""
 
 import contextlib
+import functools
 import json
 import os
+import resource
 import socket
 import time
 from pathlib import Path
@@ -145,3 +147,46 @@ def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: Path) -
     loop.close()
     for worker in workers:
         worker.close()
+
+
+def test_an_event_of_what_was_closed_meanwhile_is_dropped() -> None:
+    """Both are ready at once, and the first to be handled ends the other."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    loop, handled = Loop(), []
+
+    def handle(number: int) -> None:
+        handled.append(number)
+        other = pairs[1 - number][0]
+        loop.forget(other)
+        other.close()
+        loop.forget(other)  # again, as when a connection is lost twice
+
+    for number, (end, far) in enumerate(pairs):
+        loop.watch(end, functools.partial(handle, number))
+        far.sendall(b"x")
+    assert loop.turn(1.0)
+    assert len(handled) == 1
+    loop.close()
+
+
+def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
+    network = Network(3, ["127.0.0.1"], "s" * 64, launcher.LIMIT, tmp_path, {})
+    host, _, port = network.addresses.rpartition(":")
+    loop, output = Loop(), Output(True, None, None, False)
+    network.open(loop, output, Start(["true"], "/", {}, [], False, {}))
+    os.close(network.input)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection((host, int(port))) as worker:
+        highest = os.dup(0)
+        os.close(highest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limits[1]))
+        try:
+            assert loop.turn(1.0)
+            assert not loop.turn(0.1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert network.check()
+        assert "too many open files" in network.problem
+        assert worker.fileno() > 0
+    network.close()
+    loop.close()

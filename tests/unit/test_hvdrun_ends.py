@@ -155,6 +155,31 @@ def test_what_the_ranks_left_behind_is_ended(hvdrun):
     assert hvdrun.python(2, text).returncode == 0
 
 
+KILLED = {
+    "a rank": "os.getpid()",
+    "mpirun": "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])",
+}
+
+
+@pytest.mark.parametrize("killed", KILLED)
+def test_no_shared_memory_of_mpi_is_left(hvdrun, killed):
+    pytest.importorskip("mpi4py")
+    text = f"""
+        import re
+        from mpi4py import MPI
+        MPI.COMM_WORLD.allreduce(rank)
+        print(*re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read()), flush=True)
+        meet(2)
+        if rank == 1:
+            os.kill({KILLED[killed]}, signal.SIGKILL)
+        time.sleep({FOREVER})
+        """
+    done = hvdrun.python(2, text)
+    used = {word for word in done.stdout.split() if word.startswith("/dev/shm/")}
+    assert used, done.stderr
+    assert not [path for path in used if os.path.exists(path)]
+
+
 def test_a_rank_that_ignores_requests_is_killed(hvdrun):
     text = f"""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hvd_keras.launch import UsageError, hosts, preflight, probe
+from hvd_keras.launch import UsageError, hosts, preflight, probe, slurm
 from hvd_keras.launch.hosts import Host
 
 VERSIONS = {
@@ -220,3 +220,34 @@ def test_restarts_on_this_host(hvdrun) -> None:
             path.unlink()
     said = [line for line in done.stderr.splitlines() if "restart" in line]
     assert said == [f"hvdrun: restart {n} of 5: 1 rank" for n in (1, 2)]
+
+
+def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
+    """The discovery script fails once, and once names no host."""
+    (hvdrun.folder / "answers").mkdir()
+    for number, answer in enumerate(["echo localhost:1", "exit 3", "true", "echo localhost:1"]):
+        (hvdrun.folder / "answers" / str(number)).write_text(answer)
+    script = hvdrun.folder / "hosts.sh"
+    script.write_text("#!/bin/sh\ncd answers; set -- *; mv $1 now; . ./now\n")
+    script.chmod(0o755)
+    code = "if os.path.exists('again'): sys.exit(0)\nopen('again', 'w')\nsys.exit(3)"
+    options = ("--host-discovery-script", str(script), "-np", "1", "--max-restarts", "1")
+    done = hvdrun.run(*options, sys.executable, hvdrun.script(code))
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "failed first" not in line]
+    assert said == [
+        f"hvdrun: no hosts: --host-discovery-script {str(script)!r} ended with exit status 3: ; "
+        "expected lines such as server1:4 and exit status 0",
+        f"hvdrun: no hosts: --host-discovery-script {script} names no host; expected for example "
+        "server1:4,server2:4",
+        "hvdrun: restart 1 of 1: 1 rank on localhost:1",
+    ]
+
+
+def test_no_answer_of_slurm_is_told(hvdrun, monkeypatch) -> None:
+    path = hvdrun.folder / "scontrol"
+    path.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{hvdrun.folder}:{os.environ['PATH']}")
+    with pytest.raises(UsageError, match=r"`scontrol .*` ended .* 1: Unable to contact slurm"):
+        slurm.nodes({"SLURM_JOB_NODELIST": "n[1-3]"})

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import pickle
 import re
 import socket
@@ -13,7 +14,7 @@ import pytest
 
 import hvd_keras
 from hvd_keras.launch import call
-from tests.harness.launcher import LIMIT
+from tests.harness.launcher import LIMIT, wait_until
 
 ENGINE = ["--oversubscribe"]
 
@@ -65,6 +66,40 @@ def test_an_exception_of_a_rank_is_one_here() -> None:
         r"rank 1 failed first: exit status 1\nTraceback(.*\n)*KeyError: 'no such thing'\nhvdrun",
         str(caught.value),
     )
+
+
+def test_a_function_that_exits_has_no_result() -> None:
+    def work():
+        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            sys.exit(0)
+        return "a result"
+
+    with pytest.raises(RuntimeError, match=r"rank 1 failed first(.|\n)*called sys\.exit\(\)"):
+        hvd_keras.run(work, np=3, options=ENGINE)
+
+
+def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
+    """As a notebook's kernel is."""
+    code = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1000)"
+    script = f"import hvd_keras; hvd_keras.run(exec, ({code!r},))"
+    caller = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "HVD_TEST": str(tmp_path)}
+    )
+    mark = f"HVD_TEST={tmp_path}".encode()
+
+    def processes() -> list[pathlib.Path]:
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes():
+                    found.append(path.parent)
+        return found
+
+    wait_until((tmp_path / "started").exists, "the start of the function")
+    assert len(processes()) > 3
+    caller.kill()
+    caller.wait(timeout=LIMIT)
+    wait_until(lambda: not processes(), "the end of the job")
 
 
 def test_what_cannot_start_is_refused() -> None:

@@ -2,6 +2,9 @@
 
 import signal
 
+import pytest
+
+from hvd_keras.launch.status import FOLLOWERS
 from hvd_keras.launch.verdict import TIE, Report, judge
 
 
@@ -39,3 +42,14 @@ def test_nobody_is_blamed_of_those_that_were_killed_together() -> None:
     assert (verdict.status, verdict.culprit) == (137, None)
     verdict = judge({0: gone(10.0 + 2 * TIE), 1: gone(10.0)}, 2, 1)
     assert verdict.lines[0].startswith("rank 1 on server failed first: killed before")
+
+
+@pytest.mark.parametrize("status", sorted(FOLLOWERS))
+def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) -> None:
+    """Only after hvd.init() do they tell that another rank is to blame."""
+    reports = {0: Report(None, 9.0, False), 1: Report(status, 10.0, False)}
+    verdict = judge(reports, 2, status)
+    assert verdict.lines[0] == f"rank 1 failed first: exit status {status}"
+    assert (verdict.status, verdict.culprit) == (status, 1)
+    reports[1].arrived = True
+    assert "another rank" in "".join(judge(reports, 2, status).lines)
