@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hvd_keras.built import rocm_built as rocm_built
     from hvd_keras.compression import Compression as Compression
     from hvd_keras.compression import Compressor as Compressor
-    from hvd_keras.launch.call import run as run
+    from hvd_keras.launch.run_function import run as run
     from hvd_keras.learning_rates import linear_scaling as linear_scaling
     from hvd_keras.learning_rates import sqrt_scaling as sqrt_scaling
     from hvd_keras.loading import load_model as load_model
@@ -107,7 +107,7 @@ _HOME = {
     **dict.fromkeys(("allgather_object", "broadcast_object", "broadcast_object_fn"), "objects"),
     **dict.fromkeys(("linear_scaling", "sqrt_scaling"), "learning_rates"),
     "load_model": "loading",
-    "run": "launch.call",
+    "run": "launch.run_function",
     **dict.fromkeys(("stats", "start_timeline", "stop_timeline"), "observe"),
     "SyncBatchNormalization": "sync_batch_norm",
     **dict.fromkeys(("init", "is_initialized", "shutdown", "rank", "size"), "runtime"),

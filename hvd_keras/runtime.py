@@ -9,8 +9,7 @@ import time
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from hvd_keras import _library, log, settings
-from hvd_keras.launch import status
+from hvd_keras import _library, exit_codes, log, settings
 
 # How long a rank that fails waits for the others to hear of it.
 _HEARD_SECONDS = 2.0
@@ -27,7 +26,7 @@ _LAST_WORDS_SECONDS = {
 _FAREWELLS = tuple(_LAST_WORDS_SECONDS)
 
 # With what a rank ends that fails; hvdrun tells by it who only followed another.
-_EXIT_STATUS = {"deserted": status.DESERTED, "lost": status.WAITED_IN_VAIN}
+_EXIT_STATUS = {"deserted": exit_codes.DESERTED, "lost": exit_codes.WAITED_IN_VAIN}
 
 _guards_installed = False
 

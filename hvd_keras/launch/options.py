@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import hvd_keras
-from hvd_keras.launch import UsageError
+from hvd_keras.launch.errors import UsageError
 
 USAGE = "hvdrun -np N [options] command [arguments ...]"
 EXAMPLE = "hvdrun -np 2 python train.py"

@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from hvd_keras.launch import UsageError, cluster, hosts, preflight
-from hvd_keras.launch.channel import SILENCE
-from hvd_keras.launch.cluster import Placement
-from hvd_keras.launch.hosts import Host
-from hvd_keras.launch.request import Request
-from hvd_keras.launch.supervise import Signals
-from hvd_keras.launch.verdict import Verdict
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow.outcome import Verdict
+from hvd_keras.launch.follow.supervise import Signals
+from hvd_keras.launch.job_spec import Request
+from hvd_keras.launch.onhost.channel import SILENCE
+from hvd_keras.launch.plan import Placement
+from hvd_keras.launch.start import clean_up, hosts, preflight
+from hvd_keras.launch.start.hosts import Host
 
 # Seconds between two looks at the hosts while too few answer.
 LOOK_AGAIN = 5.0
@@ -52,7 +53,7 @@ def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:
     """Leave nothing on hosts that could not be reached when a job of theirs had ended."""
     limit = time.monotonic() + patience
     lost = request.lost
-    while lost := cluster.sweep_hosts(lost, request.reach, request.jobs, 0.0):
+    while lost := clean_up.sweep_hosts(lost, request.reach, request.jobs, 0.0):
         if time.monotonic() >= limit or not signals.wait(1.0):
             break
     for name in sorted(lost):
@@ -129,7 +130,7 @@ def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
                 _say(f"no hosts: {error}")
         seen = _look(request, wanted)
         # A host that was lost has kept what ran there.
-        cluster.sweep_hosts(seen.facts, request.reach, request.jobs, 0.0)
+        clean_up.sweep_hosts(seen.facts, request.reach, request.jobs, 0.0)
         for name, text in seen.problems.items():
             if told.get(name) != text:
                 told[name] = text

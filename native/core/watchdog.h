@@ -11,7 +11,7 @@
 
 namespace hvd {
 
-// What a process ends with that has waited in vain: WAITED_IN_VAIN of hvd_keras/launch/status.py.
+// What a process ends with that has waited in vain: WAITED_IN_VAIN of hvd_keras/exit_codes.py.
 constexpr int kWaitedInVain = 75;
 
 class Watchdog {

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_keras.launch.channel import SILENCE
+from hvd_keras.launch.onhost.channel import SILENCE
 from tests.harness import cluster, memory, restarting
 from tests.harness.cluster import Running
 from tests.harness.hosts import Hosts
@@ -62,7 +62,7 @@ VAIN = (
 DIFFER = r"failed first: exit status 1\n(.*\n)*.*"
 ROWS = {
     "SIGKILL": Row(FIRST + "killed by SIGKILL$", killed("restarting.py")),
-    "worker killed": Row(FIRST + "killed before it could report", killed("launch.remote")),
+    "worker killed": Row(FIRST + "killed before it could report", killed("onhost.worker_remote")),
     "daemon killed": Row("mpirun's daemon on server2 died first", killed(cluster.DAEMON)),
     "mpirun killed": Row(
         "mpirun ended with killed by SIGKILL", lambda job: job.kill(0, cluster.MPIRUN)

@@ -8,7 +8,7 @@ import textwrap
 import threading
 import time
 
-from hvd_keras.launch.cores import THREAD_VARIABLES
+from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 
 # Seconds: far above what any of these jobs takes, far below the sleep of a rank that must be ended.
 LIMIT = 60

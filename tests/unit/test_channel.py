@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hvd_keras.launch.channel import FIRST_LIMIT, LIMIT, Channel, ProtocolError
-from hvd_keras.launch.loop import Loop
-from hvd_keras.launch.network import STRANGERS, Network, Start
-from hvd_keras.launch.output import Output
+from hvd_keras.launch.follow.event_loop import Loop
+from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.follow.remote_ranks import STRANGERS, Network, Start
+from hvd_keras.launch.onhost.channel import FIRST_LIMIT, LIMIT, Channel, ProtocolError
 from tests.harness import launcher
 
 
@@ -119,7 +119,7 @@ def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
 def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: Path) -> None:
     """None is turned away."""
     size, secret = STRANGERS + 20, "s" * 64
-    network = Network(size, ["127.0.0.1"], secret, launcher.LIMIT, tmp_path, {})
+    network = Network(size, ["127.0.0.1"], secret, launcher.LIMIT, tmp_path, {}, ())
     host, _, port = network.addresses.rpartition(":")
     workers = [socket.create_connection((host, int(port))) for _ in range(size)]
     channels = [Channel(secret, is_hvdrun=False) for _ in workers]
@@ -170,7 +170,7 @@ def test_an_event_of_what_was_closed_meanwhile_is_dropped() -> None:
 
 
 def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
-    network = Network(3, ["127.0.0.1"], "s" * 64, launcher.LIMIT, tmp_path, {})
+    network = Network(3, ["127.0.0.1"], "s" * 64, launcher.LIMIT, tmp_path, {}, ())
     host, _, port = network.addresses.rpartition(":")
     loop, output = Loop(), Output(True, None, None, False)
     network.open(loop, output, Start(["true"], "/", {}, [], False, {}))

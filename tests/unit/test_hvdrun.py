@@ -11,9 +11,10 @@ import time
 
 import pytest
 
-from hvd_keras.launch import UsageError, mpirun
-from hvd_keras.launch.cores import THREAD_VARIABLES, cpu_quota, usable_cores
-from hvd_keras.launch.output import Destination, Stream
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow.output import Destination, Stream
+from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, cpu_quota, usable_cores
+from hvd_keras.launch.start import mpirun
 from tests.harness.launcher import LIMIT
 
 # Output and input
@@ -303,7 +304,7 @@ def test_verbose_shows_the_command(hvdrun):
     done = hvdrun.run("-n", "1", "--verbose", "python", "-c", "print(1)")
     assert (done.stdout, done.returncode) == ("[0] 1\n", 0)
     assert f"OMP_NUM_THREADS={usable_cores()}\n" in done.stderr
-    assert re.search(r"^\S*mpirun -n 1 .*worker\.py", done.stderr, re.MULTILINE)
+    assert re.search(r"^\S*mpirun -n 1 .*worker_local\.py", done.stderr, re.MULTILINE)
 
 
 def test_help_and_version(hvdrun):

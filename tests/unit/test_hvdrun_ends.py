@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from hvd_keras.launch import worker
+from hvd_keras.launch.onhost import worker_local as worker
 from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
 
 # mpirun asks the other ranks to end and kills them soon after, on a busy machine at once.

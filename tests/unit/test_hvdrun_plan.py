@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from hvd_keras.launch import UsageError, hosts, preflight, probe, slurm
-from hvd_keras.launch.hosts import Host
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost import host_facts as probe
+from hvd_keras.launch.start import hosts, preflight, slurm
+from hvd_keras.launch.start.hosts import Host
 
 VERSIONS = {
     "Open MPI 4": "mpirun (Open MPI) 4.1.4",
@@ -21,7 +23,7 @@ KEEPALIVE = (
     "oob_tcp_keepalive_probes 4 --{0} {1} eth7 --mca btl_tcp_if_include eth7 "
 )
 VARIABLES = ("HVDRUN_JOB", "HVDRUN_ADDRESSES", "HVDRUN_SECRET")
-PROGRAM = "PYTHON -I -m hvd_keras.launch.remote"
+PROGRAM = "PYTHON -I -m hvd_keras.launch.onhost.worker_remote"
 EXPORT = "".join(f"-x {name} " for name in VARIABLES)
 OPEN_MPI = "-H server1:2,server2:1 "
 COMMANDS = {
@@ -64,7 +66,8 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert command == expected.replace("PYTHON", sys.executable)
     assert program == f"each rank: {sys.executable} -c 'print(1)'"
     ssh = (
-        f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -m hvd_keras.launch.agent JOB ssh -x "
+        f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -m hvd_keras.launch.onhost.rsh_agent "
+        "JOB ssh -x "
         "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 "
         f"-p 2222 -i '{hvdrun.folder}/my key' -- \"$@\""
     )

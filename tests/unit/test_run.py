@@ -13,7 +13,7 @@ import threading
 import pytest
 
 import hvd_keras
-from hvd_keras.launch import call
+from hvd_keras.launch import run_function as call
 from tests.harness.launcher import LIMIT, wait_until
 
 ENGINE = ["--oversubscribe"]
@@ -23,7 +23,7 @@ def test_results_come_in_the_order_of_the_ranks(capfd) -> None:
     offset = 10
 
     def work(a, *, b):
-        from hvd_keras.launch.worker import find_rank
+        from hvd_keras.launch.onhost.worker_local import find_rank
 
         rank = find_rank(os.environ)
         print("at work", rank)

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from hvd_keras.launch.status import FOLLOWERS
-from hvd_keras.launch.verdict import TIE, Report, judge
+from hvd_keras.exit_codes import FOLLOWERS
+from hvd_keras.launch.follow.outcome import TIE, Report, judge
 
 
 def gone(time: float, status: int | None = None) -> Report:

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from hvd_keras.launch.worker import stream_path
+from hvd_keras.launch.onhost.worker_local import stream_path
 
 # Seconds between two tries to read a terminal that belongs to another job of the shell.
 BACKGROUND_WAIT = 1.0

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch.errors import UsageError
 
 # A name or an address, perhaps with a user's name before it. Never an option of ssh.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from hvd_keras.launch.hosts import is_here
+from hvd_keras.launch.start.hosts import is_here
 
 
 class Reach(Protocol):

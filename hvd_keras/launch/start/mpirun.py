@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_keras.launch import UsageError
-from hvd_keras.launch.hosts import Host
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.start.hosts import Host
 
 # Seconds for `mpirun --version`; it takes milliseconds, on a slow network file system longer.
 VERSION_TIMEOUT = 60

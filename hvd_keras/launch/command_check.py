@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch.errors import UsageError
 
 
 def resolve(command: Sequence[str]) -> list[str]:

@@ -7,11 +7,11 @@ import json
 import os
 from pathlib import Path
 
-from hvd_keras.launch import stdin
-from hvd_keras.launch.loop import Loop
-from hvd_keras.launch.output import Output
-from hvd_keras.launch.verdict import Report
-from hvd_keras.launch.worker import arrival_path, report_path, stream_path
+from hvd_keras.launch.follow import stdin
+from hvd_keras.launch.follow.event_loop import Loop
+from hvd_keras.launch.follow.outcome import Report
+from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.onhost.worker_local import arrival_path, report_path, stream_path
 
 
 class Pipes:

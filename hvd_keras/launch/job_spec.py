@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch import UsageError, hosts, options, program, slurm
-from hvd_keras.launch.cores import usable_cores
-from hvd_keras.launch.hosts import Host
-from hvd_keras.launch.mpirun import Mpirun, find_mpirun
-from hvd_keras.launch.reach import Reach
-from hvd_keras.launch.slurm import Srun
-from hvd_keras.launch.ssh import Ssh
+from hvd_keras.launch import command_check, options
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.cores import usable_cores
+from hvd_keras.launch.start import hosts, slurm
+from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.mpirun import Mpirun, find_mpirun
+from hvd_keras.launch.start.remote_shell import Reach
+from hvd_keras.launch.start.slurm import Srun
+from hvd_keras.launch.start.ssh import Ssh
 
 # What the ranks on other hosts get of hvdrun's environment besides what --env names.
 PASSED = ("PATH", "LD_LIBRARY_PATH")
@@ -106,7 +108,7 @@ def build(given: argparse.Namespace) -> Request:
         raise UsageError(f"--min-np got {least}; expected at most -np, which is {size}")
     return Request(
         options=given,
-        command=program.resolve(words),
+        command=command_check.resolve(words),
         extra=options.words(given.mpi_args, "--mpi-args"),
         engine=engine,
         hosts=wanted,

@@ -25,9 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvd_keras.launch import sweep
-from hvd_keras.launch.agent import DAEMON
-from hvd_keras.launch.channel import (
+from hvd_keras.launch.onhost import sweep
+from hvd_keras.launch.onhost.channel import (
     PIECE,
     SILENCE,
     Channel,
@@ -36,8 +35,15 @@ from hvd_keras.launch.channel import (
     silence,
     watch_liveness,
 )
-from hvd_keras.launch.cores import usable_cores
-from hvd_keras.launch.worker import ARRIVAL, GRACE, arrival_path, die_with_parent, find_rank
+from hvd_keras.launch.onhost.cores import usable_cores
+from hvd_keras.launch.onhost.rsh_agent import DAEMON
+from hvd_keras.launch.onhost.worker_local import (
+    ARRIVAL,
+    GRACE,
+    arrival_path,
+    die_with_parent,
+    find_rank,
+)
 
 # Environment variables through which hvdrun reaches its workers. The job's number stays in the
 # environment of the command and of all that it starts, so that they can be found and ended.

@@ -1,8 +1,8 @@
 """`hvd_keras.run`: a Python function on all ranks, and their results, also from a notebook.
 
-The caller listens; each rank is a `python -m hvd_keras.launch.call` of hvdrun's, which connects,
-gets the function and sends its result. What is unpickled comes from an end that has proved to know
-the secret of this call, see `channel.py`.
+The caller listens; each rank is a process of this module that hvdrun starts, which connects, gets
+the function and sends its result. What is unpickled comes from an end that has proved to know the
+secret of this call, see `channel.py`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from hvd_keras.launch import UsageError, cluster, hosts, slurm
-from hvd_keras.launch.channel import Channel, ProtocolError, new_secret, watch_liveness
-from hvd_keras.launch.network import PROOF_TIMEOUT, STRANGERS
-from hvd_keras.launch.remote import connect
-from hvd_keras.launch.worker import find_rank
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow.remote_ranks import PROOF_TIMEOUT, STRANGERS
+from hvd_keras.launch.onhost.channel import Channel, ProtocolError, new_secret, watch_liveness
+from hvd_keras.launch.onhost.worker_local import find_rank
+from hvd_keras.launch.onhost.worker_remote import connect
+from hvd_keras.launch.start import hosts, network, slurm
 
 # Environment variables through which the ranks reach the caller.
 SECRET = "HVD_CALL_SECRET"
@@ -81,7 +82,7 @@ def run(
     command = [sys.executable, "-m", "hvd_keras.launch", "--end-with", str(os.getpid()), *options]
     command += [] if np is None else ["-np", str(np)]
     command += [] if hosts is None else ["-H", hosts]
-    command += [sys.executable, "-m", "hvd_keras.launch.call"]
+    command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
     environment = os.environ | {SECRET: server.secret, ADDRESSES: server.addresses}
     with server:
         status, told = _follow(command, environment)
@@ -96,7 +97,7 @@ def _addresses(wanted: str | None) -> list[str]:
         names = [] if wanted is None else [host.name for host in hosts.parse(wanted)]
         if wanted is None and slurm.find(os.environ) is not None:
             names = [node.name for node in slurm.nodes(os.environ)]
-        return cluster.addresses_towards(names) or ["127.0.0.1"]
+        return network.addresses_towards(names) or ["127.0.0.1"]
     except UsageError as error:
         raise ValueError(f"hvd_keras.run: {error}") from error
 

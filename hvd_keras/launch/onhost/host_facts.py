@@ -41,7 +41,7 @@ def look(directory: str, program: str) -> "dict[str, object]":
         "program": os.access(os.path.join(directory, program), os.X_OK),
     }
     if facts["place"] is not None:
-        from hvd_keras.launch.cores import usable_cores
+        from hvd_keras.launch.onhost.cores import usable_cores
 
         facts["cores"] = usable_cores()
     return facts

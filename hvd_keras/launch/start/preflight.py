@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch import probe
-from hvd_keras.launch.hosts import Host
-from hvd_keras.launch.reach import Reach, last_line, run_on_all
+from hvd_keras.launch.onhost import host_facts as probe
+from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.remote_shell import Reach, last_line, run_on_all
 
 # Seconds for a host's answer; Python there may come over a slow network file system.
 TIMEOUT = 60.0

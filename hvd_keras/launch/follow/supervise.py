@@ -16,11 +16,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from hvd_keras.launch import UsageError, stdin
-from hvd_keras.launch.loop import PIECE, Loop
-from hvd_keras.launch.output import Output
-from hvd_keras.launch.verdict import Report, Verdict, has_failed, judge
-from hvd_keras.launch.worker import GRACE, PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow import stdin
+from hvd_keras.launch.follow.event_loop import PIECE, Loop
+from hvd_keras.launch.follow.outcome import Report, Verdict, has_failed, judge
+from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.onhost.worker_local import (
+    GRACE,
+    PR_SET_CHILD_SUBREAPER,
+    die_with_parent,
+    prctl,
+)
 
 # Seconds between two looks at the reports while the job runs.
 REPORT_CHECK = 1.0

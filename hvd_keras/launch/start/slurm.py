@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_keras.launch import UsageError, reach
-from hvd_keras.launch.hosts import Host
-from hvd_keras.launch.mpirun import find_mpirun
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.start import remote_shell as reach
+from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.mpirun import find_mpirun
 
 # Seconds for a node to become free for a short command, and for SLURM's answers.
 NODE_TIMEOUT = 10

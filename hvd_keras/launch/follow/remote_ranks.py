@@ -12,12 +12,15 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.channel import (
+from hvd_keras.launch.follow.event_loop import Loop
+from hvd_keras.launch.follow.outcome import Report
+from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.onhost.channel import (
     SILENCE,
     Channel,
     ProtocolError,
@@ -25,11 +28,7 @@ from hvd_keras.launch.channel import (
     silence,
     watch_liveness,
 )
-from hvd_keras.launch.cores import thread_settings
-from hvd_keras.launch.hosts import is_here
-from hvd_keras.launch.loop import Loop
-from hvd_keras.launch.output import Output
-from hvd_keras.launch.verdict import Report
+from hvd_keras.launch.onhost.cores import thread_settings
 
 # Connections that may be open without having proved that they belong to the job, while others wait
 # to be accepted, and for how long.
@@ -71,7 +70,7 @@ class Network:
 
     Listens on the given addresses of this host, with a port of the system's choice, until all ranks
     are there. A connection that does not prove to know the secret is closed. `names` are what the
-    user calls the hosts, by what they call themselves.
+    user calls the hosts, by what they call themselves; `here` are those of this host.
     """
 
     def __init__(
@@ -82,6 +81,7 @@ class Network:
         start_timeout: float,
         directory: Path,
         names: Mapping[str, str],
+        here: Collection[str],
     ) -> None:
         self.size = size
         self.problem = ""  # why the job cannot go on, if the reports do not tell
@@ -89,6 +89,7 @@ class Network:
         self._start_timeout = start_timeout
         self._directory = directory
         self._names = names
+        self._here = here
         self._listeners = [socket.create_server((address, 0)) for address in addresses]
         self._strangers: list[_Peer] = []
         self._peers: dict[int, _Peer] = {}
@@ -210,7 +211,7 @@ class Network:
         elif "arrived" in message:
             report.arrived = True
         elif "orphan" in message:
-            if not is_here(peer.host):  # here the daemon is mpirun itself, which we watch
+            if peer.host not in self._here:  # here the daemon is mpirun itself, which we watch
                 report.orphaned = time.monotonic()
         elif "report" in message:
             report.time = time.monotonic()
@@ -321,4 +322,4 @@ class Network:
             if rank not in self._gone and silence(peer.connection) >= SILENCE / 3
         }
         # A worker here that was killed may have left something unread, which breaks it as well.
-        return {host for host in broken | silent if not is_here(host)}
+        return {host for host in broken | silent if host not in self._here}

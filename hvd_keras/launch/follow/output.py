@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch.errors import UsageError
 
 # Seconds that an unfinished line waits for its rest: short enough for a prompt or a progress bar.
 PARTIAL_LINE_DELAY = 0.1

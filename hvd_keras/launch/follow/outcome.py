@@ -6,7 +6,7 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvd_keras.launch.status import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
+from hvd_keras.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
 
 # Seconds by which a failure may be reported later than mpirun has killed other ranks for it.
 TIE = 1.0

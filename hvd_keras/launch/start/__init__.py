@@ -1,0 +1,1 @@
+"""Which hosts take the ranks, and the commands that start them there: mpirun, srun and ssh."""
