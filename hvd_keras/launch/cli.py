@@ -9,40 +9,30 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_keras.launch import job_spec, options, plan, restarts, run_job
+from hvd_keras.launch import job_spec, options, plan, restarts
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import (
     Signals,
     raise_open_files,
 )
-from hvd_keras.launch.onhost import worker_local as worker
+from hvd_keras.launch.onhost.process import die_with_parent
 
 
 def _launch(arguments: Sequence[str] | None) -> int:
     given = options.parse(arguments)
-    if given.end_with is not None:
-        worker.die_with_parent(int(given.end_with), signal.SIGTERM)
+    if given.call is not None:
+        die_with_parent(int(given.call[0]), signal.SIGTERM)
     asked = job_spec.build(given)
     if asked.options.dry_run:
+        placement = restarts.place(asked, look=False)
+        names = {"job": "JOB", "secret": plan.HIDDEN, "addresses": "HVDRUN_ADDRESS"}
         directory = Path("JOB_DIRECTORY")
-        if asked.is_local:
-            print(run_job.plan_here(asked, directory, "HVDRUN_PID").describe())
-        else:
-            placement = restarts.place(asked, look=False)
-            names = {"job": "JOB", "secret": plan.HIDDEN, "addresses": "HVDRUN_ADDRESS:PORT"}
-            print(plan.plan(asked, placement, directory=directory, **names).describe())
-            print(f"each rank: {shlex.join(asked.command)}")
+        print(plan.plan(asked, placement, directory=directory, **names).describe())
+        print(f"each rank: {shlex.join(asked.command)}")
         return 0
-
-    def run(placement: plan.Placement | None, signals: Signals, first: bool) -> Verdict:
-        if placement is None:
-            return run_job.run_here(asked, signals, first=first)
-        return run_job.run(asked, placement, signals, first=first)
-
     raise_open_files()
     with Signals() as signals:
-        return restarts.run(asked, run, signals).status
+        return restarts.run(asked, signals).status
 
 
 def _open_standard_streams() -> None:

@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the environment settings and mpirun's command, and run nothing (default: off)",
     )
-    # For hvd_keras.run, whose caller may be killed: end as by SIGTERM when this process does.
-    add("--end-with", metavar="PID", help=argparse.SUPPRESS)
+    # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
+    add("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
     add(
         "--version",
         action="version",

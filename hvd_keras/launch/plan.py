@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch.job_spec import Request
-from hvd_keras.launch.onhost import worker_remote as remote
+from hvd_keras.launch.onhost import worker
+from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
 from hvd_keras.launch.start.hosts import Host
-from hvd_keras.launch.start.mpirun import Remote
+from hvd_keras.launch.start.mpirun import Mpirun, Remote
 from hvd_keras.launch.start.network import common_network
 from hvd_keras.launch.start.slurm import Srun
 
-PROGRAM = [sys.executable, "-I", "-m", "hvd_keras.launch.onhost.worker_remote"]
+PROGRAM = [sys.executable, "-I", "-m", "hvd_keras.launch.onhost.worker"]
 
 # What stands for the secret where the settings are shown.
 HIDDEN = "SECRET"
@@ -23,9 +25,10 @@ HIDDEN = "SECRET"
 
 @dataclass(frozen=True)
 class Placement:
-    """The hosts of one start, with the ranks of each, and the names that they have for MPI.
+    """The hosts of one start, with the ranks of each.
 
-    `hosts` is None where SLURM places the ranks, on any of those that `names` holds.
+    `names` are what the user calls the hosts, by what they call themselves; empty for this host in
+    a job on it alone. `hosts` is None there, and where SLURM places the ranks.
     """
 
     size: int
@@ -35,21 +38,43 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings and the command of mpirun or srun, and the files that they need."""
+    """The settings and the command of mpirun or srun, and the files that they need.
+
+    `environment` is what the ranks get, besides what depends on their hosts.
+    """
 
     settings: Mapping[str, str]
     command: Sequence[str]
     files: Mapping[Path, str]
+    environment: Mapping[str, str]
+    is_local: bool
 
     def describe(self) -> str:
         """The same in words, without the secret."""
-        shown = dict(self.settings)
-        if remote.SECRET in shown:
-            shown[remote.SECRET] = HIDDEN
+        # Ranks on other hosts get much of our environment.
+        shown = {**self.settings, **(self.environment if self.is_local else {})}
+        if worker.SECRET in shown:
+            shown[worker.SECRET] = HIDDEN
         lines = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
         for path, text in self.files.items():
             lines += [f"{path}: {line}" for line in text.splitlines() if line != "#!/bin/sh"]
         return "\n".join([*lines, shlex.join(self.command)])
+
+
+def memory_folder(job: str) -> str:
+    """The folder for the shared memory of MPI, which killed ranks cannot remove."""
+    return f"/dev/shm/hvdrun-{job}"
+
+
+def _environment(request: Request, placement: Placement, job: str) -> dict[str, str]:
+    settings = request.observers()
+    if isinstance(request.engine, Mpirun):
+        settings |= request.engine.memory_settings(memory_folder(job))
+    else:
+        settings |= request.engine.rank_settings()
+    if request.is_local:  # the rest is inherited
+        return settings | thread_settings(placement.size, os.environ, usable_cores())
+    return request.environment() | settings | {worker.JOB: job}
 
 
 def plan(
@@ -62,33 +87,40 @@ def plan(
     addresses: str,
 ) -> Plan:
     """How to start the ranks' workers."""
-    variables = {remote.JOB: job, remote.ADDRESSES: addresses, remote.SECRET: secret}
+    variables = {worker.JOB: job, worker.ADDRESSES: addresses, worker.SECRET: secret}
     machines = directory / "machines"
     agent = directory / "ssh"
-    network = request.options.network_interface or common_network(placement.hosts or ())
-    if isinstance(request.engine, Srun):
-        files = {}
+    files = {}
+    options = request.options
+    engine = request.engine
+    if isinstance(engine, Srun):
         if placement.hosts is not None:
             lines = [host.name for host in placement.hosts for _ in range(host.slots or 0)]
             files[machines] = "\n".join(lines) + "\n"
-        command = request.engine.command(
+        settings = engine.settings(placement.hosts, machines)
+        command = engine.command(
             placement.size,
-            oversubscribe=request.options.oversubscribe,
+            oversubscribe=options.oversubscribe,
             extra=request.extra,
             program=PROGRAM,
             hosts=placement.hosts,
         )
-        return Plan(variables | request.engine.settings(placement.hosts, machines), command, files)
-    assert placement.hosts is not None
-    files = {agent: request.ssh.agent(job)}
-    if request.engine.kind == "Intel MPI":
-        files[machines] = "".join(f"{host.name}:{host.slots}\n" for host in placement.hosts)
-    command = request.engine.command(
-        placement.size,
-        oversubscribe=request.options.oversubscribe,
-        variables=variables,
-        extra=request.extra,
-        program=PROGRAM,
-        remote=Remote(placement.hosts, agent, machines, network),
-    )
-    return Plan(variables | request.engine.settings(directory), command, files)
+    else:
+        remote = None
+        if placement.hosts is not None:
+            network = options.network_interface or common_network(placement.hosts)
+            remote = Remote(placement.hosts, agent, machines, network)
+            files[agent] = request.ssh.agent(job)
+            if engine.kind == "Intel MPI":
+                files[machines] = "".join(f"{host.name}:{host.slots}\n" for host in placement.hosts)
+        settings = engine.settings(directory)
+        command = engine.command(
+            placement.size,
+            oversubscribe=options.oversubscribe,
+            variables=variables,
+            extra=request.extra,
+            program=PROGRAM,
+            remote=remote,
+        )
+    environment = _environment(request, placement, job)
+    return Plan(variables | settings, command, files, environment, request.is_local)

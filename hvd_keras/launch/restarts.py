@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from hvd_keras.launch import run_job
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
@@ -19,29 +21,26 @@ from hvd_keras.launch.start.hosts import Host
 # Seconds between two looks at the hosts while too few answer.
 LOOK_AGAIN = 5.0
 
-Run = Callable[[Placement | None, Signals, bool], Verdict]
 
-
-def run(request: Request, start: Run, signals: Signals) -> Verdict:
+def run(request: Request, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
-    placement = None if request.is_local else place(request)
-    verdict = start(placement, signals, True)
-    size = placement.size if placement is not None else request.size
-    assert size is not None
+    placement = place(request)
+    size = placement.size
+    verdict = run_job.run(request, placement, signals, first=True)
     for number in range(1, request.max_restarts + 1):
         if verdict.status == 0 or signals.stop is not None:
             break
-        if placement is not None:
+        if not request.is_local:
             found = _replace(request, size, signals)
             if found is None:
                 break
             placement = found
         where = ""
-        if placement is not None and placement.hosts is not None:
+        if placement.hosts is not None:
             where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
-        ranks = placement.size if placement is not None else size
+        ranks = placement.size
         _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
-        verdict = start(placement, signals, False)
+        verdict = run_job.run(request, placement, signals, first=False)
     if verdict.status == 0:
         _sweep_lost(request, signals, SILENCE)
     elif len(request.jobs) > 1:  # what the first has lost may be there again
@@ -65,6 +64,9 @@ def place(request: Request, look: bool = True) -> Placement:
 
     `look=False` asks the hosts only where nothing else tells how many ranks they take.
     """
+    if request.is_local:
+        assert request.size is not None
+        return Placement(request.size, None, {socket.gethostname(): ""})
     if request.hosts is None and not look:
         assert request.size is not None
         return Placement(request.size, None, {})

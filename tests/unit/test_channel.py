@@ -13,7 +13,7 @@ import pytest
 
 from hvd_keras.launch.follow.event_loop import Loop
 from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.follow.remote_ranks import STRANGERS, Network, Start
+from hvd_keras.launch.follow.ranks import STRANGERS, Ranks, Start
 from hvd_keras.launch.onhost.channel import FIRST_LIMIT, LIMIT, Channel, ProtocolError
 from tests.harness import launcher
 
@@ -119,13 +119,13 @@ def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
 def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: Path) -> None:
     """None is turned away."""
     size, secret = STRANGERS + 20, "s" * 64
-    network = Network(size, ["127.0.0.1"], secret, launcher.LIMIT, tmp_path, {}, ())
-    host, _, port = network.addresses.rpartition(":")
+    ranks = Ranks(size, ["127.0.0.1"], secret, launcher.LIMIT, tmp_path, {}, ())
+    host, _, port = ranks.addresses.rpartition(":")
     workers = [socket.create_connection((host, int(port))) for _ in range(size)]
     channels = [Channel(secret, is_hvdrun=False) for _ in workers]
     loop, output = Loop(), Output(True, None, None, False)
-    network.open(loop, output, Start(["true"], "/", {}, [], False, {}))
-    os.close(network.input)
+    ranks.open(loop, output, Start(["true"], "/", {}, [], False, {}))
+    os.close(ranks.input)
     while loop.turn(0.1):  # as many are accepted as may be, before any proves itself
         pass
     greeted, started = set(), set()
@@ -143,7 +143,7 @@ def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: Path) -
                 greeted.add(rank)
                 channel.put(hello={"rank": rank, "host": "here", "cores": 2})
             channel.send_to(worker)
-    network.close()
+    ranks.close()
     loop.close()
     for worker in workers:
         worker.close()
@@ -170,11 +170,11 @@ def test_an_event_of_what_was_closed_meanwhile_is_dropped() -> None:
 
 
 def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
-    network = Network(3, ["127.0.0.1"], "s" * 64, launcher.LIMIT, tmp_path, {}, ())
-    host, _, port = network.addresses.rpartition(":")
+    ranks = Ranks(3, ["127.0.0.1"], "s" * 64, launcher.LIMIT, tmp_path, {}, ())
+    host, _, port = ranks.addresses.rpartition(":")
     loop, output = Loop(), Output(True, None, None, False)
-    network.open(loop, output, Start(["true"], "/", {}, [], False, {}))
-    os.close(network.input)
+    ranks.open(loop, output, Start(["true"], "/", {}, [], False, {}))
+    os.close(ranks.input)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.create_connection((host, int(port))) as worker:
         highest = os.dup(0)
@@ -185,8 +185,8 @@ def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
             assert not loop.turn(0.1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert network.check()
-        assert "too many open files" in network.problem
+        assert ranks.check()
+        assert "too many open files" in ranks.problem
         assert worker.fileno() > 0
-    network.close()
+    ranks.close()
     loop.close()

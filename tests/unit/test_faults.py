@@ -315,7 +315,7 @@ def test_a_rank_stops_while_the_others_are_inside_mpi(hvdrun: Launcher, call: st
 import os, pathlib, signal, time
 import hvd_keras as hvd
 from hvd_keras import _library
-from hvd_keras.launch.onhost.worker_local import find_rank
+from hvd_keras.launch.onhost.worker import find_rank
 here = pathlib.Path(__file__).parent
 
 def stop():

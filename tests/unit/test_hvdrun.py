@@ -201,7 +201,8 @@ def test_strict_reaches_the_ranks(hvdrun, strict):
 def test_the_limit_of_open_files_is_raised_for_hvdrun_alone(hvdrun):
     """Many ranks need many descriptors here, but the ranks keep the limit of the user."""
     limits = (20, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    code = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    limit = "resource.getrlimit(resource.RLIMIT_NOFILE)[0]"
+    code = f"import resource, sys; sys.stdout.write(str({limit}) + '\\n')"
     done = hvdrun.run(
         *("-np", "12", "--oversubscribe", sys.executable, "-c", code),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
@@ -286,12 +287,13 @@ def test_dry_run_prints_and_starts_nothing(hvdrun):
     touch = ["python", "-c", "open('touched', 'w')"]
     done = hvdrun.run("-np", "1", "--dry-run", "--mpi-args", "--extra 'a b'", *touch)
     assert (done.returncode, done.stderr) == (0, "")
-    *settings, command = done.stdout.splitlines()
+    *settings, command, program = done.stdout.splitlines()
     threads = usable_cores()
     assert set(settings) >= {f"{name}={threads}" for name in THREAD_VARIABLES}
     assert re.match(r"\S*mpirun -n 1 ", command)
     assert " --extra 'a b' " in command
-    assert "touched" in command
+    assert program.startswith("each rank: ")
+    assert "touched" in program
     assert not (hvdrun.folder / "touched").exists()
 
 
@@ -304,7 +306,7 @@ def test_verbose_shows_the_command(hvdrun):
     done = hvdrun.run("-n", "1", "--verbose", "python", "-c", "print(1)")
     assert (done.stdout, done.returncode) == ("[0] 1\n", 0)
     assert f"OMP_NUM_THREADS={usable_cores()}\n" in done.stderr
-    assert re.search(r"^\S*mpirun -n 1 .*worker_local\.py", done.stderr, re.MULTILINE)
+    assert re.search(r"^\S*mpirun -n 1 .*onhost\.worker", done.stderr, re.MULTILINE)
 
 
 def test_help_and_version(hvdrun):

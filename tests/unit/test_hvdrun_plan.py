@@ -23,7 +23,7 @@ KEEPALIVE = (
     "oob_tcp_keepalive_probes 4 --{0} {1} eth7 --mca btl_tcp_if_include eth7 "
 )
 VARIABLES = ("HVDRUN_JOB", "HVDRUN_ADDRESSES", "HVDRUN_SECRET")
-PROGRAM = "PYTHON -I -m hvd_keras.launch.onhost.worker_remote"
+PROGRAM = "PYTHON -I -m hvd_keras.launch.onhost.worker"
 EXPORT = "".join(f"-x {name} " for name in VARIABLES)
 OPEN_MPI = "-H server1:2,server2:1 "
 COMMANDS = {

@@ -3,9 +3,7 @@
 import contextlib
 import os
 import pathlib
-import pickle
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +11,6 @@ import threading
 import pytest
 
 import hvd_keras
-from hvd_keras.launch import run_function as call
 from tests.harness.launcher import LIMIT, wait_until
 
 ENGINE = ["--oversubscribe"]
@@ -23,7 +20,7 @@ def test_results_come_in_the_order_of_the_ranks(capfd) -> None:
     offset = 10
 
     def work(a, *, b):
-        from hvd_keras.launch.onhost.worker_local import find_rank
+        from hvd_keras.launch.onhost.worker import find_rank
 
         rank = find_rank(os.environ)
         print("at work", rank)
@@ -78,6 +75,18 @@ def test_a_function_that_exits_has_no_result() -> None:
         hvd_keras.run(work, np=3, options=ENGINE)
 
 
+def test_a_function_that_ends_its_process_has_no_result() -> None:
+    def work():
+        from hvd_keras.launch.onhost.worker import find_rank
+
+        if find_rank(os.environ) == 1:
+            os._exit(0)
+        return "a result"
+
+    with pytest.raises(RuntimeError, match=r"the function has ended its process(.|\n)*rank 1 fa"):
+        hvd_keras.run(work, np=3, options=ENGINE)
+
+
 def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
     """As a notebook's kernel is."""
     code = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1000)"
@@ -107,28 +116,3 @@ def test_what_cannot_start_is_refused() -> None:
         hvd_keras.run(print, np=10000)
     with pytest.raises(ValueError, match="-H got 'a;b'; expected a host's name"):
         hvd_keras.run(print, hosts="a;b")
-
-
-class Bomb:
-    """Leaves a trace if it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
-def test_nothing_of_a_stranger_is_unpickled(tmp_path) -> None:
-    bomb = pickle.dumps(Bomb(str(tmp_path / "exploded")))
-    server = call._Server(b"secret function", ["127.0.0.1"])
-    with server:
-        host, _, port = server.addresses.rpartition(":")
-        for message in (bomb, b"x" * 32 + b" " + b"0" * 64 + b"\n" + bomb):
-            with socket.create_connection((host, int(port)), timeout=LIMIT) as stranger:
-                assert stranger.recv(1000).startswith(b"hvdrun 1 ")
-                stranger.sendall(message + b"\n")
-                with contextlib.suppress(ConnectionResetError):
-                    assert stranger.recv(1000) == b""  # closed, without a word
-    assert server.results == {}
-    assert not (tmp_path / "exploded").exists()

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow import stdin
 from hvd_keras.launch.follow.event_loop import PIECE, Loop
-from hvd_keras.launch.follow.outcome import Report, Verdict, has_failed, judge
+from hvd_keras.launch.follow.outcome import Verdict, has_failed, judge
 from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.onhost.worker_local import (
+from hvd_keras.launch.follow.ranks import Ranks
+from hvd_keras.launch.onhost.process import (
     GRACE,
     PR_SET_CHILD_SUBREAPER,
     die_with_parent,
@@ -39,9 +39,6 @@ SLOW_READER_CHECK = 0.1
 
 # Bytes of mpirun's own text that are kept; its banners are far shorter.
 TEXT_LIMIT = 1 << 16
-
-# Where Linux has shared memory as files.
-MEMORY = Path("/dev/shm")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -64,28 +61,18 @@ def raise_open_files() -> None:
 
 
 @contextlib.contextmanager
-def job_directory() -> Iterator[Path]:
+def job_directory(job: str) -> Iterator[Path]:
     """A private directory for the files of one job, removed at the end."""
+    path = Path(tempfile.gettempdir(), f"hvdrun-{job}")
     try:
-        path = tempfile.mkdtemp(prefix="hvdrun-")  # mode 700
+        path.mkdir(mode=0o700)
     except OSError as error:
         raise UsageError(
             f"cannot make a directory for the job's files: {error}; "
             "set TMPDIR to a folder with free space that you may write to"
         ) from error
     try:
-        yield Path(path)
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def memory_directory(name: str) -> Iterator[None]:
-    """A folder for the shared memory of MPI, which ranks cannot remove when mpirun is killed."""
-    path = MEMORY / name
-    path.mkdir(mode=0o700)
-    try:
-        yield
+        yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -140,35 +127,11 @@ class Signals:
         return self.stop is None
 
 
-class Ranks(Protocol):
-    """How hvdrun follows the ranks: through pipes on this host, or over the network.
-
-    `problem` is why the job cannot go on, if the reports do not tell. `input` is where rank 0's
-    standard input is to be written.
-    """
-
-    size: int
-    problem: str
-    input: int
-
-    def reports(self) -> dict[int, Report]:
-        """What is known of each rank."""
-
-    def check(self) -> bool:
-        """Whether something else than the reports shows that the job cannot go on."""
-
-    def stop(self) -> None:
-        """Ask the ranks to end, beside mpirun."""
-
-    def over(self) -> bool:
-        """Whether nothing more will be heard of any rank."""
-
-
 class Job:
     """One run of mpirun, whose workers report through `ranks`.
 
-    `sweep`, called when mpirun has ended, leaves nothing of the job on other hosts and returns
-    those that are lost. `first` tells that it is not a restart.
+    `clean`, called when mpirun has ended, leaves nothing of the job on any host and returns those
+    that are lost. `first` tells that it is not a restart.
     """
 
     def __init__(
@@ -182,7 +145,7 @@ class Job:
         signals: Signals,
         verbose: bool,
         first: bool,
-        sweep: Callable[[Job], Collection[str]] | None = None,
+        clean: Callable[[Job], Collection[str]],
     ) -> None:
         self._command = command
         self._environment = environment
@@ -192,7 +155,7 @@ class Job:
         self._signals = signals
         self._verbose = verbose
         self._first = first
-        self._sweep_hosts = sweep
+        self._clean = clean
         self._mpirun_text = b""
         self._stopping = False
         self._kill_time = float("inf")  # when to stop being patient with mpirun; finite once asked
@@ -237,8 +200,7 @@ class Job:
                 self._kill()
                 mpirun.wait()
             self._sweep(strangers)
-            if self._sweep_hosts is not None:
-                lost = self._sweep_hosts(self)
+            lost = self._clean(self)
             while self.turn(0.0):
                 pass
             self._output.finish()

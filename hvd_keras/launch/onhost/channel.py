@@ -37,6 +37,9 @@ LIMIT = 1 << 24
 # Bytes of a rank's output or input in one message.
 PIECE = 1 << 16
 
+# Bytes of a pickle in one message.
+LARGE_PIECE = 1 << 20
+
 # Seconds without a sign of the other host until it counts as lost. A break of 5 s costs TCP up to
 # 7, for it waits longer and longer between its tries.
 SILENCE = 10.0
@@ -166,6 +169,8 @@ def watch_liveness(connection: socket.socket) -> None:
     They answer for a process that is stopped or busy, too: only a host or a network that is gone is
     silent.
     """
+    if connection.family == socket.AF_UNIX:
+        return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
@@ -175,6 +180,8 @@ def watch_liveness(connection: socket.socket) -> None:
 
 def silence(connection: socket.socket) -> float:
     """Seconds since the other host has last been heard of."""
+    if connection.family == socket.AF_UNIX:
+        return 0.0
     information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
     (milliseconds,) = struct.unpack_from("I", information, _LAST_ACKNOWLEDGEMENT)
     return float(milliseconds) / 1000

@@ -1,4 +1,4 @@
-"""hvdrun's end of the connections to the ranks' workers on other hosts."""
+"""hvdrun's end of the connections to the ranks' workers, on this host and on others."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from hvd_keras.launch.follow.event_loop import Loop
 from hvd_keras.launch.follow.outcome import Report
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.onhost.channel import (
+    LARGE_PIECE,
     SILENCE,
     Channel,
     ProtocolError,
@@ -29,6 +30,7 @@ from hvd_keras.launch.onhost.channel import (
     watch_liveness,
 )
 from hvd_keras.launch.onhost.cores import thread_settings
+from hvd_keras.launch.onhost.worker import FUNCTION, RESULT, in_folder
 
 # Connections that may be open without having proved that they belong to the job, while others wait
 # to be accepted, and for how long.
@@ -36,6 +38,9 @@ STRANGERS = 64
 PROOF_TIMEOUT = 10.0
 
 TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimit -n`)"
+
+# The socket in the job's directory, for a job on this host.
+SOCKET = "socket"
 
 # Bytes of input that may be on the way to rank 0, unread by it.
 INPUT_WINDOW = 1 << 16
@@ -51,6 +56,15 @@ class Start:
     folders: Sequence[str]
     statistics: bool
     own_environment: Mapping[str, str]  # hvdrun's, which tells what the user has set
+    own_temporary: bool = True  # whether the ranks' temporary files go with the job
+    open_files: int | None = None  # how many files they may open; None: as their daemon
+    call: Path | None = None  # the folder of a call of `hvd_keras.run`
+
+
+def pieces(data: bytes) -> list[str]:
+    """The data in messages of a bearable length."""
+    starts = range(0, len(data), LARGE_PIECE)
+    return [base64.b64encode(data[i : i + LARGE_PIECE]).decode() for i in starts]
 
 
 class _Peer:
@@ -65,12 +79,22 @@ class _Peer:
         self.cores = 1
 
 
-class Network:
-    """The ranks of a job on several hosts.
+def _listen_in(directory: Path) -> socket.socket:
+    """A listener in a folder, whose path may be longer than a socket's address."""
+    listener = socket.socket(socket.AF_UNIX)
+    with in_folder(directory) as folder:
+        listener.bind(f"{folder}/{SOCKET}")
+    listener.listen(socket.SOMAXCONN)
+    return listener
 
-    Listens on the given addresses of this host, with a port of the system's choice, until all ranks
-    are there. A connection that does not prove to know the secret is closed. `names` are what the
-    user calls the hosts, by what they call themselves; `here` are those of this host.
+
+class Ranks:
+    """The ranks of a job.
+
+    Listens on the given addresses of this host, with a port of the system's choice, or without
+    addresses in its directory, where only this user can connect, until all ranks are there. A
+    connection that does not prove to know the secret is closed. `names` are what the user calls the
+    hosts, by what they call themselves; `here` are those of this host.
     """
 
     def __init__(
@@ -91,6 +115,8 @@ class Network:
         self._names = names
         self._here = here
         self._listeners = [socket.create_server((address, 0)) for address in addresses]
+        if not addresses:
+            self._listeners.append(_listen_in(directory))
         self._strangers: list[_Peer] = []
         self._peers: dict[int, _Peer] = {}
         self._gone: set[int] = set()
@@ -103,6 +129,8 @@ class Network:
     def addresses(self) -> str:
         """Where the workers reach us, as `remote.connect` wants it."""
         names = [listener.getsockname() for listener in self._listeners]
+        if isinstance(names[0], str):
+            return str(self._directory / SOCKET)
         return ",".join(f"{host}:{port}" for host, port in names)
 
     def open(self, loop: Loop, output: Output, start: Start) -> None:
@@ -193,7 +221,9 @@ class Network:
             self._gone.add(peer.rank)
             report = self._reports[peer.rank]
             if report.status is None:
-                report.time, report.gone, report.lost = time.monotonic(), True, why
+                report.time, report.gone = time.monotonic(), True
+                # A killed worker here may have left something unread, which breaks it as well.
+                report.lost = "" if peer.host in self._here else why
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         if "hello" in message:
@@ -213,6 +243,11 @@ class Network:
         elif "orphan" in message:
             if peer.host not in self._here:  # here the daemon is mpirun itself, which we watch
                 report.orphaned = time.monotonic()
+        elif "result" in message:
+            assert self._start is not None
+            assert self._start.call is not None
+            with (self._start.call / f"{RESULT}-{peer.rank}").open("ab") as file:
+                file.write(base64.b64decode(message["result"]))
         elif "report" in message:
             report.time = time.monotonic()
             report.status = message["report"]["status"]
@@ -242,15 +277,22 @@ class Network:
         start = self._start
         assert start is not None
         ranks = Counter(peer.host for peer in self._peers.values())
+        function = [] if start.call is None else pieces((start.call / FUNCTION).read_bytes())
         for peer in self._peers.values():
-            threads = thread_settings(ranks[peer.host], start.own_environment, peer.cores)
+            threads = thread_settings(
+                ranks[peer.host], start.own_environment, peer.cores, several_hosts=len(ranks) > 1
+            )
             message = {
                 "command": list(start.command),
                 "directory": start.directory,
                 "environment": {**threads, **start.environment},
                 "folders": list(start.folders),
                 "statistics": start.statistics,
+                "own_temporary": start.own_temporary,
+                "open_files": start.open_files,
             }
+            for piece in function:
+                peer.channel.put(function=piece)
             peer.channel.put(start=message)
             self._send(peer)
         self._loop.watch(self._input, self._pass_input)
@@ -321,5 +363,4 @@ class Network:
             for rank, peer in self._peers.items()
             if rank not in self._gone and silence(peer.connection) >= SILENCE / 3
         }
-        # A worker here that was killed may have left something unread, which breaks it as well.
-        return {host for host in broken | silent if host not in self._here}
+        return broken | silent
