@@ -36,7 +36,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Put the null device where the caller has closed one, lest another file takes its number."""
+    """Open the null device for each standard stream that the caller has closed."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

@@ -1,5 +1,5 @@
-"""What the launcher refuses."""
+"""The error for a job that the launcher refuses."""
 
 
 class UsageError(Exception):
-    """The job cannot be started as asked; the text says what was got, expected and what to do."""
+    """The job cannot be started as asked; the text says what was got and expected."""

@@ -1,4 +1,4 @@
-"""The command that starts the ranks of a job once, with its settings and files."""
+"""The command that starts the ranks of a job, with its settings and files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Plan:
     is_local: bool
 
     def describe(self) -> str:
-        """The same in words, without the secret."""
+        """Describe the plan for the user, without the secret."""
         # Ranks on other hosts get much of our environment.
         shown = {**self.settings, **(self.environment if self.is_local else {})}
         if worker.SECRET in shown:
@@ -86,7 +86,7 @@ def plan(
     secret: str,
     addresses: str,
 ) -> Plan:
-    """How to start the ranks' workers."""
+    """Plan how to start the ranks' workers."""
     variables = {worker.JOB: job, worker.ADDRESSES: addresses, worker.SECRET: secret}
     machines = directory / "machines"
     agent = directory / "ssh"

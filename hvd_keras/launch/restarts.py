@@ -1,4 +1,4 @@
-"""Starts a job, and again when it has failed, on the hosts that answer."""
+"""Runs a job, and restarts it after a failure on the hosts that answer."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def run(request: Request, signals: Signals) -> Verdict:
 
 
 def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:
-    """Leave nothing on hosts that could not be reached when a job of theirs had ended."""
+    """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + patience
     lost = request.lost
     while lost := clean_up.sweep_hosts(lost, request.reach, request.jobs, 0.0):
         if time.monotonic() >= limit or not signals.wait(1.0):
             break
     for name in sorted(lost):
-        _say(f"{name} cannot be reached, to see whether anything of the job is left there")
+        _say(f"{name} cannot be reached; processes or files of the job may be left there")
 
 
 def place(request: Request, look: bool = True) -> Placement:
-    """Where the ranks of the first start go. Raises UsageError when anything is wrong anywhere.
+    """Place the ranks for the first start. Raises UsageError if any host has a problem.
 
     `look=False` asks the hosts only where nothing else tells how many ranks they take.
     """
@@ -112,13 +112,13 @@ def _with_slots(wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
 
 
 def _stretched(found: Sequence[Host], size: int) -> list[Host]:
-    """The hosts with so many more slots, in proportion, that all ranks find a place."""
+    """Scale up the hosts' slots in proportion until all ranks fit."""
     slots = sum(host.slots or 0 for host in found)
     return [Host(host.name, -(-(host.slots or 0) * size // slots)) for host in found]
 
 
 def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
-    """Where the ranks go at a restart; None if too few hosts answer for too long."""
+    """Place the ranks for a restart; None if too few hosts answer for too long."""
     least = request.min_size or size
     limit = time.monotonic() + request.restart_timeout
     told: dict[str, str] = {}
@@ -147,7 +147,7 @@ def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
             return Placement(min(size, slots), hosts.share(found, min(size, slots)), _names(seen))
         if time.monotonic() >= limit:
             _say(
-                f"no restart: {slots} slots on the hosts that answer, and {least} are needed "
+                f"no restart: the hosts that answer have {slots} slots, and {least} are needed "
                 "(--min-np)"
             )
             return None

@@ -30,11 +30,11 @@ def run(
     hosts: str | None = None,
     options: Sequence[str] = (),
 ) -> list[Any]:
-    """Calls a function on all ranks of a job that hvdrun starts, and waits for its end.
+    """Calls a function on all ranks of a new job and waits for the results.
 
-    What the ranks print is printed here, with the rank before each line. The function calls
+    The ranks' output is printed here, with the rank before each line. The function calls
     ``hvd.init()`` itself. Function, arguments and results are pickled by cloudpickle, so functions
-    of a notebook will do; what they import must be installed on all hosts.
+    defined in a notebook work; what they import must be installed on all hosts.
 
     Args:
         func: the function.
@@ -45,11 +45,11 @@ def run(
         options: further options of hvdrun, such as ``["--ssh-port", "2222"]``.
 
     Returns:
-        What the function has returned on each rank, in the order of the ranks.
+        The list of the results of all ranks, in rank order.
 
     Raises:
-        ValueError: hvdrun refuses to start this; its text says why.
-        RuntimeError: the job has failed; the text is hvdrun's summary, with the traceback of the
+        ValueError: hvdrun refuses to start the job; the text says why.
+        RuntimeError: the job failed; the text is hvdrun's summary, with the traceback of the
             rank that failed first.
 
     Example:
@@ -129,7 +129,7 @@ def main() -> None:
     except SystemExit as error:
         if error.code:
             raise
-        raise RuntimeError("the function called sys.exit(); expected that it returns") from None
+        raise RuntimeError("the function called sys.exit(); expected it to return") from None
     (folder / RESULT).write_bytes(cloudpickle.dumps(result))
 
 

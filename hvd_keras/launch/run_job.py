@@ -1,4 +1,4 @@
-"""One start of a job and its end."""
+"""Runs a job once, from start to clean-up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SWEEP_GRACE = 1.0
 
 
 def run(request: Request, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
-    """Start the job once and follow it to its end."""
+    """Run the job once and judge its outcome."""
     job, secret = secrets.token_hex(8), new_secret()
     options = request.options
     if not request.is_local:
@@ -109,7 +109,7 @@ def _start(request: Request, planned: Plan, job: str) -> Start:
 
 
 def _environment(request: Request, planned: Plan) -> dict[str, str]:
-    """Of mpirun or srun."""
+    """Return the environment of mpirun or srun."""
     environment = os.environ | planned.settings
     engine = request.engine
     if isinstance(engine, Mpirun) and engine.kind != "Open MPI" and not request.is_local:
@@ -121,7 +121,7 @@ def _environment(request: Request, planned: Plan) -> dict[str, str]:
 def _clean(
     running: Job, ranks: Ranks, placement: Placement, request: Request, job: str
 ) -> Collection[str]:
-    """Hear the workers' last words, and leave nothing on any host; returns the lost hosts."""
+    """Wait for the workers' last messages, then clean up all hosts; returns the lost hosts."""
     limit = time.monotonic() + GRACE
     while ranks.live() and time.monotonic() < limit and not running.hurry:
         running.turn(0.1)

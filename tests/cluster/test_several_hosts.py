@@ -96,7 +96,7 @@ def test_the_secret_stands_on_no_command_line(hosts: Hosts, tmp_path: Path) -> N
         job.signal(signal.SIGINT)
         assert job.wait() == 130
         clean(hosts)
-        assert job.output.splitlines()[-1] == "hvdrun: ended by SIGINT, with all ranks"
+        assert job.output.splitlines()[-1] == "hvdrun: SIGINT received; all ranks were ended"
 
 
 def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_rank_that_stops_before_init_is_named(hosts: Hosts, tmp_path: Path) ->
     )
     clean(hosts)
     assert done.returncode == 75
-    cause = "rank 0 waited for another rank in vain; rank 1 on server3 has not called hvd.init()"
+    cause = "rank 0 timed out waiting for another rank; rank 1 on server3 has not called hvd.init()"
     assert f"\nhvdrun: {cause}\n" in done.stderr
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_leaves_without_an_error_is_no_success(hosts: Hosts, tmp_pat
     )
     clean(hosts)
     assert done.returncode == 137
-    cause = "hvdrun: rank 0 on server2 failed first: killed before it could report its end\n"
+    cause = "hvdrun: rank 0 on server2 failed first: killed before it could report\n"
     assert done.stderr == cause
 
 

@@ -1,6 +1,5 @@
 """The commands that hvdrun makes for every engine, and what it refuses of hosts and files."""
 
-import json
 import os
 import sys
 
@@ -102,22 +101,24 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-H", "a:0"], "-H got 'a:0'; expected 1 rank or more"),
-        (["-H", "a:x"], "-H got 'a:x'; expected a host's name"),
-        (["--hosts=-oProxyCommand=x"], "-H got '-oProxyCommand=x'; expected a host's name"),
-        (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host's name"),
-        (["-H", "a:1,a:2"], "-H names a twice; expected each host once"),
-        (["-H", ","], "-H names no host; expected for example server1:4"),
+        (["-H", "a:0"], "-H got 'a:0'; expected at least 1 rank"),
+        (["-H", "a:x"], "-H got 'a:x'; expected a host name"),
+        (["--hosts=-oProxyCommand=x"], "-H got '-oProxyCommand=x'; expected a host name"),
+        (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host name"),
+        (["-H", "a:1,a:2"], "-H lists a twice; expected each host once"),
+        (["-H", ","], "-H lists no host; expected for example server1:4"),
         (["-H", "a", "--hostfile", "b"], "got -H and --hostfile; expected one of them"),
         (["--hostfile", "absent"], "--hostfile got 'absent', which cannot be read"),
         (["--host-discovery-script", "false"], "ended with exit status 1"),
         (["-H", "a:1", "-np", "2", "--dry-run"], "-np got 2, but the hosts have 1 slots (a:1)"),
-        (["-H", "a:1", "--ssh-port", "x"], "--ssh-port got 'x'; expected a number from 1"),
+        (["-H", "a:1", "--ssh-port", "x"], "--ssh-port got 'x'; expected a number of at least 1"),
         (["-H", "a:1", "--ssh-identity-file", "x"], "--ssh-identity-file got 'x', which is not"),
         (["-H", "a:1", "--env", "ABSENT"], "--env got 'ABSENT', which is not set"),
-        (["-n", "1", "--max-restarts", "-1"], "--max-restarts got '-1'; expected a number from 0"),
+        (
+            ["-n", "1", "--max-restarts", "-1"],
+            "--max-restarts got '-1'; expected a number of at least 0",
+        ),
         (["-n", "1", "--min-np", "2"], "--min-np got 2; expected at most -np, which is 1"),
-        (["--config", "absent"], "--config got 'absent', which cannot be read as JSON"),
     ],
 )
 def test_bad_hosts_and_options_are_refused(hvdrun, arguments, words) -> None:
@@ -146,7 +147,7 @@ def test_a_hostfile() -> None:
         ("tensorflow", "2.20.0", "has TensorFlow 2.20.0; expected {}, as here"),
         ("place", "/else/__init__.py", "has hvd_keras in /else/__init__.py; expected {}, as here"),
         ("directory", False, "has no folder /tmp; expected the folder in which hvdrun was started"),
-        ("program", False, "has no program /bin/sh; expected it at the same place on all hosts"),
+        ("program", False, "has no program /bin/sh; expected it at the same path on all hosts"),
     ],
 )
 def test_a_host_that_differs_is_refused(fact: str, value: object, words: str) -> None:
@@ -161,26 +162,6 @@ def test_ranks_fill_the_first_hosts_first() -> None:
     three = [Host("a", 2), Host("b", 4), Host("c", 1)]
     assert hosts.share(three, 3) == [Host("a", 2), Host("b", 1)]
     assert hosts.share(three, 7) == three
-
-
-def test_a_configuration_file_counts_less_than_the_command_line(hvdrun) -> None:
-    path = hvdrun.folder / "config.json"
-    content = {"num-proc": 3, "oversubscribe": True, "prefix": False, "mpi-args": "--from file"}
-    path.write_text(json.dumps(content))
-    command = ["--config", str(path), "--dry-run", "python"]
-    assert "mpirun -n 3 " in hvdrun.run(*command).stdout
-    shown = hvdrun.run("-np", "1", *command).stdout
-    assert "mpirun -n 1 " in shown
-    assert " --from file " in shown
-    for content, words in (
-        ([], "got []; expected an object"),
-        ({"env": 1.5}, "'env' is 1.5; expected a text, a number, true, or a list of texts"),
-        ({"nonsense": "x"}, "unrecognized arguments: --nonsense=x"),
-    ):
-        path.write_text(json.dumps(content))
-        done = hvdrun.run(*command)
-        assert done.returncode == 2
-        assert words in done.stderr
 
 
 def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:
@@ -226,7 +207,7 @@ def test_restarts_on_this_host(hvdrun) -> None:
 
 
 def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
-    """The discovery script fails once, and once names no host."""
+    """The discovery script fails once, and once lists no host."""
     (hvdrun.folder / "answers").mkdir()
     for number, answer in enumerate(["echo localhost:1", "exit 3", "true", "echo localhost:1"]):
         (hvdrun.folder / "answers" / str(number)).write_text(answer)
@@ -241,7 +222,7 @@ def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
     assert said == [
         f"hvdrun: no hosts: --host-discovery-script {str(script)!r} ended with exit status 3: ; "
         "expected lines such as server1:4 and exit status 0",
-        f"hvdrun: no hosts: --host-discovery-script {script} names no host; expected for example "
+        f"hvdrun: no hosts: --host-discovery-script {script} lists no host; expected for example "
         "server1:4,server2:4",
         "hvdrun: restart 1 of 1: 1 rank on localhost:1",
     ]

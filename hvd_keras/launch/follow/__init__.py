@@ -1,1 +1,1 @@
-"""What hvdrun does while the ranks run: connections, output, input, and the outcome."""
+"""Everything hvdrun does while the ranks run: connections, output, input, judging the outcome."""

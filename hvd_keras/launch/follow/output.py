@@ -1,4 +1,4 @@
-"""Joins the ranks' output: whole lines, each with its rank, never two ranks within a line."""
+"""Merges the ranks' output line by line, with the rank before each line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Destination:
     impossible, if anything.
 
     A thread does the writing: a reader that pauses, such as a pager, must not keep hvdrun from
-    hearing a signal. Who fills it asks `full` before he takes more.
+    hearing a signal. Callers check `full` before they read more from the ranks.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -53,11 +53,11 @@ class Destination:
 
     @property
     def full(self) -> bool:
-        """Whether so much waits to be written that no more should come."""
+        """Whether the backlog is so long that the ranks should wait."""
         return len(self._waiting) > WAITING_LIMIT
 
     def write(self, data: bytes) -> None:
-        """Write all of `data`, soon, or drop it when the reader is gone."""
+        """Queue `data` for writing; it is dropped if the reader is gone."""
         with self._changed:
             if self.error is not None:
                 return
@@ -85,13 +85,13 @@ class Destination:
                 self._changed.notify_all()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything is written, for so long at most; returns whether it is."""
+        """Wait at most `seconds` until everything is written; returns whether it is."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting, seconds)
 
 
 class Copy:
-    """The file of `--output-dir` for one rank. When it cannot be written, training goes on."""
+    """The file of one rank in `--output-dir`. The job goes on if it cannot be written."""
 
     def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
         self._path = path
@@ -108,7 +108,7 @@ class Copy:
                 view = view[self._file.write(view) :]
         except OSError as error:
             self.close()
-            self._say(f"cannot write {self._path}: {error.strerror}; its end is missing")
+            self._say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
 
     def close(self) -> None:
         """Close the file."""
@@ -172,7 +172,7 @@ class Stream:
             self.copy.write(whole)
 
     def finish(self) -> None:
-        """Nothing more will come."""
+        """Flush everything: the stream has ended."""
         self.flush()
         self._copy_lines(b"")
 
@@ -253,7 +253,7 @@ class Output:
 
     @property
     def error(self) -> OSError | None:
-        """What made it impossible to pass output on, if anything."""
+        """The error that made it impossible to write the output, if any."""
         return self._out.error or self._err.error
 
     @property
@@ -262,7 +262,7 @@ class Output:
         return self._out.full or self._err.full
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything is written, for so long at most; returns whether it is."""
+        """Wait at most `seconds` until everything is written; returns whether it is."""
         return self._out.drain(seconds) and self._err.drain(seconds)
 
     def due(self) -> Iterable[float]:
@@ -288,7 +288,7 @@ class Output:
         self._err.write(data)
 
     def say(self, text: str) -> None:
-        """Say something in hvdrun's own name, on stderr."""
+        """Print a message of hvdrun's own on stderr."""
         start = b"\n" if self._err.unfinished is not None else b""
         self._err.write(start + f"hvdrun: {text}\n".encode())
         self._err.unfinished = None

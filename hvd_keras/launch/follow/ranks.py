@@ -48,7 +48,7 @@ INPUT_WINDOW = 1 << 16
 
 @dataclass(frozen=True)
 class Start:
-    """What every rank is told to run, in addition to its own share of the cores."""
+    """What every rank is to run; each also gets its share of its host's cores."""
 
     command: Sequence[str]
     directory: str
@@ -62,13 +62,13 @@ class Start:
 
 
 def pieces(data: bytes) -> list[str]:
-    """The data in messages of a bearable length."""
+    """Split data into pieces for messages."""
     starts = range(0, len(data), LARGE_PIECE)
     return [base64.b64encode(data[i : i + LARGE_PIECE]).decode() for i in starts]
 
 
 class _Peer:
-    """A worker, or a stranger until it has proved to be one."""
+    """A connection: of a worker, once it has proved to be one."""
 
     def __init__(self, connection: socket.socket, secret: str) -> None:
         self.connection = connection
@@ -80,7 +80,7 @@ class _Peer:
 
 
 def _listen_in(directory: Path) -> socket.socket:
-    """A listener in a folder, whose path may be longer than a socket's address."""
+    """Listen on a Unix socket in a folder, whose path may be longer than a socket's address."""
     listener = socket.socket(socket.AF_UNIX)
     with in_folder(directory) as folder:
         listener.bind(f"{folder}/{SOCKET}")
@@ -127,7 +127,7 @@ class Ranks:
 
     @property
     def addresses(self) -> str:
-        """Where the workers reach us, as `remote.connect` wants it."""
+        """Where the workers reach us, in the form that `worker.connect` takes."""
         names = [listener.getsockname() for listener in self._listeners]
         if isinstance(names[0], str):
             return str(self._directory / SOCKET)
@@ -318,19 +318,19 @@ class Ranks:
         return self._reports
 
     def check(self) -> bool:
-        """Look for what does not tell by itself; whether the job cannot go on."""
+        """Look for lost hosts and time limits; returns whether the job cannot go on."""
         now = time.monotonic()
         for stranger in [*self._strangers]:
             if now > stranger.since + PROOF_TIMEOUT:
                 self._lose(stranger, "")
         for rank, peer in self._peers.items():
             if rank not in self._gone and silence(peer.connection) > SILENCE:
-                self._lose(peer, f"no sign of life for {SILENCE:.0f} s")
+                self._lose(peer, f"silent for {SILENCE:.0f} s")
         if now > self._limit:
             self._limit = float("inf")
             missing = [str(rank) for rank in range(self.size) if rank not in self._peers]
             self.problem = (
-                f"rank {', '.join(missing)} did not start within {self._start_timeout:.0f} s "
+                f"rank {', '.join(missing)} did not connect within {self._start_timeout:.0f} s "
                 "(--start-timeout)"
             )
         return bool(self.problem) or any(
@@ -345,7 +345,7 @@ class Ranks:
                 self._send(peer)
 
     def over(self) -> bool:
-        """Whether nothing more will be heard of any rank."""
+        """Whether no rank will send anything more."""
         return all(report.gone or report.status is not None for report in self._reports.values())
 
     def live(self) -> bool:
@@ -356,7 +356,7 @@ class Ranks:
         )
 
     def silent_hosts(self) -> set[str]:
-        """Hosts that give no sign of life, or whose connections have broken."""
+        """Hosts that are silent, or whose connections have broken."""
         broken = {report.host for report in self._reports.values() if report.lost}
         silent = {
             peer.host

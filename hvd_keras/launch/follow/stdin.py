@@ -1,4 +1,4 @@
-"""Passes hvdrun's standard input on to rank 0; Open MPI 5 would never tell it the input's end."""
+"""Forwards hvdrun's standard input to rank 0; Open MPI 5's mpirun never forwards end of file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs mpirun, passes the ranks' output on, and leaves nothing of the job behind."""
+"""Runs mpirun, forwards the ranks' output, and cleans up after the job."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 # How many files the user lets a process open.
-# Some programs try to close as many as they may have, so it is no more than is needed.
+# Some programs try to close every file that they might have open, so this is no more than needed.
 MOST_OPEN_FILES = 1 << 16
 OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def raise_open_files() -> None:
-    """Let hvdrun and mpirun open more files, as they need several for each rank.
+    """Raise the limit of open files for hvdrun and mpirun, which need several for each rank.
 
-    Workers on this host give the ranks what the user has set.
+    Workers on this host restore the user's limit for the ranks.
     """
     soft, hard = OPEN_FILES
     more = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
@@ -117,7 +117,7 @@ class Signals:
                 self.stop = number if self.stop is None else self.stop
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; False as soon as one asks hvdrun to end."""
+        """Sleep; returns False as soon as a signal asks hvdrun to end."""
         limit = time.monotonic() + seconds
         loop = Loop()
         loop.watch_pipe(self.reader, self.take)
@@ -218,7 +218,7 @@ class Job:
     def turn(self, patience: float) -> bool:
         """Wait at most `patience` seconds for events and handle them; False if there were none."""
         if self._output.full and not self._over_patient:
-            # The ranks wait while the reader of our output does; signals are heard all the same.
+            # The ranks wait for the reader of our output; signals are still handled.
             happened = True
             if select.select([self._signals.reader], [], [], SLOW_READER_CHECK)[0]:
                 with contextlib.suppress(BlockingIOError):
@@ -230,14 +230,14 @@ class Job:
 
     @property
     def _over_patient(self) -> bool:
-        """Whether to wait no longer for the reader of our output, for we are to end."""
+        """Whether to stop waiting for the reader of our output, because the job is to end."""
         now = time.monotonic()
         if self._signals.stop is not None:
             self._reader_limit = min(self._reader_limit, now + GRACE)
         return self._signals.hurry or now >= self._reader_limit
 
     def _drain(self) -> None:
-        """Wait for the reader of our output, unless we are to end."""
+        """Wait for the reader of our output, unless the job is to end."""
         while not self._output.drain(SLOW_READER_CHECK) and not self._over_patient:
             self.turn(0.0)
 
@@ -290,7 +290,7 @@ class Job:
                     asked.add(pid)
                 os.waitpid(pid, os.WNOHANG)
             if time.monotonic() >= kill_time + GRACE:  # stuck in the kernel, on a disk perhaps
-                self._output.say(f"process {', '.join(map(str, left))} of the job does not die")
+                self._output.say(f"process {', '.join(map(str, left))} of the job cannot be killed")
                 return
             self.turn(0.02)  # a process that waits for us to read its output cannot end
 
@@ -299,9 +299,11 @@ class Job:
         error = self._output.error
         if self._signals.stop is not None:
             name = signal.Signals(self._signals.stop).name
-            verdict = Verdict(128 + self._signals.stop, [f"ended by {name}, with all ranks"], True)
+            verdict = Verdict(
+                128 + self._signals.stop, [f"{name} received; all ranks were ended"], True
+            )
         elif error is not None:
-            cause = f"cannot pass on the ranks' output: {error.strerror}; the job was ended"
+            cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
             verdict = Verdict(1, [cause], True)
         else:
             if mpirun_status < 0 and not self._stopping:  # its daemons died of that

@@ -1,4 +1,4 @@
-"""Run on a host before a job, by its text: what is there. Standard library only.
+"""Host check, piped to Python on each host before a job: reports what is installed there.
 
 Reads the text of `cores.py` and what to look at from its arguments, and prints one line of JSON.
 """

@@ -1,4 +1,4 @@
-"""Processes of Linux: options of one, and what becomes of it when its parent dies."""
+"""Process options of Linux, and signals at the death of the parent."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
 def find_rank(environment: Mapping[str, str]) -> int:
-    """This process's rank, as mpirun has put it into the environment."""
+    """Return this process's rank, which mpirun has put into the environment."""
     for name in RANK_VARIABLES:
         if name in environment:
             return int(environment[name])
@@ -85,7 +85,7 @@ def find_rank(environment: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def in_folder(folder: Path) -> Iterator[str]:
-    """A short path of a folder: a socket's address has at most 107 characters."""
+    """Yield a short path of a folder, because a socket's address has at most 107 characters."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}"
@@ -117,8 +117,8 @@ def connect(addresses: str) -> socket.socket:
         time.sleep(0.5)
     told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
     raise SystemExit(
-        f"hvdrun: {socket.gethostname()} cannot reach hvdrun: {told}; expected that a firewall "
-        "lets the job's hosts connect to each other"
+        f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {told}; check that no "
+        "firewall blocks connections between the job's hosts"
     )
 
 
@@ -370,7 +370,7 @@ class Worker:
             self._channel.put(output=name, data=base64.b64encode(data).decode())
 
     def _feed_command(self) -> None:
-        """Give the command what it takes of its input, and say how much that was."""
+        """Write as much input as the command accepts, and report how much that was."""
         pipe = None if self._child is None else self._child.stdin
         if pipe is None:  # it does not read any more
             return
@@ -463,7 +463,7 @@ class Worker:
                 while piece := file.read(LARGE_PIECE):
                     self._channel.put(result=base64.b64encode(piece).decode())
         except OSError:
-            text = "hvdrun: the function has ended its process; expected that it returns\n"
+            text = "hvdrun: the function ended its process; expected it to return\n"
             self._send_output("err", text.encode())
             return 1
         return 0

@@ -1,1 +1,1 @@
-"""Which hosts take the ranks, and the commands that start them there: mpirun, srun and ssh."""
+"""What starts ranks: hosts, networks, and the command lines of mpirun, srun and ssh."""

@@ -1,4 +1,4 @@
-"""Leaves nothing of a job on its hosts."""
+"""Removes everything that a job left on its hosts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_keras.launch.start.remote_shell import Reach, run_on_all
 
 
 def sweep_hosts(names: Iterable[str], reach: Reach, jobs: Sequence[str], grace: float) -> set[str]:
-    """End and remove what jobs have left on these hosts; returns those that cannot be reached."""
+    """Kill processes and remove files of these jobs; returns the hosts that cannot be reached."""
     command = [sys.executable, "-I", "-S", "-", str(grace), *jobs]
     text = Path(sweep.__file__).read_text()
     lost = set()

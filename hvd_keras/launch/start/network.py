@@ -1,4 +1,4 @@
-"""Which addresses and networks of this host lead to the hosts of a job."""
+"""This host's addresses and networks on the routes to the hosts of a job."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _SIOCGIFNETMASK = 0x891B
 
 
 def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
-    """Where these hosts can reach us: our addresses on the ways to them, and no other."""
+    """Return this host's addresses on the routes to these hosts."""
     if interface is not None:
         return [str(_interface(interface).ip)]
     return addresses_towards(names) or [hosts.address_towards(socket.gethostname())]
 
 
 def addresses_towards(names: Sequence[str]) -> list[str]:
-    """Our addresses on the ways to those of these hosts that are others. Raises UsageError."""
+    """Return our addresses on the routes to the other ones of these hosts. Raises UsageError."""
     try:
         return sorted({hosts.address_towards(name) for name in names if not hosts.is_here(name)})
     except OSError as error:
-        raise UsageError(f"no way to one of {', '.join(names)}: {error}") from error
+        raise UsageError(f"no route to one of {', '.join(names)}: {error}") from error
 
 
 def common_network(wanted: Iterable[Host]) -> str | None:
-    """The network of ours in which all hosts are, if it is one: others may exist on every host.
+    """Return the one network of ours that contains all hosts; None if there is no such network.
 
-    A container's bridge has the same address on each of them, for example, and leads nowhere.
+    MPI must not try others: a container bridge, for example, has the same address on every host.
     """
     found = set()
     try:
@@ -61,7 +61,7 @@ def _interfaces() -> list[ipaddress.IPv4Interface]:
 
 
 def _interface(text: str) -> ipaddress.IPv4Interface:
-    """Our address on an interface, given by name, or in a range of addresses."""
+    """Return our address on a named interface or in an address range. Raises UsageError."""
     if "/" in text:
         try:
             network = ipaddress.IPv4Network(text)
@@ -69,7 +69,9 @@ def _interface(text: str) -> ipaddress.IPv4Interface:
             raise UsageError(f"--network-interface got {text!r}: {error}") from error
         near = [own for own in _interfaces() if own.ip in network]
         if not near:
-            raise UsageError(f"--network-interface got {text!r}, in which this host has no address")
+            raise UsageError(
+                f"--network-interface got {text!r}, but this host has no address in that range"
+            )
         return near[0]
     request = struct.pack("256s", text.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -81,7 +83,7 @@ def _interface(text: str) -> ipaddress.IPv4Interface:
         except OSError as error:
             there = ", ".join(name for _, name in socket.if_nameindex())
             raise UsageError(
-                f"--network-interface got {text!r}: {error.strerror}; expected an interface with "
-                f"an address, of {there}"
+                f"--network-interface got {text!r}: {error.strerror}; expected an interface that "
+                f"has an address, one of {there}"
             ) from error
     return ipaddress.IPv4Interface("/".join(parts))
