@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -31,8 +32,12 @@ def _launch(arguments: Sequence[str] | None) -> int:
         print(f"each rank: {shlex.join(asked.command)}")
         return 0
     raise_open_files()
-    with Signals() as signals:
-        return restarts.run(asked, signals).status
+    try:
+        with Signals() as signals:
+            return restarts.run(asked, signals).status
+    finally:
+        if given.call is not None and os.getppid() != int(given.call[0]):
+            shutil.rmtree(given.call[1], ignore_errors=True)  # its owner was killed
 
 
 def _open_standard_streams() -> None:

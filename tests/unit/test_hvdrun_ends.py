@@ -152,10 +152,8 @@ def test_what_the_ranks_left_behind_is_ended(hvdrun):
     assert hvdrun.python(2, text).returncode == 0
 
 
-KILLED = {
-    "a rank": "os.getpid()",
-    "mpirun": "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])",
-}
+# As many times the parent of a rank: its worker, mpirun, hvdrun.
+KILLED = {"a rank": 0, "mpirun": 2, "hvdrun": 3}
 
 
 @pytest.mark.parametrize("killed", KILLED)
@@ -165,15 +163,23 @@ def test_no_shared_memory_of_mpi_is_left(hvdrun, killed):
         import re
         from mpi4py import MPI
         MPI.COMM_WORLD.allreduce(rank)
-        print(*re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read()), flush=True)
+        paths = re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read())
+        print(*paths, file=open(f"paths-{{rank}}", "w"), flush=True)
         meet(2)
         if rank == 1:
-            os.kill({KILLED[killed]}, signal.SIGKILL)
+            pid = os.getpid()
+            for _ in range({KILLED[killed]}):
+                pid = int(open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[1])
+            os.kill(pid, signal.SIGKILL)
         time.sleep({FOREVER})
         """
-    done = hvdrun.python(2, text)
-    used = {word for word in done.stdout.split() if word.startswith("/dev/shm/")}
-    assert used, done.stderr
+    assert hvdrun.python(2, text).returncode != 0
+    used = {
+        path for rank in range(2) for path in (hvdrun.folder / f"paths-{rank}").read_text().split()
+    }
+    assert used
+    if killed == "hvdrun":  # its workers end what is left
+        wait_until(lambda: not hvdrun.processes(), "the end of the ranks")
     assert not [path for path in used if os.path.exists(path)]
 
 

@@ -91,10 +91,12 @@ def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
     """As a notebook's kernel is."""
     code = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1000)"
     script = f"import hvd_keras; hvd_keras.run(exec, ({code!r},))"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     caller = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "HVD_TEST": str(tmp_path)}
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "TMPDIR": str(temporary)}
     )
-    mark = f"HVD_TEST={tmp_path}".encode()
+    mark = f"TMPDIR={temporary}".encode()
 
     def processes() -> list[pathlib.Path]:
         found = []
@@ -109,6 +111,7 @@ def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
     caller.kill()
     caller.wait(timeout=LIMIT)
     wait_until(lambda: not processes(), "the end of the job")
+    assert list(temporary.iterdir()) == []
 
 
 def test_what_cannot_start_is_refused() -> None:
