@@ -19,7 +19,7 @@ from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadca
 from hvd_keras.compression import Compression as Compression
 from hvd_keras.compression import Compressor as Compressor
 from hvd_keras.forgotten import local_fit as local_fit
-from hvd_keras.launch.call import run as run
+from hvd_keras.launch.run_function import run as run
 from hvd_keras.learning_rates import linear_scaling as linear_scaling
 from hvd_keras.learning_rates import sqrt_scaling as sqrt_scaling
 from hvd_keras.lifecycle import init as init

@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from hvd_keras import _library, gpu, log, patches, rank_info, settings
-from hvd_keras.launch import status
+from hvd_keras import _library, exit_codes, gpu, log, patches, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
 
@@ -45,8 +44,8 @@ _LINGER_SECONDS = {
 
 # The exit status of a rank that fails. It tells hvdrun which ranks only followed another.
 _EXIT_STATUS = {
-    LeaveResult.DESERTED: status.DESERTED,
-    LeaveResult.TIMED_OUT: status.WAITED_IN_VAIN,
+    LeaveResult.DESERTED: exit_codes.DESERTED,
+    LeaveResult.TIMED_OUT: exit_codes.WAITED_IN_VAIN,
 }
 
 _guards_installed = False

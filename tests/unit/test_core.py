@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from hvd_keras.launch import status
+from hvd_keras import exit_codes
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def test_a_script_whose_gpu_is_stuck_ends(
 ) -> None:
     command = [str(binaries / "gpu_test"), "gpu", "stuck"]
     job = ranks.mpirun(2, *command, timeout=60, env={**fake_cuda, "HVD_TIMEOUT_SECONDS": "1"})
-    assert job.status == status.WAITED_IN_VAIN, job.output
+    assert job.status == exit_codes.WAITED_IN_VAIN, job.output
     assert "the GPU waits for work that will never be done" in job.output
     assert "allreduce 'stuck' on the GPU of rank" in job.output
     assert "went on" not in job.output

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sys
 
 import hvd_keras as hvd
 
@@ -9,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
     path
     for folder in ("hvd_keras", "callbacks", "native", "tests", "examples")
-    for path in sorted((ROOT / folder).rglob("*"))
+    for path in sorted((ROOT / folder).rglob(""))
     if path.suffix in (".py", ".cc", ".h")
 ]
 
@@ -51,3 +52,24 @@ def test_every_public_name_exists_and_is_documented() -> None:
             assert value.__doc__, f"{name} has no docstring"
     for name in hvd.callbacks.__all__:
         assert name in text, f"callbacks.{name} stands in no document"
+
+
+def test_folders_of_the_launcher_stay_small() -> None:
+    for folder in (ROOT / "hvd_keras" / "launch").rglob(""):
+        assert len(list(folder.glob("*.py"))) <= 20, folder
+
+
+def test_what_runs_on_other_hosts_imports_the_standard_library_alone() -> None:
+    folder = ROOT / "hvd_keras" / "launch" / "onhost"
+    found = {
+        (path.name, module)
+        for path in folder.glob("*.py")
+        for module in re.findall(r"^ *(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
+    }
+    assert found, folder
+    assert not {
+        (name, module)
+        for name, module in found
+        if module.partition(".")[0] not in sys.stdlib_module_names
+        and not module.startswith("hvd_keras.launch.onhost")
+    }

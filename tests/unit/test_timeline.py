@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hvd_keras.launch import statistics
+from hvd_keras.launch.follow import statistics
 from tests.harness import ranks
 from tests.harness.launcher import wait_until
 

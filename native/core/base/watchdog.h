@@ -11,7 +11,7 @@
 
 namespace hvd {
 
-// Exit status of a process whose wait timed out: WAITED_IN_VAIN in hvd_keras/launch.
+// Exit status of a process whose wait timed out: WAITED_IN_VAIN of hvd_keras/exit_codes.py.
 constexpr int kWaitedInVain = 75;
 
 class Watchdog {

@@ -43,17 +43,17 @@ def usable_cores() -> int:
 
 
 def thread_settings(
-    size: int, environment: Mapping[str, str], cores: int | None = None
+    size: int, environment: Mapping[str, str], cores: int, *, several_hosts: bool = False
 ) -> dict[str, str]:
-    """Thread counts that share the cores among `size` ranks; what the user has set is left alone.
+    """Thread counts that share a host's cores among its `size` ranks.
 
-    Without them each rank's TensorFlow starts as many threads as there are cores. `cores` are those
-    of one of several hosts (default: of this host alone). There, at least two ops run at a time:
-    with one, TensorFlow goes through all layers before it computes the first weight's gradient, and
-    nothing could cross the network meanwhile.
+    What the user has set is left alone. Without them each rank's TensorFlow starts as many threads
+    as there are cores. With several hosts at least two ops run at a time: with one, TensorFlow goes
+    through all layers before it computes the first weight's gradient, and nothing could cross the
+    network meanwhile.
     """
-    threads = max(1, (cores or usable_cores()) // size)
+    threads = max(1, cores // size)
     counts = dict.fromkeys(THREAD_VARIABLES, threads)
-    if cores is not None:
+    if several_hosts:
         counts["TF_NUM_INTEROP_THREADS"] = max(2, threads)
     return {name: str(count) for name, count in counts.items() if name not in environment}

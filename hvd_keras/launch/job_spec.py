@@ -1,4 +1,4 @@
-"""What the user wants to be run, checked and completed; the same for every start of it."""
+"""The job that the user asked for, checked and completed; the same for every restart."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch import UsageError, hosts, options, program, slurm
-from hvd_keras.launch.cores import usable_cores
-from hvd_keras.launch.hosts import Host
-from hvd_keras.launch.mpirun import Mpirun, find_mpirun
-from hvd_keras.launch.reach import Reach
-from hvd_keras.launch.slurm import Srun
-from hvd_keras.launch.ssh import Ssh
+from hvd_keras.launch import command_check, options
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.cores import usable_cores
+from hvd_keras.launch.start import hosts, slurm
+from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.mpirun import Mpirun, find_mpirun
+from hvd_keras.launch.start.remote_shell import Reach
+from hvd_keras.launch.start.slurm import Srun
+from hvd_keras.launch.start.ssh import Ssh
 
 # What the ranks on other hosts get of hvdrun's environment besides what --env names.
 PASSED = ("PATH", "LD_LIBRARY_PATH")
@@ -45,7 +47,7 @@ class Request:
 
     @property
     def is_local(self) -> bool:
-        """Whether mpirun alone, on this host alone, does it."""
+        """Whether the job runs on this host alone, without SLURM."""
         return self.hosts is None and isinstance(self.engine, Mpirun)
 
     @property
@@ -54,13 +56,13 @@ class Request:
         return self.engine if isinstance(self.engine, Srun) else self.ssh
 
     def wanted(self) -> Sequence[Host]:
-        """The hosts that the job may run on now. Raises UsageError."""
+        """Return the hosts that the job may use at this moment. Raises UsageError."""
         if self.options.host_discovery_script is not None:
             return hosts.discover(self.options.host_discovery_script)
         return slurm.nodes(os.environ) if self.hosts is None else self.hosts
 
     def environment(self) -> dict[str, str]:
-        """What ranks on other hosts get of our environment."""
+        """Return the part of our environment that ranks on other hosts get."""
         return {
             name: value
             for name, value in os.environ.items()
@@ -68,17 +70,23 @@ class Request:
         }
 
     def observers(self) -> dict[str, str]:
-        """The settings of hvd_keras that make the ranks tell what they do."""
-        timeline = self.options.timeline
-        return {} if timeline is None else {"HVD_TIMELINE": str(Path(timeline).absolute())}
+        """Return the environment settings of hvd_keras that options stand for."""
+        settings = {}
+        if self.options.timeline is not None:
+            settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
+        if self.options.strict:
+            settings["HVD_STRICT"] = "1"
+        return settings
 
 
 def build(given: argparse.Namespace) -> Request:
-    """The job that the options ask for; raises UsageError."""
+    """Build the job from the options. Raises UsageError."""
     words = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.check:
         if words:
-            raise UsageError(f"--check got the command {' '.join(words)!r}; it takes none")
+            raise UsageError(
+                f"--check got the command {' '.join(words)!r}; --check takes no command"
+            )
         words = [sys.executable, "-m", "hvd_keras.check"]
         if given.size is None and not (given.hosts or given.hostfile):
             given.size = str(min(2, usable_cores()))
@@ -92,7 +100,9 @@ def build(given: argparse.Namespace) -> Request:
     _check_observers(given)
     for name in given.env:
         if name not in os.environ:
-            raise UsageError(f"--env got {name!r}, which is not set; expected a variable's name")
+            raise UsageError(
+                f"--env got {name!r}, which is not set; expected the name of a variable"
+            )
     port = given.ssh_port
     identity = given.ssh_identity_file
     if identity is not None and not Path(identity).is_file():
@@ -102,7 +112,7 @@ def build(given: argparse.Namespace) -> Request:
         raise UsageError(f"--min-np got {least}; expected at most -np, which is {size}")
     return Request(
         options=given,
-        command=program.resolve(words),
+        command=command_check.resolve(words),
         extra=options.words(given.mpi_args, "--mpi-args"),
         engine=engine,
         hosts=wanted,
@@ -171,7 +181,7 @@ def _too_many(size: int, there: int, what: str) -> UsageError:
     place = "this process may use" if what == "core" else "-H has"
     return UsageError(
         f"-np got {size}, but {place} {there} {what}{'s' * (there != 1)}; expected "
-        f"at most {there}, or --oversubscribe to share cores among ranks, which is slow"
+        f"at most {there}, or --oversubscribe to let ranks share cores, which is slow"
     )
 
 
@@ -180,6 +190,6 @@ def _check_observers(given: argparse.Namespace) -> None:
         path = Path(given.timeline).absolute()
         if not given.timeline or path.is_dir() or not path.parent.is_dir():
             raise UsageError(
-                f"--timeline got {given.timeline!r}; expected the path of a file in a folder "
-                "that exists"
+                f"--timeline got {given.timeline!r}; expected the path of a file in an "
+                "existing folder"
             )

@@ -1,9 +1,9 @@
-"""Runs the command of one rank for a hvdrun on another host.
+"""Runs the command of one rank and reports how it ended.
 
-mpirun or srun starts this module once per rank, as it does with `worker.py` on hvdrun's own host.
-It calls hvdrun, learns the command from it, and passes the
-command's input and output and the report of its end through that connection. A rank whose hvdrun or
-daemon is gone is ended.
+mpirun or srun starts this module once per rank, on every host. It connects to hvdrun, learns the
+command, and passes the command's input, its output and the report of its end through that
+connection: mpirun would join pieces of lines, mix in messages of its own, and its exit status can
+be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import base64
 import contextlib
 import json
 import os
+import resource
 import selectors
 import shutil
 import signal
@@ -20,14 +21,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvd_keras.launch import sweep
-from hvd_keras.launch.agent import DAEMON
-from hvd_keras.launch.channel import (
+from hvd_keras.launch.onhost import sweep
+from hvd_keras.launch.onhost.channel import (
+    LARGE_PIECE,
     PIECE,
     SILENCE,
     Channel,
@@ -36,14 +37,27 @@ from hvd_keras.launch.channel import (
     silence,
     watch_liveness,
 )
-from hvd_keras.launch.cores import usable_cores
-from hvd_keras.launch.worker import ARRIVAL, GRACE, arrival_path, die_with_parent, find_rank
+from hvd_keras.launch.onhost.cores import usable_cores
+from hvd_keras.launch.onhost.process import GRACE, die_with_parent
+from hvd_keras.launch.onhost.rsh_agent import DAEMON
 
 # Environment variables through which hvdrun reaches its workers. The job's number stays in the
 # environment of the command and of all that it starts, so that they can be found and ended.
 SECRET = "HVDRUN_SECRET"
 ADDRESSES = "HVDRUN_ADDRESSES"
 JOB = "HVDRUN_JOB"
+
+# The rank as Open MPI 4 and 5, PMIx, MPICH and SLURM tell it; the surest first.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+# Environment variables for the command: the file that `hvd.init()` makes, and the folder that
+# holds what `hvd_keras.run` calls.
+ARRIVAL = "HVDRUN_ARRIVAL"
+CALL = "HVDRUN_CALL"
+
+# Its files: the pickled function with its arguments, and what the function has returned.
+FUNCTION = "function"
+RESULT = "result"
 
 # Seconds to reach hvdrun: of one try, and of all of them.
 CONNECT_TIMEOUT = 5.0
@@ -58,22 +72,53 @@ BACKLOG = 1 << 18
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
+def find_rank(environment: Mapping[str, str]) -> int:
+    """Return this process's rank, which mpirun has put into the environment."""
+    for name in RANK_VARIABLES:
+        if name in environment:
+            return int(environment[name])
+    raise SystemExit(
+        f"hvdrun: mpirun gave this process no rank: none of {', '.join(RANK_VARIABLES)} is set; "
+        "use Open MPI's or MPICH's mpirun (hvdrun --mpirun PATH)"
+    )
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[str]:
+    """Yield a short path of a folder, because a socket's address has at most 107 characters."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _connect_to(address: str) -> socket.socket:
+    if address.startswith("/"):
+        connection = socket.socket(socket.AF_UNIX)
+        path = Path(address)
+        with in_folder(path.parent) as folder:
+            connection.connect(f"{folder}/{path.name}")
+        return connection
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), CONNECT_TIMEOUT)
+
+
 def connect(addresses: str) -> socket.socket:
-    """Reach hvdrun at the first of its addresses that answers."""
+    """Connect to hvdrun at the first of its addresses that answers."""
     limit = time.monotonic() + REACH_TIMEOUT
     problems: dict[str, str] = {}
     while time.monotonic() < limit:
         for address in addresses.split(","):
-            host, _, port = address.rpartition(":")
             try:
-                return socket.create_connection((host, int(port)), CONNECT_TIMEOUT)
+                return _connect_to(address)
             except OSError as error:
                 problems[address] = error_text(error)
         time.sleep(0.5)
     told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
     raise SystemExit(
-        f"hvdrun: {socket.gethostname()} cannot reach hvdrun: {told}; expected that a firewall "
-        "lets the job's hosts connect to each other"
+        f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {told}; check that no "
+        "firewall blocks connections between the job's hosts"
     )
 
 
@@ -103,8 +148,9 @@ class Worker:
         self._outputs: dict[int, str] = {}  # descriptors of the command's output
         self._input = bytearray()  # what the command has not yet read
         self._input_ends = False
-        self._arrival: Path | None = None  # until hvdrun knows that it is there
-        self._statistics: Path | None = None
+        self._folder: Path | None = None  # for files that the command reads or writes
+        self._arrived = False
+        self._function: list[bytes] | None = None
         self._failure: int | None = None  # the status of a command that could not start
         self._stopped = False
         self._kill_time = float("inf")
@@ -149,9 +195,7 @@ class Worker:
     def _turn(self, patience: float = CHECK) -> None:
         """Send, wait for events and handle them."""
         if not self._hvdrun_gone:
-            if self._arrival is not None and self._arrival.exists():
-                self._arrival = None
-                self._channel.put(arrived=True)
+            self._look_for_arrival()
             with self._watching_hvdrun():
                 self._channel.send_to(self._connection)
                 write = selectors.EVENT_WRITE if self._channel.waiting else 0
@@ -170,6 +214,16 @@ class Worker:
         if time.monotonic() >= self._kill_time and self._child is not None:
             self._signal(signal.SIGKILL)
             self._kill_time = float("inf")
+
+    def _look_for_arrival(self) -> None:
+        if self._folder is not None and not self._arrived and self._arrival.exists():
+            self._arrived = True
+            self._channel.put(arrived=True)
+
+    @property
+    def _arrival(self) -> Path:
+        assert self._folder is not None
+        return self._folder / "arrived"
 
     def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End as mpirun's daemon wants it, or because it is gone.
@@ -215,7 +269,12 @@ class Worker:
 
     def _take_message(self, message: dict[str, Any]) -> None:
         if "start" in message:
-            self._start(**message["start"])
+            try:
+                self._start(**message["start"])
+            except OSError as error:  # a full /dev/shm or a TMPDIR that cannot be written
+                self._fail_to_start(message["start"]["command"], error)
+        elif "function" in message:
+            self._function = [*(self._function or []), base64.b64decode(message["function"])]
         elif "input" in message:
             self._input += base64.b64decode(message["input"])
             self._feed_command()
@@ -232,22 +291,30 @@ class Worker:
         environment: dict[str, str],
         folders: list[str],
         statistics: bool,
+        own_temporary: bool,
+        open_files: int | None,
     ) -> None:
-        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
-        own["TMPDIR"] = tempfile.tempdir = str(temporary_folder())
-        own |= environment
-        self._arrival = arrival_path(temporary_folder(), self._rank)
-        own[ARRIVAL] = str(self._arrival)
-        if statistics:
-            self._statistics = Path(tempfile.mkdtemp(prefix="hvdrun-"))
-            own["HVD_STATS_DIRECTORY"] = str(self._statistics)
         for folder in folders:
             Path(folder).mkdir(mode=0o700, exist_ok=True)
+        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
+        if own_temporary:
+            own["TMPDIR"] = str(temporary_folder())
+        self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=temporary_folder()))
+        own[ARRIVAL] = str(self._arrival)
+        if statistics:
+            own["HVD_STATS_DIRECTORY"] = str(self._folder)
+        if self._function is not None:
+            own[CALL] = str(self._folder)
+            (self._folder / FUNCTION).write_bytes(b"".join(self._function))
+        own |= environment
         worker = os.getpid()
 
         def prepare() -> None:
             os.setpgid(0, 0)
             die_with_parent(worker)
+            if open_files is not None:
+                hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+                resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
 
         pipe = subprocess.PIPE
         try:
@@ -262,9 +329,7 @@ class Worker:
                 preexec_fn=prepare,
             )
         except OSError as error:
-            text = f"hvdrun: cannot start {command[0]!r} in {directory!r}: {error.strerror}\n"
-            self._send_output("err", text.encode())
-            self._failure = 127 if isinstance(error, FileNotFoundError) else 126
+            self._fail_to_start(command, error)
             return
         for name, file in (("out", self._child.stdout), ("err", self._child.stderr)):
             assert file is not None
@@ -273,6 +338,11 @@ class Worker:
         if self._child.stdin is not None:
             os.set_blocking(self._child.stdin.fileno(), False)
         self._signal_if_stopped()
+
+    def _fail_to_start(self, command: list[str], error: OSError) -> None:
+        text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
+        self._send_output("err", text.encode())
+        self._failure = 127 if isinstance(error, FileNotFoundError) else 126
 
     def _let_output_wait(self, wait: bool) -> None:
         watched = self._selector.get_map()
@@ -300,7 +370,7 @@ class Worker:
             self._channel.put(output=name, data=base64.b64encode(data).decode())
 
     def _feed_command(self) -> None:
-        """Give the command what it takes of its input, and say how much that was."""
+        """Write as much input as the command accepts, and report how much that was."""
         pipe = None if self._child is None else self._child.stdin
         if pipe is None:  # it does not read any more
             return
@@ -366,9 +436,13 @@ class Worker:
         status = self._failure if self._child is None else self._child.returncode
         assert status is not None
         if not self._hvdrun_gone:
+            status = self._send_result(status)
+            self._look_for_arrival()
             report = {"status": status, "stopped": self._stopped}
             self._channel.put(report=report, statistics=self._read_statistics())
             self._reported = True
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
         limit = time.monotonic() + SILENCE
         while self._channel.waiting and not self._hvdrun_gone and time.monotonic() < limit:
             self._turn(0.1)
@@ -380,13 +454,25 @@ class Worker:
                 self._turn(0.1)
         return status if status >= 0 else 128 - status
 
+    def _send_result(self, status: int) -> int:
+        """Send what the function of `hvd_keras.run` has returned; returns the command's status."""
+        if self._function is None or self._folder is None or status != 0 or self._stopped:
+            return status
+        try:
+            with (self._folder / RESULT).open("rb") as file:
+                while piece := file.read(LARGE_PIECE):
+                    self._channel.put(result=base64.b64encode(piece).decode())
+        except OSError:
+            text = "hvdrun: the function ended its process; expected it to return\n"
+            self._send_output("err", text.encode())
+            return 1
+        return 0
+
     def _read_statistics(self) -> Any:
-        if self._statistics is None:
+        if self._folder is None:
             return None
-        path = self._statistics / f"stats-{self._rank}.json"
-        found = json.loads(path.read_text()) if path.exists() else None
-        shutil.rmtree(self._statistics)
-        return found
+        path = self._folder / f"stats-{self._rank}.json"
+        return json.loads(path.read_text()) if path.exists() else None
 
 
 if __name__ == "__main__":

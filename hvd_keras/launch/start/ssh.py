@@ -1,4 +1,4 @@
-"""How other hosts are reached: ssh, without questions, with a sign of life when nothing moves."""
+"""Runs commands on other hosts: ssh in batch mode, with keep-alives."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvd_keras.launch import reach
+from hvd_keras.launch.start import remote_shell as reach
 
 # Seconds until a host that does not answer counts as unreachable.
 CONNECT_TIMEOUT = 5
 
-# Seconds between signs of life and how many may be missed, so that 5 s of a broken network are
-# survived; hvdrun itself (`channel.SILENCE`) has noticed a longer one before.
+# Seconds between keep-alives, and how many may be missed: a network failure of 5 s is tolerated;
+# hvdrun itself (`channel.SILENCE`) detects a longer one earlier.
 ALIVE_INTERVAL = 4
 ALIVE_COUNT = 3
 
@@ -24,13 +24,13 @@ FAILED = 255
 
 @dataclass(frozen=True)
 class Ssh:
-    """ssh with the user's options; None leaves a choice to ssh's own configuration."""
+    """ssh with the user's options; None leaves the choice to ssh's configuration."""
 
     port: int | None = None
     identity: str | None = None
 
     def command(self) -> list[str]:
-        """The command up to the host's name."""
+        """Return the ssh command line up to the host name."""
         options = {
             "BatchMode": "yes",
             "ConnectTimeout": str(CONNECT_TIMEOUT),
@@ -47,7 +47,7 @@ class Ssh:
         return words
 
     def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command on a host, or here if that is None, with pipes to all its streams."""
+        """Start a command on a host (None: this host) with pipes for stdin, stdout and stderr."""
         words = list(command)
         if host is not None:
             # ssh joins its arguments into a text that a shell of the other host reads.
@@ -55,15 +55,23 @@ class Ssh:
         return reach.start(words)
 
     def failure(self, status: int, err: str) -> str | None:
-        """Why a host cannot be reached, from the end of such a command; None if it was reached."""
+        """Return why the host could not be reached, or None if the command itself failed."""
         if status != FAILED:
             return None
         return (
             f"cannot be reached by ssh: {reach.last_line(err)}; expected that `ssh HOST true` "
-            "works without a question (a key without a passphrase or in an agent, a known host)"
+            "works without a prompt (a key without a passphrase or in an agent, a known host)"
         )
 
     def agent(self, job: str) -> str:
         """A shell script that mpirun calls instead of ssh: [OPTION …] HOST COMMAND …"""
-        words = [sys.executable, "-I", "-m", "hvd_keras.launch.agent", job, *self.command(), "--"]
+        words = [
+            sys.executable,
+            "-I",
+            "-m",
+            "hvd_keras.launch.onhost.rsh_agent",
+            job,
+            *self.command(),
+            "--",
+        ]
         return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'

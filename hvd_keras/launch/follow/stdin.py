@@ -1,4 +1,4 @@
-"""Passes hvdrun's standard input on to rank 0; Open MPI 5 would never tell it the input's end."""
+"""Forwards hvdrun's standard input to rank 0; Open MPI 5's mpirun never forwards end of file."""
 
 from __future__ import annotations
 
@@ -8,24 +8,9 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
-
-from hvd_keras.launch.worker import stream_path
 
 # Seconds between two tries to read a terminal that belongs to another job of the shell.
 BACKGROUND_WAIT = 1.0
-
-
-def make_pipe(directory: Path) -> tuple[int, int]:
-    """Make the named pipe to rank 0; returns its ends for reading and writing.
-
-    The reading end must stay open until rank 0 has ended: it keeps what was written before rank 0
-    has opened the pipe.
-    """
-    path = stream_path(directory, 0, "in")
-    os.mkfifo(path, 0o600)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    return reader, os.open(path, os.O_WRONLY)
 
 
 def pump(writer: int) -> None:

@@ -1,4 +1,4 @@
-"""Run on a host before a job, by its text: what is there. Standard library only.
+"""Host check, piped to Python on each host before a job: reports what is installed there.
 
 Reads the text of `cores.py` and what to look at from its arguments, and prints one line of JSON.
 """
@@ -41,7 +41,7 @@ def look(directory: str, program: str) -> "dict[str, object]":
         "program": os.access(os.path.join(directory, program), os.X_OK),
     }
     if facts["place"] is not None:
-        from hvd_keras.launch.cores import usable_cores
+        from hvd_keras.launch.onhost.cores import usable_cores
 
         facts["cores"] = usable_cores()
     return facts

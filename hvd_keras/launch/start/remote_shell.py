@@ -1,4 +1,4 @@
-"""How commands reach other hosts: what ssh and srun have in common."""
+"""The interface that ssh and srun share: run a command on another host."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from hvd_keras.launch.hosts import is_here
+from hvd_keras.launch.start.hosts import is_here
 
 
 class Reach(Protocol):
-    """A way to other hosts."""
+    """Runs commands on other hosts."""
 
     def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command on a host, or here if that is None, with pipes to all its streams."""
+        """Start a command on a host (None: this host) with pipes for stdin, stdout and stderr."""
 
     def failure(self, status: int, err: str) -> str | None:
-        """Why a host cannot be reached, from the end of such a command; None if it was reached."""
+        """Return why the host could not be reached, or None if the command itself failed."""
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Start a command of ours, with pipes to all its streams."""
+    """Start a command with pipes for stdin, stdout and stderr."""
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -29,14 +29,14 @@ def start(command: Sequence[str]) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # a Ctrl-C is hvdrun's own affair
+        start_new_session=True,  # Ctrl-C is for hvdrun alone
     )
 
 
 def run_on_all(
     names: Iterable[str], reach: Reach, command: Sequence[str], text: str, seconds: float
 ) -> dict[str, subprocess.CompletedProcess[str] | None]:
-    """Run a command with this input on all hosts at once; None for one that takes longer."""
+    """Run a command with this input on all hosts at once; a result is None after `seconds`."""
     running = {name: reach.start(None if is_here(name) else name, command) for name in names}
     limit = time.monotonic() + seconds
     done: dict[str, subprocess.CompletedProcess[str] | None] = {}
@@ -53,5 +53,5 @@ def run_on_all(
 
 
 def last_line(text: str) -> str:
-    """The last line that a program has said."""
-    return (text.strip().splitlines() or ["it said nothing"])[-1]
+    """Return the last line of a program's output."""
+    return (text.strip().splitlines() or ["no output"])[-1]

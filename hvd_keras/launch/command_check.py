@@ -1,4 +1,4 @@
-"""Checks the user's command before anything starts, so that a typo gives one error and not N."""
+"""Checks the user's command before anything starts, so that a typo gives one error, not N."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch.errors import UsageError
 
 
 def resolve(command: Sequence[str]) -> list[str]:
-    """The command with the full path of its program."""
+    """Return the command with the full path of its program. Raises UsageError."""
     path = shutil.which(command[0])
     if path is None:
         raise UsageError(
@@ -34,7 +34,7 @@ def _is_python(path: str) -> bool:
 
 
 def _script(arguments: Sequence[str]) -> str | None:
-    """The script among the interpreter's arguments; None for -c, -m and standard input."""
+    """Find the script among the interpreter's arguments; None for -c, -m and standard input."""
     rest = iter(arguments)
     for argument in rest:
         if not argument.startswith("-"):

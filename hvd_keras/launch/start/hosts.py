@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch.errors import UsageError
 
-# A name or an address, perhaps with a user's name before it. Never an option of ssh.
+# A host name or an IPv4 address; it cannot be taken for an option of ssh.
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _EXAMPLE = "server1:4,server2:4"
 
-# Seconds that the user's script for the discovery of hosts may take.
+# Seconds that the host discovery script may take.
 DISCOVERY_TIMEOUT = 60
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host by the name that the user gave, with the ranks it takes; None: as many as cores."""
+    """A host, by the name that the user gave, and its number of ranks; None: one per core."""
 
     name: str
     slots: int | None = None
@@ -33,11 +33,13 @@ def _host(text: str, origin: str) -> Host:
     name, colon, slots = text.partition(":")
     if not _NAME.fullmatch(name) or (colon and not (slots.isascii() and slots.isdecimal())):
         raise UsageError(
-            f"{origin} got {text!r}; expected a host's name or IPv4 address, or with its number of "
-            f"ranks, as in {_EXAMPLE}"
+            f"{origin} got {text!r}; expected a host name or IPv4 address, optionally with a "
+            f"number of ranks, as in {_EXAMPLE}"
         )
     if colon and int(slots) == 0:
-        raise UsageError(f"{origin} got {text!r}; expected 1 rank or more, or leave the host out")
+        raise UsageError(
+            f"{origin} got {text!r}; expected at least 1 rank; leave the host out otherwise"
+        )
     return Host(name, int(slots) if colon else None)
 
 
@@ -45,19 +47,19 @@ def _distinct(hosts: Sequence[Host], origin: str) -> list[Host]:
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"{origin} names {name} twice; expected each host once")
+            raise UsageError(f"{origin} lists {name} twice; expected each host once")
     if not hosts:
-        raise UsageError(f"{origin} names no host; expected for example {_EXAMPLE}")
+        raise UsageError(f"{origin} lists no host; expected for example {_EXAMPLE}")
     return list(hosts)
 
 
 def parse(text: str) -> list[Host]:
-    """The hosts of `-H`."""
+    """Parse the value of `-H`."""
     return _distinct([_host(part, "-H") for part in text.split(",") if part.strip()], "-H")
 
 
 def parse_lines(text: str, origin: str) -> list[Host]:
-    """Hosts one a line: "server1", "server1:4", or "server1 slots=4"; "#" begins a comment."""
+    """Parse one host per line: "server1", "server1:4" or "server1 slots=4"; "#" is a comment."""
     hosts = []
     for line in text.splitlines():
         words = line.partition("#")[0].split()
@@ -74,7 +76,7 @@ def parse_lines(text: str, origin: str) -> list[Host]:
 
 
 def read(path: str) -> list[Host]:
-    """The hosts of `--hostfile`."""
+    """Read the hosts of `--hostfile`."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +85,7 @@ def read(path: str) -> list[Host]:
 
 
 def discover(command: str) -> list[Host]:
-    """The hosts that the user's script prints now."""
+    """Run the host discovery script and return the hosts that it prints."""
     try:
         words = shlex.split(command)
         done = subprocess.run(
@@ -94,7 +96,7 @@ def discover(command: str) -> list[Host]:
             timeout=DISCOVERY_TIMEOUT,
         )
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"--host-discovery-script {command!r} does not run: {error}") from error
+        raise UsageError(f"--host-discovery-script {command!r} failed: {error}") from error
     if done.returncode != 0:
         raise UsageError(
             f"--host-discovery-script {command!r} ended with exit status {done.returncode}: "
@@ -104,7 +106,7 @@ def discover(command: str) -> list[Host]:
 
 
 def is_here(name: str) -> bool:
-    """Whether this name stands for the host on which we run."""
+    """Whether this name refers to the host on which we run."""
     if name in ("localhost", socket.gethostname()):
         return True
     try:
@@ -122,7 +124,7 @@ def is_here(name: str) -> bool:
 
 
 def address_towards(name: str) -> str:
-    """Our own address on the way to a host; nothing is sent."""
+    """Return this host's address on the route to another host; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((socket.gethostbyname(name), 9))
         address: str = probe.getsockname()[0]
@@ -130,7 +132,7 @@ def address_towards(name: str) -> str:
 
 
 def share(hosts: Sequence[Host], size: int) -> list[Host]:
-    """The hosts with the ranks that each really gets: the first ones are filled first."""
+    """Return the hosts with the number of ranks that each gets; the first are filled first."""
     shared = []
     for host in hosts:
         assert host.slots is not None

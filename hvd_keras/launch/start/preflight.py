@@ -1,4 +1,4 @@
-"""Looks at every host before a job, at all of them at once."""
+"""Checks all hosts at once, before a job starts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch import probe
-from hvd_keras.launch.hosts import Host
-from hvd_keras.launch.reach import Reach, last_line, run_on_all
+from hvd_keras.launch.onhost import host_facts as probe
+from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.remote_shell import Reach, last_line, run_on_all
 
-# Seconds for a host's answer; Python there may come over a slow network file system.
+# Seconds for a host's answer; loading Python may take long on a slow network file system.
 TIMEOUT = 60.0
 
-# What a shell says when the program is not there, or is none.
+# Exit statuses of a shell that could not run the program.
 _NO_PROGRAM = (126, 127)
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was found: the facts of each host that answered, and what is wrong, by name."""
+    """The facts of each host that answered, and the problems found, by host name."""
 
     facts: Mapping[str, Mapping[str, Any]]
     problems: Mapping[str, str]
@@ -38,7 +38,7 @@ def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> L
     names = [host.name for host in hosts]
     for name, done in run_on_all(names, reach, command, text, TIMEOUT).items():
         if done is None:
-            problems[name] = f"gave no answer within {TIMEOUT:.0f} s"
+            problems[name] = f"did not answer within {TIMEOUT:.0f} s"
             continue
         answers = [line for line in done.stdout.splitlines() if line.startswith(probe.MARK)]
         if answers:
@@ -54,14 +54,14 @@ def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> L
 
 def _failure(status: int, err: str) -> str:
     if status in _NO_PROGRAM:
-        return f"has no {sys.executable}; expected the same Python at the same place on all hosts"
+        return f"has no {sys.executable}; expected the same Python at the same path on all hosts"
     return f"cannot run {sys.executable}: exit status {status}: {last_line(err)}"
 
 
 def difference(
     theirs: Mapping[str, Any], own: Mapping[str, Any], directory: str, program: str
 ) -> str | None:
-    """What makes a host with these facts unfit for a job that starts here."""
+    """Return why a host with these facts cannot take part, or None if it can."""
     for what, name in (
         ("python", "Python"),
         ("hvd_keras", "hvd_keras"),
@@ -75,12 +75,12 @@ def difference(
     if not theirs["directory"]:
         return f"has no folder {directory}; expected the folder in which hvdrun was started"
     if not theirs["program"]:
-        return f"has no program {program}; expected it at the same place on all hosts"
+        return f"has no program {program}; expected it at the same path on all hosts"
     return None
 
 
 def _find_twins(facts: Mapping[str, Mapping[str, Any]], problems: dict[str, str]) -> None:
-    """MPI takes hosts with one name for one host, whose processes share memory."""
+    """Find hosts with the same host name: MPI would assume that they share memory."""
     owners: dict[str, str] = {}
     for name, own in facts.items():
         twin = owners.setdefault(own["host"], name)

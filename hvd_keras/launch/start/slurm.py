@@ -1,4 +1,4 @@
-"""Starts ranks with srun, inside an allocation of SLURM."""
+"""Starts ranks with srun, inside a SLURM allocation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_keras.launch import UsageError, reach
-from hvd_keras.launch.hosts import Host
-from hvd_keras.launch.mpirun import find_mpirun
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.start import remote_shell as reach
+from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.mpirun import find_mpirun
 
 # Seconds for a node to become free for a short command, and for SLURM's answers.
 NODE_TIMEOUT = 10
@@ -44,7 +45,7 @@ class Srun:
         program: Sequence[str],
         hosts: Sequence[Host] | None,
     ) -> list[str]:
-        """The command line that starts `size` ranks on the hosts, or where SLURM wants them."""
+        """The command line that starts `size` ranks on the hosts, or where SLURM places them."""
         words = [self.path, "-n", str(size), f"--mpi={self.interface}", "--export=ALL"]
         # A rank that fails ends the others; a host that fails leaves the allocation to us.
         words += ["--kill-on-bad-exit=1", "--no-kill", "--cpu-bind=none"]
@@ -57,14 +58,14 @@ class Srun:
         return [*words, *extra, *program]
 
     def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command on a node, beside what runs there, or here; with pipes to its streams."""
+        """Start a command on a node (None: this host), beside running steps, with pipes."""
         places = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
         manner = ["--overlap", "--mpi=none", "--cpu-bind=none", f"--immediate={NODE_TIMEOUT}"]
         prefix = [] if host is None else [self.path, *places, *manner]
         return reach.start([*prefix, *command])
 
     def failure(self, status: int, err: str) -> str | None:
-        """Why no answer came from a node, if srun is the cause and not the command."""
+        """Return why srun could not reach the node, or None if the command itself failed."""
         told = [line for line in err.splitlines() if line.startswith("srun: error: ")]
         if status == 0 or not told or "Exited with exit code" in told[-1]:
             return None
@@ -83,25 +84,27 @@ def find(environment: Mapping[str, str]) -> Srun | None:
 
 
 def size(environment: Mapping[str, str]) -> int:
-    """The number of tasks that the allocation is for."""
+    """Return the allocation's number of tasks. Raises UsageError."""
     text = environment.get("SLURM_NTASKS", "")
     if not text.isdecimal():
         raise UsageError(
-            "-np is missing, and this allocation of SLURM has no number of tasks; expected -np N, "
-            "or `#SBATCH --ntasks=N`"
+            "-np is missing, and this SLURM allocation does not specify a number of tasks; pass "
+            "-np N or use `#SBATCH --ntasks=N`"
         )
     return int(text)
 
 
 def nodes(environment: Mapping[str, str]) -> list[Host]:
-    """The nodes of the allocation as it was made, with the tasks of each."""
-    done = subprocess.run(
-        ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")],
-        capture_output=True,
-        text=True,
-        timeout=NODE_TIMEOUT,
-        check=True,
-    )
+    """Return the allocation's original nodes, with the tasks of each. Raises UsageError."""
+    command = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NODE_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"`{' '.join(command)}` failed: {error}") from error
+    if done.returncode != 0:
+        raise UsageError(
+            f"`{' '.join(command)}` ended with exit status {done.returncode}: {done.stderr.strip()}"
+        )
     tasks: list[int | None] = []  # "2(x3),1" is 2, 2, 2, 1
     for part in filter(None, environment.get("SLURM_TASKS_PER_NODE", "").split(",")):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

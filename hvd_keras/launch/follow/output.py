@@ -1,4 +1,4 @@
-"""Joins the ranks' output: whole lines, each with its rank, never two ranks within a line."""
+"""Merges the ranks' output line by line, with the rank before each line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import os
 import re
 import select
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO
 
-from hvd_keras.launch import UsageError
+from hvd_keras.launch.errors import UsageError
 
 # Seconds that an unfinished line waits for its rest: short enough for a prompt or a progress bar.
 PARTIAL_LINE_DELAY = 0.1
@@ -26,31 +27,95 @@ MESSAGE_LINES = 20
 PARTIAL_LINE_LIMIT = 1 << 20
 
 
-class Terminal:
-    """The line that is unfinished where the output is read, and the stream that it belongs to."""
-
-    def __init__(self) -> None:
-        self.unfinished: Stream | None = None
+# Bytes that may wait for a slow reader before the ranks have to wait, too, and that are written at
+# once.
+WAITING_LIMIT = 1 << 20
+WRITE_PIECE = 1 << 16
 
 
 class Destination:
-    """One of hvdrun's own descriptors. `error` is what made writing impossible, if anything."""
+    """One of hvdrun's own descriptors.
 
-    def __init__(self, descriptor: int, terminal: Terminal) -> None:
+    `unfinished` is the stream whose line is unfinished there, and `error` what made writing
+    impossible, if anything.
+
+    A thread does the writing: a reader that pauses, such as a pager, must not keep hvdrun from
+    hearing a signal. Callers check `full` before they read more from the ranks.
+    """
+
+    def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        self.terminal = terminal
+        self.unfinished: Stream | None = None
         self.error: OSError | None = None
+        self._changed = threading.Condition()
+        self._waiting = bytearray()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether the backlog is so long that the ranks should wait."""
+        return len(self._waiting) > WAITING_LIMIT
 
     def write(self, data: bytes) -> None:
-        """Write all of `data`, or drop it when the reader is gone."""
-        view = memoryview(data)
-        while view and self.error is None:
+        """Queue `data` for writing; it is dropped if the reader is gone."""
+        with self._changed:
+            if self.error is not None:
+                return
+            self._waiting += data
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_all, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                piece = bytes(self._waiting[:WRITE_PIECE])
             try:
-                view = view[os.write(self.descriptor, view) :]
+                written = os.write(self.descriptor, piece)
             except BlockingIOError:  # the descriptor was handed to us as non-blocking
                 select.select([], [self.descriptor], [])
+                continue
             except OSError as error:
                 self.error = error
+                written = len(self._waiting)
+            with self._changed:
+                del self._waiting[:written]
+                self._changed.notify_all()
+
+    def drain(self, seconds: float) -> bool:
+        """Wait at most `seconds` until everything is written; returns whether it is."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting, seconds)
+
+
+class Copy:
+    """The file of one rank in `--output-dir`. The job goes on if it cannot be written."""
+
+    def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
+        self._path = path
+        self._say = say
+        if not append:
+            path.unlink(missing_ok=True)
+        self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        """Write all of `data`; after an error, nothing."""
+        view = memoryview(data)
+        try:
+            while view and self._file is not None:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            self.close()
+            self._say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # `write` has told what there is to tell
+                self._file.close()
+            self._file = None
 
 
 class Stream:
@@ -67,7 +132,7 @@ class Stream:
         destination: Destination,
         prefix: bytes,
         hidden: re.Pattern[bytes] | None = None,
-        copy: BinaryIO | None = None,
+        copy: Copy | None = None,
     ) -> None:
         self.destination = destination
         self.copy = copy
@@ -91,7 +156,7 @@ class Stream:
                 complete = [line for line in complete if not self.hidden.match(line)]
             if complete:
                 self._write(complete)
-                self.destination.terminal.unfinished = None
+                self.destination.unfinished = None
         if len(rest) > PARTIAL_LINE_LIMIT:
             self.flush()
         elif rest and self.due == float("inf"):
@@ -103,11 +168,11 @@ class Stream:
             self._uncopied += data
             complete = self._uncopied.rpartition(b"\n")
             whole = complete[0] + complete[1] if data else self._uncopied
-            self.copy.write(whole)
             self._uncopied = self._uncopied[len(whole) :]
+            self.copy.write(whole)
 
     def finish(self) -> None:
-        """Nothing more will come."""
+        """Flush everything: the stream has ended."""
         self.flush()
         self._copy_lines(b"")
 
@@ -115,14 +180,14 @@ class Stream:
         """Pass on the unfinished line as well."""
         if self._pending:
             self._write([self._pending])
-            self.destination.terminal.unfinished = self
+            self.destination.unfinished = self
         self._pending = b""
         self.due = float("inf")
 
     def _write(self, lines: list[bytes]) -> None:
         start = b""
         if self.prefix:
-            unfinished = self.destination.terminal.unfinished
+            unfinished = self.destination.unfinished
             if unfinished is not self:
                 start = self.prefix if unfinished is None else b"\n" + self.prefix
         # One call for all lines, so that no other process's output comes in between.
@@ -150,9 +215,8 @@ class Output:
         directory: str | None,
         append: bool,
     ) -> None:
-        out = Terminal()
-        self._out = Destination(1, out)
-        self._err = Destination(2, out if _same_file(1, 2) else Terminal())
+        self._out = Destination(1)
+        self._err = self._out if _same_file(1, 2) else Destination(2)
         self._prefix = prefix
         self._hidden = hidden
         self._directory = None if directory is None else Path(directory)
@@ -164,7 +228,7 @@ class Output:
                     f"--output-dir got {directory!r}, which cannot be made: {error}"
                 ) from error
         self._append = append
-        self._copies: dict[int, BinaryIO] = {}
+        self._copies: dict[int, Copy] = {}
         self._streams: dict[tuple[int | None, str], Stream] = {}
 
     def stream(self, rank: int, name: str) -> Stream:
@@ -175,9 +239,7 @@ class Output:
             if self._directory is not None:
                 if rank not in self._copies:
                     path = self._directory / f"rank-{rank}.txt"
-                    if not self._append:
-                        path.unlink(missing_ok=True)
-                    self._copies[rank] = open(path, "ab", buffering=0)  # noqa: SIM115
+                    self._copies[rank] = Copy(path, self._append, self.say)
                 copy = self._copies[rank]
             to_err = name == "err"
             self._streams[rank, name] = Stream(
@@ -191,8 +253,17 @@ class Output:
 
     @property
     def error(self) -> OSError | None:
-        """What made it impossible to pass output on, if anything."""
+        """The error that made it impossible to write the output, if any."""
         return self._out.error or self._err.error
+
+    @property
+    def full(self) -> bool:
+        """Whether the reader is so slow that the ranks should wait."""
+        return self._out.full or self._err.full
+
+    def drain(self, seconds: float) -> bool:
+        """Wait at most `seconds` until everything is written; returns whether it is."""
+        return self._out.drain(seconds) and self._err.drain(seconds)
 
     def due(self) -> Iterable[float]:
         """When unfinished lines must be shown, by time.monotonic()."""
@@ -209,8 +280,7 @@ class Output:
         for stream in self._streams.values():
             stream.finish()
         for copy in self._copies.values():
-            with contextlib.suppress(OSError):  # a full disk has been reported by a write
-                copy.close()
+            copy.close()
         self._copies.clear()
 
     def write_raw(self, data: bytes) -> None:
@@ -218,10 +288,10 @@ class Output:
         self._err.write(data)
 
     def say(self, text: str) -> None:
-        """Say something in hvdrun's own name, on stderr."""
-        start = b"\n" if self._err.terminal.unfinished is not None else b""
+        """Print a message of hvdrun's own on stderr."""
+        start = b"\n" if self._err.unfinished is not None else b""
         self._err.write(start + f"hvdrun: {text}\n".encode())
-        self._err.terminal.unfinished = None
+        self._err.unfinished = None
 
     def traceback(self, rank: int) -> tuple[str, str]:
         """The last traceback that a rank has written to stderr, if any, and its message alone."""

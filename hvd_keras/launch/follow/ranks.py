@@ -1,9 +1,10 @@
-"""hvdrun's end of the connections to the ranks' workers on other hosts."""
+"""hvdrun's end of the connections to the ranks' workers, on this host and on others."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -11,12 +12,16 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.channel import (
+from hvd_keras.launch.follow.event_loop import Loop
+from hvd_keras.launch.follow.outcome import Report
+from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.onhost.channel import (
+    LARGE_PIECE,
     SILENCE,
     Channel,
     ProtocolError,
@@ -24,16 +29,18 @@ from hvd_keras.launch.channel import (
     silence,
     watch_liveness,
 )
-from hvd_keras.launch.cores import thread_settings
-from hvd_keras.launch.hosts import is_here
-from hvd_keras.launch.loop import Loop
-from hvd_keras.launch.output import Output
-from hvd_keras.launch.verdict import Report
+from hvd_keras.launch.onhost.cores import thread_settings
+from hvd_keras.launch.onhost.worker import FUNCTION, RESULT, in_folder
 
 # Connections that may be open without having proved that they belong to the job, while others wait
 # to be accepted, and for how long.
 STRANGERS = 64
 PROOF_TIMEOUT = 10.0
+
+TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimit -n`)"
+
+# The socket in the job's directory, for a job on this host.
+SOCKET = "socket"
 
 # Bytes of input that may be on the way to rank 0, unread by it.
 INPUT_WINDOW = 1 << 16
@@ -41,7 +48,7 @@ INPUT_WINDOW = 1 << 16
 
 @dataclass(frozen=True)
 class Start:
-    """What every rank is told to run, in addition to its own share of the cores."""
+    """What every rank is to run; each also gets its share of its host's cores."""
 
     command: Sequence[str]
     directory: str
@@ -49,10 +56,19 @@ class Start:
     folders: Sequence[str]
     statistics: bool
     own_environment: Mapping[str, str]  # hvdrun's, which tells what the user has set
+    own_temporary: bool = True  # whether the ranks' temporary files go with the job
+    open_files: int | None = None  # how many files they may open; None: as their daemon
+    call: Path | None = None  # the folder of a call of `hvd_keras.run`
+
+
+def pieces(data: bytes) -> list[str]:
+    """Split data into pieces for messages."""
+    starts = range(0, len(data), LARGE_PIECE)
+    return [base64.b64encode(data[i : i + LARGE_PIECE]).decode() for i in starts]
 
 
 class _Peer:
-    """A worker, or a stranger until it has proved to be one."""
+    """A connection: of a worker, once it has proved to be one."""
 
     def __init__(self, connection: socket.socket, secret: str) -> None:
         self.connection = connection
@@ -63,12 +79,22 @@ class _Peer:
         self.cores = 1
 
 
-class Network:
-    """The ranks of a job on several hosts.
+def _listen_in(directory: Path) -> socket.socket:
+    """Listen on a Unix socket in a folder, whose path may be longer than a socket's address."""
+    listener = socket.socket(socket.AF_UNIX)
+    with in_folder(directory) as folder:
+        listener.bind(f"{folder}/{SOCKET}")
+    listener.listen(socket.SOMAXCONN)
+    return listener
 
-    Listens on the given addresses of this host, with a port of the system's choice, until all ranks
-    are there. A connection that does not prove to know the secret is closed. `names` are what the
-    user calls the hosts, by what they call themselves.
+
+class Ranks:
+    """The ranks of a job.
+
+    Listens on the given addresses of this host, with a port of the system's choice, or without
+    addresses in its directory, where only this user can connect, until all ranks are there. A
+    connection that does not prove to know the secret is closed. `names` are what the user calls the
+    hosts, by what they call themselves; `here` are those of this host.
     """
 
     def __init__(
@@ -79,6 +105,7 @@ class Network:
         start_timeout: float,
         directory: Path,
         names: Mapping[str, str],
+        here: Collection[str],
     ) -> None:
         self.size = size
         self.problem = ""  # why the job cannot go on, if the reports do not tell
@@ -86,7 +113,10 @@ class Network:
         self._start_timeout = start_timeout
         self._directory = directory
         self._names = names
+        self._here = here
         self._listeners = [socket.create_server((address, 0)) for address in addresses]
+        if not addresses:
+            self._listeners.append(_listen_in(directory))
         self._strangers: list[_Peer] = []
         self._peers: dict[int, _Peer] = {}
         self._gone: set[int] = set()
@@ -97,8 +127,10 @@ class Network:
 
     @property
     def addresses(self) -> str:
-        """Where the workers reach us, as `remote.connect` wants it."""
+        """Where the workers reach us, in the form that `worker.connect` takes."""
         names = [listener.getsockname() for listener in self._listeners]
+        if isinstance(names[0], str):
+            return str(self._directory / SOCKET)
         return ",".join(f"{host}:{port}" for host, port in names)
 
     def open(self, loop: Loop, output: Output, start: Start) -> None:
@@ -137,8 +169,11 @@ class Network:
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except OSError:  # whoever it was has gone
-            return
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.problem = TOO_MANY_FILES
+                self._close_listeners()
+            return  # else whoever it was has gone
         connection.setblocking(False)
         peer = _Peer(connection, self._secret)
         self._strangers.append(peer)
@@ -186,7 +221,9 @@ class Network:
             self._gone.add(peer.rank)
             report = self._reports[peer.rank]
             if report.status is None:
-                report.time, report.gone, report.lost = time.monotonic(), True, why
+                report.time, report.gone = time.monotonic(), True
+                # A killed worker here may have left something unread, which breaks it as well.
+                report.lost = "" if peer.host in self._here else why
 
     def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         if "hello" in message:
@@ -204,8 +241,13 @@ class Network:
         elif "arrived" in message:
             report.arrived = True
         elif "orphan" in message:
-            if not is_here(peer.host):  # here the daemon is mpirun itself, which we watch
+            if peer.host not in self._here:  # here the daemon is mpirun itself, which we watch
                 report.orphaned = time.monotonic()
+        elif "result" in message:
+            assert self._start is not None
+            assert self._start.call is not None
+            with (self._start.call / f"{RESULT}-{peer.rank}").open("ab") as file:
+                file.write(base64.b64decode(message["result"]))
         elif "report" in message:
             report.time = time.monotonic()
             report.status = message["report"]["status"]
@@ -235,15 +277,22 @@ class Network:
         start = self._start
         assert start is not None
         ranks = Counter(peer.host for peer in self._peers.values())
+        function = [] if start.call is None else pieces((start.call / FUNCTION).read_bytes())
         for peer in self._peers.values():
-            threads = thread_settings(ranks[peer.host], start.own_environment, peer.cores)
+            threads = thread_settings(
+                ranks[peer.host], start.own_environment, peer.cores, several_hosts=len(ranks) > 1
+            )
             message = {
                 "command": list(start.command),
                 "directory": start.directory,
                 "environment": {**threads, **start.environment},
                 "folders": list(start.folders),
                 "statistics": start.statistics,
+                "own_temporary": start.own_temporary,
+                "open_files": start.open_files,
             }
+            for piece in function:
+                peer.channel.put(function=piece)
             peer.channel.put(start=message)
             self._send(peer)
         self._loop.watch(self._input, self._pass_input)
@@ -269,19 +318,19 @@ class Network:
         return self._reports
 
     def check(self) -> bool:
-        """Look for what does not tell by itself; whether the job cannot go on."""
+        """Look for lost hosts and time limits; returns whether the job cannot go on."""
         now = time.monotonic()
         for stranger in [*self._strangers]:
             if now > stranger.since + PROOF_TIMEOUT:
                 self._lose(stranger, "")
         for rank, peer in self._peers.items():
             if rank not in self._gone and silence(peer.connection) > SILENCE:
-                self._lose(peer, f"no sign of life for {SILENCE:.0f} s")
+                self._lose(peer, f"silent for {SILENCE:.0f} s")
         if now > self._limit:
             self._limit = float("inf")
             missing = [str(rank) for rank in range(self.size) if rank not in self._peers]
             self.problem = (
-                f"rank {', '.join(missing)} did not start within {self._start_timeout:.0f} s "
+                f"rank {', '.join(missing)} did not connect within {self._start_timeout:.0f} s "
                 "(--start-timeout)"
             )
         return bool(self.problem) or any(
@@ -296,7 +345,7 @@ class Network:
                 self._send(peer)
 
     def over(self) -> bool:
-        """Whether nothing more will be heard of any rank."""
+        """Whether no rank will send anything more."""
         return all(report.gone or report.status is not None for report in self._reports.values())
 
     def live(self) -> bool:
@@ -307,10 +356,11 @@ class Network:
         )
 
     def silent_hosts(self) -> set[str]:
-        """Hosts that give no sign of life, or whose connections have broken."""
+        """Hosts that are silent, or whose connections have broken."""
         broken = {report.host for report in self._reports.values() if report.lost}
-        return broken | {
+        silent = {
             peer.host
             for rank, peer in self._peers.items()
             if rank not in self._gone and silence(peer.connection) >= SILENCE / 3
         }
+        return broken | silent

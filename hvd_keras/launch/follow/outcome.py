@@ -1,4 +1,4 @@
-"""Decides from the ranks' reports how a job ended, and words the summary."""
+"""Judges from the ranks' reports how a job ended, and phrases the summary."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from hvd_keras.launch.status import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
+from hvd_keras.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
 
 # Seconds by which a failure may be reported later than mpirun has killed other ranks for it.
 TIE = 1.0
 
+_FOLLOWED = {
+    WAITED_IN_VAIN: f"timed out waiting for another rank (exit status {WAITED_IN_VAIN})",
+    DESERTED: f"was waiting for a rank that left (exit status {DESERTED})",
+    MPI_LOST: f"lost the connection to another rank (exit status {MPI_LOST})",
+}
+
 
 @dataclass
 class Report:
-    """What a rank's worker has recorded (see `worker.write_report`).
+    """What is known of one rank.
 
     `arrived` tells that it has called `hvd.init()`. Of a rank on several hosts besides: its `host`;
     whether its worker is `gone`; how the connection was `lost`, in words; and when mpirun's daemon
@@ -30,14 +36,22 @@ class Report:
     lost: str = ""
     orphaned: float = float("inf")
 
+    @property
+    def follows(self) -> bool:
+        """Whether hvd_keras or MPI ended the rank because of another one.
+
+        Before hvd.init() these statuses can only be the script's own.
+        """
+        return self.status in FOLLOWERS and self.arrived
+
     def describe(self) -> str:
         """The rank's state in words."""
         if self.status is None and self.lost:
             return f"lost: {self.lost}"
         if self.status is None:
-            return "killed before it could report its end"
-        end = _describe_status(self.status)
-        return f"{end}, when it was asked to end" if self.stopped else end
+            return "killed before it could report"
+        end = _FOLLOWED[self.status] if self.follows else _describe_status(self.status)
+        return f"{end} after it was asked to end" if self.stopped else end
 
 
 @dataclass(frozen=True)
@@ -57,12 +71,12 @@ class Verdict:
 
 
 def first_failure(reports: dict[int, Report]) -> int | None:
-    """The rank that failed first by itself, if any.
+    """Return the rank that failed first by itself, if any.
 
     Ranks that mpirun ended because of it have been asked to end, or have left no report of an end;
     those that waited for it say so by their status.
     """
-    failed = [rank for rank in _failed(reports) if reports[rank].status not in FOLLOWERS]
+    failed = [rank for rank in _failed(reports) if not reports[rank].follows]
     # One that was killed without a word came first, or mpirun did it because of another's end, of
     # which it may hear before we do.
     ends = [reports[rank].time for rank in _ended(reports)]
@@ -105,19 +119,23 @@ def _ended(reports: dict[int, Report]) -> list[int]:
 
 
 def _ended_early(reports: dict[int, Report]) -> list[int]:
-    """Ranks that ended well although others had not: they left these alone."""
+    """Ranks that exited with 0 while others were still running."""
     return [rank for rank, report in reports.items() if report.status == 0 and not report.stopped]
 
 
 def judge(
     reports: dict[int, Report], size: int, mpirun_status: int, lost_hosts: Collection[str] = ()
 ) -> Verdict:
-    """The verdict on a job of `size` ranks that came to its end without a request from outside.
+    """Judge a job of `size` ranks that ended without a request from outside.
 
     The reports decide; mpirun's own status (as in `subprocess`) counts only where they say nothing.
     `lost_hosts` were not reachable at the end: what their loss made of other ranks is no cause.
     """
-    if len(reports) == size and all(report.status == 0 for report in reports.values()):
+    if len(reports) == size and all(
+        # A script that was asked to end may save its work and exit with 0; it has not finished.
+        report.status == 0 and not report.stopped
+        for report in reports.values()
+    ):
         return Verdict(0, [], True)
     if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
         hosts = sorted({reports[rank].host for rank in on_lost})
@@ -134,8 +152,8 @@ def judge(
         return Verdict(1, [cause, *_describe_others(reports, size, None)], True, None, [host])
     if culprit is not None and (others_too := _killed_with(culprit, reports)):
         cause = (
-            f"{_names(sorted([culprit, *others_too]))} were killed at one moment, before they "
-            "could report; which failed first is not known"
+            f"{_names(sorted([culprit, *others_too]))} were killed at the same moment, before "
+            "they could report; it is not known which failed first"
         )
         lines = [cause, *_describe_others(reports, size, None)]
         return Verdict(_shell_status(-signal.SIGKILL), lines, False)
@@ -148,13 +166,14 @@ def judge(
         hosts = [report.host] * (status == -signal.SIGKILL and bool(report.host))
         return Verdict(_shell_status(status), [cause, *others], True, culprit, hosts)
     if early := _ended_early(reports):
-        cause = f"{_names(early)} ended first, without the others"
+        cause = f"{_names(early)} exited (status 0) while the others were still running"
         return Verdict(1, [cause, *others], True)
-    if waited := [rank for rank in _failed(reports) if reports[rank].status == WAITED_IN_VAIN]:
-        known = _describe_absent(reports) or "the error above names it"
-        cause = f"{_names(waited)} waited for another rank in vain; {known}"
+    followers = [rank for rank in _failed(reports) if reports[rank].follows]
+    if waited := [rank for rank in followers if reports[rank].status == WAITED_IN_VAIN]:
+        known = _describe_absent(reports) or "the error above names that rank"
+        cause = f"{_names(waited)} timed out waiting for another rank; {known}"
         return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
-    if lost := [rank for rank in _failed(reports) if reports[rank].status == MPI_LOST]:
+    if lost := [rank for rank in followers if reports[rank].status == MPI_LOST]:
         cause = f"{_names(lost)} lost the connection to another rank"
         return Verdict(MPI_LOST, [cause, *others], False)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
@@ -162,7 +181,7 @@ def judge(
 
 
 def _describe_absent(reports: dict[int, Report]) -> str:
-    """Who has not called hvd.init(), in words; empty: all have."""
+    """Say which ranks have not called hvd.init(); empty if all have."""
     absent = [rank for rank, report in reports.items() if not report.arrived]
     if not absent:
         return ""
@@ -180,7 +199,7 @@ def _describe_others(reports: dict[int, Report], size: int, culprit: int | None)
     for rank in range(size):
         if rank != culprit:
             report = reports.get(rank)
-            state = report.describe() if report else "left no report, it did not start"
+            state = report.describe() if report else "did not start"
             host = report.host if report else ""
             states.setdefault((state, host), []).append(rank)
     return [
@@ -190,12 +209,6 @@ def _describe_others(reports: dict[int, Report], size: int, culprit: int | None)
 
 
 def _describe_status(status: int) -> str:
-    if status == WAITED_IN_VAIN:
-        return f"waited for another rank in vain (exit status {status})"
-    if status == DESERTED:
-        return f"was left by another rank (exit status {status})"
-    if status == MPI_LOST:
-        return f"lost the connection to another rank (exit status {status})"
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -1,9 +1,11 @@
-"""Runs mpirun, passes the ranks' output on, and leaves nothing of the job behind."""
+"""Runs mpirun, forwards the ranks' output, and cleans up after the job."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -12,13 +14,19 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
-from hvd_keras.launch import UsageError, stdin
-from hvd_keras.launch.loop import Loop
-from hvd_keras.launch.output import Output
-from hvd_keras.launch.verdict import Report, Verdict, has_failed, judge
-from hvd_keras.launch.worker import GRACE, PR_SET_CHILD_SUBREAPER, die_with_parent, prctl
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow import stdin
+from hvd_keras.launch.follow.event_loop import PIECE, Loop
+from hvd_keras.launch.follow.outcome import Verdict, has_failed, judge
+from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.follow.ranks import Ranks
+from hvd_keras.launch.onhost.process import (
+    GRACE,
+    PR_SET_CHILD_SUBREAPER,
+    die_with_parent,
+    prctl,
+)
 
 # Seconds between two looks at the reports while the job runs.
 REPORT_CHECK = 1.0
@@ -26,24 +34,45 @@ REPORT_CHECK = 1.0
 # Seconds that mpirun may take after the last rank is over, when it was asked to end.
 OVER_GRACE = 1.0
 
+# Seconds between two looks at the reader of our output, while it is slow.
+SLOW_READER_CHECK = 0.1
+
 # Bytes of mpirun's own text that are kept; its banners are far shorter.
 TEXT_LIMIT = 1 << 16
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+# How many files the user lets a process open.
+# Some programs try to close every file that they might have open, so this is no more than needed.
+MOST_OPEN_FILES = 1 << 16
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def raise_open_files() -> None:
+    """Raise the limit of open files for hvdrun and mpirun, which need several for each rank.
+
+    Workers on this host restore the user's limit for the ranks.
+    """
+    soft, hard = OPEN_FILES
+    more = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < more:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+
+
 @contextlib.contextmanager
-def job_directory() -> Iterator[Path]:
+def job_directory(job: str) -> Iterator[Path]:
     """A private directory for the files of one job, removed at the end."""
+    path = Path(tempfile.gettempdir(), f"hvdrun-{job}")
     try:
-        path = tempfile.mkdtemp(prefix="hvdrun-")  # mode 700
+        path.mkdir(mode=0o700)
     except OSError as error:
         raise UsageError(
             f"cannot make a directory for the job's files: {error}; "
             "set TMPDIR to a folder with free space that you may write to"
         ) from error
     try:
-        yield Path(path)
+        yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -88,7 +117,7 @@ class Signals:
                 self.stop = number if self.stop is None else self.stop
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; False as soon as one asks hvdrun to end."""
+        """Sleep; returns False as soon as a signal asks hvdrun to end."""
         limit = time.monotonic() + seconds
         loop = Loop()
         loop.watch_pipe(self.reader, self.take)
@@ -98,35 +127,11 @@ class Signals:
         return self.stop is None
 
 
-class Ranks(Protocol):
-    """How hvdrun follows the ranks: through pipes on this host, or over the network.
-
-    `problem` is why the job cannot go on, if the reports do not tell. `input` is where rank 0's
-    standard input is to be written.
-    """
-
-    size: int
-    problem: str
-    input: int
-
-    def reports(self) -> dict[int, Report]:
-        """What is known of each rank."""
-
-    def check(self) -> bool:
-        """Whether something else than the reports shows that the job cannot go on."""
-
-    def stop(self) -> None:
-        """Ask the ranks to end, beside mpirun."""
-
-    def over(self) -> bool:
-        """Whether nothing more will be heard of any rank."""
-
-
 class Job:
     """One run of mpirun, whose workers report through `ranks`.
 
-    `sweep`, called when mpirun has ended, leaves nothing of the job on other hosts and returns
-    those that are lost. `first` tells that it is not a restart.
+    `clean`, called when mpirun has ended, leaves nothing of the job on any host and returns those
+    that are lost. `first` tells that it is not a restart.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class Job:
         signals: Signals,
         verbose: bool,
         first: bool,
-        sweep: Callable[[Job], Collection[str]] | None = None,
+        clean: Callable[[Job], Collection[str]],
     ) -> None:
         self._command = command
         self._environment = environment
@@ -150,12 +155,13 @@ class Job:
         self._signals = signals
         self._verbose = verbose
         self._first = first
-        self._sweep_hosts = sweep
+        self._clean = clean
         self._mpirun_text = b""
         self._stopping = False
         self._kill_time = float("inf")  # when to stop being patient with mpirun; finite once asked
         self._report_limit = float("inf")  # when mpirun must have seen what the reports tell
         self._next_report_check = 0.0
+        self._reader_limit = float("inf")  # when to stop being patient with who reads our output
 
     def run(self) -> Verdict:
         """Run the job to its end."""
@@ -194,12 +200,13 @@ class Job:
                 self._kill()
                 mpirun.wait()
             self._sweep(strangers)
-            if self._sweep_hosts is not None:
-                lost = self._sweep_hosts(self)
+            lost = self._clean(self)
             while self.turn(0.0):
                 pass
             self._output.finish()
-        return self._verdict(mpirun.returncode, lost)
+        verdict = self._verdict(mpirun.returncode, lost)
+        self._drain()
+        return verdict
 
     def _keep_mpirun_text(self, data: bytes) -> None:
         self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
@@ -210,9 +217,29 @@ class Job:
 
     def turn(self, patience: float) -> bool:
         """Wait at most `patience` seconds for events and handle them; False if there were none."""
-        happened = self._loop.turn(patience, self._output.due())
-        self._output.flush_due()
+        if self._output.full and not self._over_patient:
+            # The ranks wait for the reader of our output; signals are still handled.
+            happened = True
+            if select.select([self._signals.reader], [], [], SLOW_READER_CHECK)[0]:
+                with contextlib.suppress(BlockingIOError):
+                    self._signals.take(os.read(self._signals.reader, PIECE))
+        else:
+            happened = self._loop.turn(patience, self._output.due())
+            self._output.flush_due()
         return happened
+
+    @property
+    def _over_patient(self) -> bool:
+        """Whether to stop waiting for the reader of our output, because the job is to end."""
+        now = time.monotonic()
+        if self._signals.stop is not None:
+            self._reader_limit = min(self._reader_limit, now + GRACE)
+        return self._signals.hurry or now >= self._reader_limit
+
+    def _drain(self) -> None:
+        """Wait for the reader of our output, unless the job is to end."""
+        while not self._output.drain(SLOW_READER_CHECK) and not self._over_patient:
+            self.turn(0.0)
 
     @property
     def hurry(self) -> bool:
@@ -263,7 +290,7 @@ class Job:
                     asked.add(pid)
                 os.waitpid(pid, os.WNOHANG)
             if time.monotonic() >= kill_time + GRACE:  # stuck in the kernel, on a disk perhaps
-                self._output.say(f"process {', '.join(map(str, left))} of the job does not die")
+                self._output.say(f"process {', '.join(map(str, left))} of the job cannot be killed")
                 return
             self.turn(0.02)  # a process that waits for us to read its output cannot end
 
@@ -272,9 +299,11 @@ class Job:
         error = self._output.error
         if self._signals.stop is not None:
             name = signal.Signals(self._signals.stop).name
-            verdict = Verdict(128 + self._signals.stop, [f"ended by {name}, with all ranks"], True)
+            verdict = Verdict(
+                128 + self._signals.stop, [f"{name} received; all ranks were ended"], True
+            )
         elif error is not None:
-            cause = f"cannot pass on the ranks' output: {error.strerror}; the job was ended"
+            cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
             verdict = Verdict(1, [cause], True)
         else:
             if mpirun_status < 0 and not self._stopping:  # its daemons died of that

@@ -21,13 +21,11 @@ def table(directory: Path, size: int) -> str:
         if path.exists():
             stats[rank] = json.loads(path.read_text())
     if not stats:
-        return "hvdrun: no statistics: no rank came to an end after hvd.init()"
+        return "hvdrun: no statistics: no rank finished after hvd.init()"
     missing = [str(rank) for rank in range(size) if rank not in stats]
     paragraphs = [_of_ranks(stats), _of_collectives(list(stats.values())), _conclusion(stats)]
     if missing:
-        paragraphs.append(
-            f"No statistics of rank {', '.join(missing)}, which did not end by itself."
-        )
+        paragraphs.append(f"No statistics of rank {', '.join(missing)}, which did not finish.")
     return "hvdrun: statistics\n\n" + "\n\n".join(text for text in paragraphs if text)
 
 

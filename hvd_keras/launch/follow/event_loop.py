@@ -33,7 +33,8 @@ class Loop:
 
     def forget(self, file: Any) -> None:
         """Undo `watch`."""
-        with contextlib.suppress(KeyError):
+        # A closed socket has no number any more; its events have gone with it.
+        with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(file)
 
     def watch_pipe(self, descriptor: int, take: Callable[[bytes], None]) -> None:
@@ -59,5 +60,7 @@ class Loop:
         wait = min([patience, *(moment - time.monotonic() for moment in due)])
         events = self._selector.select(max(0.0, wait))
         for key, _ in events:
-            key.data()
+            # A handler before this one may have forgotten it.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
         return bool(events)
