@@ -69,4 +69,4 @@ def stop_timeline() -> None:
     """
     ops.barrier()  # what the ranks did is known with the next request
     _library.core().hvd_stop_timeline()
-    meeting.barrier()  # any rank may read the file now
+    ops.barrier()  # any rank may read the file now
