@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from layers import Network, network
 
-from hvd_keras import buckets
 from hvd_keras.settings import Settings
+from hvd_keras.training import buckets
 
 HERE = Path(__file__).parent
 

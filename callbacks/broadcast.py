@@ -5,7 +5,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import fitting, log, preprocessing, rank_info, reducer, variables, xla
+from hvd_keras import log, rank_info, xla
+from hvd_keras.training import fitting, preprocessing, reducer, variables
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from hvd_keras import _library, exit_codes, gpu, log, patches, rank_info, settings
+from hvd_keras import _library, exit_codes, gpu, log, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
+from hvd_keras.training import patches
 
 del gradients  # importing it has registered them
 

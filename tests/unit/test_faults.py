@@ -304,7 +304,7 @@ INSIDE_MPI = {
         if hvd.rank() == 1:
             _library.core().hvd_finalize = stop
         """,
-        "the error above names it$",
+        "the error above names that rank$",
         "MPI_Finalize waits for another rank",
     ),
 }

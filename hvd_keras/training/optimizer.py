@@ -5,12 +5,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, forgotten, legacy_keras, ops, rank_info, reducer
+from hvd_keras import ops, rank_info
 from hvd_keras._keras import is_legacy, keras
-from hvd_keras.compat import tensorflow_v1
+from hvd_keras.compat import legacy_keras, tensorflow_v1
 from hvd_keras.compression import Compression, Compressor
-from hvd_keras.patches import require
 from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import exchange, forgotten, reducer
+from hvd_keras.training.patches import require
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)

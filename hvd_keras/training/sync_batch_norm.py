@@ -6,9 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import exchange, ops, rank_info
+from hvd_keras import ops, rank_info
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import exchange
 
 
 def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  # noqa: N802

@@ -12,9 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import building, exchange, forgotten, ops
+from hvd_keras import ops
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import building, exchange, forgotten
 
 # By process set: the ranks of one set make the same optimizers, those of another may make others.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)

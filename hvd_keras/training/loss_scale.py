@@ -9,7 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import building, ops, reducer
+from hvd_keras import ops
+from hvd_keras.training import building, reducer
 
 
 def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:

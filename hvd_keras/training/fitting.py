@@ -13,9 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, building, forgotten, rank_info, reducer, sync_batch_norm
+from hvd_keras import agree, rank_info
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import building, forgotten, reducer, sync_batch_norm
 
 
 @dataclasses.dataclass

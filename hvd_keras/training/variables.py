@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import exchange, forgotten, log, ops, reducer, settings
+from hvd_keras import log, ops, settings
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import exchange, forgotten, reducer
 
 
 def broadcast_variables(

@@ -10,8 +10,8 @@ The legacy family also learns ``build`` and ``variables`` as others have them, f
 from collections.abc import Iterable
 from typing import Any
 
-from hvd_keras import exchange, forgotten, reducer
 from hvd_keras._keras import keras
+from hvd_keras.training import exchange, forgotten, reducer
 
 
 def classes() -> tuple[type, ...]:

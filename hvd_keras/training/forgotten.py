@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, agree, building, exchange, log, ops, rank_info, settings
+from hvd_keras import _library, agree, log, ops, rank_info, settings
 from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import building, exchange
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvd_keras._keras import keras
 from hvd_keras.compression import Compression, Compressor
-from hvd_keras.optimizer import DistributedOptimizer
+from hvd_keras.training.optimizer import DistributedOptimizer
 
 
 def load_model(

@@ -9,16 +9,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras import (
-    fitting,
-    forgotten,
-    keras_callbacks,
-    legacy_keras,
-    log,
-    loss_scale,
-    sync_batch_norm,
-)
+from hvd_keras import log
 from hvd_keras._keras import is_legacy, keras
+from hvd_keras.compat import legacy_keras
+from hvd_keras.training import fitting, forgotten, keras_callbacks, loss_scale, sync_batch_norm
 
 KERAS_VERSIONS = "keras>=3.13,<3.16"
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras import agree, fitting, ops, rank_info, reducer
+from hvd_keras import agree, ops, rank_info
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import fitting, reducer
 
 _WRITERS = (
     keras.callbacks.CSVLogger,

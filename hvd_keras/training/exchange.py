@@ -18,10 +18,11 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, buckets, log, ops, settings
+from hvd_keras import agree, log, ops, settings
 from hvd_keras._keras import Variable
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import buckets
 
 Kind = Literal["dense", "sparse"]
 
