@@ -29,6 +29,12 @@ class Batches(keras.utils.PyDataset):
         return tuple(p[index * self.size : (index + 1) * self.size] for p in self.parts)
 
 
+@pytest.fixture(autouse=True)
+def no_global_seed() -> None:
+    """As a script without one; some tests set it, differently on each rank."""
+    tf.random.set_seed(None)
+
+
 def shard(kind: str, *parts, **arguments) -> tf.data.Dataset:
     if kind == "batches":
         return data.shard(Batches(*parts), **arguments)
@@ -78,9 +84,7 @@ def error_of(call, *arguments, **named) -> str:
     return texts[0]
 
 
-LENGTHS = sorted(
-    {1, SIZE, TOGETHER - 1, TOGETHER, TOGETHER + 1, 2 * TOGETHER - BATCH, 3 * TOGETHER - 1}
-)
+LENGTHS = sorted({1, TOGETHER - 1, TOGETHER + 1, 2 * TOGETHER, 3 * TOGETHER - BATCH})
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -99,8 +103,7 @@ def test_pad_uses_each_row_once_and_all_batches_have_one_shape(kind: str, shuffl
             if not shuffle:
                 assert sorted(step) == list(range(number * TOGETHER, number * TOGETHER + rows))
         assert len(dataset.element_spec) == 3
-        if kind != "whole batches" or shuffle:
-            assert {tuple(spec.shape) for spec in dataset.element_spec} == {(BATCH,)}
+        assert {tuple(spec.shape) for spec in dataset.element_spec} == {(BATCH,)}
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -383,19 +386,12 @@ def rows_dataset(length: int = LENGTH) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(numbered(length))
 
 
-def padded(x, y):
-    return tf.range(x % 3 + 1), y
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: rows_dataset().batch(BATCH),
-        lambda: rows_dataset().batch(BATCH, num_parallel_calls=2).prefetch(2).cache(),
         lambda: rows_dataset().batch(BATCH).map(lambda x, y: (x, y), num_parallel_calls=2),
-        lambda: rows_dataset().map(lambda x, y: (x, y)).batch(BATCH),
+        lambda: rows_dataset().batch(BATCH, num_parallel_calls=2).prefetch(2).cache(),
         lambda: tf.data.Dataset.zip(*(rows_dataset().map(f).batch(BATCH) for f in PARTS)),
-        lambda: rows_dataset().batch(BATCH).take(99),
         lambda: rows_dataset(LENGTH + 5).batch(BATCH).unbatch().take(LENGTH).batch(BATCH),
         lambda: tf.data.Dataset.range(1).flat_map(lambda i: rows_dataset().batch(BATCH)),
         lambda: rows_dataset().batch(TOGETHER).rebatch(BATCH),
@@ -482,10 +478,10 @@ UNKNOWN = [
 
 @pytest.mark.parametrize("make", UNKNOWN)
 def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -> None:
-    for _ in range(2):
-        dataset = data.shard(make(), batch_size=BATCH)
-        assert of_all(dataset) == IN_ORDER  # in its own order: it may not fit into memory
-        assert of_all(dataset) == IN_ORDER
+    dataset = data.shard(make(), batch_size=BATCH)
+    assert len(dataset) == 3
+    assert of_all(dataset) == IN_ORDER  # in its own order: it may not fit into memory
+    assert of_all(dataset) == IN_ORDER
     assert of_all(data.shard(make().batch(BATCH))) == IN_ORDER
     assert of_all(data.shard(make(), batch_size=BATCH, uneven="trim")) == IN_ORDER[:2]
     if SIZE > 1:
@@ -500,7 +496,6 @@ def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -
     for *_, weights in data.shard(make(), batch_size=BATCH, uneven="pad", evaluation=True):
         assert set(weights.numpy()) <= {0, np.float32(3 * TOGETHER / LENGTH)}
     assert "whole steps" in error_of(data.shard, make(), batch_size=BATCH, uneven="error")
-    assert len(data.shard(make(), batch_size=BATCH)) == 3
 
 
 def test_fit_on_data_of_unknown_length_trains_like_one_process() -> None:
@@ -515,6 +510,18 @@ def test_fit_on_data_of_unknown_length_trains_like_one_process() -> None:
     together.fit(data.shard(source.batch(BATCH)), epochs=3, verbose=0)
     assert int(together.optimizer.iterations) == 9
     np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_padded_batches_are_padded_anew_where_they_are_mixed() -> None:
+    source = rows_dataset().map(lambda x, y: (tf.fill([x % 5 + 1], 7), y)).padded_batch(BATCH)
+    for arguments in {}, {"batch_size": 3}, {"uneven": "pad"}:
+        seen = []
+        for x, y, *weights in data.shard(source, **arguments):
+            real = weights[0].numpy() > 0 if weights else np.ones(len(y), bool)
+            assert np.count_nonzero(x, axis=1)[real].tolist() == (-y % 5 + 1)[real].numpy().tolist()
+            seen += (-y)[real].numpy().tolist()
+        everyone = agree.gather_json("padded", seen)
+        assert sorted(row for of_rank in everyone for row in of_rank) == list(range(LENGTH))
 
 
 def test_batches_of_different_sizes_are_shared_so_that_ranks_have_equally_many_rows() -> None:
@@ -534,7 +541,6 @@ def test_batches_of_different_sizes_are_shared_so_that_ranks_have_equally_many_r
 
 
 def test_own_shuffle_of_a_dataset_is_kept_and_needs_a_seed() -> None:
-    tf.random.set_seed(7)
     source = rows_dataset().shuffle(LENGTH, seed=3)
     plain = [[int(x) for x, _ in source] for _ in range(2)]
     dataset = data.shard(rows_dataset().shuffle(LENGTH, seed=3), batch_size=BATCH)
@@ -542,7 +548,6 @@ def test_own_shuffle_of_a_dataset_is_kept_and_needs_a_seed() -> None:
         steps = [sorted(order[i : i + TOGETHER]) for i in range(0, LENGTH, TOGETHER)]
         assert of_all(dataset) == steps
     if SIZE > 1:
-        tf.random.set_seed(None)
         text = error_of(data.shard, rows_dataset().shuffle(9), batch_size=BATCH)
         assert "shuffle(…, seed=1)" in text
         unordered = rows_dataset().map(lambda x, y: (x, y), 2, deterministic=False)
@@ -657,7 +662,8 @@ def test_sources_that_differ_are_refused_on_all_ranks(kind: str) -> None:
     other_dtype = np.ones(9, "int32" if RANK == 1 else "float32")
     assert "int32" in error_of(shard, kind, other_dtype, other_dtype)
     other_shape = np.ones((9, 2 + RANK))
-    assert "(3,)" in error_of(shard, kind, other_shape, other_shape)
+    text = error_of(shard, kind, other_shape, other_shape)
+    assert "(None, 3)" in text if kind == "whole batches" else "(3,)" in text
     assert "seed=1" in error_of(shard, kind, *numbered(9), seed=RANK)
     same_length = Batches(*numbered(24), size=2 + RANK)
     assert "batch_size=3" in error_of(data.shard, same_length)
