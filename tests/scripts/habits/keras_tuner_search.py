@@ -1,6 +1,6 @@
 """KerasTuner on every rank, with the hvd lines in build_model: each rank draws other trials.
 
-expect: error "ranks"
+expect: error "KerasTuner"
 needs: keras_tuner
 """
 
