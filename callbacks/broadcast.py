@@ -6,6 +6,7 @@ from typing import Any
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras import log, rank_info, xla
+from hvd_keras.ops.broadcast import check_root
 from hvd_keras.training import fitting, preprocessing, reducer, variables
 
 
@@ -67,6 +68,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """After the model got its variables."""
         process_set = self.process_set
+        check_root(self.root_rank, process_set)
         if variables.is_restored(self.model) or process_set.size() == 1:
             return
         fitting.check_built(self.model)
