@@ -7,7 +7,7 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras import log, rank_info, xla
 from hvd_keras.ops.broadcast import check_root
-from hvd_keras.training import fitting, preprocessing, reducer, variables
+from hvd_keras.training import exchange, fitting, preprocessing, reducer, variables
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -45,9 +45,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     Raises:
         ValueError: (in ``fit``) there is no such rank among those that train the model, or the
-            model's step cannot be traced to make its variables, or the ranks' vocabularies differ;
-            on every rank.
-        tf.errors.FailedPreconditionError: (in ``fit``) the ranks' models differ; on every rank.
+            model's step cannot be traced to make its variables, or the ranks' models or
+            vocabularies differ; on every rank.
 
     Example:
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
@@ -75,6 +74,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         shared = variables.shared_of_training(self.model)
+        exchange.check_specs("broadcast", list(map(exchange.spec_of, shared)), process_set)
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
             fitting.forget_functions(self.model)  # in which the old values are constants
