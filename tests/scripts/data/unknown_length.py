@@ -37,7 +37,7 @@ assert rows.cardinality() == tf.data.UNKNOWN_CARDINALITY
 model = keras.Sequential([layers.Dense(8, activation="relu"), layers.Dense(1)])
 model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), loss="mse")
 model.fit(
-    hvd.data.shard(rows, batch_size=BATCH // hvd.size(), shuffle=False),
+    hvd.data.shard(rows, batch_size=BATCH // hvd.size(), shuffle=False, uneven="pad"),
     epochs=2,
     shuffle=False,
     callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
