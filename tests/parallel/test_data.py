@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree, data
+from hvd_keras import agree, data, log
+from hvd_keras.data import datasets
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -624,6 +625,22 @@ def test_custom_train_step_sees_the_structure_that_the_script_gave() -> None:
     ones = tf.data.Dataset.from_tensor_slices((x,))
     spec = data.shard(ones, batch_size=BATCH).element_spec
     assert isinstance(spec, tuple)
+
+
+def test_rows_left_out_and_long_counts_are_told(monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", lambda text, *values: told.append(text % values))
+    data.shard(numbered(TOGETHER + SIZE + 1), batch_size=BATCH)
+    assert told == []  # other rows in each epoch
+    data.shard(numbered(TOGETHER + SIZE + 1), batch_size=BATCH, shuffle=False)
+    if SIZE > 1:
+        leaves_out = f"leaves out 1 of {TOGETHER + SIZE + 1} rows"
+        assert [leaves_out in text for text in told] == [True] * (RANK == 0)
+    told.clear()
+    monkeypatch.setattr(datasets, "_WARNING_SECONDS", -1)
+    data.shard(UNKNOWN[0](), batch_size=BATCH)
+    assert told[0].startswith("hvd.data.shard counts")
+    assert "assert_cardinality" in told[0]
 
 
 def test_a_py_dataset_of_unequal_batches_is_refused() -> None:
