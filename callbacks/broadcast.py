@@ -7,7 +7,7 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras import log, rank_info, xla
 from hvd_keras.ops.broadcast import check_root
-from hvd_keras.training import exchange, fitting, preprocessing, reducer, variables
+from hvd_keras.training import building, exchange, fitting, preprocessing, reducer, variables
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -68,7 +68,11 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         """After the model got its variables."""
         process_set = self.process_set
         check_root(self.root_rank, process_set)
-        if variables.is_restored(self.model) or process_set.size() == 1:
+        if variables.is_restored(self.model):
+            return
+        if process_set.size() == 1:
+            if building.is_built(self.model):
+                variables.of_training(self.model)  # builds the optimizer, as on several ranks
             return
         fitting.check_built(self.model)
         layers = list(self.model._flatten_layers())

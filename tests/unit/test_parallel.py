@@ -27,6 +27,7 @@ LEFT_OUT = {
         "restart",
         "together",
         "training",
+        "unbuilt",
         "xla",
     ],
     2: ["combinations"],
