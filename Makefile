@@ -59,6 +59,7 @@ lint: setup  ## Check style and types.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check -q .
 	@$(BIN)/mypy
+	@$(BIN)/lint-imports
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 
 format: setup  ## Format all sources.

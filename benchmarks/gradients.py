@@ -21,7 +21,7 @@ import tensorflow as tf
 from clock import MPI
 
 import hvd_keras as hvd
-from hvd_keras.exchange import Distribution, Manner
+from hvd_keras.training.exchange import Distribution, Manner
 
 MODELS = ("ResNet50", "InceptionV3", "ResNet101", "VGG16")
 SYNTHETIC = [(3, 3, 16, 32), (32,), (512, 64), (64,), (64, 10), (10,)]

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from layers import Network, network
 
-from hvd_keras import buckets
 from hvd_keras.settings import Settings
+from hvd_keras.training import buckets
 
 HERE = Path(__file__).parent
 
@@ -63,7 +63,7 @@ FUSION_BYTES, CYCLE = 64 << 20, 5e-3
 # A layer multiplies once forward, and once each for the gradients of its inputs and its weights.
 FORWARD = 1 / 3
 
-# Ours: hvd_keras/settings.py and native/core/cluster_transport.cc.
+# Ours: hvd_keras/settings.py and native/core/cpu/cluster_transport.cc.
 BUCKET_BYTES = Settings().bucket_bytes
 MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
 

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.exchange import Distribution, Manner
+from hvd_keras.training.exchange import Distribution, Manner
 
 
 def compiled(layers: int, width: int, distributed: bool) -> keras.Model:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from hvd_keras import process_sets, reducer
+from hvd_keras import process_sets
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import reducer
 
 
 class Callback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -5,7 +5,9 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import fitting, log, preprocessing, rank_info, reducer, variables, xla
+from hvd_keras import log, rank_info, xla
+from hvd_keras.ops.broadcast import check_root
+from hvd_keras.training import exchange, fitting, preprocessing, reducer, variables
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -43,9 +45,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     Raises:
         ValueError: (in ``fit``) there is no such rank among those that train the model, or the
-            model's step cannot be traced to make its variables, or the ranks' vocabularies differ;
-            on every rank.
-        tf.errors.FailedPreconditionError: (in ``fit``) the ranks' models differ; on every rank.
+            model's step cannot be traced to make its variables, or the ranks' models or
+            vocabularies differ; on every rank.
 
     Example:
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
@@ -66,12 +67,14 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """After the model got its variables."""
         process_set = self.process_set
+        check_root(self.root_rank, process_set)
         if variables.is_restored(self.model) or process_set.size() == 1:
             return
         fitting.check_built(self.model)
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         shared = variables.shared_of_training(self.model)
+        exchange.check_specs("broadcast", list(map(exchange.spec_of, shared)), process_set)
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
             fitting.forget_functions(self.model)  # in which the old values are constants

@@ -6,9 +6,10 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import agree, checkpoint
+from hvd_keras import agree
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import checkpoint
 
 
 class ModelCheckpoint(Callback):  # type: ignore[misc]

@@ -5,8 +5,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import reducer
 from hvd_keras._keras import is_legacy
+from hvd_keras.training import reducer
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 

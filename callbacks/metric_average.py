@@ -5,8 +5,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import metrics
 from hvd_keras._keras import is_legacy
+from hvd_keras.training import metrics
 
 # The model's method that gives what fit and evaluate log.
 _RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_result_or_logs"

@@ -15,10 +15,11 @@ import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 from hvd_keras.callbacks.checkpoint import on_leader
 
-from hvd_keras import agree, checkpoint, fitting, ops, variables
+from hvd_keras import agree, ops
 from hvd_keras._keras import is_legacy
 from hvd_keras.ops import objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import checkpoint, fitting, variables
 
 
 class Checkpoint(Callback):  # type: ignore[misc]

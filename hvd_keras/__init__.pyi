@@ -18,13 +18,9 @@ from hvd_keras.compat.tensorflow_v1 import (
 from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
 from hvd_keras.compression import Compression as Compression
 from hvd_keras.compression import Compressor as Compressor
-from hvd_keras.forgotten import local_fit as local_fit
-from hvd_keras.launch.call import run as run
-from hvd_keras.learning_rates import linear_scaling as linear_scaling
-from hvd_keras.learning_rates import sqrt_scaling as sqrt_scaling
+from hvd_keras.launch.run_function import run as run
 from hvd_keras.lifecycle import init as init
 from hvd_keras.lifecycle import shutdown as shutdown
-from hvd_keras.loading import load_model as load_model
 from hvd_keras.observe import start_timeline as start_timeline
 from hvd_keras.observe import stats as stats
 from hvd_keras.observe import stop_timeline as stop_timeline
@@ -53,9 +49,6 @@ from hvd_keras.ops.reduce_op import ReduceOp as ReduceOp
 from hvd_keras.ops.reduce_op import Sum as Sum
 from hvd_keras.ops.reducescatter import grouped_reducescatter as grouped_reducescatter
 from hvd_keras.ops.reducescatter import reducescatter as reducescatter
-from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
-from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
-from hvd_keras.preprocessing import broadcast_preprocessing as broadcast_preprocessing
 from hvd_keras.process_sets import ProcessSet as ProcessSet
 from hvd_keras.process_sets import add_process_set as add_process_set
 from hvd_keras.process_sets import global_process_set as global_process_set
@@ -68,9 +61,16 @@ from hvd_keras.rank_info import local_rank as local_rank
 from hvd_keras.rank_info import local_size as local_size
 from hvd_keras.rank_info import rank as rank
 from hvd_keras.rank_info import size as size
-from hvd_keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
-from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
-from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
-from hvd_keras.variables import broadcast_variables as broadcast_variables
+from hvd_keras.training.forgotten import local_fit as local_fit
+from hvd_keras.training.learning_rates import linear_scaling as linear_scaling
+from hvd_keras.training.learning_rates import sqrt_scaling as sqrt_scaling
+from hvd_keras.training.loading import load_model as load_model
+from hvd_keras.training.optimizer import DistributedOptimizer as DistributedOptimizer
+from hvd_keras.training.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+from hvd_keras.training.preprocessing import broadcast_preprocessing as broadcast_preprocessing
+from hvd_keras.training.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
+from hvd_keras.training.tape import DistributedGradientTape as DistributedGradientTape
+from hvd_keras.training.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
+from hvd_keras.training.variables import broadcast_variables as broadcast_variables
 
 __version__: str

@@ -16,6 +16,9 @@ except ImportError as error:
     ) from error
 
 
+# What functions of the core return that got a wrong value: Code of native/core/base/status.h.
+INVALID_ARGUMENT = 1
+
 # MPICH's MPI_MAX_LIBRARY_VERSION_STRING, which is the largest of all MPIs.
 _VERSION_BYTES = 8192
 
@@ -51,8 +54,8 @@ def core() -> ctypes.CDLL:
     texts = (library.hvd_error, library.hvd_mpi_version, library.hvd_mpi_file, library.hvd_stats)
     for text in (*texts, library.hvd_cuda, library.hvd_nccl):
         text.restype = ctypes.c_char_p
-    library.hvd_place.argtypes = [ctypes.POINTER(ctypes.c_int)]
-    library.hvd_place.restype = None
+    library.hvd_rank_info.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    library.hvd_rank_info.restype = None
     numbers = ctypes.POINTER(ctypes.c_int)
     library.hvd_init.argtypes = [numbers, ctypes.c_int, ctypes.c_void_p]
     library.hvd_add_process_set.argtypes = [ctypes.c_int, numbers, ctypes.c_int]

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from hvd_keras import _library, gpu, log, patches, rank_info, settings
-from hvd_keras.launch import status
+from hvd_keras import _library, exit_codes, gpu, log, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
+from hvd_keras.training import patches
 
 del gradients  # importing it has registered them
 
@@ -45,8 +45,8 @@ _LINGER_SECONDS = {
 
 # The exit status of a rank that fails. It tells hvdrun which ranks only followed another.
 _EXIT_STATUS = {
-    LeaveResult.DESERTED: status.DESERTED,
-    LeaveResult.TIMED_OUT: status.WAITED_IN_VAIN,
+    LeaveResult.DESERTED: exit_codes.DESERTED,
+    LeaveResult.TIMED_OUT: exit_codes.WAITED_IN_VAIN,
 }
 
 _guards_installed = False
@@ -98,8 +98,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         with contextlib.suppress(OSError):  # hvdrun then says less if another rank does not come
             arrival.touch()
     _flush()  # the process may end in hvd_init, if another rank does not come
-    if core.hvd_init(array, len(ranks), communicator) != 0:
-        kind = ValueError if ranks or "HVD_" in core.hvd_error().decode() else RuntimeError
+    if code := core.hvd_init(array, len(ranks), communicator):
+        kind = ValueError if code == _library.INVALID_ARGUMENT else RuntimeError
         raise kind(core.hvd_error().decode())
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()

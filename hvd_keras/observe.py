@@ -37,8 +37,8 @@ def stats() -> dict[str, Any]:
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Writes from now on what all ranks do, for https://ui.perfetto.dev or chrome://tracing.
 
-    Call it on every rank. The file is one for the job, written by rank 0 and valid JSON at every
-    moment; it replaces one that is there. To have all of a job, set ``HVD_TIMELINE`` or use
+    Call it on every rank. The file is one for the job, written by rank 0; it replaces one
+    that is there. To have all of a job, set ``HVD_TIMELINE`` or use
     ``hvdrun --timeline`` instead. docs/observing.md tells what is in it.
 
     Args:
@@ -69,3 +69,4 @@ def stop_timeline() -> None:
     """
     ops.barrier()  # what the ranks did is known with the next request
     _library.core().hvd_stop_timeline()
+    ops.barrier()  # any rank may read the file now

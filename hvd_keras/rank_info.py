@@ -108,5 +108,5 @@ def _read() -> RankInfo:
             "top of the script."
         )
     numbers = (ctypes.c_int * len(RankInfo._fields))()
-    _library.core().hvd_place(numbers)
+    _library.core().hvd_rank_info(numbers)
     return RankInfo(*numbers)

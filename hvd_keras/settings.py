@@ -1,6 +1,6 @@
 """All of the Python side's dealings with the environment, in one place.
 
-The core reads its own settings (native/core/settings.h) in the same manner.
+The core reads its own settings (native/core/base/settings.h) in the same manner.
 """
 
 import dataclasses

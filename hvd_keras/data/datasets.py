@@ -35,9 +35,11 @@ def of_dataset(
         raise ValueError("batch_size=None, expected rows per rank and step.")
     seeds = _seeds(source, alone=split.size == 1)
     facts = f"{batched=}, shuffles with the seeds {seeds}"
-    if split.size > 1 and not seeds:
-        first = next(iter(source), None)
-        facts += f", first element {None if first is None else arrays.digest(arrays.y_of(first))}"
+    first = None
+    if split.uneven == "pad" or (split.size > 1 and not seeds):
+        first = _first(source if batched else source.batch(1))
+    if first is not None and not seeds:
+        facts += f", first element {arrays.digest(arrays.y_of(first))}"
     known = int(source.cardinality()) >= 0
     length, own_size, counts = _measure(source) if batched else (_length(source), None, None)
     if length == 0:
@@ -45,63 +47,110 @@ def of_dataset(
     if shuffle is None:
         shuffle = known and not (batched or seeds)
     size: int = batch_size or own_size  # type: ignore[assignment]
-    whole_batches = batched and batch_size is None and not shuffle
+    whole_batches = batched and batch_size is None and not shuffle and split.uneven != "pad"
     steps, left_out = split.steps(length, size), split.left_out(length, size)
     if whole_batches and counts is not None:
         steps, left_out = split.of_batches(counts, size)
 
     def batches(epoch: Any) -> tf.data.Dataset:
-        of_steps = source
-        if not whole_batches:
-            rows = source.unbatch() if batched else source
-            if shuffle:
-                # For the function being traced, lest the program's own seed, which may differ by
-                # rank, be mixed in. With a tensor as the other seed it must not be 0.
-                tf.random.set_seed(seed % (2**31 - 2) + 1)
-                buffer = length if shuffle is True else shuffle
-                rows = rows.shuffle(buffer, epoch, reshuffle_each_iteration=False)
-            of_steps = _batch(rows, size) if batched else rows.batch(size)
-        groups = of_steps.window(split.size)
-
-        def part(group: Any) -> tf.data.Dataset:
-            return _part(tf.data.Dataset.zip(group), size, length, split)
-
-        mine = _apply(groups.flat_map, groups, part)
-        short = whole_batches or split.has_short_step(length, size)
-        return mine if short else _map(mine, _with_rows(size))
+        if whole_batches:
+            if split.size == 1 and split.uneven == "share":
+                return source
+            if counts is None and not split.has_short_step(length, size):
+                return _mine(source, -(-length // size), steps, split)
+            groups = source.window(split.size)
+            return _apply(groups.flat_map, groups, lambda group: _part(group, size, split))
+        rows = source.unbatch() if batched else source
+        if shuffle:
+            # For the function being traced, lest the program's own seed, which may differ by
+            # rank, be mixed in. With a tensor as the other seed it must not be 0.
+            tf.random.set_seed(seed % (2**31 - 2) + 1)
+            buffer = length if shuffle is True else shuffle
+            rows = rows.shuffle(buffer, epoch, reshuffle_each_iteration=False)
+        whole = not split.has_short_step(length, size)
+        rest = 0 if whole else length % (split.size * size) // split.size
+        wanted = (steps if whole else steps - 1) * size + rest
+        mine = _mine(rows, length, wanted, split, first)
+        mine = _batch(mine, size, whole) if batched else mine.batch(size, drop_remainder=whole)
+        return _with_weights(mine, length, size, split) if split.uneven == "pad" else mine
 
     return Source(source.element_spec, length, size, steps, left_out, facts, batches)
 
 
-def _part(group: Any, batch_size: int, length: int, split: Split) -> tf.data.Dataset:
-    """This rank's batch of one step, if any. Mirrored by ``Split.of_batches``.
+def _mine(
+    source: Any, number: int, wanted: int, split: Split, first: Any = None
+) -> tf.data.Dataset:
+    """Every size-th element of a dataset.
 
     Args:
-        group: a dataset of as many batches as there are ranks; of fewer at the end.
-        batch_size, length, split: as for all steps.
+        source: a dataset of ``number`` elements.
+        wanted: how many of this rank's elements. What lacks are copies of the first one's.
+        first: a batch that begins with the first element.
     """
+    mine = source.shard(split.size, split.rank)
+    own = (number - split.rank + split.size - 1) // split.size
+    if own < wanted:
+        part = tf.nest.map_structure(
+            lambda part: part if isinstance(part, tf.SparseTensor) else part[:1], first
+        )
+        fill = tf.data.Dataset.from_tensors(part).unbatch().take(1).repeat(wanted - own)
+        return mine.concatenate(fill)
+    if own > wanted and not _has_cache(source):
+        return mine.take(wanted)
+    if own > wanted:
+        mine = mine.enumerate().filter(lambda place, element: place < wanted)
+        return mine.map(lambda place, element: element)
+    return mine
+
+
+def _first(source: Any) -> Any:
+    elements = iter(source)
+    first = next(elements, None)
+    if _has_cache(source):
+        for _ in elements:
+            pass
+    return first
+
+
+def _has_cache(source: Any) -> bool:
+    """Whether it must be read to its end: a cache drops what was not, or takes it for all."""
+    return any(_kind(node) == "Cache" for node in _nodes(source))
+
+
+def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.data.Dataset:
+    """Pairs of a batch and the weights that "pad" gives its rows."""
     together = split.size * batch_size
+
+    def weights(step: Any) -> Any:
+        places = (step * batch_size + tf.range(batch_size, dtype=tf.int64)) * split.size
+        rows = tf.minimum(length - step * together, together)
+        weight = tf.cast(split.weight(rows, length, batch_size), tf.float32)
+        return tf.where(places + split.rank < length, weight, 0.0)
+
+    steps = tf.data.Dataset.range(split.steps(length, batch_size))
+    return tf.data.Dataset.zip(mine, steps.map(weights))
+
+
+def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
+    """This rank's batch of one step, if any. ``Split.of_batches`` mirrors it.
+
+    Args:
+        group: the batches of a step, as many as there are ranks; fewer at the end.
+        batch_size: rows of the largest of all batches.
+        split: as for all steps.
+    """
+    group = tf.data.Dataset.zip(group)
     counts = _map(group, _rows).batch(split.size).get_single_element()
     rows = tf.reduce_sum(counts)
     even = (tf.size(counts) == split.size) & tf.reduce_all(counts == counts[0])
     if split.uneven != "share":
-        even &= rows == together
+        even &= rows == split.size * batch_size
     own = group.skip(split.rank).take(tf.cast(even, tf.int64))
-    if split.uneven == "share":
-        count = tf.where(even, tf.zeros_like(rows), rows // split.size)
-        rest = group.unbatch().skip(split.rank * count).take(count)
-        return own.concatenate(_batch(rest, tf.maximum(count, 1)))
-    if split.uneven == "pad":
-        full, weight = (split.weight(number, length, batch_size) for number in (together, rows))
-        own = _map(own, lambda batch: (batch, tf.fill([batch_size], float(full))))
-
-        def weigh(place: Any, row: Any) -> tuple[Any, Any]:
-            return row, tf.where(place < rows, tf.cast(weight, tf.float32), 0.0)
-
-        count = tf.where(even, tf.zeros_like(rows), batch_size)
-        places = group.unbatch().repeat().enumerate().shard(split.size, split.rank).take(count)
-        return own.concatenate(_batch(places.map(weigh), batch_size))
-    return own
+    if split.uneven != "share":
+        return own
+    count = tf.where(even, tf.zeros_like(rows), rows // split.size)
+    rest = group.unbatch().skip(split.rank * count).take(count)
+    return own.concatenate(_batch(rest, tf.maximum(count, 1), False))
 
 
 def _is_batched(source: Any) -> bool:
@@ -220,28 +269,17 @@ def _rows(batch: Any) -> Any:
     return tf.shape(part, tf.int64)[0]
 
 
-def _batch(rows: Any, batch_size: Any) -> tf.data.Dataset:
-    """Batches of rows that were batches before: padded anew, where those may have been padded."""
-    shapes = [
-        spec.shape if isinstance(spec, tf.TensorSpec) else tf.TensorShape([])
-        for spec in tf.nest.flatten(rows.element_spec)
-    ]
-    dense = all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(rows.element_spec))
-    known = all(shape.rank is not None for shape in shapes)
-    if dense and known and not all(shape.is_fully_defined() for shape in shapes):
-        return rows.padded_batch(batch_size)
-    return rows.batch(batch_size)
+def _batch(rows: Any, batch_size: Any, whole: bool) -> tf.data.Dataset:
+    """Batches of rows that were batches before: padded anew, as those may have been padded.
 
-
-def _with_rows(batch_size: int) -> Any:
-    """A function that tells TensorFlow the number of a batch's rows."""
-
-    def ensure(part: Any) -> Any:
-        if not isinstance(part, tf.Tensor):
-            return part  # ragged or sparse
-        return tf.ensure_shape(part, [batch_size, *part.shape[1:]])
-
-    return lambda batch: tf.nest.map_structure(ensure, batch)
+    Args:
+        whole: whether all batches have as many rows, which TensorFlow is told then.
+    """
+    specs = tf.nest.flatten(rows.element_spec)
+    dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
+    if dense and not all(spec.shape.is_fully_defined() for spec in specs):
+        return rows.padded_batch(batch_size, drop_remainder=whole)
+    return rows.batch(batch_size, drop_remainder=whole)
 
 
 def _map(dataset: Any, function: Callable[[Any], Any]) -> Any:

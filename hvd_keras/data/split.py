@@ -42,6 +42,8 @@ class Split:
     def of_batches(self, counts: list[int], batch_size: int) -> tuple[int, int]:
         """The number of steps, and of rows left out, if each ``size`` batches make a step.
 
+        Not for "pad", which makes batches of its own.
+
         Args:
             counts: the rows of each batch.
             batch_size: the most of them.
@@ -50,10 +52,10 @@ class Split:
         for start in range(0, len(counts), self.size):
             group = counts[start : start + self.size]
             rows = used = sum(group)
-            if self.uneven == "share" and (len(group) < self.size or len(set(group)) > 1):
+            if self.uneven != "share":
+                used = rows if rows == self.size * batch_size else 0
+            elif len(group) < self.size or len(set(group)) > 1:
                 used = rows // self.size * self.size
-            elif self.uneven in ("trim", "error") and rows < self.size * batch_size:
-                used = 0
             steps += used > 0
             left_out += rows - used
         return steps, left_out

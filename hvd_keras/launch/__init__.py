@@ -1,8 +1,5 @@
-"""The launcher `hvdrun`: starts the ranks of a job with mpirun and tells the truth about their end.
+"""The launcher `hvdrun`: starts the ranks of a job with mpirun and judges how the job ended.
 
-Nothing in this package imports TensorFlow, Keras or MPI: the launcher must start at once.
+Here: the command line, what the user asked for, and the order of events. Nothing in this package
+imports TensorFlow, Keras or MPI: the launcher must start at once.
 """
-
-
-class UsageError(Exception):
-    """The job cannot be started as asked; the text says what was got, expected and what to do."""

@@ -2,112 +2,46 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
+import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvd_keras.launch import (
-    UsageError,
-    cluster,
-    options,
-    request,
-    restarts,
-    statistics,
-    tensorflow_log,
-    worker,
+from hvd_keras.launch import job_spec, options, plan, restarts
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow.supervise import (
+    Signals,
+    raise_open_files,
 )
-from hvd_keras.launch.cores import thread_settings
-from hvd_keras.launch.loop import Loop
-from hvd_keras.launch.mpirun import Mpirun
-from hvd_keras.launch.output import Output
-from hvd_keras.launch.pipes import Pipes
-from hvd_keras.launch.request import Request
-from hvd_keras.launch.supervise import Job, Signals, job_directory
-from hvd_keras.launch.verdict import Verdict
-
-
-def _worker_command(directory: Path, hvdrun: str, command: Sequence[str]) -> list[str]:
-    # As one JSON text the command is safe from mpirun, which would split it at a ":" for example.
-    # -I -S: the worker needs nothing of the user's environment and starts in half the time.
-    python = [sys.executable, "-I", "-S"]
-    return [*python, worker.__file__, str(directory), hvdrun, json.dumps(command)]
-
-
-def _plan_here(asked: Request, directory: Path, hvdrun: str) -> cluster.Plan:
-    """How to start the ranks of a job on this host."""
-    assert isinstance(asked.engine, Mpirun)
-    assert asked.size is not None
-    settings = thread_settings(asked.size, os.environ) | asked.observers()
-    if asked.options.stats:
-        settings["HVD_STATS_DIRECTORY"] = str(directory)
-    command = asked.engine.command(
-        asked.size,
-        oversubscribe=asked.options.oversubscribe,
-        variables=settings,
-        extra=asked.extra,
-        program=_worker_command(directory, hvdrun, asked.command),
-    )
-    return cluster.Plan(settings | asked.engine.settings(directory), command, {})
-
-
-def _run_here(asked: Request, signals: Signals, *, first: bool) -> Verdict:
-    """Start the job on this host once and follow it to its end."""
-    assert asked.size is not None
-    with job_directory() as directory:
-        planned = _plan_here(asked, directory, str(os.getpid()))
-        if asked.options.verbose:
-            print(planned.describe(), file=sys.stderr, flush=True)
-        environment = os.environ | planned.settings
-        hidden = tensorflow_log.hidden_lines(environment)
-        output = Output(asked.options.prefix, hidden, asked.options.output_dir, append=not first)
-        ranks = Pipes(asked.size, directory)
-        loop = Loop()
-        ranks.open(loop, output)
-        try:
-            return Job(
-                planned.command,
-                environment,
-                ranks=ranks,
-                loop=loop,
-                output=output,
-                signals=signals,
-                verbose=asked.options.verbose,
-                first=first,
-            ).run()
-        finally:
-            loop.close()
-            ranks.close()
-            if asked.options.stats:
-                print(statistics.table(directory, asked.size), file=sys.stderr, flush=True)
+from hvd_keras.launch.onhost.process import die_with_parent
 
 
 def _launch(arguments: Sequence[str] | None) -> int:
-    asked = request.build(options.parse(arguments))
+    given = options.parse(arguments)
+    if given.call is not None:
+        die_with_parent(int(given.call[0]), signal.SIGTERM)
+    asked = job_spec.build(given)
     if asked.options.dry_run:
+        placement = restarts.place(asked, look=False)
+        names = {"job": "JOB", "secret": plan.HIDDEN, "addresses": "HVDRUN_ADDRESS"}
         directory = Path("JOB_DIRECTORY")
-        if asked.is_local:
-            print(_plan_here(asked, directory, "HVDRUN_PID").describe())
-        else:
-            placement = restarts.place(asked, look=False)
-            names = {"job": "JOB", "secret": cluster.HIDDEN, "addresses": "HVDRUN_ADDRESS:PORT"}
-            print(cluster.plan(asked, placement, directory=directory, **names).describe())
-            print(f"each rank: {shlex.join(asked.command)}")
+        print(plan.plan(asked, placement, directory=directory, **names).describe())
+        print(f"each rank: {shlex.join(asked.command)}")
         return 0
-
-    def run(placement: cluster.Placement | None, signals: Signals, first: bool) -> Verdict:
-        if placement is None:
-            return _run_here(asked, signals, first=first)
-        return cluster.run(asked, placement, signals, first=first)
-
-    with Signals() as signals:
-        return restarts.run(asked, run, signals).status
+    raise_open_files()
+    try:
+        with Signals() as signals:
+            return restarts.run(asked, signals).status
+    finally:
+        if given.call is not None and os.getppid() != int(given.call[0]):
+            shutil.rmtree(given.call[1], ignore_errors=True)  # its owner was killed
 
 
 def _open_standard_streams() -> None:
-    """Put the null device where the caller has closed one, lest another file takes its number."""
+    """Open the null device for each standard stream that the caller has closed."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

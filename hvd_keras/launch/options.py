@@ -1,30 +1,27 @@
-"""The command line of hvdrun, and the file that can hold a part of it."""
+"""The command line of hvdrun."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import hvd_keras
-from hvd_keras.launch import UsageError
+from hvd_keras.launch.errors import UsageError
 
 USAGE = "hvdrun -np N [options] command [arguments ...]"
 EXAMPLE = "hvdrun -np 2 python train.py"
 
 DESCRIPTION = """\
-Runs N ranks of a command, on this host or on several, for data-parallel training with hvd_keras.
-The exit status is 0 only if every rank has reported exit status 0; otherwise it is that of the
-rank that failed first (128 + the number of the signal that killed it), 2 for a wrong command line,
-130 after Ctrl-C. Options after the command belong to the command."""
+Starts N ranks of a command, on this host or on several, for data-parallel training with hvd_keras.
+The exit status is 0 only if every rank has finished with exit status 0. Otherwise it is that of the
+rank that failed first (128 + N if signal N killed it), 2 for a wrong command line, or 130 after
+Ctrl-C. Options must precede the command; what follows it belongs to the command."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of printing the whole usage, so that all errors look the same."""
+    """Raises UsageError instead of printing the usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; expected: {USAGE}; see hvdrun --help")
@@ -43,17 +40,16 @@ def _parser() -> argparse.ArgumentParser:
         *("-np", "-n", "--num-proc"),
         metavar="N",
         dest="size",
-        help="number of ranks (default: all slots of the hosts; on this host alone there is none)",
+        help="number of ranks (default: all slots of the hosts; required on this host alone)",
     )
     _add_hosts(parser.add_argument_group("several hosts"))
     _add_restarts(parser.add_argument_group("restarts"))
     _add_output(parser.add_argument_group("output"))
     add(
-        "--config",
-        metavar="FILE",
-        help="a JSON object with long options as names, without their dashes, such as "
-        '{"hosts": "server1:2,server2:2", "env": ["NAME"], "verbose": true}; what the command line '
-        "says counts more (default: none)",
+        "--strict",
+        action="store_true",
+        help="turn hvd_keras's warnings about ranks that train separate models into errors; sets "
+        "HVD_STRICT=1 for the ranks (default: off)",
     )
     add(
         "--oversubscribe",
@@ -63,27 +59,29 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--check",
         action="store_true",
-        help="print what hvd_keras was built with and runs on, and try every collective for two "
-        "seconds, by default on two ranks; takes no command (default: off)",
+        help="print the installation and run a self-test of every collective for two seconds, by "
+        "default on two ranks; takes no command (default: off)",
     )
     add(
         "--mpirun",
         metavar="PATH",
-        help="the mpirun to use (default: srun in an allocation of SLURM, else the one built with, "
+        help="the mpirun to use (default: srun in a SLURM allocation, else that of the build, "
         "else the one beside this Python, else the one on PATH)",
     )
     add(
         "--mpi-args",
         metavar="ARGS",
         default="",
-        help="further arguments for mpirun or srun, in one string, quoted as in a shell; what "
-        "mpirun prints itself is shown with --verbose (default: empty)",
+        help="further arguments for mpirun or srun, in one string, quoted as in a shell; add "
+        "--verbose to see mpirun's own messages (default: empty)",
     )
     add(
         "--dry-run",
         action="store_true",
-        help="print the environment settings and mpirun's command, and run nothing (default: off)",
+        help="print the environment settings and mpirun's command, and stop (default: off)",
     )
+    # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
+    add("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
     add(
         "--version",
         action="version",
@@ -99,42 +97,43 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add(
         *("-H", "--hosts"),
         metavar="HOSTS",
-        help="server1:4,server2:4: hosts and how many ranks each takes; without a number, as many "
-        "as it has usable cores (default: this host)",
+        help="server1:4,server2:4: hosts and the number of ranks on each; without a number, one "
+        "rank per usable core (default: this host)",
     )
     add(
         "--hostfile",
         metavar="FILE",
-        help="the same, one a line: server1:4 or server1 slots=4 (default: none)",
+        help="file with one host per line: server1:4 or server1 slots=4 (default: none)",
     )
     add(
         "--host-discovery-script",
         metavar="COMMAND",
-        help="a program that prints such lines; asked at the start, and again before each restart "
+        help="a program that prints such lines; run at the start and before each restart "
         "(default: none)",
     )
-    add("--ssh-port", metavar="PORT", help="port of the hosts' ssh (default: ssh's own)")
+    add("--ssh-port", metavar="PORT", help="ssh port of the hosts (default: ssh's own)")
     add("--ssh-identity-file", metavar="FILE", help="key for ssh (default: ssh's own)")
     add(
         "--env",
         metavar="NAME",
         action="append",
         default=[],
-        help="pass this environment variable to the ranks of other hosts; may be repeated "
-        "(default: PATH, LD_LIBRARY_PATH, and those that begin with HVD_, TF_, KERAS_, PYTHON, "
+        help="pass this environment variable to ranks on other hosts; may be repeated "
+        "(default: PATH, LD_LIBRARY_PATH, and variables that begin with HVD_, TF_, KERAS_, PYTHON, "
         "OMP_, XLA_, CUDA_, NCCL_, OMPI_MCA_, UCX_, FI_, I_MPI_ or MPICH_)",
     )
     add(
         "--network-interface",
         metavar="NAME",
         help="network between the hosts: an interface, such as eth0, or an address range, such as "
-        "10.0.0.0/24 (default: the one through which all hosts are reached, if it is one)",
+        "10.0.0.0/24 (default: the network through which all hosts are reached, if there is only "
+        "one)",
     )
     add(
         "--start-timeout",
         metavar="SECONDS",
         default="120",
-        help="how long the ranks on several hosts may take to start (default: %(default)s)",
+        help="time limit for starting ranks on several hosts (default: %(default)s)",
     )
 
 
@@ -144,20 +143,20 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
         "--max-restarts",
         metavar="N",
         default="0",
-        help="start the command again when it has failed, at most so often; "
-        "hvd.callbacks.Checkpoint lets the training go on (default: %(default)s)",
+        help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
+        "resume (default: %(default)s)",
     )
     add(
         "--min-np",
         metavar="K",
-        help="restart with fewer ranks, but at least so many, on the hosts that answer; else wait "
-        "until enough do (default: as many as at the start)",
+        help="minimum number of ranks for a restart on the hosts that answer; hvdrun waits until "
+        "there are enough slots (default: as many as at the start)",
     )
     add(
         "--restart-timeout",
         metavar="SECONDS",
         default="600",
-        help="how long to wait for enough hosts before a restart (default: %(default)s)",
+        help="how long to wait for enough slots before a restart (default: %(default)s)",
     )
 
 
@@ -167,81 +166,47 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "--prefix",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="put the rank before each line of output, as in '[0] text' (default: on)",
+        help="prefix each line of output with its rank, as in '[0] text' (default: on)",
     )
     add(
         "--output-dir",
         metavar="FOLDER",
-        help="write each rank's output, stdout and stderr, also to rank-N.txt there "
+        help="also write each rank's stdout and stderr to rank-N.txt in this folder "
         "(default: none)",
     )
     add(
         "--stats",
         action="store_true",
-        help="print to stderr at the end how long the ranks waited, for which of them, and what "
-        "moved (default: off)",
+        help="at the end, print to stderr how long the ranks waited, for which ranks, and the "
+        "bytes exchanged (default: off)",
     )
     add(
         "--timeline",
         metavar="FILE",
-        help="write what all ranks do to FILE, for https://ui.perfetto.dev or chrome://tracing "
-        "(default: none)",
+        help="record a timeline of all ranks in FILE, for https://ui.perfetto.dev or "
+        "chrome://tracing (default: none)",
     )
     add(
         "--verbose",
         action="store_true",
-        help="print the command that is run and mpirun's own messages to stderr (default: off)",
+        help="print mpirun's command and its own messages to stderr (default: off)",
     )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, those of a configuration file included; raises UsageError."""
-    options = _parser().parse_args(arguments)
-    if options.config is None:
-        return options
-    given = _configuration(options.config)
-    return _parser().parse_args([*given, *(sys.argv[1:] if arguments is None else arguments)])
-
-
-def _configuration(path: str) -> list[str]:
-    """The file's content as words of a command line."""
-    try:
-        content = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--config got {path!r}, which cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"--config {path}: got {content!r:.99}; expected an object")
-    words = []
-    for name, value in content.items():
-        if name == "config" or (value is False and name != "prefix"):
-            expected = "leave it out"
-        elif value is False:
-            words.append(f"--no-{name}")
-            continue
-        elif value is True:
-            words.append(f"--{name}")
-            continue
-        elif isinstance(value, list) and all(isinstance(one, str) for one in value):
-            words += [f"--{name}={one}" for one in value]
-            continue
-        elif isinstance(value, str | int):
-            words.append(f"--{name}={value}")
-            continue
-        else:
-            expected = "expected a text, a number, true, or a list of texts"
-        raise UsageError(f"--config {path}: {name!r} is {value!r:.99}; {expected}")
-    return words
+    """Parse the command line (default: the process's own). Raises UsageError."""
+    return _parser().parse_args(arguments)
 
 
 def number(text: str, option: str, least: int, what: str = "number") -> int:
-    """A whole number that is `least` or more."""
+    """Parse an integer that is at least `least`. Raises UsageError."""
     if not (text.isascii() and text.isdecimal() and int(text) >= least):
-        raise UsageError(f"{option} got {text!r}; expected a {what} from {least}")
+        raise UsageError(f"{option} got {text!r}; expected a {what} of at least {least}")
     return int(text)
 
 
 def words(text: str, option: str) -> list[str]:
-    """The words of an option that holds several, quoted as in a shell."""
+    """Split the value of an option that holds several words, quoted as in a shell."""
     try:
         return shlex.split(text)
     except ValueError as error:

@@ -1,46 +1,46 @@
-"""Starts a job, and again when it has failed, on the hosts that answer."""
+"""Runs a job, and restarts it after a failure on the hosts that answer."""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from hvd_keras.launch import UsageError, cluster, hosts, preflight
-from hvd_keras.launch.channel import SILENCE
-from hvd_keras.launch.cluster import Placement
-from hvd_keras.launch.hosts import Host
-from hvd_keras.launch.request import Request
-from hvd_keras.launch.supervise import Signals
-from hvd_keras.launch.verdict import Verdict
+from hvd_keras.launch import run_job
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow.outcome import Verdict
+from hvd_keras.launch.follow.supervise import Signals
+from hvd_keras.launch.job_spec import Request
+from hvd_keras.launch.onhost.channel import SILENCE
+from hvd_keras.launch.plan import Placement
+from hvd_keras.launch.start import clean_up, hosts, preflight
+from hvd_keras.launch.start.hosts import Host
 
 # Seconds between two looks at the hosts while too few answer.
 LOOK_AGAIN = 5.0
 
-Run = Callable[[Placement | None, Signals, bool], Verdict]
 
-
-def run(request: Request, start: Run, signals: Signals) -> Verdict:
+def run(request: Request, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
-    placement = None if request.is_local else place(request)
-    verdict = start(placement, signals, True)
-    size = placement.size if placement is not None else request.size
-    assert size is not None
+    placement = place(request)
+    size = placement.size
+    verdict = run_job.run(request, placement, signals, first=True)
     for number in range(1, request.max_restarts + 1):
         if verdict.status == 0 or signals.stop is not None:
             break
-        if placement is not None:
+        if not request.is_local:
             found = _replace(request, size, signals)
             if found is None:
                 break
             placement = found
         where = ""
-        if placement is not None and placement.hosts is not None:
+        if placement.hosts is not None:
             where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
-        ranks = placement.size if placement is not None else size
+        ranks = placement.size
         _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
-        verdict = start(placement, signals, False)
+        verdict = run_job.run(request, placement, signals, first=False)
     if verdict.status == 0:
         _sweep_lost(request, signals, SILENCE)
     elif len(request.jobs) > 1:  # what the first has lost may be there again
@@ -49,21 +49,24 @@ def run(request: Request, start: Run, signals: Signals) -> Verdict:
 
 
 def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:
-    """Leave nothing on hosts that could not be reached when a job of theirs had ended."""
+    """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + patience
     lost = request.lost
-    while lost := cluster.sweep_hosts(lost, request.reach, request.jobs, 0.0):
+    while lost := clean_up.sweep_hosts(lost, request.reach, request.jobs, 0.0):
         if time.monotonic() >= limit or not signals.wait(1.0):
             break
     for name in sorted(lost):
-        _say(f"{name} cannot be reached, to see whether anything of the job is left there")
+        _say(f"{name} cannot be reached; processes or files of the job may be left there")
 
 
 def place(request: Request, look: bool = True) -> Placement:
-    """Where the ranks of the first start go. Raises UsageError when anything is wrong anywhere.
+    """Place the ranks for the first start. Raises UsageError if any host has a problem.
 
     `look=False` asks the hosts only where nothing else tells how many ranks they take.
     """
+    if request.is_local:
+        assert request.size is not None
+        return Placement(request.size, None, {socket.gethostname(): ""})
     if request.hosts is None and not look:
         assert request.size is not None
         return Placement(request.size, None, {})
@@ -109,26 +112,32 @@ def _with_slots(wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
 
 
 def _stretched(found: Sequence[Host], size: int) -> list[Host]:
-    """The hosts with so many more slots, in proportion, that all ranks find a place."""
+    """Scale up the hosts' slots in proportion until all ranks fit."""
     slots = sum(host.slots or 0 for host in found)
     return [Host(host.name, -(-(host.slots or 0) * size // slots)) for host in found]
 
 
 def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
-    """Where the ranks go at a restart; None if too few hosts answer for too long."""
+    """Place the ranks for a restart; None if too few hosts answer for too long."""
     least = request.min_size or size
     limit = time.monotonic() + request.restart_timeout
     told: dict[str, str] = {}
     while True:
-        wanted = request.wanted()
+        try:
+            wanted = request.wanted()
+        except UsageError as error:  # the hosts' list may be there again soon
+            wanted = []
+            if told.get("") != str(error):
+                told[""] = str(error)
+                _say(f"no hosts: {error}")
         seen = _look(request, wanted)
         # A host that was lost has kept what ran there.
-        cluster.sweep_hosts(seen.facts, request.reach, request.jobs, 0.0)
+        clean_up.sweep_hosts(seen.facts, request.reach, request.jobs, 0.0)
         for name, text in seen.problems.items():
             if told.get(name) != text:
                 told[name] = text
                 _say(f"left out: {name} {text}")
-        if request.hosts is None and not seen.problems:
+        if request.hosts is None and wanted and not seen.problems:
             return Placement(size, None, _names(seen))
         found = _with_slots(wanted, seen)
         slots = sum(host.slots or 0 for host in found)
@@ -138,7 +147,7 @@ def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
             return Placement(min(size, slots), hosts.share(found, min(size, slots)), _names(seen))
         if time.monotonic() >= limit:
             _say(
-                f"no restart: {slots} slots on the hosts that answer, and {least} are needed "
+                f"no restart: the hosts that answer have {slots} slots, and {least} are needed "
                 "(--min-np)"
             )
             return None

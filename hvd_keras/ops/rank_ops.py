@@ -11,7 +11,7 @@ def rank_op(name: str | None = None) -> tf.Tensor:
     Args:
         name: of the TensorFlow op.
     """
-    return validate.raw.hvd_place(what="rank", name=name)
+    return validate.raw.hvd_rank_info(what="rank", name=name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
@@ -20,7 +20,7 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
     Args:
         name: of the TensorFlow op.
     """
-    return validate.raw.hvd_place(what="local_rank", name=name)
+    return validate.raw.hvd_rank_info(what="local_rank", name=name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
@@ -33,7 +33,7 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     Raises:
         tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
     """
-    return validate.raw.hvd_place(what="size", process_set=process_set_id, name=name)
+    return validate.raw.hvd_rank_info(what="size", process_set=process_set_id, name=name)
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
@@ -42,7 +42,7 @@ def local_size_op(name: str | None = None) -> tf.Tensor:
     Args:
         name: of the TensorFlow op.
     """
-    return validate.raw.hvd_place(what="local_size", name=name)
+    return validate.raw.hvd_rank_info(what="local_size", name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
@@ -55,4 +55,4 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
     Raises:
         tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
     """
-    return validate.raw.hvd_place(what="included", process_set=process_set_id, name=name)
+    return validate.raw.hvd_rank_info(what="included", process_set=process_set_id, name=name)

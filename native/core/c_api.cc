@@ -1,5 +1,5 @@
-// The flat surface of the core, for ctypes. Functions that can fail return 0 or leave a text in
-// hvd_error().
+// The C API of the core, for ctypes. Functions that can fail return a code of status.h: 0, or
+// another and leave a text in hvd_error().
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -7,24 +7,25 @@
 #include <string>
 #include <vector>
 
-#include "core/cuda_api.h"
-#include "core/export.h"
-#include "core/gpu_library.h"
-#include "core/gpu_transport.h"
-#include "core/log.h"
-#include "core/nccl_api.h"
-#include "core/settings.h"
+#include "core/base/export.h"
+#include "core/base/log.h"
+#include "core/base/settings.h"
+#include "core/gpu/cuda_api.h"
+#include "core/gpu/gpu_library.h"
+#include "core/gpu/gpu_transport.h"
+#include "core/gpu/nccl_api.h"
 #include "core/world.h"
 
 namespace {
 thread_local std::string error;
 
+// A hvd::Code: 0 is ok.
 int result(const hvd::Status& status) {
   error = status.message;
-  return status.ok() ? 0 : 1;
+  return static_cast<int>(status.code);
 }
 
-// A wrong one is no matter of these; hvd_init() tells of it.
+// Errors in settings are reported by hvd_init().
 hvd::Settings gpu_settings() {
   hvd::Settings settings;
   (void)hvd::read_settings(&settings);
@@ -38,13 +39,11 @@ extern "C" {
 HVD_EXPORT const char* hvd_error() { return error.c_str(); }
 
 // Of `count` ranks of MPI_COMM_WORLD (0: of all), or of the processes of an MPI_Comm (null: not).
-// 0, or 1 with hvd_error().
 HVD_EXPORT int hvd_init(const int* ranks, int count, const void* communicator) {
   return result(hvd::World::instance().init(std::vector<int>(ranks, ranks + count),
                                             static_cast<const MPI_Comm*>(communicator)));
 }
 
-// 0, or 1 with hvd_error().
 HVD_EXPORT int hvd_add_process_set(int id, const int* ranks, int count) {
   return result(hvd::World::instance().add_process_set(id, std::vector<int>(ranks, ranks + count)));
 }
@@ -53,14 +52,14 @@ HVD_EXPORT void hvd_remove_process_set(int id) { hvd::World::instance().remove_p
 
 // Lines on stderr from this level on: 0 debug, 1 info, 2 warning, 3 error. After hvd_init().
 HVD_EXPORT void hvd_set_log(int level) {
-  hvd::set_log(static_cast<hvd::LogLevel>(level), hvd::World::instance().place().rank);
+  hvd::set_log(static_cast<hvd::LogLevel>(level), hvd::World::instance().rank_info().rank);
 }
 
 HVD_EXPORT int hvd_initialized() { return hvd::World::instance().initialized(); }
 
 // rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous.
-HVD_EXPORT void hvd_place(int* seven) {
-  const hvd::Place& place = hvd::World::instance().place();
+HVD_EXPORT void hvd_rank_info(int* seven) {
+  const hvd::RankInfo& place = hvd::World::instance().rank_info();
   seven[0] = place.rank;
   seven[1] = place.size;
   seven[2] = place.local_rank;
@@ -70,9 +69,9 @@ HVD_EXPORT void hvd_place(int* seven) {
   seven[6] = place.homogeneous;
 }
 
-// Says that this rank submits nothing more; waits at most `seconds` (< 0: for ever).
+// Leaves the job: this rank submits nothing more. Waits at most `seconds` (< 0: without limit).
 // 0: all ranks have left. 1: others still waited for this rank; they have been told. 2: no answer
-// in time. 3: another rank had left while this one waited for it. 4: the ranks had waited too long.
+// in time. 3: another rank had left while this one waited for it. 4: a deadline had passed.
 HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
   return static_cast<int>(hvd::World::instance().leave(reason, seconds));
 }
@@ -84,7 +83,7 @@ HVD_EXPORT const char* hvd_stats() {
   return text.c_str();
 }
 
-// On rank 0, after hvd_init(). 0, or 1 with hvd_error().
+// On rank 0, after hvd_init().
 HVD_EXPORT int hvd_start_timeline(const char* path) {
   return result(hvd::World::instance().recorder()->start_timeline(path));
 }

@@ -1,11 +1,11 @@
-// What a framework's kernels need of the core: no MPI, no engine.
+// The interface of the core for a framework's kernels: no MPI, no engine.
 #pragma once
 
 #include <string>
 
-#include "core/export.h"
-#include "core/request.h"
-#include "core/status.h"
+#include "core/base/export.h"
+#include "core/base/status.h"
+#include "core/request/request.h"
 
 namespace hvd {
 
@@ -15,8 +15,8 @@ HVD_EXPORT void submit(Request request);
 // Whether outputs of this kind have the inputs' shapes.
 HVD_EXPORT bool keeps_shape(Kind kind);
 
-// A number of this process's place: "rank", "size", "local_rank", "local_size", "included" (1 or
-// 0), or "place" (the rank in the process set, -1 if not included); in a process set where that
+// A number of this process: "rank", "size", "local_rank", "local_size", "included" (1 or
+// 0), or "set_rank" (the rank in the process set, -1 if not included); in a process set where that
 // matters.
 HVD_EXPORT Status look_up(const std::string& what, int process_set, int* value);
 

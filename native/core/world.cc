@@ -9,14 +9,15 @@
 #include <thread>
 #include <utility>
 
-#include "core/cluster_transport.h"
-#include "core/collectives.h"
-#include "core/gpu_transport.h"
-#include "core/host_transport.h"
+#include "core/base/log.h"
+#include "core/base/watchdog.h"
+#include "core/cpu/cluster_transport.h"
+#include "core/cpu/host_transport.h"
+#include "core/cpu/mpi_transport.h"
+#include "core/gpu/cuda_api.h"
+#include "core/gpu/gpu_transport.h"
 #include "core/kernel_api.h"
-#include "core/log.h"
-#include "core/mpi_transport.h"
-#include "core/watchdog.h"
+#include "core/request/collectives.h"
 
 namespace hvd {
 namespace {
@@ -40,7 +41,8 @@ const char* name_of_thread_level(int level) {
   }
 }
 
-// Of these ranks of a communicator; collective among them alone. Calls with other tags do not meet.
+// A communicator of these ranks; collective among them only. Calls with different tags do not
+// match.
 MPI_Comm communicator_of(MPI_Comm of, const std::vector<int>& ranks, int tag) {
   MPI_Group all, some;
   MPI_Comm_group(of, &all);
@@ -89,8 +91,16 @@ void end_soon(const std::string& why) {
   }).detach();
 }
 
-std::unique_ptr<Transport> with_gpus(std::unique_ptr<Transport> host, const Settings& settings) {
-  return std::make_unique<GpuTransport>(std::move(host), settings, end_soon);
+// The transport with one for GPUs around it, if any rank has CUDA; collective. Then all ranks have
+// it: where one has joined, it must take part in what the others do with their GPUs.
+std::unique_ptr<Transport> with_gpus(MPI_Comm communicator, std::unique_ptr<Transport> host,
+                                     const Settings& settings) {
+  std::string why_no_gpu;
+  int found = cuda_api(settings, &why_no_gpu) != nullptr;
+  MPI_Allreduce(MPI_IN_PLACE, &found, 1, MPI_INT, MPI_MAX, communicator);
+  if (found) return std::make_unique<GpuTransport>(std::move(host), settings, end_soon);
+  host->set_why_no_gpu(why_no_gpu);
+  return host;
 }
 
 }  // namespace
@@ -166,30 +176,30 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
                           "MPI cannot reach (HVD_FIRST_TIMEOUT_SECONDS).");
   if (Status status = start_mpi(); !status.ok()) return status;
   if (Status status = choose_job(ranks, communicator); !status.ok()) return status;
-  MPI_Comm_rank(job_, &place_.rank);
-  MPI_Comm_size(job_, &place_.size);
+  MPI_Comm_rank(job_, &rank_info_.rank);
+  MPI_Comm_size(job_, &rank_info_.size);
   MPI_Comm local, cross;
-  MPI_Comm_split_type(job_, MPI_COMM_TYPE_SHARED, place_.rank, MPI_INFO_NULL, &local);
-  MPI_Comm_rank(local, &place_.local_rank);
-  MPI_Comm_size(local, &place_.local_size);
-  MPI_Comm_split(job_, place_.local_rank, place_.rank, &cross);
-  MPI_Comm_rank(cross, &place_.cross_rank);
-  MPI_Comm_size(cross, &place_.cross_size);
+  MPI_Comm_split_type(job_, MPI_COMM_TYPE_SHARED, rank_info_.rank, MPI_INFO_NULL, &local);
+  MPI_Comm_rank(local, &rank_info_.local_rank);
+  MPI_Comm_size(local, &rank_info_.local_size);
+  MPI_Comm_split(job_, rank_info_.local_rank, rank_info_.rank, &cross);
+  MPI_Comm_rank(cross, &rank_info_.cross_rank);
+  MPI_Comm_size(cross, &rank_info_.cross_size);
   MPI_Comm_free(&local);
   MPI_Comm_free(&cross);
-  int bounds[2] = {place_.local_size, -place_.local_size};
+  int bounds[2] = {rank_info_.local_size, -rank_info_.local_size};
   MPI_Allreduce(MPI_IN_PLACE, bounds, 2, MPI_INT, MPI_MAX, job_);
-  place_.homogeneous = bounds[0] == -bounds[1];
+  rank_info_.homogeneous = bounds[0] == -bounds[1];
 
-  recorder_ = std::make_shared<Recorder>(place_.rank, place_.size);
+  recorder_ = std::make_shared<Recorder>(rank_info_.rank, rank_info_.size);
   if (Status status = begin_timeline(); !status.ok()) {
     MPI_Comm_free(&job_);
     return status;
   }
-  std::vector<int> all(place_.size);
+  std::vector<int> all(rank_info_.size);
   std::iota(all.begin(), all.end(), 0);
   auto engine = std::make_shared<Engine>(
-      with_gpus(transport_between(job_, all, settings_.allreduce), settings_), settings_,
+      with_gpus(job_, transport_between(job_, all, settings_.allreduce), settings_), settings_,
       recorder_);
   std::lock_guard<std::mutex> lock(mutex_);
   sets_[0] = {all, std::move(engine)};
@@ -197,10 +207,10 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   return {};
 }
 
-// Rank 0 alone writes it; if it cannot, all ranks hear of that.
+// Rank 0 alone writes it; if it cannot, all ranks get the error.
 Status World::begin_timeline() {
   Status status;
-  if (place_.rank == 0 && !settings_.timeline.empty()) {
+  if (rank_info_.rank == 0 && !settings_.timeline.empty()) {
     status = recorder_->start_timeline(settings_.timeline);
     if (!status.ok()) status.message = "HVD_TIMELINE: rank 0 " + status.message;
   }
@@ -216,7 +226,7 @@ Status World::begin_timeline() {
 void World::leave_stats() const {
   if (settings_.stats_directory.empty()) return;
   const std::string path =
-      settings_.stats_directory + "/stats-" + std::to_string(place_.rank) + ".json";
+      settings_.stats_directory + "/stats-" + std::to_string(rank_info_.rank) + ".json";
   const std::string unfinished = path + ".new";
   std::ofstream file(unfinished);
   file << recorder_->stats();
@@ -230,11 +240,11 @@ Status World::add_process_set(int id, const std::vector<int>& ranks) {
   const Watchdog watchdog(settings_, settings_.timeout_seconds,
                           "hvd.add_process_set() waits for another rank, which does not go on.");
   std::shared_ptr<Engine> engine;
-  if (std::find(ranks.begin(), ranks.end(), place_.rank) != ranks.end()) {
+  if (std::find(ranks.begin(), ranks.end(), rank_info_.rank) != ranks.end()) {
     MPI_Comm members = communicator_of(job_, ranks, id);
     engine = std::make_shared<Engine>(
-        with_gpus(transport_between(members, ranks, settings_.allreduce), settings_), settings_,
-        recorder_, id);
+        with_gpus(members, transport_between(members, ranks, settings_.allreduce), settings_),
+        settings_, recorder_, id);
     MPI_Comm_free(&members);
   }
   std::lock_guard<std::mutex> lock(mutex_);
@@ -261,7 +271,7 @@ std::shared_ptr<Engine> World::engine(int process_set) {
   return found == sets_.end() ? nullptr : found->second.engine;
 }
 
-Status World::place_in(int process_set, int* rank, int* size) {
+Status World::rank_in(int process_set, int* rank, int* size, std::shared_ptr<Engine>* engine) {
   if (!initialized()) return Status::error(Code::failed_precondition, kNotInitialized);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = sets_.find(process_set);
@@ -271,28 +281,29 @@ Status World::place_in(int process_set, int* rank, int* size) {
                              ". Add it first (hvd.add_process_set), on every rank.");
   }
   const std::vector<int>& ranks = found->second.ranks;
-  const auto own = std::find(ranks.begin(), ranks.end(), place_.rank);
+  const auto own = std::find(ranks.begin(), ranks.end(), rank_info_.rank);
   *rank = own == ranks.end() ? -1 : static_cast<int>(own - ranks.begin());
   *size = static_cast<int>(ranks.size());
+  if (engine) *engine = found->second.engine;
   return {};
 }
 
 void World::submit(Request request) {
   int rank = 0, size = 0;
-  Status status = place_in(request.process_set, &rank, &size);
-  if (status.ok() && rank < 0) {
+  std::shared_ptr<Engine> serving;
+  Status status = rank_in(request.process_set, &rank, &size, &serving);
+  if (serving) return serving->submit(std::move(request));
+  if (status.ok()) {
     status =
         Status::error(Code::invalid_argument,
-                      identity(request) + ": this rank, " + std::to_string(place_.rank) +
+                      identity(request) + ": this rank, " + std::to_string(rank_info_.rank) +
                           ", is not in process set " + std::to_string(request.process_set) + ".");
   }
-  const std::shared_ptr<Engine> serving = status.ok() ? engine(request.process_set) : nullptr;
-  if (serving) return serving->submit(std::move(request));
   request.done(status);
 }
 
-Engine::Farewell World::leave(const std::string& reason, double seconds) {
-  if (!initialized()) return Engine::Farewell::together;
+Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
+  if (!initialized()) return Engine::LeaveResult::together;
   std::vector<std::shared_ptr<Engine>> engines;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -303,10 +314,10 @@ Engine::Farewell World::leave(const std::string& reason, double seconds) {
   recorder_->note_end();
   for (const auto& engine : engines) engine->announce_leaving(reason);
   // Of all sets, the worst.
-  Engine::Farewell farewell = Engine::Farewell::together;
-  for (const auto& engine : engines) farewell = std::max(farewell, engine->leave(seconds));
+  Engine::LeaveResult result = Engine::LeaveResult::together;
+  for (const auto& engine : engines) result = std::max(result, engine->leave(seconds));
   leave_stats();
-  all_left_together_ = farewell == Engine::Farewell::together;
+  all_left_together_ = result == Engine::LeaveResult::together;
   if (all_left_together_) {
     engines.clear();
     std::lock_guard<std::mutex> lock(mutex_);
@@ -315,7 +326,7 @@ Engine::Farewell World::leave(const std::string& reason, double seconds) {
     MPI_Comm_free(&job_);
     began_ = false;
   }
-  return farewell;
+  return result;
 }
 
 void World::finalize() {
@@ -334,11 +345,11 @@ bool keeps_shape(Kind kind) { return collective(kind).keeps_shape; }
 Status look_up(const std::string& what, int process_set, int* value) {
   World& world = World::instance();
   int rank, size;
-  if (Status status = world.place_in(process_set, &rank, &size); !status.ok()) return status;
-  const Place& place = world.place();
+  if (Status status = world.rank_in(process_set, &rank, &size); !status.ok()) return status;
+  const RankInfo& place = world.rank_info();
   if (what == "rank") *value = place.rank;
   if (what == "size") *value = size;
-  if (what == "place") *value = rank;
+  if (what == "set_rank") *value = rank;
   if (what == "local_rank") *value = place.local_rank;
   if (what == "local_size") *value = place.local_size;
   if (what == "included") *value = rank < 0 ? 0 : 1;

@@ -1,4 +1,4 @@
-// The life of this process among the others: MPI, its place in the job, the engines.
+// This process in its job: MPI, its ranks, the engines of its process sets.
 #pragma once
 
 #include <mpi.h>
@@ -9,18 +9,18 @@
 #include <string>
 #include <vector>
 
-#include "core/engine.h"
-#include "core/recorder.h"
-#include "core/request.h"
-#include "core/status.h"
+#include "core/base/status.h"
+#include "core/engine/engine.h"
+#include "core/engine/recorder.h"
+#include "core/request/request.h"
 
 namespace hvd {
 
-struct Place {
+struct RankInfo {
   int rank, size;              // in the job
   int local_rank, local_size;  // on this host
   int cross_rank, cross_size;  // among the ranks with this local_rank, one per host
-  int homogeneous;             // 1: all hosts have as many ranks
+  int homogeneous;             // 1: every host has the same number of ranks
 };
 
 class World {
@@ -31,21 +31,21 @@ class World {
   // `communicator`, which is duplicated.
   Status init(const std::vector<int>& ranks, const MPI_Comm* communicator);
   bool initialized() const { return began_; }
-  const Place& place() const { return place_; }
+  const RankInfo& rank_info() const { return rank_info_; }
 
-  // A process set has its own engine. Every rank of the job calls both alike; see hvd_keras.
+  // A process set has its own engine. Every rank of the job calls both with the same arguments.
   Status add_process_set(int id, const std::vector<int>& ranks);
   void remove_process_set(int id);
 
-  // This process's place in a set: rank (-1: it is not in there) and size; an error if there is no
-  // such set.
-  Status place_in(int process_set, int* rank, int* size);
+  // This process's rank in a set (-1: not a member), the set's size and its engine (null: not a
+  // member). An error if there is no such set.
+  Status rank_in(int process_set, int* rank, int* size, std::shared_ptr<Engine>* engine = nullptr);
 
   // What this process has done since init; null before it.
   const std::shared_ptr<Recorder>& recorder() const { return recorder_; }
 
   void submit(Request request);
-  Engine::Farewell leave(const std::string& reason, double seconds);
+  Engine::LeaveResult leave(const std::string& reason, double seconds);
   // Ends MPI if this library began it and all ranks left together; otherwise MPI_Finalize would
   // wait for ranks that never come.
   void finalize();
@@ -53,7 +53,7 @@ class World {
  private:
   struct ProcessSet {
     std::vector<int> ranks;
-    std::shared_ptr<Engine> engine;  // null: this process is not in there
+    std::shared_ptr<Engine> engine;  // null: this process is not a member
   };
 
   World() = default;
@@ -66,7 +66,7 @@ class World {
   Settings settings_;
   std::shared_ptr<Recorder> recorder_;
   MPI_Comm job_ = MPI_COMM_NULL;
-  Place place_{};
+  RankInfo rank_info_{};
   bool began_ = false;
   bool began_mpi_ = false;
   bool all_left_together_ = true;

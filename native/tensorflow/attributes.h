@@ -1,9 +1,9 @@
 // The attributes of an op as TensorFlow holds them.
 #pragma once
 
-#include "tensorflow/call.h"
 #include "tensorflow/core/framework/attr_value.pb.h"
 #include "tensorflow/core/framework/node_def.pb.h"
+#include "tensorflow/request_from_attributes.h"
 
 namespace hvd {
 

@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "core/kernel_api.h"
-#include "core/request.h"
+#include "core/request/request.h"
 #include "tensorflow/attributes.h"
-#include "tensorflow/call.h"
 #include "tensorflow/core/framework/device_base.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/request_from_attributes.h"
 #include "xla/stream_executor/stream.h"
 #include "xla/stream_executor/stream_executor.h"
 
@@ -115,22 +115,27 @@ class CollectiveKernel : public AsyncOpKernel {
   const Request call_;  // all but the tensors
 };
 
-#define HVD_REGISTER(name, ...)                                                         \
-  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_CPU), CollectiveKernel); \
-  REGISTER_KERNEL_BUILDER(Name(name).Device(tensorflow::DEVICE_GPU) __VA_ARGS__, CollectiveKernel)
+bool register_collectives() {
+  for (const Collective& row : collectives()) {
+    for (const char* device : {tensorflow::DEVICE_CPU, tensorflow::DEVICE_GPU}) {
+      const std::string op = op_of(row);
+      tensorflow::KernelDefBuilder builder(op.c_str());
+      builder.Device(device);
+      for (const char* argument : row.on_host) builder.HostMemory(argument);
+      tensorflow::kernel_factory::OpKernelRegistrar(
+          builder.Build(), "CollectiveKernel",
+          [](OpKernelConstruction* c) -> OpKernel* { return new CollectiveKernel(c); });
+    }
+  }
+  return true;
+}
 
-HVD_REGISTER("HvdAllreduce");
-HVD_REGISTER("HvdAllgather");
-HVD_REGISTER("HvdBroadcast");
-HVD_REGISTER("HvdAlltoall", .HostMemory("splits").HostMemory("received_splits"));
-HVD_REGISTER("HvdReducescatter");
-HVD_REGISTER("HvdBarrier");
-HVD_REGISTER("HvdJoin", .HostMemory("last"));
+const bool registered = register_collectives();
 
 // A number that this process has when the graph runs, not when it is made.
-class PlaceKernel : public OpKernel {
+class RankInfoKernel : public OpKernel {
  public:
-  explicit PlaceKernel(OpKernelConstruction* c) : OpKernel(c) {
+  explicit RankInfoKernel(OpKernelConstruction* c) : OpKernel(c) {
     OP_REQUIRES_OK(c, c->GetAttr("what", &what_));
     OP_REQUIRES_OK(c, c->GetAttr("process_set", &process_set_));
   }
@@ -146,9 +151,9 @@ class PlaceKernel : public OpKernel {
   int process_set_ = 0;
 };
 
-REGISTER_KERNEL_BUILDER(Name("HvdPlace").Device(tensorflow::DEVICE_CPU), PlaceKernel);
-REGISTER_KERNEL_BUILDER(Name("HvdPlace").Device(tensorflow::DEVICE_GPU).HostMemory("value"),
-                        PlaceKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdRankInfo").Device(tensorflow::DEVICE_CPU), RankInfoKernel);
+REGISTER_KERNEL_BUILDER(Name("HvdRankInfo").Device(tensorflow::DEVICE_GPU).HostMemory("value"),
+                        RankInfoKernel);
 
 }  // namespace
 }  // namespace hvd

@@ -119,7 +119,7 @@ REGISTER_OP("HvdJoin")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ScalarShape);
 
-REGISTER_OP("HvdPlace")
+REGISTER_OP("HvdRankInfo")
     .Attr("what: {'rank', 'size', 'local_rank', 'local_size', 'included'}")
     .Attr("process_set: int = 0")
     .Output("value: int32")

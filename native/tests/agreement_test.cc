@@ -1,11 +1,11 @@
 // decide() on cases written by hand. explorer_test.cc tries what nobody would write.
-#include "core/agreement.h"
+#include "core/engine/agreement.h"
 
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "tests/check.h"
+#include "tests/support/check.h"
 
 namespace hvd {
 namespace {
@@ -199,6 +199,31 @@ void who_has_waited_too_long_ends_it() {
   CHECK_EQ(decide({leaving("done", {}), tired}).stuck, "");    // there is a better reason
 }
 
+void a_mismatch_fails_what_is_pending() {
+  Report a = staying({{"a", "1"}}), b = staying({{"b", "1"}});
+  a.unchanged = 30.5, b.unchanged = 20;
+  const Decision decision = decide({a, b});
+  CHECK_EQ(joined(decision.run) + refused(decision) + decision.stuck + decision.left, "");
+  CHECK(!decision.nothing());
+  CHECK_CONTAINS(decision.mismatch, "for 20 s");
+  CHECK_CONTAINS(decision.mismatch, "rank 0 has submitted: a\n");
+  CHECK_CONTAINS(decision.mismatch, "rank 1 has submitted: b\n");
+  CHECK_CONTAINS(decision.mismatch, "hvd.data.agree_on_steps");
+  CHECK_EQ(decide({a, a}).mismatch, "");                      // there is progress
+  CHECK_EQ(decide({a, staying({{"b", "1"}})}).mismatch, "");  // somebody has just come
+  Report silent = staying({});
+  silent.unchanged = 20;
+  CHECK(decide({a, b, silent}).nothing());  // it may bring what they wait for
+  CHECK_CONTAINS(decide({a, leaving("done", {})}).left, "rank 1");
+  Report gone = leaving("done", {{"a", "1"}, {"b", "1"}});
+  gone.unchanged = 20;
+  CHECK_CONTAINS(decide({a, b, gone}).mismatch, "rank 2 has submitted: a, b");
+  Report joins = staying({{"join", ""}});
+  joins.unchanged = 20;
+  CHECK_EQ(joined(decide({a, joins}).run), "a");
+  CHECK_CONTAINS(decide({a, b, joins}).mismatch, "rank 2 has submitted: join");
+}
+
 void summary_shows_each_rank_and_cuts_long_queues() {
   std::vector<Call> seven;
   for (char c = 'a'; c < 'h'; ++c) seven.push_back({std::string(1, c), "1"});
@@ -213,12 +238,15 @@ void summary_shows_each_rank_and_cuts_long_queues() {
 
 void reports_survive_the_way_through_bytes() {
   const std::string odd("\0quote' \n\xff", 10);
+  Report old = staying({{"a", "1"}});
+  old.unchanged = 20.5, old.waited = 30.5;
   for (const Report& report :
-       {staying({}), leaving("", {}), leaving("why", {}), staying({{"", ""}}),
+       {staying({}), old, leaving("", {}), leaving("why", {}), staying({{"", ""}}),
         leaving(odd, {{odd, "", odd, 7}, {"join", odd}, {"a", std::string(100000, 'x')}})}) {
     const Report copy = decode(encode(report));
     CHECK_EQ(copy.rank, report.rank);
     CHECK_EQ(copy.host, report.host);
+    CHECK_EQ(copy.unchanged, report.unchanged);
     CHECK_EQ(copy.waited, report.waited);
     CHECK_EQ(copy.leaving, report.leaving);
     CHECK_EQ(copy.reason, report.reason);
@@ -275,6 +303,7 @@ int main() {
       {"what needs a rank that has joined is refused",
        what_needs_a_rank_that_has_joined_is_refused},
       {"who has waited too long ends it", who_has_waited_too_long_ends_it},
+      {"a mismatch fails what is pending", a_mismatch_fails_what_is_pending},
       {"summary shows each rank and cuts long queues",
        summary_shows_each_rank_and_cuts_long_queues},
       {"reports survive the way through bytes", reports_survive_the_way_through_bytes},

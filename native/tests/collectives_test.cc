@@ -1,13 +1,13 @@
 // What is refused before it travels, and that the 64-bit comparison and the words say the same.
-#include "core/collectives.h"
+#include "core/request/collectives.h"
 
 #include <cstdlib>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "core/settings.h"
-#include "tests/check.h"
+#include "core/base/settings.h"
+#include "tests/support/check.h"
 
 namespace hvd {
 namespace {

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <utility>
 
-#include "tests/call.h"
+#include "tests/support/test_call.h"
 
 namespace hvd {
 namespace {
@@ -292,9 +292,9 @@ void sets_work_independently() {
   if (rank == 0) of_all.submit(*world);
   of_all.expect_sum();
   for (const auto& engine : engines) {
-    if (engine) CHECK_EQ(test::leave(*engine, "", -1), Engine::Farewell::together);
+    if (engine) CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::together);
   }
-  CHECK_EQ(test::leave(*world, "", -1), Engine::Farewell::together);
+  CHECK_EQ(test::leave(*world, "", -1), Engine::LeaveResult::together);
 }
 
 // More bytes than an MPI count can name: 2^31 + 4097 of the last rank, to all.

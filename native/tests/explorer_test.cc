@@ -1,7 +1,7 @@
 // Explores the agreement: random programs on 2 to 4 ranks, random speeds, ranks that join, leave
 // early, or never submit what the others wait for. Every schedule must end on all ranks alike, each
 // request run, refused, or failed by who left or by the deadline.
-#include "tests/explorer.h"
+#include "tests/support/explorer.h"
 
 namespace hvd {
 namespace {
@@ -25,6 +25,7 @@ void every_schedule_ends_well() {
     total.refused += counts.refused;
     total.failed += counts.failed;
     total.stood_in += counts.stood_in;
+    total.mismatched += counts.mismatched;
     total.stuck += counts.stuck;
     total.left += counts.left;
     total.negotiated += counts.negotiated;
@@ -35,16 +36,16 @@ void every_schedule_ends_well() {
   test::context.clear();
   std::printf(
       "       %d run, %d of them without ranks that had joined, %d refused, %d failed by %d "
-      "leaving "
-      "ranks, %d given up; %d negotiations, %d without\n",
-      total.run, total.stood_in, total.refused, total.failed, total.left, total.stuck,
-      total.negotiated, total.unnegotiated);
+      "leaving ranks, %d mismatches, %d given up; %d negotiations, %d without\n",
+      total.run, total.stood_in, total.refused, total.failed, total.left, total.mismatched,
+      total.stuck, total.negotiated, total.unnegotiated);
   // The schedules reach all there is, and often.
   for (int count : {total.run, total.stood_in, total.refused, total.failed, total.left,
                     total.negotiated, total.unnegotiated}) {
     CHECK(count > 1000);
   }
-  CHECK(total.stuck > 20);
+  CHECK(total.stuck > 10);
+  CHECK(total.mismatched > 10);
   CHECK(with_all > 10);
 }
 
@@ -187,9 +188,18 @@ void finds_that_nobody_ever_gives_up() {
       [](const std::vector<Report>& reports) {
         Decision decision = decide(reports);
         decision.stuck.clear();
+        decision.mismatch.clear();
         return decision;
       },
       "stuck");
+}
+
+void finds_that_a_mismatch_is_called_too_early() {
+  expect_found(
+      [](const std::vector<Report>& reports) {
+        return decide(changed(reports, [](Report& report) { report.unchanged = 21; }));
+      },
+      "gives up although");
 }
 
 }  // namespace
@@ -212,5 +222,6 @@ int main() {
       {"finds that joining does not wait for all", finds_that_joining_does_not_wait_for_all},
       {"finds that a needed rank is stood in for", finds_that_a_needed_rank_is_stood_in_for},
       {"finds that nobody ever gives up", finds_that_nobody_ever_gives_up},
+      {"finds that a mismatch is called too early", finds_that_a_mismatch_is_called_too_early},
   });
 }

@@ -3,10 +3,10 @@
 #include <atomic>
 #include <thread>
 
-#include "core/gpu_introduction.h"
-#include "core/gpu_transport.h"
+#include "core/gpu/gpu_handshake.h"
+#include "core/gpu/gpu_transport.h"
 #include "core/world.h"
-#include "tests/call.h"
+#include "tests/support/test_call.h"
 
 namespace hvd {
 namespace {
@@ -18,7 +18,7 @@ using test::with_engine;
 
 bool is_last() { return rank == size - 1; }
 
-// The stand-in's; null with the real libraries.
+// The fake's; null with the real libraries.
 template <typename Function>
 Function* hook(const char* name) {
   Function* function = nullptr;
@@ -27,7 +27,7 @@ Function* hook(const char* name) {
 }
 
 int groups() {
-  int (*const count)() = hook<int()>("hvd_stand_in_groups");
+  int (*const count)() = hook<int()>("hvd_fake_cuda_groups");
   return count ? count() : -1;
 }
 
@@ -128,7 +128,7 @@ void the_user_chooses_the_way() {
       const int seen = groups_of(kind);
       if (known) CHECK_EQ(seen, by_nccl ? 1 : 0);
     }
-    CHECK_EQ(test::leave(*engine, "", -1), Engine::Farewell::together);
+    CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::together);
   }
 }
 
@@ -160,35 +160,35 @@ void a_second_device_is_refused() {
 // From pure introductions, what all ranks come to.
 void who_does_not_fit_together() {
   const auto one = [](const std::string& bus) {
-    Introduction introduction;
-    introduction.ways = ways_text(Settings());
-    introduction.machine = "here";
-    introduction.bus_id = bus;
-    introduction.nccl_version = 22703;
-    return introduction;
+    GpuInfo info;
+    info.ways = ways_text(Settings());
+    info.machine = "here";
+    info.bus_id = bus;
+    info.nccl_version = 22703;
+    return info;
   };
-  std::vector<Introduction> all = {one("a"), one("b"), one("c")};
-  CHECK(meet(all, {4, 5, 6}).nccl);
+  std::vector<GpuInfo> all = {one("a"), one("b"), one("c")};
+  CHECK(negotiate(all, {4, 5, 6}).nccl);
   all[2].bus_id = "a";
-  CHECK_CONTAINS(meet(all, {4, 5, 6}).refusal, "rank 4 and rank 6 use the same GPU (a)");
+  CHECK_CONTAINS(negotiate(all, {4, 5, 6}).refusal, "rank 4 and rank 6 use the same GPU (a)");
   all[2].machine = "there";
-  CHECK(meet(all, {4, 5, 6}).nccl);
+  CHECK(negotiate(all, {4, 5, 6}).nccl);
   all[1].nccl_version = 21805;
-  CHECK_CONTAINS(meet(all, {4, 5, 6}).refusal, "rank 4 has 2.27.3, rank 5 has 2.18.5");
+  CHECK_CONTAINS(negotiate(all, {4, 5, 6}).refusal, "rank 4 has 2.27.3, rank 5 has 2.18.5");
   all[1].problem = "It is gone.";
-  CHECK_EQ(meet(all, {4, 5, 6}).refusal, "");
-  CHECK_CONTAINS(meet(all, {4, 5, 6}).warning, "rank 5 has no NCCL. It is gone.");
-  CHECK(!meet(all, {4, 5, 6}).nccl);
+  CHECK_EQ(negotiate(all, {4, 5, 6}).refusal, "");
+  CHECK_CONTAINS(negotiate(all, {4, 5, 6}).warning, "rank 5 has no NCCL. It is gone.");
+  CHECK(!negotiate(all, {4, 5, 6}).nccl);
   Settings settings;
   settings.gpu_broadcast = GpuWay::mpi;
   all[2].ways = ways_text(settings);
-  CHECK_CONTAINS(meet(all, {4, 5, 6}).refusal, "rank 6 has operations NCCL");
+  CHECK_CONTAINS(negotiate(all, {4, 5, 6}).refusal, "rank 6 has operations NCCL");
   all = {one("a"), one("a")};
   settings.gpu_operations = settings.gpu_allreduce = settings.gpu_allgather = GpuWay::mpi;
-  for (Introduction& introduction : all) introduction.ways = ways_text(settings);
-  CHECK_EQ(meet(all, {0, 1}).refusal, "");  // they may share it
-  CHECK(!meet(all, {0, 1}).nccl);
-  const Introduction sent = decode_introduction(encode(all[1]));
+  for (GpuInfo& info : all) info.ways = ways_text(settings);
+  CHECK_EQ(negotiate(all, {0, 1}).refusal, "");  // they may share it
+  CHECK(!negotiate(all, {0, 1}).nccl);
+  const GpuInfo sent = decode_gpu_info(encode(all[1]));
   CHECK_EQ(sent.ways + sent.machine + sent.bus_id, all[1].ways + "herea");
 }
 
@@ -197,7 +197,7 @@ void expect_the_same_end(Engine& engine, const std::vector<std::string>& parts) 
   Call late(Kind::allreduce, "late");
   late.on_host = true;  // the stream of the framework goes no further
   late.add(DType::float32, {4});
-  while (engine.leave(0) != Engine::Farewell::lost)
+  while (engine.leave(0) != Engine::LeaveResult::lost)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   late.submit(engine);
   const Status status = late.wait();
@@ -221,7 +221,7 @@ Call& abandoned(const std::string& name) {
 // The last rank's GPU stops in the midst of a collective that all have begun. All processes wait in
 // their streams, and their engines have nothing to do.
 void a_gpu_that_stops_ends_all() {
-  const auto stop = hook<void()>("hvd_stand_in_stop");
+  const auto stop = hook<void()>("hvd_fake_cuda_stop");
   if (!stop || size == 1) return;
   Settings settings;
   settings.timeout_seconds = 1;
@@ -233,13 +233,13 @@ void a_gpu_that_stops_ends_all() {
   while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   expect_the_same_end(
       *engine, {"no progress for 1 s", "allreduce 'stopped' on the GPU of rank", "does not end"});
-  CHECK_CONTAINS(test::stranded, "allreduce 'stopped' on the GPU of rank");
+  CHECK_CONTAINS(test::why_stuck, "allreduce 'stopped' on the GPU of rank");
 }
 
 // NCCL tells one rank that another has gone, in the midst of a collective.
 void an_error_of_nccl_ends_all() {
-  const auto stop = hook<void()>("hvd_stand_in_stop");
-  const auto fail = hook<void(int)>("hvd_stand_in_fail");
+  const auto stop = hook<void()>("hvd_fake_cuda_stop");
+  const auto fail = hook<void(int)>("hvd_fake_cuda_fail");
   if (!stop || size == 1) return;
   static Engine* const engine = test::new_engine().release();  // messages stay under way
   expect_sum_of(*engine, "before");
@@ -251,7 +251,7 @@ void an_error_of_nccl_ends_all() {
   if (rank == 0) fail(6);
   expect_the_same_end(
       *engine, {"allreduce 'failing' on the GPU of rank 0", "remote error", "NCCL_DEBUG=INFO"});
-  CHECK_CONTAINS(test::stranded, "remote error");
+  CHECK_CONTAINS(test::why_stuck, "remote error");
 }
 
 // A script that waits for its stream, as one does that reads a tensor, is ended from outside.
@@ -261,7 +261,7 @@ void a_script_that_is_stuck_ends() {
   Call before(Kind::allreduce, "before");
   before.add(DType::float32, {4}).submit(world);
   before.expect_sum();
-  if (is_last()) hook<void()>("hvd_stand_in_stop")();
+  if (is_last()) hook<void()>("hvd_fake_cuda_stop")();
   Call& call = abandoned("stuck");
   call.submit(world);
   while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -280,7 +280,7 @@ void without_nccl_all_goes_over_the_host() {
                 settings);
   expect_sum_of(engine, "staged");
   if (groups() >= 0) CHECK_EQ(groups(), 0);
-  CHECK_EQ(test::leave(engine, "", -1), Engine::Farewell::together);
+  CHECK_EQ(test::leave(engine, "", -1), Engine::LeaveResult::together);
 }
 
 }  // namespace

@@ -3,7 +3,8 @@
 
 #include <thread>
 
-#include "tests/call.h"
+#include "core/world.h"
+#include "tests/support/test_call.h"
 
 namespace hvd {
 namespace {
@@ -12,7 +13,7 @@ using test::Call;
 using test::rank;
 using test::size;
 
-using Farewell = Engine::Farewell;
+using LeaveResult = Engine::LeaveResult;
 
 bool is_last() { return rank == size - 1; }
 
@@ -25,29 +26,29 @@ void expect_sum_of(Engine& engine, const std::string& name) {
 void together_when_all_leave() {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
-  CHECK_EQ(test::leave(*engine, "", 60), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "", 60), LeaveResult::together);
   Call late(Kind::allreduce, "late");
   late.add(DType::float32, {4}).submit(*engine);
   late.expect_error(Code::aborted, {"allreduce 'late' cannot run", "hvd.init()"});
-  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);  // again, at once
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);  // again, at once
 }
 
 void together_when_nothing_was_ever_submitted() {
   const auto engine = test::new_engine();
-  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
 }
 
 void who_leaves_early_fails_the_others_requests() {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
   if (size == 1) {
-    CHECK_EQ(test::leave(*engine, "the script ended", -1), Farewell::together);
+    CHECK_EQ(test::leave(*engine, "the script ended", -1), LeaveResult::together);
     return;
   }
   const std::string why =
       "rank " + std::to_string(size - 1) + " has left the job: the script ended";
   if (is_last()) {
-    CHECK_EQ(test::leave(*engine, "the script ended", -1), Farewell::alone);
+    CHECK_EQ(test::leave(*engine, "the script ended", -1), LeaveResult::alone);
   } else {
     std::deque<Call> pending;
     for (const char* name : {"a", "b", "c"}) {
@@ -56,7 +57,7 @@ void who_leaves_early_fails_the_others_requests() {
     }
     for (Call& call : pending)
       call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", why});
-    CHECK_EQ(test::leave(*engine, "me too", -1), Farewell::deserted);
+    CHECK_EQ(test::leave(*engine, "me too", -1), LeaveResult::deserted);
   }
   Call late(Kind::broadcast, "late");
   late.add(DType::float32, {4}).submit(*engine);
@@ -72,14 +73,14 @@ void who_leaves_is_served_first() {
   if (is_last()) {
     b.submit(*engine);
     a.submit(*engine);
-    CHECK_EQ(test::leave(*engine, "early", -1), Farewell::together);
+    CHECK_EQ(test::leave(*engine, "early", -1), LeaveResult::together);
   } else {
     a.submit(*engine);
     b.submit(*engine);
   }
   a.expect_sum();
   b.expect_sum();
-  if (!is_last()) CHECK_EQ(test::leave(*engine, "late", -1), Farewell::together);
+  if (!is_last()) CHECK_EQ(test::leave(*engine, "late", -1), LeaveResult::together);
 }
 
 // A rank that leaves with a request nobody shares fails with it.
@@ -89,27 +90,27 @@ void leaving_ranks_own_requests_fail_too() {
   call.add(DType::float32, {4}).submit(*engine);
   if (size == 1) {
     call.expect_sum();
-    CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
+    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
     return;
   }
-  if (rank == 0) CHECK_EQ(test::leave(*engine, "impatient", -1), Farewell::alone);
+  if (rank == 0) CHECK_EQ(test::leave(*engine, "impatient", -1), LeaveResult::alone);
   call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run",
                                     "rank 0 has left the job: impatient"});
-  if (rank != 0) CHECK_EQ(test::leave(*engine, "", -1), Farewell::deserted);
+  if (rank != 0) CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::deserted);
 }
 
 void unheard_in_time_and_together_later() {
   const auto engine = test::new_engine();
   if (size > 1 && rank == 0) {
     const auto start = std::chrono::steady_clock::now();
-    CHECK_EQ(test::leave(*engine, "first", 0.3), Farewell::unheard);
+    CHECK_EQ(test::leave(*engine, "first", 0.3), LeaveResult::unheard);
     const double waited =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     CHECK(waited >= 0.3);
     CHECK(waited < 10);
   }
   MPI_Barrier(MPI_COMM_WORLD);
-  CHECK_EQ(test::leave(*engine, "second", -1), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "second", -1), LeaveResult::together);
 }
 
 double cpu_seconds() {
@@ -149,7 +150,7 @@ void waiting_burns_no_core() {
   if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(2));
   expect_sum_of(*engine, "late");
   share.expect_below(0.2);
-  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
 }
 
 // All ranks have submitted, but different things: they compare again and again.
@@ -167,10 +168,10 @@ void disagreeing_burns_no_core() {
   shared.expect_sum();
   own.expect_sum();
   share.expect_below(0.2);
-  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
 }
 
-// Past the first requests, for which the deadline is long.
+// WaitTimes the first requests, for which the deadline is long.
 std::unique_ptr<Engine> engine_with_deadline(double seconds) {
   Settings settings;
   settings.timeout_seconds = seconds;
@@ -192,14 +193,14 @@ void the_deadline_names_who_is_missing() {
         {"allreduce 'late' cannot run: no progress for 1 s: rank ",
          " waits for allreduce 'late', which rank " + std::to_string(size - 1) + " (on ",
          ") has not submitted"});
-    CHECK_EQ(test::leave(*engine, "", -1), Farewell::lost);
+    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::lost);
     // It has messages under way, for which nobody will wait.
     static const Engine* kept;
     kept = engine.release();
     CHECK(kept != nullptr);
     if (test::device) test::device->keep();
   } else {
-    CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
+    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
   }
 }
 
@@ -211,14 +212,43 @@ void the_deadline_ends_a_disagreement() {
   call.expect_error(Code::deadline_exceeded,
                     {"no progress for", "rank 0 has submitted: allreduce 'theirs'",
                      "rank " + std::to_string(size - 1) + " has submitted: allreduce 'mine'"});
-  CHECK_EQ(test::leave(*engine, "", -1), Farewell::lost);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::lost);
 }
 
 // However long the others' scripts go on.
 void leaving_has_no_deadline() {
   const auto engine = engine_with_deadline(0.2);
   if (is_last()) std::this_thread::sleep_for(std::chrono::milliseconds(700));
-  CHECK_EQ(test::leave(*engine, "", -1), Farewell::together);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
+}
+
+// A set may go while another thread submits to it: that is an error, or it has run.
+void nothing_succeeds_in_a_set_that_is_gone() {
+  World& world = World::instance();
+  CHECK_EQ(world.init({}, nullptr).message, "");
+  std::atomic<bool> over{false};
+  std::atomic<int> failed{0};
+  std::thread submits([&] {
+    while (!over) {
+      Call call(Kind::allreduce, "of one rank");
+      call.request.process_set = 1;
+      call.add(DType::float32, {4}).submit(world);
+      if (!call.wait().ok()) {
+        ++failed;
+      } else {
+        for (int64_t i = 0; i < 4; ++i)
+          CHECK_EQ(call.output<float>(0)[i], static_cast<float>(test::value(rank, 0, i)));
+      }
+    }
+  });
+  for (int i = 0; i < 1000; ++i) {
+    CHECK_EQ(world.add_process_set(1, {rank}).message, "");
+    world.remove_process_set(1);
+  }
+  over = true;
+  submits.join();
+  CHECK(failed > 0);
+  CHECK_EQ(world.leave("the test is over", -1), LeaveResult::together);
 }
 
 }  // namespace
@@ -238,6 +268,7 @@ int main(int argc, char** argv) {
           {"unheard in time and together later", unheard_in_time_and_together_later},
           {"waiting burns no core", waiting_burns_no_core},
           {"disagreeing burns no core", disagreeing_burns_no_core},
+          {"nothing succeeds in a set that is gone", nothing_succeeds_in_a_set_that_is_gone},
           {"leaving has no deadline", leaving_has_no_deadline},
           {"the deadline ends a disagreement", the_deadline_ends_a_disagreement},
           {"the deadline names who is missing", the_deadline_names_who_is_missing},

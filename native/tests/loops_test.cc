@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "core/reduce.h"
-#include "tests/check.h"
-#include "tests/small_floats.h"
-#include "tests/tested.h"
+#include "core/math/reduce.h"
+#include "tests/support/check.h"
+#include "tests/support/small_floats.h"
+#include "tests/support/tested.h"
 
 namespace hvd {
 namespace {

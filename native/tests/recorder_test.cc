@@ -1,5 +1,5 @@
-// The counters, and the timeline's file: a whole JSON document at every moment.
-#include "core/recorder.h"
+// The counters, and the timeline's file, which can be read at every moment.
+#include "core/engine/recorder.h"
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -13,7 +13,7 @@
 #include <sstream>
 #include <thread>
 
-#include "tests/check.h"
+#include "tests/support/check.h"
 
 namespace hvd {
 namespace {
@@ -91,8 +91,18 @@ void the_checker_knows_json() {
     CHECK(!valid(text));
 }
 
+// The format lets the closing bracket be absent.
+bool valid_so_far(const std::string& text) { return !valid(text) && valid(text + "]"); }
+
+// As a reader takes the file of a process that was killed: without a last line that is not whole.
+bool valid_up_to_the_last_line(const std::string& text) {
+  if (valid_so_far(text)) return true;
+  const size_t end = text.rfind(",\n");
+  return valid_so_far(end == std::string::npos ? "[" : text.substr(0, end));
+}
+
 // Of three ranks, of which the second waited least.
-const std::vector<Past> kPasts = {
+const std::vector<WaitTimes> kPasts = {
     {50'000'000, 1'000'000, 100}, {10'000'000, 2'000'000, 200}, {30'000'000, 3'000'000, 300}};
 
 Served served(const std::string& name, uint64_t bytes = 100) {
@@ -101,8 +111,8 @@ Served served(const std::string& name, uint64_t bytes = 100) {
 }
 
 void agreed(Recorder& recorder, const std::vector<Served>& requests,
-            const std::vector<Past>& pasts = kPasts) {
-  recorder.agreed(0, {0, 1, 2}, {"a", "b", "c"}, requests, pasts);
+            const std::vector<WaitTimes>& all_times = kPasts) {
+  recorder.agreed(0, {0, 1, 2}, {"a", "b", "c"}, requests, all_times);
 }
 
 void who_waits_least_came_last() {
@@ -138,7 +148,7 @@ void the_timeline_has_a_row_for_each_rank() {
   std::this_thread::sleep_for(milliseconds(60));
   agreed(recorder, {served("x")});
   const std::string text = read(path);
-  CHECK(valid(text));
+  CHECK(valid_so_far(text));
   for (const char* rank : {"rank 0 on a", "rank 1 on b", "rank 2 on c"}) CHECK_CONTAINS(text, rank);
   CHECK_EQ(count(text, "\"wait for rank 1\""), size_t{2});
   CHECK_EQ(count(text, "\"wait\""), size_t{1});
@@ -161,28 +171,26 @@ void any_name_fits() {
         std::string(255, 'n') + "\xc3\xbc"})
     agreed(recorder, {served(name)});
   const std::string text = read(path);
-  CHECK(valid(text));
+  CHECK(valid_so_far(text));
   CHECK_CONTAINS(text, "\"name\":\"\\\"\\\\\\u000a\"");
   CHECK_CONTAINS(text, "\"name\":\"gr\xc3\xbc\xc3\x9f\"");
   CHECK_CONTAINS(text, "\"name\":\"\\ufffd\\ufffd \"");
   CHECK_CONTAINS(text, "\"name\":\"" + std::string(255, 'n') + "\\u2026\"");
 }
 
-void the_file_is_valid_after_every_request() {
+void every_request_is_in_the_file_at_once() {
   const std::string path = folder + "/long.json";
   Recorder recorder(0, 3);
   CHECK(recorder.start_timeline(path).ok());
-  CHECK(valid(read(path)));
+  CHECK(valid_so_far(read(path)));
   for (int i = 0; i < 300; ++i) {
     agreed(recorder, {served(std::string(i % 200, 'x')), served("y")});
-    if (!CHECK(valid(read(path)))) break;
+    if (!CHECK(valid_so_far(read(path)))) break;
   }
   CHECK_EQ(count(read(path), "\"ph\":\"X\""), size_t{300 * 3 * 2 * 2});
   recorder.stop_timeline();
   CHECK(valid(read(path)));
   CHECK_EQ(count(read(path), "\"ph\":\"X\""), size_t{300 * 3 * 2 * 2});
-  CHECK_EQ(read(path).back(), ']');
-  CHECK(read(path)[read(path).size() - 2] == '}');  // no spaces are left
   agreed(recorder, {served("later")});
   CHECK_EQ(count(read(path), "later"), size_t{0});
   CHECK(recorder.start_timeline(path).ok());  // begins anew
@@ -214,9 +222,8 @@ void a_full_disk_ends_the_timeline_only() {
   wait(&status);
   CHECK_EQ(status, 0);
   const std::string text = read(path);
-  CHECK(valid(text));
+  CHECK(valid_up_to_the_last_line(text));
   CHECK(count(text, "\"ph\":\"X\"") > 100);
-  CHECK(access((path + ".new").c_str(), F_OK) != 0);
 }
 
 void whatever_kills_the_process() {
@@ -236,7 +243,7 @@ void whatever_kills_the_process() {
     kill(child, SIGKILL);
     waitpid(child, nullptr, 0);
     const std::string text = read(path);
-    if (!CHECK(valid(text))) break;
+    if (!CHECK(valid_up_to_the_last_line(text))) break;
     shortest = std::min(shortest, text.size());
     longest = std::max(longest, text.size());
   }
@@ -255,14 +262,13 @@ int main() {
       {"ranks that come together are not late", hvd::ranks_that_come_together_are_not_late},
       {"the timeline has a row for each rank", hvd::the_timeline_has_a_row_for_each_rank},
       {"any name fits", hvd::any_name_fits},
-      {"the file is valid after every request", hvd::the_file_is_valid_after_every_request},
+      {"every request is in the file at once", hvd::every_request_is_in_the_file_at_once},
       {"a path that cannot be written", hvd::a_path_that_cannot_be_written},
       {"a full disk ends the timeline only", hvd::a_full_disk_ends_the_timeline_only},
       {"whatever kills the process", hvd::whatever_kills_the_process},
   });
   for (const char* file : {"rows", "names", "long", "twice", "full", "killed"})
     unlink((hvd::folder + "/" + file + ".json").c_str());
-  unlink((hvd::folder + "/killed.json.new").c_str());
   rmdir(hvd::folder.c_str());
   return status;
 }

@@ -1,5 +1,5 @@
 // Reductions against exact arithmetic: modulo 2^64 for integers, double for floats.
-#include "core/reduce.h"
+#include "core/math/reduce.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "tests/check.h"
-#include "tests/small_floats.h"
-#include "tests/tested.h"
+#include "tests/support/check.h"
+#include "tests/support/small_floats.h"
+#include "tests/support/tested.h"
 
 namespace hvd {
 namespace {

@@ -5,16 +5,16 @@
 #include <random>
 #include <thread>
 
-#include "core/engine.h"
-#include "tests/check.h"
-#include "tests/thread_transport.h"
+#include "core/engine/engine.h"
+#include "tests/support/check.h"
+#include "tests/support/thread_transport.h"
 
 namespace hvd {
 namespace {
 
 constexpr int kRanks = 3;
 
-using Farewell = Engine::Farewell;
+using LeaveResult = Engine::LeaveResult;
 
 // Runs a body on each rank, with an engine.
 void on_all_ranks(const Settings& settings, const std::function<void(Engine&, int)>& body) {
@@ -29,7 +29,7 @@ void on_all_ranks(const Settings& settings, const std::function<void(Engine&, in
   for (std::thread& thread : threads) thread.join();
 }
 
-Farewell leave(Engine& engine, const std::string& reason) {
+LeaveResult leave(Engine& engine, const std::string& reason) {
   engine.announce_leaving(reason);
   return engine.leave(-1);
 }
@@ -97,7 +97,7 @@ void threads_of_all_ranks_submit_in_any_order() {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
 }
 
@@ -116,7 +116,7 @@ void errors_reach_all_and_work_goes_on() {
       CHECK_EQ(next.wait().message, "");
       CHECK(next.output == times_ranks(2));
     }
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
 }
 
@@ -136,14 +136,14 @@ void ranks_join_one_after_another() {
       std::memcpy(&last, join.output.data(), sizeof last);
       CHECK_EQ(last, kRanks - 1);
     }
-    CHECK_EQ(leave(engine, "done"), Farewell::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
   });
 }
 
 void who_leaves_fails_what_others_submit_at_that_time() {
   on_all_ranks({}, [](Engine& engine, int rank) {
     if (rank == 1) {
-      CHECK_EQ(leave(engine, "tired"), Farewell::alone);
+      CHECK_EQ(leave(engine, "tired"), LeaveResult::alone);
       return;
     }
     std::vector<std::thread> threads;
@@ -159,7 +159,7 @@ void who_leaves_fails_what_others_submit_at_that_time() {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    CHECK_EQ(leave(engine, ""), Farewell::deserted);
+    CHECK_EQ(leave(engine, ""), LeaveResult::deserted);
   });
 }
 
@@ -178,8 +178,102 @@ void the_deadline_reaches_all() {
     const Status status = late.wait();
     CHECK_EQ(status.code, Code::deadline_exceeded);
     CHECK_CONTAINS(status.message, "which rank 2 (on here) has not submitted");
-    CHECK_EQ(leave(engine, ""), Farewell::lost);
+    CHECK_EQ(leave(engine, ""), LeaveResult::lost);
   });
+}
+
+// Each new request lets the ranks look again at once, which is not the time that they wait.
+void many_early_looks_are_no_long_wait() {
+  Settings settings;
+  settings.timeout_seconds = settings.first_timeout_seconds = 2;
+  on_all_ranks(settings, [](Engine& engine, int rank) {
+    std::deque<std::deque<Call>> of_rank(kRanks);
+    for (int k = 0; k < kRanks; ++k) {  // its own first, which the others submit later
+      const int first = (rank + k) % kRanks;
+      for (int i = 0; i < 300; ++i) {
+        of_rank[first].emplace_back(Kind::allreduce,
+                                    std::to_string(first) + "." + std::to_string(i),
+                                    std::vector<float>{1, 1});
+        if (k == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        of_rank[first].back().submit(engine);
+      }
+    }
+    for (std::deque<Call>& calls : of_rank) {
+      for (Call& call : calls) CHECK_EQ(call.wait().message, "");
+    }
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+  });
+}
+
+void a_mismatch_fails_on_all_and_work_goes_on() {
+  Settings settings;
+  settings.mismatch_seconds = 0.2;
+  on_all_ranks(settings, [](Engine& engine, int rank) {
+    for (int round = 0; round < 3; ++round) {
+      // Rank 0 has a batch more than the others; or it has joined, and they differ.
+      const bool joins = round == 2 && rank == 0;
+      std::deque<Call> calls;
+      if (joins) {
+        calls.emplace_back(Kind::join, "");
+      } else {
+        const bool first = rank == (round == 2 ? 1 : 0);
+        calls.emplace_back(first ? Kind::allreduce : Kind::allgather, first ? "batch" : "end",
+                           std::vector<float>{1, 1});
+        calls.emplace_back(Kind::allreduce, "of rank " + std::to_string(rank),
+                           std::vector<float>{1, 1});
+      }
+      for (Call& call : calls) call.submit(engine);
+      for (Call& call : calls) {
+        const Status status = call.wait();
+        CHECK_EQ(status.code, Code::failed_precondition);
+        CHECK_CONTAINS(status.message, "the ranks wait for different collectives");
+        CHECK_CONTAINS(status.message, "allreduce 'batch'");
+        CHECK_CONTAINS(status.message,
+                       "rank 2 has submitted: allgather 'end', allreduce 'of rank 2'");
+      }
+      Call next(Kind::allreduce, "batch", {2, 2});
+      next.submit(engine);
+      CHECK_EQ(next.wait().message, "");
+      CHECK(next.output == times_ranks(2));
+    }
+    Call join(Kind::join, "");
+    join.submit(engine);
+    CHECK_EQ(join.wait().message, "");
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+  });
+}
+
+// Each rank's threads come one after another, in another order than the next rank's.
+void threads_that_take_turns_are_no_mismatch() {
+  Settings settings;
+  settings.mismatch_seconds = 2;
+  on_all_ranks(settings, [](Engine& engine, int rank) {
+    std::deque<Call> calls;
+    for (int i = 0; i < 4 * kRanks; ++i) {
+      const int thread = (rank + i) % kRanks;
+      calls.emplace_back(Kind::allreduce, "thread " + std::to_string(thread),
+                         std::vector<float>{1, 1});
+      calls.back().submit(engine);
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    for (Call& call : calls) CHECK_EQ(call.wait().message, "");
+    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+  });
+}
+
+// Where no rank has CUDA, nothing for GPUs is around the transport, which knows why.
+void tensors_of_gpus_without_cuda_are_refused() {
+  const auto hub = std::make_shared<test::Hub>(1);
+  auto transport = std::make_unique<test::ThreadTransport>(hub, 0);
+  transport->set_why_no_gpu("CUDA was not found, install it.");
+  Engine engine(std::move(transport), {});
+  Call call(Kind::allreduce, "of a GPU", {1, 1});
+  call.request().device = 0;
+  call.submit(engine);
+  const Status status = call.wait();
+  CHECK_EQ(status.code, Code::invalid_argument);
+  CHECK_EQ(status.message, "allreduce 'of a GPU': CUDA was not found, install it.");
+  CHECK_EQ(leave(engine, "done"), LeaveResult::together);
 }
 
 }  // namespace
@@ -194,5 +288,9 @@ int main() {
       {"who leaves fails what others submit at that time",
        who_leaves_fails_what_others_submit_at_that_time},
       {"the deadline reaches all", the_deadline_reaches_all},
+      {"many early looks are no long wait", many_early_looks_are_no_long_wait},
+      {"a mismatch fails on all and work goes on", a_mismatch_fails_on_all_and_work_goes_on},
+      {"threads that take turns are no mismatch", threads_that_take_turns_are_no_mismatch},
+      {"tensors of GPUs without CUDA are refused", tensors_of_gpus_without_cuda_are_refused},
   });
 }

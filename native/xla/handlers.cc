@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/kernel_api.h"
-#include "tensorflow/call.h"
+#include "tensorflow/request_from_attributes.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xla::ffi {
@@ -179,8 +179,8 @@ XLA_FFI_DEFINE_HANDLER(kCollectiveOnGpu, collective_on_gpu,
                            .Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "CUDA", kCollectiveOnGpu);
 
-XLA_FFI_DEFINE_HANDLER(kPlace, place, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());
-XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_place", "Host", kPlace);
+XLA_FFI_DEFINE_HANDLER(kRankInfo, place, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());
+XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_rank_info", "Host", kRankInfo);
 
 }  // namespace
 }  // namespace hvd

@@ -9,8 +9,8 @@
 
 #include "core/kernel_api.h"
 #include "tensorflow/attributes.h"
-#include "tensorflow/call.h"
 #include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
+#include "tensorflow/request_from_attributes.h"
 #include "xla/hlo/builder/xla_builder.h"
 #include "xla/shape_util.h"
 
@@ -131,7 +131,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
     if (keeps_shape(call_.kind)) return absl::OkStatus();
     int size = 0, place = 0;
     TF_RETURN_IF_ERROR(to_absl(look_up("size", call_.process_set, &size)));
-    TF_RETURN_IF_ERROR(to_absl(look_up("place", call_.process_set, &place)));
+    TF_RETURN_IF_ERROR(to_absl(look_up("set_rank", call_.process_set, &place)));
     if (call_.kind == Kind::alltoall) {
       std::vector<int64_t> splits;
       const bool known = c->ConstantInputAsIntVector(1, &splits).ok();
@@ -156,14 +156,14 @@ class CollectiveXlaKernel : public XlaOpKernel {
   const std::string text_;
 };
 
-class PlaceXlaKernel : public XlaOpKernel {
+class RankInfoXlaKernel : public XlaOpKernel {
  public:
-  explicit PlaceXlaKernel(OpKernelConstruction* c)
+  explicit RankInfoXlaKernel(OpKernelConstruction* c)
       : XlaOpKernel(c), text_(dictionary(c->def().op(), attributes_of(c->def()))) {}
 
   void Compile(XlaOpKernelContext* c) override {
     c->SetOutput(0, xla::CustomCallWithLayout(
-                        c->builder(), "hvd_place", {},
+                        c->builder(), "hvd_rank_info", {},
                         xla::ShapeUtil::MakeShapeWithDescendingLayout(xla::S32, {}), {}, text_,
                         /*has_side_effect=*/false, {}, /*literal=*/nullptr,
                         xla::CustomCallSchedule::SCHEDULE_NONE,
@@ -175,7 +175,7 @@ class PlaceXlaKernel : public XlaOpKernel {
 };
 
 // The number is in the host's memory.
-class PlaceOnGpuXlaKernel : public XlaOpKernel {
+class RankInfoOnGpuXlaKernel : public XlaOpKernel {
  public:
   using XlaOpKernel::XlaOpKernel;
 
@@ -188,23 +188,25 @@ class PlaceOnGpuXlaKernel : public XlaOpKernel {
 
 // Not by XLA's own REGISTER_XLA_OP, which is ignored in a process that has compiled something
 // before.
-#define HVD_REGISTER(op, device, kernel) \
-  REGISTER_KERNEL_BUILDER(Name(op).Device(tensorflow::device), kernel)
-HVD_REGISTER("HvdAllreduce", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdAllgather", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdBroadcast", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdAlltoall", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdReducescatter", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdBarrier", DEVICE_CPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdPlace", DEVICE_CPU_XLA_JIT, PlaceXlaKernel);
+template <typename Kernel>
+void register_kernel(const std::string& op, const char* device) {
+  tensorflow::kernel_factory::OpKernelRegistrar(
+      tensorflow::KernelDefBuilder(op.c_str()).Device(device).Build(), op,
+      [](OpKernelConstruction* c) -> tensorflow::OpKernel* { return new Kernel(c); });
+}
 
-HVD_REGISTER("HvdAllreduce", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdAllgather", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdBroadcast", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdAlltoall", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdReducescatter", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdBarrier", DEVICE_GPU_XLA_JIT, CollectiveXlaKernel);
-HVD_REGISTER("HvdPlace", DEVICE_GPU_XLA_JIT, PlaceOnGpuXlaKernel);
+bool register_all() {
+  for (const char* device : {tensorflow::DEVICE_CPU_XLA_JIT, tensorflow::DEVICE_GPU_XLA_JIT}) {
+    for (const Collective& row : collectives()) {
+      if (row.xla) register_kernel<CollectiveXlaKernel>(op_of(row), device);
+    }
+  }
+  register_kernel<RankInfoXlaKernel>("HvdRankInfo", tensorflow::DEVICE_CPU_XLA_JIT);
+  register_kernel<RankInfoOnGpuXlaKernel>("HvdRankInfo", tensorflow::DEVICE_GPU_XLA_JIT);
+  return true;
+}
+
+const bool registered = register_all();
 
 }  // namespace
 }  // namespace hvd

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_keras.launch.channel import SILENCE
+from hvd_keras.launch.onhost.channel import SILENCE
 from tests.harness import cluster, memory, restarting
 from tests.harness.cluster import Running
 from tests.harness.hosts import Hosts
@@ -53,16 +53,17 @@ def killed(words: str, number: int = signal.SIGKILL) -> Callable[[Running], None
     return lambda job: job.kill(1, words, number)
 
 
+EARLY = r"hvdrun: rank 1 exited \(status 0\) while the others were still running$"
 FIRST = "hvdrun: rank 1 on server2 failed first: "
 LOST = "hvdrun: lost server2 with rank 1: the network or the host failed$"
 VAIN = (
-    r"waited for another rank in vain.*\n(.*\n)*"
+    r"timed out waiting for another rank.*\n(.*\n)*"
     r".*rank 1 \(on server2\) (has not submitted|does not go on)"
 )
 DIFFER = r"failed first: exit status 1\n(.*\n)*.*"
 ROWS = {
     "SIGKILL": Row(FIRST + "killed by SIGKILL$", killed("restarting.py")),
-    "worker killed": Row(FIRST + "killed before it could report", killed("launch.remote")),
+    "worker killed": Row(FIRST + "killed before it could report", killed("onhost.worker")),
     "daemon killed": Row("mpirun's daemon on server2 died first", killed(cluster.DAEMON)),
     "mpirun killed": Row(
         "mpirun ended with killed by SIGKILL", lambda job: job.kill(0, cluster.MPIRUN)
@@ -77,9 +78,9 @@ ROWS = {
     "out of memory": Row(FIRST + "killed by SIGKILL$"),
     "MPI_Abort(5)": Row(FIRST + "exit status 5$"),
     "sleep": Row(VAIN, within=DEADLINE),
-    "sys.exit(0)": Row(r"hvdrun: rank 1 ended first, without the others$|rank 1 has left the job"),
+    "sys.exit(0)": Row(EARLY + r"|rank 1 has left the job"),
     "sys.exit(3)": Row(FIRST + "exit status 3$"),
-    "os._exit(0)": Row("hvdrun: rank 1 ended first, without the others$"),
+    "os._exit(0)": Row(EARLY),
     "os._exit(3)": Row(FIRST + "exit status 3$"),
     "other shape": Row(DIFFER + r"rank 1: .*float32\[2\]"),
     "other dtype": Row(DIFFER + r"rank 1: .*float64\[2\]"),

@@ -14,7 +14,7 @@ from tests.harness.launcher import wait_until
 # What a rank sees, without MPI.
 WHO = """
 import os, signal, socket, sys, time
-from hvd_keras.launch.worker import find_rank
+from hvd_keras.launch.onhost.worker import find_rank
 rank = find_rank(os.environ)
 """
 
@@ -87,7 +87,7 @@ def test_the_secret_stands_on_no_command_line(hosts: Hosts, tmp_path: Path) -> N
     command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
     with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
         job.wait_for("ready", 2)
-        (worker,) = (pid for pid in job.pids(1, "hvd_keras.launch.remote") if pid)
+        (worker,) = (pid for pid in job.pids(1, "hvd_keras.launch.onhost.worker") if pid)
         environment = Path(f"/proc/{worker}/environ").read_bytes().decode()
         secret = re.search(r"HVDRUN_SECRET=([0-9a-f]{64})\0", environment)[1]
         lines = [line for host in hosts for line in host.processes().values()]
@@ -96,7 +96,7 @@ def test_the_secret_stands_on_no_command_line(hosts: Hosts, tmp_path: Path) -> N
         job.signal(signal.SIGINT)
         assert job.wait() == 130
         clean(hosts)
-        assert job.output.splitlines()[-1] == "hvdrun: ended by SIGINT, with all ranks"
+        assert job.output.splitlines()[-1] == "hvdrun: SIGINT received; all ranks were ended"
 
 
 def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_host_that_cannot_be_reached_at_the_end_gets_some_time(
         job.wait_for("ready", 2)
         hosts[1].refuse(22)
         (tmp_path / "go").touch()
-        wait_until(lambda: not job.pids(0, r"launch\.remote"), "the ranks have ended")
+        wait_until(lambda: not job.pids(0, r"onhost\.worker"), "the ranks have ended")
         time.sleep(3)
         assert job.process.poll() is None
         assert hosts[1].leftovers()
@@ -151,7 +151,7 @@ def test_a_rank_that_stops_before_init_is_named(hosts: Hosts, tmp_path: Path) ->
     )
     clean(hosts)
     assert done.returncode == 75
-    cause = "rank 0 waited for another rank in vain; rank 1 on server3 has not called hvd.init()"
+    cause = "rank 0 timed out waiting for another rank; rank 1 on server3 has not called hvd.init()"
     assert f"\nhvdrun: {cause}\n" in done.stderr
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_leaves_without_an_error_is_no_success(hosts: Hosts, tmp_pat
     )
     clean(hosts)
     assert done.returncode == 137
-    cause = "hvdrun: rank 0 on server2 failed first: killed before it could report its end\n"
+    cause = "hvdrun: rank 0 on server2 failed first: killed before it could report\n"
     assert done.stderr == cause
 
 
@@ -213,6 +213,19 @@ def test_a_missing_folder_or_program_is_told(hosts: Hosts, tmp_path: Path) -> No
         hosts[1].run(["umount", str(hidden)])
     assert told[0].startswith(f"hvdrun: server2 has no folder {hidden}/sub; expected")
     assert told[1].startswith(f"hvdrun: server2 has no program {program}; expected")
+
+
+def test_a_host_without_room_for_the_jobs_files_is_told(hosts: Hosts, tmp_path: Path) -> None:
+    command = script(tmp_path, "time.sleep(1000)")
+    hosts[1].run(["mount", "-o", "remount,ro", "/dev/shm"])
+    try:
+        done = cluster.run(hosts[0], "-H", "server1:1,server2:1", *command, folder=tmp_path)
+    finally:
+        hosts[1].run(["mount", "-o", "remount,rw", "/dev/shm"])
+    clean(hosts)
+    assert done.returncode == 126
+    assert "hvdrun: rank 1 on server2 failed first: exit status 126\n" in done.stderr
+    assert re.search(r"^\[1\] hvdrun: cannot start .* Read-only file system", done.stderr, re.M)
 
 
 def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:

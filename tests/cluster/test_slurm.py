@@ -120,7 +120,7 @@ def test_ctrl_c_ends_all_ranks(ready: Slurm, tmp_path: Path) -> None:
         job.wait_for("ready", 3)
         job.kill(0, r"^\S+ -m hvd_keras.launch -np", signal.SIGINT)
         assert job.wait() == 130
-        assert job.output.splitlines()[-1] == "hvdrun: ended by SIGINT, with all ranks"
+        assert job.output.splitlines()[-1] == "hvdrun: SIGINT received; all ranks were ended"
         assert not ready.left()
 
 
@@ -145,7 +145,9 @@ def test_a_fault_is_told_and_survived(ready: Slurm, tmp_path: Path, fault: str) 
         if fault == "kill":
             # SLURM may kill the step before anything is told.
             told = "hvdrun: rank 1 on server2 failed first: killed by SIGKILL\n"
-            unknown = "hvdrun: ranks 0, 1, 2 were killed at one moment, before they could report"
+            unknown = (
+                "hvdrun: ranks 0, 1, 2 were killed at the same moment, before they could report"
+            )
             assert told in job.output or unknown in job.output
             assert "hvdrun: restart 1 of 1: 3 ranks\n" in job.output
             assert end(job.output) == end(calm.stdout)

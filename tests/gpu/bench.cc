@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "core/nccl_communicator.h"
-#include "tests/call.h"
+#include "core/gpu/nccl_communicator.h"
+#include "tests/support/test_call.h"
 
 namespace hvd {
 namespace {
@@ -70,7 +70,7 @@ void table() {
   over_host.gpu_operations = over_host.gpu_allreduce = GpuWay::mpi;
   const auto by_host = test::new_engine(over_host);
   const char* (*leaks)() = nullptr;
-  test::device->bind("hvd_stand_in_leaks", &leaks);
+  test::device->bind("hvd_fake_cuda_leaks", &leaks);
   if (rank == 0) {
     if (leaks) std::printf("THE STAND-IN, NO GPU: these figures mean nothing.\n");
     std::printf("CUDA %d (%s), NCCL %s (%s), %d ranks; microseconds a call\n",
@@ -105,8 +105,8 @@ void table() {
                   static_cast<double>(bytes) / engine / 1e9);
     }
   }
-  CHECK_EQ(test::leave(*by_nccl, "", -1), Engine::Farewell::together);
-  CHECK_EQ(test::leave(*by_host, "", -1), Engine::Farewell::together);
+  CHECK_EQ(test::leave(*by_nccl, "", -1), Engine::LeaveResult::together);
+  CHECK_EQ(test::leave(*by_host, "", -1), Engine::LeaveResult::together);
   plain->close(kPause);
 }
 

@@ -1,4 +1,4 @@
-// XLA's own compiler and runtime for GPUs over the stand-in for CUDA: compiles for an H100 what
+// XLA's own compiler and runtime for GPUs over the fake for CUDA: compiles for an H100 what
 // TensorFlow has lowered, and executes it. What would need a kernel of the GPU cannot run, that is
 // all computations; collectives, copies and constants can. xla.py calls this.
 #include <dlfcn.h>
@@ -37,7 +37,7 @@ namespace {
 namespace se = stream_executor;
 using se::DeviceAddressBase;
 
-// The stand-in's. TensorFlow has functions of the same names, which a linker would find first.
+// The fake's. TensorFlow has functions of the same names, which a linker would find first.
 struct Cuda {
   int (*cudaSetDevice)(int);
   int (*cudaStreamCreateWithFlags)(CUstream_st**, unsigned);
@@ -52,13 +52,13 @@ struct Cuda {
 Cuda cuda;
 
 absl::Status not_here(const char* what) {
-  return absl::UnimplementedError(std::string("the stand-in for a GPU has no ") + what);
+  return absl::UnimplementedError(std::string("the fake for a GPU has no ") + what);
 }
 
 // Of a result of CUDA's.
 absl::Status checked(int result) {
   if (result == 0) return absl::OkStatus();
-  return absl::InternalError("the stand-in returned " + std::to_string(result));
+  return absl::InternalError("the fake returned " + std::to_string(result));
 }
 
 xla::gpu::GpuTargetConfig target() {
@@ -313,7 +313,7 @@ const char* text_of(const absl::Status& status) {
 
 }  // namespace
 
-// Null if the stand-in of this path is complete.
+// Null if the fake of this path is complete.
 EXPORT const char* hvd_xla_open(const char* path) {
   void* const library = dlopen(path, RTLD_NOW);
   if (!library) return dlerror();

@@ -1,7 +1,7 @@
-"""A job of several ranks: what XLA compiles for GPUs, run over the stand-in for CUDA and NCCL.
+"""A job of several ranks: what XLA compiles for GPUs, run over the fake for CUDA and NCCL.
 
 Started by tests/unit/test_core.py as ``python -m tests.gpu.xla LIBRARY``, where the library is what
-xla.cc becomes. The stand-in ends the process if an event is missing between XLA's stream and ours.
+xla.cc becomes. The fake ends the process if an event is missing between XLA's stream and ours.
 """
 
 import concurrent.futures
@@ -22,11 +22,11 @@ hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
 DEVICE = 1  # not the one that a handler would use which does not ask XLA
 LIBRARY = ctypes.CDLL(sys.argv[1])
-STAND_IN = ctypes.CDLL(os.environ["HVD_CUDART_LIBRARY"])
+FAKE_CUDA = ctypes.CDLL(os.environ["HVD_CUDART_LIBRARY"])
 for name in ("open", "compile", "start", "finish"):
     getattr(LIBRARY, f"hvd_xla_{name}").restype = ctypes.c_char_p
 LIBRARY.hvd_xla_bytes.restype = ctypes.c_uint64
-STAND_IN.hvd_stand_in_leaks.restype = ctypes.c_char_p
+FAKE_CUDA.hvd_fake_cuda_leaks.restype = ctypes.c_char_p
 
 
 def check(error: bytes | None) -> None:
@@ -169,5 +169,5 @@ for test in (
     test()
     print(f"ok  {test.__name__}", flush=True)
 hvd.shutdown()
-left = STAND_IN.hvd_stand_in_leaks().decode()
+left = FAKE_CUDA.hvd_fake_cuda_leaks().decode()
 assert not left, left

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hvd_keras.launch.cores import THREAD_VARIABLES
+from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 from tests.harness.hosts import Host, Hosts
 
 # Seconds: far above what any of these jobs takes.

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_keras.launch.worker import die_with_parent
+from hvd_keras.launch.onhost.process import die_with_parent
 
 # Seconds for one of the tools used here; they take milliseconds.
 LIMIT = 60

@@ -8,7 +8,7 @@ import textwrap
 import threading
 import time
 
-from hvd_keras.launch.cores import THREAD_VARIABLES
+from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 
 # Seconds: far above what any of these jobs takes, far below the sleep of a rank that must be ended.
 LIMIT = 60
@@ -90,15 +90,15 @@ class Launcher:
         return process
 
     def processes(self) -> dict[int, str]:
-        """The processes of this launcher's jobs, which all have its folder in their command."""
+        """The processes of this launcher's jobs, which have its folder in their environment."""
         found = {}
-        for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
             try:
-                line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if f"={self.temporary}".encode() in (path / "environ").read_bytes():
+                    line = (path / "cmdline").read_bytes().replace(b"\0", b" ")
+                    found[int(path.name)] = line.decode(errors="replace")
             except OSError:
                 continue
-            if str(self.folder) in line:
-                found[int(path.parent.name)] = line
         return found
 
 

@@ -20,9 +20,15 @@ class Job:
 
 
 def mpirun(
-    size: int, *command: str, timeout: float = 120, env: dict[str, str] | None = None
+    size: int,
+    *command: str,
+    timeout: float = 120,
+    env: dict[str, str] | None = None,
+    inside: tuple[str, ...] = (),
 ) -> Job:
     """Runs a command on ``size`` ranks under the plain mpirun, without hvdrun.
+
+    ``inside`` is a command that runs mpirun, which is given as its last arguments.
 
     A job that outlives ``timeout`` (seconds) is killed with all its processes, and is a failure
     whose message shows what the ranks printed until then.
@@ -32,7 +38,7 @@ def mpirun(
     if os.geteuid() == 0:
         arguments.append("--allow-run-as-root")
     process = subprocess.Popen(
-        [*arguments, *command],
+        [*inside, *arguments, *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -50,8 +50,8 @@ def main() -> None:
     os.environ["LSAN_OPTIONS"] = f"suppressions={suppressions}:print_suppressions=0"
     run(address, *ALONE, "threads_test")
     os.environ["ASAN_OPTIONS"] = "fast_unwind_on_malloc=0"  # whole stacks, to know whose leak it is
-    stand_in = str(address / "libhvd_gpu_stand_in.so")
-    os.environ |= {"HVD_CUDART_LIBRARY": stand_in, "HVD_NCCL_LIBRARY": stand_in}
+    fake_cuda = str(address / "libhvd_fake_cuda.so")
+    os.environ |= {"HVD_CUDART_LIBRARY": fake_cuda, "HVD_NCCL_LIBRARY": fake_cuda}
     transports = (("mpi", 2), ("host", 2), ("cluster", 3), ("ring", 3), ("gpu", 2))
     jobs = [(size, test, transport) for test in WITH_MPI for transport, size in transports]
     jobs += [(2, "gpu_test", "gpu", which) for which in OF_GPUS]

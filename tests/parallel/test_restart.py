@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree, checkpoint
+from hvd_keras import agree
+from hvd_keras.training import checkpoint
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

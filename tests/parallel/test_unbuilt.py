@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import building, patches
+from hvd_keras.training import building, patches
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

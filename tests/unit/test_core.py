@@ -12,12 +12,12 @@ import sys
 
 import pytest
 
-from hvd_keras.launch import status
+from hvd_keras import exit_codes
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = ROOT / "build" / "core-tests"
-# As native/tests/call.h knows them: "cluster" takes each two ranks for a host.
+# As native/tests/support/test_call.h knows them: "cluster" takes each two ranks for a host.
 TRANSPORTS = [(1, "mpi"), (2, "mpi"), (2, "host"), (3, "mpi"), (3, "host"), (3, "cluster")]
 
 
@@ -55,9 +55,9 @@ def binaries() -> pathlib.Path:
 
 
 @pytest.fixture(scope="module")
-def stand_in(binaries: pathlib.Path) -> dict[str, str]:
-    """The environment in which CUDA and NCCL are the stand-in of tests/gpu."""
-    library = str(binaries / "libhvd_gpu_stand_in.so")
+def fake_cuda(binaries: pathlib.Path) -> dict[str, str]:
+    """The environment in which CUDA and NCCL are the fakes of tests/gpu."""
+    library = str(binaries / "libhvd_fake_cuda.so")
     return {"HVD_CUDART_LIBRARY": library, "HVD_NCCL_LIBRARY": library}
 
 
@@ -80,7 +80,7 @@ def test_alone(binaries: pathlib.Path, name: str) -> None:
 
 def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) -> None:
     # An inline function that is compiled in them too could be the copy that the linker keeps.
-    objects = sorted(BUILD.rglob("core/loops_*.o"))
+    objects = sorted(BUILD.rglob("core/math/loops_*.o"))
     assert len(objects) == 2
     for path in objects:
         symbols = run("nm", "--defined-only", "--extern-only", str(path), timeout=60).splitlines()
@@ -112,20 +112,45 @@ def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
     assert job.output.count("no progress for") == size - 1, job.output
 
 
-def test_stand_in(
-    binaries: pathlib.Path, stand_in: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_shared_memory(binaries: pathlib.Path, size: int) -> None:
+    job = ranks.mpirun(size, str(binaries / "shared_memory_test"), timeout=60)
+    assert job.status == 0, job.output
+    assert job.output.count("little is committed") == size, job.output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a /dev/shm of its own, and so root")
+@pytest.mark.parametrize(("size", "transport"), [(2, "host"), (3, "cluster")])
+def test_a_full_dev_shm(
+    binaries: pathlib.Path, tmp_path: pathlib.Path, size: int, transport: str
 ) -> None:
-    for name, value in stand_in.items():
+    # Enough for what is committed at first, not for the slots.
+    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    job = ranks.mpirun(
+        size,
+        *(str(binaries / "engine_test"), transport),
+        timeout=120,
+        env={"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)},
+        inside=("unshare", "--mount", "sh", "-c", script, "sh"),
+    )
+    assert job.status == 0, job.output
+    assert "/dev/shm is full on a host, so tensors travel in pieces of" in job.output
+
+
+def test_fake_cuda(
+    binaries: pathlib.Path, fake_cuda: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in fake_cuda.items():
         monkeypatch.setenv(name, value)
-    assert "what is left" in run(str(binaries / "stand_in_test"), timeout=60)
+    assert "what is left" in run(str(binaries / "fake_cuda_test"), timeout=60)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["engine_test", "exchange_test"])
 def test_collectives_through_nccl(
-    binaries: pathlib.Path, stand_in: dict[str, str], name: str, size: int
+    binaries: pathlib.Path, fake_cuda: dict[str, str], name: str, size: int
 ) -> None:
-    job = ranks.mpirun(size, str(binaries / name), "gpu", timeout=120, env=stand_in)
+    job = ranks.mpirun(size, str(binaries / name), "gpu", timeout=120, env=fake_cuda)
     assert job.status == 0, job.output
     assert "FAILED" not in job.output
 
@@ -141,28 +166,30 @@ def test_collectives_through_nccl(
     ],
 )
 def test_gpu(
-    binaries: pathlib.Path, stand_in: dict[str, str], size: int, which: str, name: str
+    binaries: pathlib.Path, fake_cuda: dict[str, str], size: int, which: str, name: str
 ) -> None:
     command = [str(binaries / "gpu_test"), "gpu", which]
-    job = ranks.mpirun(size, *command, timeout=60, env=stand_in)
+    job = ranks.mpirun(size, *command, timeout=60, env=fake_cuda)
     assert job.status == 0, job.output
     assert job.output.count(name) == size, job.output
     if which == "without":
         assert job.output.count("since rank 0 has no NCCL") == 1, job.output
 
 
-def test_xla_on_gpus(binaries: pathlib.Path, stand_in: dict[str, str]) -> None:
+def test_xla_on_gpus(binaries: pathlib.Path, fake_cuda: dict[str, str]) -> None:
     command = [sys.executable, "-u", "-m", "tests.gpu.xla", str(binaries / "libhvd_xla_gpu.so")]
     places = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
-    job = ranks.mpirun(2, *command, timeout=120, env={**stand_in, "PYTHONPATH": places})
+    job = ranks.mpirun(2, *command, timeout=120, env={**fake_cuda, "PYTHONPATH": places})
     assert job.status == 0, job.output
     assert job.output.count("ok  two_programs_at_once") == 2, job.output
 
 
-def test_a_script_whose_gpu_is_stuck_ends(binaries: pathlib.Path, stand_in: dict[str, str]) -> None:
+def test_a_script_whose_gpu_is_stuck_ends(
+    binaries: pathlib.Path, fake_cuda: dict[str, str]
+) -> None:
     command = [str(binaries / "gpu_test"), "gpu", "stuck"]
-    job = ranks.mpirun(2, *command, timeout=60, env={**stand_in, "HVD_TIMEOUT_SECONDS": "1"})
-    assert job.status == status.WAITED_IN_VAIN, job.output
+    job = ranks.mpirun(2, *command, timeout=60, env={**fake_cuda, "HVD_TIMEOUT_SECONDS": "1"})
+    assert job.status == exit_codes.WAITED_IN_VAIN, job.output
     assert "the GPU waits for work that will never be done" in job.output
     assert "allreduce 'stuck' on the GPU of rank" in job.output
     assert "went on" not in job.output

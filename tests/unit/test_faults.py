@@ -69,8 +69,10 @@ def first(end: str) -> str:
     return f"hvdrun: rank 1 failed first: {end}$"
 
 
-EARLY = "hvdrun: rank 1 ended first, without the others$"
-IN_VAIN = r"hvdrun: ranks? [02, ]+ waited for another rank in vain; the error above names it$"
+EARLY = r"hvdrun: rank 1 exited \(status 0\) while the others were still running$"
+IN_VAIN = (
+    r"hvdrun: ranks? [02, ]+ timed out waiting for another rank; the error above names that rank$"
+)
 MISSING = r"rank [02] waits for allreduce 'gradient', which rank 1 \(on .*\) has not submitted"
 
 ROWS = {
@@ -302,7 +304,7 @@ INSIDE_MPI = {
         if hvd.rank() == 1:
             _library.core().hvd_finalize = stop
         """,
-        "the error above names it$",
+        "the error above names that rank$",
         "MPI_Finalize waits for another rank",
     ),
 }
@@ -315,7 +317,7 @@ def test_a_rank_stops_while_the_others_are_inside_mpi(hvdrun: Launcher, call: st
 import os, pathlib, signal, time
 import hvd_keras as hvd
 from hvd_keras import _library
-from hvd_keras.launch.worker import find_rank
+from hvd_keras.launch.onhost.worker import find_rank
 here = pathlib.Path(__file__).parent
 
 def stop():
@@ -328,7 +330,7 @@ def stop():
         SIZE, head + textwrap.dedent(code), env=hvdrun.environment | SETTINGS | first
     )
     assert done.returncode == 75, done.stderr
-    assert re.search("waited for another rank in vain; " + summary, done.stderr, re.MULTILINE)
+    assert re.search("timed out waiting for another rank; " + summary, done.stderr, re.MULTILINE)
     assert f"hvd_keras WARNING: no progress for 1 s: {heard}" in re.sub(
         " rank .:", ":", done.stderr
     )

@@ -1,20 +1,18 @@
 """How jobs of hvdrun end: exit status, culprit, and nothing left behind."""
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
-from hvd_keras.launch import worker
+from hvd_keras.launch.onhost.process import GRACE
 from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
 
 # mpirun asks the other ranks to end and kills them soon after, on a busy machine at once.
-ENDED = "(killed by SIGTERM, when it was asked to end|killed before it could report its end)"
+ENDED = "(killed by SIGTERM after it was asked to end|killed before it could report)"
 
 
 def test_success_adds_no_output(hvdrun):
@@ -106,8 +104,7 @@ def test_a_worker_that_vanishes_is_reported(hvdrun):
         2, f"meet(2)\nif rank == 1: os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep({FOREVER})"
     )
     assert done.returncode not in (0, 2)
-    # MPICH's mpirun kills the other one at once as well.
-    assert re.search(r"ranks? (0, )?1: killed before it could report its end\n", done.stderr)
+    assert "rank 1 failed first: killed before it could report\n" in done.stderr
 
 
 def test_the_end_of_mpirun_ends_the_job(hvdrun):
@@ -118,6 +115,33 @@ def test_the_end_of_mpirun_ends_the_job(hvdrun):
     assert "hvdrun: the job did not complete; mpirun ended with " in done.stderr
 
 
+def test_ranks_that_save_their_work_when_mpirun_dies_have_not_succeeded(hvdrun):
+    """And a restart goes on from there."""
+    text = """
+        if os.path.exists("saved-0"):
+            sys.exit(0)
+        def save(*_):
+            open(f"saved-{rank}", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        meet(2)
+        if rank == 0:
+            worker = open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()
+            os.kill(int(worker[1]), signal.SIGKILL)
+        time.sleep(1000)
+        """
+    done = hvdrun.python(2, text)
+    assert done.returncode not in (0, 2)
+    assert "hvdrun: the job did not complete; mpirun ended with killed by SIGKILL" in done.stderr
+    assert (hvdrun.folder / "saved-0").exists()
+    for path in hvdrun.folder.glob("*-[01]"):
+        path.unlink()
+    restarts = ("--max-restarts", "1", "--oversubscribe", "-np", "2", sys.executable)
+    done = hvdrun.run(*restarts, str(hvdrun.folder / "script.py"))
+    assert done.returncode == 0
+    assert "hvdrun: restart 1 of 1: 2 ranks\n" in done.stderr
+
+
 def test_what_the_ranks_left_behind_is_ended(hvdrun):
     daemon = f"import time; time.sleep({FOREVER})"
     text = f"""
@@ -126,6 +150,37 @@ def test_what_the_ranks_left_behind_is_ended(hvdrun):
         subprocess.Popen(command, start_new_session=True)
         """
     assert hvdrun.python(2, text).returncode == 0
+
+
+# As many times the parent of a rank: its worker, mpirun, hvdrun.
+KILLED = {"a rank": 0, "mpirun": 2, "hvdrun": 3}
+
+
+@pytest.mark.parametrize("killed", KILLED)
+def test_no_shared_memory_of_mpi_is_left(hvdrun, killed):
+    pytest.importorskip("mpi4py")
+    text = f"""
+        import re
+        from mpi4py import MPI
+        MPI.COMM_WORLD.allreduce(rank)
+        paths = re.findall(r"/dev/shm/\\S+", open("/proc/self/maps").read())
+        print(*paths, file=open(f"paths-{{rank}}", "w"), flush=True)
+        meet(2)
+        if rank == 1:
+            pid = os.getpid()
+            for _ in range({KILLED[killed]}):
+                pid = int(open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[1])
+            os.kill(pid, signal.SIGKILL)
+        time.sleep({FOREVER})
+        """
+    assert hvdrun.python(2, text).returncode != 0
+    used = {
+        path for rank in range(2) for path in (hvdrun.folder / f"paths-{rank}").read_text().split()
+    }
+    assert used
+    if killed == "hvdrun":  # its workers end what is left
+        wait_until(lambda: not hvdrun.processes(), "the end of the ranks")
+    assert not [path for path in used if os.path.exists(path)]
 
 
 def test_a_rank_that_ignores_requests_is_killed(hvdrun):
@@ -146,7 +201,7 @@ def test_a_signal_ends_all_ranks(hvdrun, number):
     process.send_signal(number)
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 128 + number
-    assert (out, err) == ("", f"hvdrun: ended by {number.name}, with all ranks\n")
+    assert (out, err) == ("", f"hvdrun: {number.name} received; all ranks were ended\n")
 
 
 def test_a_second_interrupt_does_not_wait(hvdrun):
@@ -159,7 +214,7 @@ def test_a_second_interrupt_does_not_wait(hvdrun):
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=LIMIT) == 130
-    assert time.monotonic() - start < worker.GRACE - 0.5
+    assert time.monotonic() - start < GRACE - 0.5
 
 
 @pytest.mark.parametrize("reaction", ["signal.SIG_DFL", "signal.SIG_IGN"])
@@ -169,26 +224,20 @@ def test_nothing_survives_a_killed_hvdrun(hvdrun, reaction):
     process.kill()
     process.wait(timeout=LIMIT)
     wait_until(lambda: not hvdrun.processes(), "the end of the ranks")
-    # Nobody is left who could remove the files.
-    subprocess.run(["rm", "-r", *hvdrun.temporary.iterdir()], check=True, timeout=LIMIT)
+    assert not list(hvdrun.temporary.iterdir())
 
 
 def test_the_command_dies_with_its_worker(hvdrun):
-    in_, out, err = (worker.stream_path(hvdrun.folder, 0, name) for name in ("in", "out", "err"))
-    for path in (in_, out, err):
-        os.mkfifo(path)
-    script = hvdrun.script(f"open('started', 'w')\ntime.sleep({FOREVER})")
-    arguments = [str(hvdrun.folder), str(os.getpid() + 1), json.dumps([sys.executable, script])]
-    with open(os.open(out, os.O_RDWR)), open(os.open(err, os.O_RDWR)):
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", worker.__file__, *arguments],
-            cwd=hvdrun.folder,
-            env=hvdrun.environment | {"PMI_RANK": "0"},
-        )
-        wait_until((hvdrun.folder / "started").exists, "the start of the command")
-        process.kill()
-        process.wait(timeout=LIMIT)
-        wait_until(lambda: not hvdrun.processes(), "the end of the command")
+    process = hvdrun.start_ready(1, f"print('ready')\ntime.sleep({FOREVER})")
+    lines = hvdrun.processes()
+    (worker,) = (pid for pid in lines if re.match(r"\S+ -I -m \S+onhost\.worker", lines[pid]))
+    (command,) = (pid for pid in hvdrun.processes() if parent(pid) == worker)
+    (mpirun_pid,) = (pid for pid in hvdrun.processes() if parent(pid) == process.pid)
+    os.kill(mpirun_pid, signal.SIGSTOP)  # so that nobody else ends the command
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: command not in hvdrun.processes(), "the end of the command")
+    os.kill(mpirun_pid, signal.SIGCONT)
+    assert process.wait(timeout=LIMIT) not in (0, 2)
 
 
 def test_a_hangup_is_ignored_under_nohup(hvdrun):
@@ -208,7 +257,7 @@ def test_mpiruns_own_error_is_shown_when_no_rank_started(hvdrun):
     done = hvdrun.run(*job)
     assert done.returncode not in (0, 2)
     assert "no-such-option" in done.stderr
-    assert "hvdrun: rank 0: left no report, it did not start\n" in done.stderr
+    assert "hvdrun: rank 0: did not start\n" in done.stderr
 
 
 # The command line

@@ -1,13 +1,14 @@
 """The commands that hvdrun makes for every engine, and what it refuses of hosts and files."""
 
-import json
 import os
 import sys
 
 import pytest
 
-from hvd_keras.launch import UsageError, hosts, preflight, probe
-from hvd_keras.launch.hosts import Host
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost import host_facts as probe
+from hvd_keras.launch.start import hosts, preflight, slurm
+from hvd_keras.launch.start.hosts import Host
 
 VERSIONS = {
     "Open MPI 4": "mpirun (Open MPI) 4.1.4",
@@ -21,7 +22,7 @@ KEEPALIVE = (
     "oob_tcp_keepalive_probes 4 --{0} {1} eth7 --mca btl_tcp_if_include eth7 "
 )
 VARIABLES = ("HVDRUN_JOB", "HVDRUN_ADDRESSES", "HVDRUN_SECRET")
-PROGRAM = "PYTHON -I -m hvd_keras.launch.remote"
+PROGRAM = "PYTHON -I -m hvd_keras.launch.onhost.worker"
 EXPORT = "".join(f"-x {name} " for name in VARIABLES)
 OPEN_MPI = "-H server1:2,server2:1 "
 COMMANDS = {
@@ -64,7 +65,8 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert command == expected.replace("PYTHON", sys.executable)
     assert program == f"each rank: {sys.executable} -c 'print(1)'"
     ssh = (
-        f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -m hvd_keras.launch.agent JOB ssh -x "
+        f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -m hvd_keras.launch.onhost.rsh_agent "
+        "JOB ssh -x "
         "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 "
         f"-p 2222 -i '{hvdrun.folder}/my key' -- \"$@\""
     )
@@ -99,22 +101,24 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-H", "a:0"], "-H got 'a:0'; expected 1 rank or more"),
-        (["-H", "a:x"], "-H got 'a:x'; expected a host's name"),
-        (["--hosts=-oProxyCommand=x"], "-H got '-oProxyCommand=x'; expected a host's name"),
-        (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host's name"),
-        (["-H", "a:1,a:2"], "-H names a twice; expected each host once"),
-        (["-H", ","], "-H names no host; expected for example server1:4"),
+        (["-H", "a:0"], "-H got 'a:0'; expected at least 1 rank"),
+        (["-H", "a:x"], "-H got 'a:x'; expected a host name"),
+        (["--hosts=-oProxyCommand=x"], "-H got '-oProxyCommand=x'; expected a host name"),
+        (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host name"),
+        (["-H", "a:1,a:2"], "-H lists a twice; expected each host once"),
+        (["-H", ","], "-H lists no host; expected for example server1:4"),
         (["-H", "a", "--hostfile", "b"], "got -H and --hostfile; expected one of them"),
         (["--hostfile", "absent"], "--hostfile got 'absent', which cannot be read"),
         (["--host-discovery-script", "false"], "ended with exit status 1"),
         (["-H", "a:1", "-np", "2", "--dry-run"], "-np got 2, but the hosts have 1 slots (a:1)"),
-        (["-H", "a:1", "--ssh-port", "x"], "--ssh-port got 'x'; expected a number from 1"),
+        (["-H", "a:1", "--ssh-port", "x"], "--ssh-port got 'x'; expected a number of at least 1"),
         (["-H", "a:1", "--ssh-identity-file", "x"], "--ssh-identity-file got 'x', which is not"),
         (["-H", "a:1", "--env", "ABSENT"], "--env got 'ABSENT', which is not set"),
-        (["-n", "1", "--max-restarts", "-1"], "--max-restarts got '-1'; expected a number from 0"),
+        (
+            ["-n", "1", "--max-restarts", "-1"],
+            "--max-restarts got '-1'; expected a number of at least 0",
+        ),
         (["-n", "1", "--min-np", "2"], "--min-np got 2; expected at most -np, which is 1"),
-        (["--config", "absent"], "--config got 'absent', which cannot be read as JSON"),
     ],
 )
 def test_bad_hosts_and_options_are_refused(hvdrun, arguments, words) -> None:
@@ -143,7 +147,7 @@ def test_a_hostfile() -> None:
         ("tensorflow", "2.20.0", "has TensorFlow 2.20.0; expected {}, as here"),
         ("place", "/else/__init__.py", "has hvd_keras in /else/__init__.py; expected {}, as here"),
         ("directory", False, "has no folder /tmp; expected the folder in which hvdrun was started"),
-        ("program", False, "has no program /bin/sh; expected it at the same place on all hosts"),
+        ("program", False, "has no program /bin/sh; expected it at the same path on all hosts"),
     ],
 )
 def test_a_host_that_differs_is_refused(fact: str, value: object, words: str) -> None:
@@ -158,26 +162,6 @@ def test_ranks_fill_the_first_hosts_first() -> None:
     three = [Host("a", 2), Host("b", 4), Host("c", 1)]
     assert hosts.share(three, 3) == [Host("a", 2), Host("b", 1)]
     assert hosts.share(three, 7) == three
-
-
-def test_a_configuration_file_counts_less_than_the_command_line(hvdrun) -> None:
-    path = hvdrun.folder / "config.json"
-    content = {"num-proc": 3, "oversubscribe": True, "prefix": False, "mpi-args": "--from file"}
-    path.write_text(json.dumps(content))
-    command = ["--config", str(path), "--dry-run", "python"]
-    assert "mpirun -n 3 " in hvdrun.run(*command).stdout
-    shown = hvdrun.run("-np", "1", *command).stdout
-    assert "mpirun -n 1 " in shown
-    assert " --from file " in shown
-    for content, words in (
-        ([], "got []; expected an object"),
-        ({"env": 1.5}, "'env' is 1.5; expected a text, a number, true, or a list of texts"),
-        ({"nonsense": "x"}, "unrecognized arguments: --nonsense=x"),
-    ):
-        path.write_text(json.dumps(content))
-        done = hvdrun.run(*command)
-        assert done.returncode == 2
-        assert words in done.stderr
 
 
 def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:
@@ -220,3 +204,34 @@ def test_restarts_on_this_host(hvdrun) -> None:
             path.unlink()
     said = [line for line in done.stderr.splitlines() if "restart" in line]
     assert said == [f"hvdrun: restart {n} of 5: 1 rank" for n in (1, 2)]
+
+
+def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
+    """The discovery script fails once, and once lists no host."""
+    (hvdrun.folder / "answers").mkdir()
+    for number, answer in enumerate(["echo localhost:1", "exit 3", "true", "echo localhost:1"]):
+        (hvdrun.folder / "answers" / str(number)).write_text(answer)
+    script = hvdrun.folder / "hosts.sh"
+    script.write_text("#!/bin/sh\ncd answers; set -- *; mv $1 now; . ./now\n")
+    script.chmod(0o755)
+    code = "if os.path.exists('again'): sys.exit(0)\nopen('again', 'w')\nsys.exit(3)"
+    options = ("--host-discovery-script", str(script), "-np", "1", "--max-restarts", "1")
+    done = hvdrun.run(*options, sys.executable, hvdrun.script(code))
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "failed first" not in line]
+    assert said == [
+        f"hvdrun: no hosts: --host-discovery-script {str(script)!r} ended with exit status 3: ; "
+        "expected lines such as server1:4 and exit status 0",
+        f"hvdrun: no hosts: --host-discovery-script {script} lists no host; expected for example "
+        "server1:4,server2:4",
+        "hvdrun: restart 1 of 1: 1 rank on localhost:1",
+    ]
+
+
+def test_no_answer_of_slurm_is_told(hvdrun, monkeypatch) -> None:
+    path = hvdrun.folder / "scontrol"
+    path.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{hvdrun.folder}:{os.environ['PATH']}")
+    with pytest.raises(UsageError, match=r"`scontrol .*` ended .* 1: Unable to contact slurm"):
+        slurm.nodes({"SLURM_JOB_NODELIST": "n[1-3]"})

@@ -122,3 +122,19 @@ def test_a_rank_that_others_waited_for_has_left_and_cannot_join_again(
     job = ranks.run_script(tmp_path, 2, script, timeout=60)
     assert job.output.count("right") == 1, job.output
     assert "left while others waited for it" in job.output
+
+
+def test_what_mpi_refuses_is_no_wrong_value(tmp_path: pathlib.Path) -> None:
+    script = """
+        from mpi4py import MPI
+        import hvd_keras as hvd
+
+        MPI.Finalize()
+        try:
+            hvd.init(comm=[0])
+        except RuntimeError as error:
+            print("MPI has been finalised" in str(error))
+    """
+    job = ranks.run_script(tmp_path, 1, script)
+    assert job.status == 0, job.output
+    assert job.output.count("True") == 1, job.output

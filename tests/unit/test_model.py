@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_keras import buckets
+from hvd_keras.training import buckets
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -104,8 +104,8 @@ def test_the_settings_are_those_of_the_project():
         factor, bits = re.search(rf"{name}(?:: int)? = (\d+) << (\d+)", text).groups()
         return int(factor) << int(bits)
 
-    transport = "native/core/cluster_transport.cc"
-    assert number("FIRST_BYTES", "hvd_keras/buckets.py") == buckets.FIRST_BYTES
+    transport = "native/core/cpu/cluster_transport.cc"
+    assert number("FIRST_BYTES", "hvd_keras/training/buckets.py") == buckets.FIRST_BYTES
     assert number("bucket_bytes", "hvd_keras/settings.py") == model.BUCKET_BYTES
     assert number("kMessageBytes", transport) == model.MESSAGE_BYTES
     assert number("kLeastChunkBytes", transport) == model.LEAST_CHUNK_BYTES

@@ -12,11 +12,24 @@ ROOT = pathlib.Path(__file__).parents[2]
 PARALLEL = ROOT / "tests" / "parallel"
 
 
-# All of it on 2 ranks. On 1 and 3, what depends on the number of ranks, for the rest takes minutes.
+# Nearly all of it on 2 ranks. On 1 and 3, what depends on the number of ranks; the rest takes
+# minutes.
 # On 4, what only XLA could bring into disorder.
 LEFT_OUT = {
-    1: ["fuzz", "metrics", "observe", "options", "progress", "restart", "training", "xla"],
-    2: [],
+    1: [
+        "combinations",
+        "fuzz",
+        "metrics",
+        "observe",
+        "options",
+        "preprocessing",
+        "progress",
+        "restart",
+        "together",
+        "training",
+        "xla",
+    ],
+    2: ["combinations"],
     3: [
         "callbacks",
         "fit",
@@ -24,11 +37,14 @@ LEFT_OUT = {
         "metrics",
         "observe",
         "options",
+        "preprocessing",
         "progress",
         "restart",
+        "unbuilt",
         "xla",
     ],
 }
+TABLES = {2: "matrix.md", 3: "combinations.md"}
 MATRIX = "test_training.py::test_every_optimizer_with_every_option"
 
 
@@ -59,7 +75,9 @@ def test_parallel(size: int, tmp_path: pathlib.Path) -> None:
     passed = re.findall(r"(\d+) passed", job.output)
     assert len(passed) == size, job.output
     assert len(set(passed)) == 1, job.output
-    if size == 2:
-        table = (ROOT / "docs" / "matrix.md").read_text()
-        assert matrix.read_text() == table, "docs/matrix.md is old: see tests/harness/matrix.py"
+    if size in TABLES:
+        table = ROOT / "docs" / TABLES[size]
+        assert matrix.read_text() == table.read_text(), (
+            f"{table} is old: see tests/harness/matrix.py"
+        )
     print(f"{passed[0]} tests passed on {size} ranks")

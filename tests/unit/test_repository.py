@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sys
 
 import hvd_keras as hvd
 
@@ -9,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
     path
     for folder in ("hvd_keras", "callbacks", "native", "tests", "examples")
-    for path in sorted((ROOT / folder).rglob("*"))
+    for path in sorted((ROOT / folder).rglob(""))
     if path.suffix in (".py", ".cc", ".h")
 ]
 
@@ -25,19 +26,19 @@ def test_only_settings_and_the_launcher_read_the_environment() -> None:
         if re.search(r"getenv|os\.environ", path.read_text())
         and path.parts[len(ROOT.parts)] in ("hvd_keras", "callbacks", "native")
     ]
-    allowed = {"hvd_keras/settings.py", "native/core/settings.cc"}
+    allowed = {"hvd_keras/settings.py", "native/core/base/settings.cc"}
     assert {r for r in readers if not r.startswith("hvd_keras/launch/")} <= allowed
 
 
 def test_the_core_knows_neither_tensorflow_nor_python() -> None:
-    for path in (ROOT / "native" / "core").iterdir():
+    for path in (ROOT / "native" / "core").rglob("*.[ch]*"):
         assert not re.search(r'#include [<"](tensorflow|Python)', path.read_text()), path
 
 
 def test_the_middle_knows_no_kinds() -> None:
     names = re.compile(r"allreduce|allgather|broadcast", re.IGNORECASE)
     for name in ("engine.cc", "engine.h", "agreement.cc", "agreement.h"):
-        assert not names.search((ROOT / "native" / "core" / name).read_text()), name
+        assert not names.search((ROOT / "native" / "core" / "engine" / name).read_text()), name
 
 
 def test_every_public_name_exists_and_is_documented() -> None:
@@ -51,3 +52,24 @@ def test_every_public_name_exists_and_is_documented() -> None:
             assert value.__doc__, f"{name} has no docstring"
     for name in hvd.callbacks.__all__:
         assert name in text, f"callbacks.{name} stands in no document"
+
+
+def test_folders_of_the_launcher_stay_small() -> None:
+    for folder in (ROOT / "hvd_keras" / "launch").rglob(""):
+        assert len(list(folder.glob("*.py"))) <= 20, folder
+
+
+def test_what_runs_on_other_hosts_imports_the_standard_library_alone() -> None:
+    folder = ROOT / "hvd_keras" / "launch" / "onhost"
+    found = {
+        (path.name, module)
+        for path in folder.glob("*.py")
+        for module in re.findall(r"^ *(?:from|import) ([\w.]+)", path.read_text(), re.MULTILINE)
+    }
+    assert found, folder
+    assert not {
+        (name, module)
+        for name, module in found
+        if module.partition(".")[0] not in sys.stdlib_module_names
+        and not module.startswith("hvd_keras.launch.onhost")
+    }

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hvd_keras import checkpoint
+from hvd_keras.training import checkpoint
 from tests.harness import ranks
 
 KILLS = 25
@@ -20,7 +20,7 @@ KILLS = 25
 KILL_LOOP = """
 import os, pathlib, random, signal, sys, time
 import numpy as np
-from hvd_keras import checkpoint
+from hvd_keras.training import checkpoint
 
 folder, kills, moment = pathlib.Path(sys.argv[1]), int(sys.argv[2]), random.Random(0)
 

@@ -2,9 +2,8 @@
 
 import contextlib
 import os
-import pickle
+import pathlib
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -12,8 +11,7 @@ import threading
 import pytest
 
 import hvd_keras
-from hvd_keras.launch import call
-from tests.harness.launcher import LIMIT
+from tests.harness.launcher import LIMIT, wait_until
 
 ENGINE = ["--oversubscribe"]
 
@@ -22,7 +20,7 @@ def test_results_come_in_the_order_of_the_ranks(capfd) -> None:
     offset = 10
 
     def work(a, *, b):
-        from hvd_keras.launch.worker import find_rank
+        from hvd_keras.launch.onhost.worker import find_rank
 
         rank = find_rank(os.environ)
         print("at work", rank)
@@ -67,33 +65,57 @@ def test_an_exception_of_a_rank_is_one_here() -> None:
     )
 
 
+def test_a_function_that_exits_has_no_result() -> None:
+    def work():
+        if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            sys.exit(0)
+        return "a result"
+
+    with pytest.raises(RuntimeError, match=r"rank 1 failed first(.|\n)*called sys\.exit\(\)"):
+        hvd_keras.run(work, np=3, options=ENGINE)
+
+
+def test_a_function_that_ends_its_process_has_no_result() -> None:
+    def work():
+        from hvd_keras.launch.onhost.worker import find_rank
+
+        if find_rank(os.environ) == 1:
+            os._exit(0)
+        return "a result"
+
+    with pytest.raises(RuntimeError, match=r"the function ended its process(.|\n)*rank 1 fa"):
+        hvd_keras.run(work, np=3, options=ENGINE)
+
+
+def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
+    """As a notebook's kernel is."""
+    code = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1000)"
+    script = f"import hvd_keras; hvd_keras.run(exec, ({code!r},))"
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    caller = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "TMPDIR": str(temporary)}
+    )
+    mark = f"TMPDIR={temporary}".encode()
+
+    def processes() -> list[pathlib.Path]:
+        found = []
+        for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes():
+                    found.append(path.parent)
+        return found
+
+    wait_until((tmp_path / "started").exists, "the start of the function")
+    assert len(processes()) > 3
+    caller.kill()
+    caller.wait(timeout=LIMIT)
+    wait_until(lambda: not processes(), "the end of the job")
+    assert list(temporary.iterdir()) == []
+
+
 def test_what_cannot_start_is_refused() -> None:
     with pytest.raises(ValueError, match="-np got 10000, but this process may use"):
         hvd_keras.run(print, np=10000)
-    with pytest.raises(ValueError, match="-H got 'a;b'; expected a host's name"):
+    with pytest.raises(ValueError, match="-H got 'a;b'; expected a host name"):
         hvd_keras.run(print, hosts="a;b")
-
-
-class Bomb:
-    """Leaves a trace if it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return open, (self.path, "w")
-
-
-def test_nothing_of_a_stranger_is_unpickled(tmp_path) -> None:
-    bomb = pickle.dumps(Bomb(str(tmp_path / "exploded")))
-    server = call._Server(b"secret function", ["127.0.0.1"])
-    with server:
-        host, _, port = server.addresses.rpartition(":")
-        for message in (bomb, b"x" * 32 + b" " + b"0" * 64 + b"\n" + bomb):
-            with socket.create_connection((host, int(port)), timeout=LIMIT) as stranger:
-                assert stranger.recv(1000).startswith(b"hvdrun 1 ")
-                stranger.sendall(message + b"\n")
-                with contextlib.suppress(ConnectionResetError):
-                    assert stranger.recv(1000) == b""  # closed, without a word
-    assert server.results == {}
-    assert not (tmp_path / "exploded").exists()

@@ -2,7 +2,10 @@
 
 import signal
 
-from hvd_keras.launch.verdict import TIE, Report, judge
+import pytest
+
+from hvd_keras.exit_codes import FOLLOWERS
+from hvd_keras.launch.follow.outcome import TIE, Report, judge
 
 
 def gone(time: float, status: int | None = None) -> Report:
@@ -16,12 +19,40 @@ def test_a_report_counts_more_than_an_end_without_one_just_before() -> None:
     assert judge(reports, 2, 1).lines[0].startswith("rank 0 on server failed first: killed before")
 
 
+def test_ranks_that_were_asked_to_end_have_not_succeeded() -> None:
+    """Even if they trap SIGTERM, save their work and exit with 0."""
+    reports = {rank: Report(0, 10.0, True) for rank in range(2)}
+    verdict = judge(reports, 2, -signal.SIGKILL)
+    assert verdict.status == 137
+    assert verdict.lines == [
+        "the job did not complete; mpirun ended with killed by SIGKILL",
+        "ranks 0, 1: exit status 0 after it was asked to end",
+    ]
+    assert judge(reports, 2, 0).status == 1
+    reports[0].stopped = False
+    assert (
+        judge(reports, 2, 0).lines[0]
+        == "rank 0 exited (status 0) while the others were still running"
+    )
+
+
 def test_nobody_is_blamed_of_those_that_were_killed_together() -> None:
     verdict = judge({0: gone(10.5), 1: gone(10.0), 2: gone(10.9)}, 3, 1)
     assert verdict.lines[0] == (
-        "ranks 0, 1, 2 were killed at one moment, before they could report; which failed first is "
-        "not known"
+        "ranks 0, 1, 2 were killed at the same moment, before they could report; it is not known "
+        "which failed first"
     )
     assert (verdict.status, verdict.culprit) == (137, None)
     verdict = judge({0: gone(10.0 + 2 * TIE), 1: gone(10.0)}, 2, 1)
     assert verdict.lines[0].startswith("rank 1 on server failed first: killed before")
+
+
+@pytest.mark.parametrize("status", sorted(FOLLOWERS))
+def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) -> None:
+    """Only after hvd.init() do they tell that another rank is to blame."""
+    reports = {0: Report(None, 9.0, False), 1: Report(status, 10.0, False)}
+    verdict = judge(reports, 2, status)
+    assert verdict.lines[0] == f"rank 1 failed first: exit status {status}"
+    assert (verdict.status, verdict.culprit) == (status, 1)
+    reports[1].arrived = True
+    assert judge(reports, 2, status).culprit is None

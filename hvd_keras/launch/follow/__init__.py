@@ -1,0 +1,1 @@
+"""Everything hvdrun does while the ranks run: connections, output, input, judging the outcome."""

@@ -1,0 +1,221 @@
+"""Judges from the ranks' reports how a job ended, and phrases the summary."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from hvd_keras.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
+
+# Seconds by which a failure may be reported later than mpirun has killed other ranks for it.
+TIE = 1.0
+
+_FOLLOWED = {
+    WAITED_IN_VAIN: f"timed out waiting for another rank (exit status {WAITED_IN_VAIN})",
+    DESERTED: f"was waiting for a rank that left (exit status {DESERTED})",
+    MPI_LOST: f"lost the connection to another rank (exit status {MPI_LOST})",
+}
+
+
+@dataclass
+class Report:
+    """What is known of one rank.
+
+    `arrived` tells that it has called `hvd.init()`. Of a rank on several hosts besides: its `host`;
+    whether its worker is `gone`; how the connection was `lost`, in words; and when mpirun's daemon
+    there had died before anybody asked the rank to end.
+    """
+
+    status: int | None
+    time: float
+    stopped: bool
+    arrived: bool = False
+    host: str = ""
+    gone: bool = False
+    lost: str = ""
+    orphaned: float = float("inf")
+
+    @property
+    def follows(self) -> bool:
+        """Whether hvd_keras or MPI ended the rank because of another one.
+
+        Before hvd.init() these statuses can only be the script's own.
+        """
+        return self.status in FOLLOWERS and self.arrived
+
+    def describe(self) -> str:
+        """The rank's state in words."""
+        if self.status is None and self.lost:
+            return f"lost: {self.lost}"
+        if self.status is None:
+            return "killed before it could report"
+        end = _FOLLOWED[self.status] if self.follows else _describe_status(self.status)
+        return f"{end} after it was asked to end" if self.stopped else end
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The exit status of hvdrun and its last words.
+
+    `explained` tells whether they name a cause, `culprit` is the rank that failed first, if one
+    did, `hosts` are those that seem to be at fault, and `waiting` is a rank that knows more.
+    """
+
+    status: int
+    lines: Sequence[str]
+    explained: bool
+    culprit: int | None = None
+    hosts: Sequence[str] = ()
+    waiting: int | None = None
+
+
+def first_failure(reports: dict[int, Report]) -> int | None:
+    """Return the rank that failed first by itself, if any.
+
+    Ranks that mpirun ended because of it have been asked to end, or have left no report of an end;
+    those that waited for it say so by their status.
+    """
+    failed = [rank for rank in _failed(reports) if not reports[rank].follows]
+    # One that was killed without a word came first, or mpirun did it because of another's end, of
+    # which it may hear before we do.
+    ends = [reports[rank].time for rank in _ended(reports)]
+    first_end = min(ends + [reports[rank].time - TIE for rank in failed], default=float("inf"))
+    failed += [
+        rank
+        for rank, report in reports.items()
+        if report.status is None and report.gone and report.time < first_end
+    ]
+    return min(failed, key=lambda rank: reports[rank].time, default=None)
+
+
+def _killed_with(culprit: int, reports: dict[int, Report]) -> list[int]:
+    """The other ranks that ended without a report when this one did, as when SLURM kills a step."""
+    if reports[culprit].status is not None:
+        return []
+    return [
+        rank
+        for rank, report in reports.items()
+        if rank != culprit
+        and report.status is None
+        and report.gone
+        and report.time < reports[culprit].time + TIE
+    ]
+
+
+def has_failed(reports: dict[int, Report]) -> bool:
+    """Whether the job can no longer succeed."""
+    return bool(_failed(reports))
+
+
+def _failed(reports: dict[int, Report]) -> list[int]:
+    return [rank for rank, report in reports.items() if report.status and not report.stopped]
+
+
+def _ended(reports: dict[int, Report]) -> list[int]:
+    return [
+        rank for rank, report in reports.items() if report.status is not None and not report.stopped
+    ]
+
+
+def _ended_early(reports: dict[int, Report]) -> list[int]:
+    """Ranks that exited with 0 while others were still running."""
+    return [rank for rank, report in reports.items() if report.status == 0 and not report.stopped]
+
+
+def judge(
+    reports: dict[int, Report], size: int, mpirun_status: int, lost_hosts: Collection[str] = ()
+) -> Verdict:
+    """Judge a job of `size` ranks that ended without a request from outside.
+
+    The reports decide; mpirun's own status (as in `subprocess`) counts only where they say nothing.
+    `lost_hosts` were not reachable at the end: what their loss made of other ranks is no cause.
+    """
+    if len(reports) == size and all(
+        # A script that was asked to end may save its work and exit with 0; it has not finished.
+        report.status == 0 and not report.stopped
+        for report in reports.values()
+    ):
+        return Verdict(0, [], True)
+    if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
+        hosts = sorted({reports[rank].host for rank in on_lost})
+        cause = f"lost {' and '.join(hosts)} with {_names(on_lost)}: the network or the host failed"
+        return Verdict(1, [cause, *_describe_others(reports, size, None)], True, None, hosts)
+    culprit = first_failure(reports)
+    others = _describe_others(reports, size, culprit)
+    orphan = min(reports, key=lambda rank: reports[rank].orphaned, default=None)
+    if orphan is not None and reports[orphan].orphaned < (
+        float("inf") if culprit is None else reports[culprit].time
+    ):
+        host = reports[orphan].host
+        cause = f"mpirun's daemon on {host} died first, above {_names([orphan])}"
+        return Verdict(1, [cause, *_describe_others(reports, size, None)], True, None, [host])
+    if culprit is not None and (others_too := _killed_with(culprit, reports)):
+        cause = (
+            f"{_names(sorted([culprit, *others_too]))} were killed at the same moment, before "
+            "they could report; it is not known which failed first"
+        )
+        lines = [cause, *_describe_others(reports, size, None)]
+        return Verdict(_shell_status(-signal.SIGKILL), lines, False)
+    if culprit is not None:
+        report = reports[culprit]
+        status = -signal.SIGKILL if report.status is None else report.status
+        how = report.describe() if report.status is None else _describe_status(status)
+        place = f" on {report.host}" if report.host else ""
+        cause = f"rank {culprit}{place} failed first: {how}"
+        hosts = [report.host] * (status == -signal.SIGKILL and bool(report.host))
+        return Verdict(_shell_status(status), [cause, *others], True, culprit, hosts)
+    if early := _ended_early(reports):
+        cause = f"{_names(early)} exited (status 0) while the others were still running"
+        return Verdict(1, [cause, *others], True)
+    followers = [rank for rank in _failed(reports) if reports[rank].follows]
+    if waited := [rank for rank in followers if reports[rank].status == WAITED_IN_VAIN]:
+        known = _describe_absent(reports) or "the error above names that rank"
+        cause = f"{_names(waited)} timed out waiting for another rank; {known}"
+        return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
+    if lost := [rank for rank in followers if reports[rank].status == MPI_LOST]:
+        cause = f"{_names(lost)} lost the connection to another rank"
+        return Verdict(MPI_LOST, [cause, *others], False)
+    cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
+    return Verdict(_shell_status(mpirun_status) or 1, [cause, *others], False)
+
+
+def _describe_absent(reports: dict[int, Report]) -> str:
+    """Say which ranks have not called hvd.init(); empty if all have."""
+    absent = [rank for rank, report in reports.items() if not report.arrived]
+    if not absent:
+        return ""
+    hosts = sorted({reports[rank].host for rank in absent} - {""})
+    place = f" on {' and '.join(hosts)}" * bool(hosts)
+    return f"{_names(absent)}{place} {'have' if absent[1:] else 'has'} not called hvd.init()"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _describe_others(reports: dict[int, Report], size: int, culprit: int | None) -> list[str]:
+    states: dict[tuple[str, str], list[int]] = {}
+    for rank in range(size):
+        if rank != culprit:
+            report = reports.get(rank)
+            state = report.describe() if report else "did not start"
+            host = report.host if report else ""
+            states.setdefault((state, host), []).append(rank)
+    return [
+        f"{_names(ranks)}{f' on {host}' * bool(host)}: {state}"
+        for (state, host), ranks in states.items()
+    ]
+
+
+def _describe_status(status: int) -> str:
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal has a number only
+        return f"killed by signal {-status}"
+
+
+def _shell_status(status: int) -> int:
+    return status if status >= 0 else 128 - status

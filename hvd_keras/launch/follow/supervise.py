@@ -1,0 +1,342 @@
+"""Runs mpirun, forwards the ranks' output, and cleans up after the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow import stdin
+from hvd_keras.launch.follow.event_loop import PIECE, Loop
+from hvd_keras.launch.follow.outcome import Verdict, has_failed, judge
+from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.follow.ranks import Ranks
+from hvd_keras.launch.onhost.process import (
+    GRACE,
+    PR_SET_CHILD_SUBREAPER,
+    die_with_parent,
+    prctl,
+)
+
+# Seconds between two looks at the reports while the job runs.
+REPORT_CHECK = 1.0
+
+# Seconds that mpirun may take after the last rank is over, when it was asked to end.
+OVER_GRACE = 1.0
+
+# Seconds between two looks at the reader of our output, while it is slow.
+SLOW_READER_CHECK = 0.1
+
+# Bytes of mpirun's own text that are kept; its banners are far shorter.
+TEXT_LIMIT = 1 << 16
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+# How many files the user lets a process open.
+# Some programs try to close every file that they might have open, so this is no more than needed.
+MOST_OPEN_FILES = 1 << 16
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def raise_open_files() -> None:
+    """Raise the limit of open files for hvdrun and mpirun, which need several for each rank.
+
+    Workers on this host restore the user's limit for the ranks.
+    """
+    soft, hard = OPEN_FILES
+    more = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < more:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
+
+
+@contextlib.contextmanager
+def job_directory(job: str) -> Iterator[Path]:
+    """A private directory for the files of one job, removed at the end."""
+    path = Path(tempfile.gettempdir(), f"hvdrun-{job}")
+    try:
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make a directory for the job's files: {error}; "
+            "set TMPDIR to a folder with free space that you may write to"
+        ) from error
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class Signals:
+    """Signals to hvdrun as bytes: `reader` is a descriptor from which their numbers can be read.
+
+    A signal that is ignored stays so, as `nohup` and a shell's `&` want it. `stop` is the first one
+    that asked hvdrun to end, and `hurry` tells that the user does not want to wait.
+    """
+
+    def __init__(self) -> None:
+        self.stop: int | None = None
+        self.hurry = False
+
+    def __enter__(self) -> Signals:
+        self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            """Only the byte that the interpreter writes matters."""
+
+        self._old_handlers = {
+            number: signal.signal(number, note)
+            for number in (*STOP_SIGNALS, signal.SIGCHLD)
+            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._old_descriptor)
+        os.close(self.reader)
+        os.close(self._writer)
+
+    def take(self, numbers: bytes) -> None:
+        """Note the numbers that were read."""
+        for number in numbers:
+            if number in STOP_SIGNALS:
+                self.hurry = self.hurry or (self.stop is not None and number == signal.SIGINT)
+                self.stop = number if self.stop is None else self.stop
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep; returns False as soon as a signal asks hvdrun to end."""
+        limit = time.monotonic() + seconds
+        loop = Loop()
+        loop.watch_pipe(self.reader, self.take)
+        while self.stop is None and time.monotonic() < limit:
+            loop.turn(limit - time.monotonic())
+        loop.close()
+        return self.stop is None
+
+
+class Job:
+    """One run of mpirun, whose workers report through `ranks`.
+
+    `clean`, called when mpirun has ended, leaves nothing of the job on any host and returns those
+    that are lost. `first` tells that it is not a restart.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        ranks: Ranks,
+        loop: Loop,
+        output: Output,
+        signals: Signals,
+        verbose: bool,
+        first: bool,
+        clean: Callable[[Job], Collection[str]],
+    ) -> None:
+        self._command = command
+        self._environment = environment
+        self._ranks = ranks
+        self._loop = loop
+        self._output = output
+        self._signals = signals
+        self._verbose = verbose
+        self._first = first
+        self._clean = clean
+        self._mpirun_text = b""
+        self._stopping = False
+        self._kill_time = float("inf")  # when to stop being patient with mpirun; finite once asked
+        self._report_limit = float("inf")  # when mpirun must have seen what the reports tell
+        self._next_report_check = 0.0
+        self._reader_limit = float("inf")  # when to stop being patient with who reads our output
+
+    def run(self) -> Verdict:
+        """Run the job to its end."""
+        # Whatever the job starts and abandons becomes our child and can be found at the end.
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        strangers = _children()  # a shell's `exec hvdrun` hands its own children over
+        self._loop.watch_pipe(self._signals.reader, self._signals.take)
+        hvdrun = os.getpid()
+        mpirun = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # A session of its own keeps the terminal's Ctrl-C to us.
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(hvdrun),
+        )
+        # Not before the fork, which wants a single thread. What was read for a start before this
+        # one is gone: a restart has no input.
+        if self._first:
+            stdin.pump(self._ranks.input)
+        else:
+            os.close(self._ranks.input)
+        self._mpirun = mpirun
+        assert mpirun.stdout is not None
+        lost: Collection[str] = ()
+        try:
+            text = self._output.mpirun_stream().feed if self._verbose else self._keep_mpirun_text
+            self._loop.watch_pipe(mpirun.stdout.fileno(), text)
+            while mpirun.poll() is None:
+                self.turn(self._patience())
+                self._check()
+        finally:
+            if mpirun.poll() is None:
+                self._kill()
+                mpirun.wait()
+            self._sweep(strangers)
+            lost = self._clean(self)
+            while self.turn(0.0):
+                pass
+            self._output.finish()
+        verdict = self._verdict(mpirun.returncode, lost)
+        self._drain()
+        return verdict
+
+    def _keep_mpirun_text(self, data: bytes) -> None:
+        self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        return max(0.0, min(self._kill_time, self._next_report_check) - now)
+
+    def turn(self, patience: float) -> bool:
+        """Wait at most `patience` seconds for events and handle them; False if there were none."""
+        if self._output.full and not self._over_patient:
+            # The ranks wait for the reader of our output; signals are still handled.
+            happened = True
+            if select.select([self._signals.reader], [], [], SLOW_READER_CHECK)[0]:
+                with contextlib.suppress(BlockingIOError):
+                    self._signals.take(os.read(self._signals.reader, PIECE))
+        else:
+            happened = self._loop.turn(patience, self._output.due())
+            self._output.flush_due()
+        return happened
+
+    @property
+    def _over_patient(self) -> bool:
+        """Whether to stop waiting for the reader of our output, because the job is to end."""
+        now = time.monotonic()
+        if self._signals.stop is not None:
+            self._reader_limit = min(self._reader_limit, now + GRACE)
+        return self._signals.hurry or now >= self._reader_limit
+
+    def _drain(self) -> None:
+        """Wait for the reader of our output, unless the job is to end."""
+        while not self._output.drain(SLOW_READER_CHECK) and not self._over_patient:
+            self.turn(0.0)
+
+    @property
+    def hurry(self) -> bool:
+        """Whether the user does not want to wait for anything."""
+        return self._signals.hurry
+
+    def _check(self) -> None:
+        """End the job where mpirun does not do it by itself."""
+        now = time.monotonic()
+        if now >= self._next_report_check:
+            self._next_report_check = now + REPORT_CHECK
+            lost = self._ranks.check()
+            reports = self._ranks.reports()
+            over = [report for report in reports.values() if report.status is not None]
+            if lost or has_failed(reports) or len(over) == self._ranks.size:
+                self._report_limit = min(self._report_limit, now + GRACE)
+            if self._ranks.problem or lost:
+                self._stop()
+        if self._output.error or now >= self._report_limit or self._signals.stop is not None:
+            self._stop()
+        if self._stopping and self._ranks.over():
+            self._kill_time = min(self._kill_time, now + OVER_GRACE)
+        if now >= self._kill_time or self._signals.hurry:
+            self._kill()
+
+    def _stop(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self._kill_time = time.monotonic() + GRACE
+            self._mpirun.terminate()
+            self._ranks.stop()
+
+    def _kill(self) -> None:
+        self._kill_time = time.monotonic()
+        if self._mpirun.poll() is None:
+            os.killpg(self._mpirun.pid, signal.SIGKILL)
+
+    def _sweep(self, strangers: set[int]) -> None:
+        """End what is left of the job: processes that mpirun lost or that the ranks left behind."""
+        now = time.monotonic()
+        kill_time = min(self._kill_time, now + GRACE)
+        asked: set[int] = set()
+        while left := _children() - strangers:
+            kill = time.monotonic() >= kill_time
+            for pid in left:
+                if kill or pid not in asked:
+                    os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+                    asked.add(pid)
+                os.waitpid(pid, os.WNOHANG)
+            if time.monotonic() >= kill_time + GRACE:  # stuck in the kernel, on a disk perhaps
+                self._output.say(f"process {', '.join(map(str, left))} of the job cannot be killed")
+                return
+            self.turn(0.02)  # a process that waits for us to read its output cannot end
+
+    def _verdict(self, mpirun_status: int, lost: Collection[str]) -> Verdict:
+        reports = self._ranks.reports()
+        error = self._output.error
+        if self._signals.stop is not None:
+            name = signal.Signals(self._signals.stop).name
+            verdict = Verdict(
+                128 + self._signals.stop, [f"{name} received; all ranks were ended"], True
+            )
+        elif error is not None:
+            cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
+            verdict = Verdict(1, [cause], True)
+        else:
+            if mpirun_status < 0 and not self._stopping:  # its daemons died of that
+                for report in reports.values():
+                    report.orphaned = float("inf")
+            verdict = judge(reports, self._ranks.size, mpirun_status, lost)
+            if self._ranks.problem:
+                lines = [self._ranks.problem, *verdict.lines[1:]]
+                verdict = Verdict(1, lines, False, None, verdict.hosts)
+        if not verdict.explained or (verdict.status != 0 and not reports):
+            self._output.write_raw(self._mpirun_text)
+        cause, *others = [*verdict.lines] or [""]
+        if cause:
+            self._output.say(cause)
+        texts = [
+            "" if verdict.culprit is None else self._output.traceback(verdict.culprit)[0],
+            "" if verdict.waiting is None else self._output.traceback(verdict.waiting)[1],
+        ]
+        for text in filter(None, texts):
+            self._output.write_raw(text.encode() + b"\n")
+        for line in others:
+            self._output.say(line)
+        return verdict
+
+
+def _children() -> set[int]:
+    """The processes whose parent is this one, ended ones included."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # it may be gone by now
+                # "pid (name) state parent ...", where the name may hold anything
+                fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2]
+                if int(fields.split()[1]) == os.getpid():
+                    found.add(int(entry))
+    return found

@@ -1,0 +1,195 @@
+"""The job that the user asked for, checked and completed; the same for every restart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvd_keras.launch import command_check, options
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.cores import usable_cores
+from hvd_keras.launch.start import hosts, slurm
+from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.mpirun import Mpirun, find_mpirun
+from hvd_keras.launch.start.remote_shell import Reach
+from hvd_keras.launch.start.slurm import Srun
+from hvd_keras.launch.start.ssh import Ssh
+
+# What the ranks on other hosts get of hvdrun's environment besides what --env names.
+PASSED = ("PATH", "LD_LIBRARY_PATH")
+PASSED_PREFIXES = (
+    *("HVD_", "TF_", "KERAS_", "PYTHON", "OMP_", "XLA_", "CUDA_", "NCCL_"),
+    *("OMPI_MCA_", "UCX_", "FI_", "I_MPI_", "MPICH_"),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job. `hosts` is None for a job on this host, and with srun where SLURM places the ranks."""
+
+    options: argparse.Namespace
+    command: Sequence[str]
+    extra: Sequence[str]
+    engine: Mpirun | Srun
+    hosts: Sequence[Host] | None
+    size: int | None  # None: all slots of the hosts
+    ssh: Ssh
+    start_timeout: int
+    max_restarts: int
+    min_size: int | None
+    restart_timeout: int
+    jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
+    lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the job runs on this host alone, without SLURM."""
+        return self.hosts is None and isinstance(self.engine, Mpirun)
+
+    @property
+    def reach(self) -> Reach:
+        """How commands reach the hosts."""
+        return self.engine if isinstance(self.engine, Srun) else self.ssh
+
+    def wanted(self) -> Sequence[Host]:
+        """Return the hosts that the job may use at this moment. Raises UsageError."""
+        if self.options.host_discovery_script is not None:
+            return hosts.discover(self.options.host_discovery_script)
+        return slurm.nodes(os.environ) if self.hosts is None else self.hosts
+
+    def environment(self) -> dict[str, str]:
+        """Return the part of our environment that ranks on other hosts get."""
+        return {
+            name: value
+            for name, value in os.environ.items()
+            if name in PASSED or name.startswith(PASSED_PREFIXES) or name in self.options.env
+        }
+
+    def observers(self) -> dict[str, str]:
+        """Return the environment settings of hvd_keras that options stand for."""
+        settings = {}
+        if self.options.timeline is not None:
+            settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
+        if self.options.strict:
+            settings["HVD_STRICT"] = "1"
+        return settings
+
+
+def build(given: argparse.Namespace) -> Request:
+    """Build the job from the options. Raises UsageError."""
+    words = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if given.check:
+        if words:
+            raise UsageError(
+                f"--check got the command {' '.join(words)!r}; --check takes no command"
+            )
+        words = [sys.executable, "-m", "hvd_keras.check"]
+        if given.size is None and not (given.hosts or given.hostfile):
+            given.size = str(min(2, usable_cores()))
+    wanted = _hosts(given)
+    size = None if given.size is None else options.number(given.size, "-np", 1, "number of ranks")
+    engine, wanted, size = _engine(given, wanted, size)
+    if not words:
+        raise UsageError(
+            f"the command is missing; expected a program, for example: {options.EXAMPLE}"
+        )
+    _check_observers(given)
+    for name in given.env:
+        if name not in os.environ:
+            raise UsageError(
+                f"--env got {name!r}, which is not set; expected the name of a variable"
+            )
+    port = given.ssh_port
+    identity = given.ssh_identity_file
+    if identity is not None and not Path(identity).is_file():
+        raise UsageError(f"--ssh-identity-file got {identity!r}, which is not a file")
+    least = None if given.min_np is None else options.number(given.min_np, "--min-np", 1)
+    if least is not None and size is not None and least > size:
+        raise UsageError(f"--min-np got {least}; expected at most -np, which is {size}")
+    return Request(
+        options=given,
+        command=command_check.resolve(words),
+        extra=options.words(given.mpi_args, "--mpi-args"),
+        engine=engine,
+        hosts=wanted,
+        size=size,
+        ssh=Ssh(
+            None if port is None else options.number(port, "--ssh-port", 1),
+            None if identity is None else str(Path(identity).absolute()),
+        ),
+        start_timeout=options.number(given.start_timeout, "--start-timeout", 1),
+        max_restarts=options.number(given.max_restarts, "--max-restarts", 0),
+        min_size=least,
+        restart_timeout=options.number(given.restart_timeout, "--restart-timeout", 0),
+    )
+
+
+def _hosts(given: argparse.Namespace) -> list[Host] | None:
+    named = [
+        option
+        for option, value in (
+            ("-H", given.hosts),
+            ("--hostfile", given.hostfile),
+            ("--host-discovery-script", given.host_discovery_script),
+        )
+        if value is not None
+    ]
+    if len(named) > 1:
+        raise UsageError(f"got {' and '.join(named)}; expected one of them")
+    if given.hosts is not None:
+        return hosts.parse(given.hosts)
+    if given.hostfile is not None:
+        return hosts.read(given.hostfile)
+    if given.host_discovery_script is not None:
+        return hosts.discover(given.host_discovery_script)
+    return None
+
+
+def _engine(
+    given: argparse.Namespace, wanted: list[Host] | None, size: int | None
+) -> tuple[Mpirun | Srun, list[Host] | None, int | None]:
+    """What starts the ranks; then a job on this host alone has no hosts, but a size."""
+    srun = slurm.find(os.environ) if given.mpirun is None else None
+    if srun is not None:
+        return srun, wanted, size if size is not None or wanted else slurm.size(os.environ)
+    if (
+        wanted is not None
+        and given.host_discovery_script is None
+        and all(hosts.is_here(host.name) for host in wanted)
+    ):
+        slots = wanted[0].slots
+        size = slots if size is None and slots is not None else size or usable_cores()
+        if slots is not None and size > slots and not given.oversubscribe:
+            raise _too_many(size, slots, "slot")
+        given.oversubscribe = given.oversubscribe or slots is not None
+        wanted = None
+    if wanted is None:
+        if size is None:
+            raise UsageError(
+                f"-np is missing; expected the number of ranks, for example: {options.EXAMPLE}"
+            )
+        if size > usable_cores() and not given.oversubscribe:
+            raise _too_many(size, usable_cores(), "core")
+    return find_mpirun(given.mpirun), wanted, size
+
+
+def _too_many(size: int, there: int, what: str) -> UsageError:
+    place = "this process may use" if what == "core" else "-H has"
+    return UsageError(
+        f"-np got {size}, but {place} {there} {what}{'s' * (there != 1)}; expected "
+        f"at most {there}, or --oversubscribe to let ranks share cores, which is slow"
+    )
+
+
+def _check_observers(given: argparse.Namespace) -> None:
+    if given.timeline is not None:
+        path = Path(given.timeline).absolute()
+        if not given.timeline or path.is_dir() or not path.parent.is_dir():
+            raise UsageError(
+                f"--timeline got {given.timeline!r}; expected the path of a file in an "
+                "existing folder"
+            )

@@ -1,0 +1,59 @@
+"""How many cores a job may use, and the thread counts that follow from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+
+
+def cpu_quota(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> float:
+    """Cores' worth of time that control groups (version 2) leave this process; inf without a limit.
+
+    A group is bound by its own limit and by those of all groups above it.
+    """
+    try:
+        groups = [
+            line.removeprefix("0::").strip("/")
+            for line in membership.read_text().splitlines()
+            if line.startswith("0::")
+        ]
+    except OSError:
+        return float("inf")
+    quota = float("inf")
+    for group in groups:
+        leaf = root / group
+        for folder in (leaf, *leaf.parents):
+            try:
+                limit, period = (folder / "cpu.max").read_text().split()
+            except (OSError, ValueError):
+                continue
+            if limit != "max":
+                quota = min(quota, int(limit) / int(period))
+    return quota
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity mask, limited by a control group's quota."""
+    return max(1, int(min(len(os.sched_getaffinity(0)), cpu_quota())))
+
+
+def thread_settings(
+    size: int, environment: Mapping[str, str], cores: int, *, several_hosts: bool = False
+) -> dict[str, str]:
+    """Thread counts that share a host's cores among its `size` ranks.
+
+    What the user has set is left alone. Without them each rank's TensorFlow starts as many threads
+    as there are cores. With several hosts at least two ops run at a time: with one, TensorFlow goes
+    through all layers before it computes the first weight's gradient, and nothing could cross the
+    network meanwhile.
+    """
+    threads = max(1, cores // size)
+    counts = dict.fromkeys(THREAD_VARIABLES, threads)
+    if several_hosts:
+        counts["TF_NUM_INTEROP_THREADS"] = max(2, threads)
+    return {name: str(count) for name, count in counts.items() if name not in environment}

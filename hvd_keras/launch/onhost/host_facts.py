@@ -1,0 +1,51 @@
+"""Host check, piped to Python on each host before a job: reports what is installed there.
+
+Reads the text of `cores.py` and what to look at from its arguments, and prints one line of JSON.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import socket
+import sys
+
+MARK = "hvdrun-probe:"
+
+
+def version(*names: str) -> "str | None":
+    """The version of the first of these that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def place(name: str) -> "str | None":
+    """The file of a package."""
+    found = importlib.util.find_spec(name)
+    return found.origin if found is not None else None
+
+
+def look(directory: str, program: str) -> "dict[str, object]":
+    """The facts of this host."""
+    facts: dict[str, object] = {
+        "host": socket.gethostname(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "hvd_keras": version("hvd_keras"),
+        "place": place("hvd_keras"),
+        "tensorflow": version("tensorflow", "tensorflow-cpu"),
+        "directory": os.path.isdir(directory),
+        "program": os.access(os.path.join(directory, program), os.X_OK),
+    }
+    if facts["place"] is not None:
+        from hvd_keras.launch.onhost.cores import usable_cores
+
+        facts["cores"] = usable_cores()
+    return facts
+
+
+if __name__ == "__main__":
+    print(MARK + json.dumps(look(*sys.argv[1:])))

@@ -1,0 +1,106 @@
+"""Clean-up script, piped to Python on each host: kills leftover processes, deletes leftover files.
+
+Arguments: seconds between the request to end and the kill, and the jobs' numbers. What belongs to a
+job has its number in the environment, the daemons under a name of their own (see `agent.py`).
+"""
+
+import glob
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+
+# How long a killed process may take until it is gone.
+GONE = 5.0
+
+STEP = 0.05
+
+
+def processes(job: str) -> "list[int]":
+    """The job's processes of this user, without this one and those that have ended."""
+    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF")}
+    found = []
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        try:
+            with open(f"/proc/{entry}/environ", "rb") as file:
+                environment = file.read().split(b"\0")
+        except OSError:  # it is gone, or another user's
+            continue
+        if marks & set(environment):
+            found.append(int(entry))
+    return found
+
+
+def shared_memory(pids: "list[int]") -> "set[str]":
+    """The files in /dev/shm that these processes use."""
+    found = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                found |= set(re.findall(r"/dev/shm/\S+$", file.read(), re.MULTILINE))
+        except OSError:
+            continue
+    return found
+
+
+def end(job: str, grace: float) -> "set[str]":
+    """Kill the job's processes; returns the shared-memory files that they used."""
+    used: set[str] = set()
+    asked: set[int] = set()
+    start = time.monotonic()
+    while left := processes(job):
+        used |= shared_memory(left)
+        kill = time.monotonic() >= start + grace
+        if time.monotonic() >= start + grace + GONE:  # stuck in the kernel, on a disk perhaps
+            print(f"process {', '.join(map(str, left))} of the job cannot be killed")
+            break
+        for pid in left:
+            if kill or pid not in asked:
+                asked.add(pid)
+                try:
+                    os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+                    os.kill(pid, signal.SIGCONT)
+                except ProcessLookupError:
+                    continue
+        time.sleep(STEP)
+    return used
+
+
+def abandoned() -> "set[str]":
+    """Shared memory of MPICH that no process uses; it has no job's name, and killed ranks leave it.
+
+    What is younger than a second may be about to be used.
+    """
+    found = set()
+    for path in glob.glob("/dev/shm/mpich_shm_*"):
+        try:
+            if os.stat(path).st_mtime < time.time() - 1.0:
+                found.add(path)
+        except FileNotFoundError:
+            continue
+    everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return found - shared_memory(everybody) if found else found
+
+
+def sweep(jobs: "list[str]", grace: float) -> None:
+    """Kill the jobs' processes and delete their files."""
+    used: set[str] = set()
+    for job in jobs:
+        used |= end(job, grace)
+    for path in used | abandoned():
+        if os.path.exists(path) and os.stat(path).st_uid == os.getuid():
+            os.unlink(path)
+    for folder in {tempfile.gettempdir(), "/tmp", "/dev/shm"}:
+        for job in jobs:
+            path = os.path.join(folder, f"hvdrun-{job}")
+            if os.path.isdir(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sweep(sys.argv[2:], float(sys.argv[1]))

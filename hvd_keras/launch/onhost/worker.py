@@ -1,0 +1,481 @@
+"""Runs the command of one rank and reports how it ended.
+
+mpirun or srun starts this module once per rank, on every host. It connects to hvdrun, learns the
+command, and passes the command's input, its output and the report of its end through that
+connection: mpirun would join pieces of lines, mix in messages of its own, and its exit status can
+be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import resource
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hvd_keras.launch.onhost import sweep
+from hvd_keras.launch.onhost.channel import (
+    LARGE_PIECE,
+    PIECE,
+    SILENCE,
+    Channel,
+    ProtocolError,
+    error_text,
+    silence,
+    watch_liveness,
+)
+from hvd_keras.launch.onhost.cores import usable_cores
+from hvd_keras.launch.onhost.process import GRACE, die_with_parent
+from hvd_keras.launch.onhost.rsh_agent import DAEMON
+
+# Environment variables through which hvdrun reaches its workers. The job's number stays in the
+# environment of the command and of all that it starts, so that they can be found and ended.
+SECRET = "HVDRUN_SECRET"
+ADDRESSES = "HVDRUN_ADDRESSES"
+JOB = "HVDRUN_JOB"
+
+# The rank as Open MPI 4 and 5, PMIx, MPICH and SLURM tell it; the surest first.
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+# Environment variables for the command: the file that `hvd.init()` makes, and the folder that
+# holds what `hvd_keras.run` calls.
+ARRIVAL = "HVDRUN_ARRIVAL"
+CALL = "HVDRUN_CALL"
+
+# Its files: the pickled function with its arguments, and what the function has returned.
+FUNCTION = "function"
+RESULT = "result"
+
+# Seconds to reach hvdrun: of one try, and of all of them.
+CONNECT_TIMEOUT = 5.0
+REACH_TIMEOUT = 30.0
+
+# Seconds between two looks whether hvdrun's host and mpirun's daemon still live.
+CHECK = 0.5
+
+# Bytes that may wait for a slow connection before the command's output is left to wait, too.
+BACKLOG = 1 << 18
+
+SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
+
+
+def find_rank(environment: Mapping[str, str]) -> int:
+    """Return this process's rank, which mpirun has put into the environment."""
+    for name in RANK_VARIABLES:
+        if name in environment:
+            return int(environment[name])
+    raise SystemExit(
+        f"hvdrun: mpirun gave this process no rank: none of {', '.join(RANK_VARIABLES)} is set; "
+        "use Open MPI's or MPICH's mpirun (hvdrun --mpirun PATH)"
+    )
+
+
+@contextlib.contextmanager
+def in_folder(folder: Path) -> Iterator[str]:
+    """Yield a short path of a folder, because a socket's address has at most 107 characters."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _connect_to(address: str) -> socket.socket:
+    if address.startswith("/"):
+        connection = socket.socket(socket.AF_UNIX)
+        path = Path(address)
+        with in_folder(path.parent) as folder:
+            connection.connect(f"{folder}/{path.name}")
+        return connection
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), CONNECT_TIMEOUT)
+
+
+def connect(addresses: str) -> socket.socket:
+    """Connect to hvdrun at the first of its addresses that answers."""
+    limit = time.monotonic() + REACH_TIMEOUT
+    problems: dict[str, str] = {}
+    while time.monotonic() < limit:
+        for address in addresses.split(","):
+            try:
+                return _connect_to(address)
+            except OSError as error:
+                problems[address] = error_text(error)
+        time.sleep(0.5)
+    told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
+    raise SystemExit(
+        f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {told}; check that no "
+        "firewall blocks connections between the job's hosts"
+    )
+
+
+def temporary_folder() -> Path:
+    """The job's own folder for temporary files on this host: gone with the job, however it ends.
+
+    Killed processes cannot remove their files. mpirun's agent may have made it, see `agent.py`.
+    """
+    name = f"hvdrun-{os.environ[JOB]}"
+    folder = Path(tempfile.gettempdir())
+    if folder.name != name:
+        folder = folder / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+class Worker:
+    """One rank's end of the connection to hvdrun, and its command."""
+
+    def __init__(self, rank: int, secret: str, connection: socket.socket) -> None:
+        self._rank = rank
+        self._connection = connection
+        self._channel = Channel(secret, is_hvdrun=False)
+        self._selector = selectors.DefaultSelector()
+        self._parent = os.getppid()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._outputs: dict[int, str] = {}  # descriptors of the command's output
+        self._input = bytearray()  # what the command has not yet read
+        self._input_ends = False
+        self._folder: Path | None = None  # for files that the command reads or writes
+        self._arrived = False
+        self._function: list[bytes] | None = None
+        self._failure: int | None = None  # the status of a command that could not start
+        self._stopped = False
+        self._kill_time = float("inf")
+        self._hvdrun_gone = False
+        self._reported = False  # the report is on its way to hvdrun
+
+    def run(self) -> int:
+        """Run the command to its end; returns the status to exit with."""
+        connection = self._connection
+        connection.setblocking(False)
+        watch_liveness(connection)
+        self._watch_signals()
+        self._selector.register(connection, selectors.EVENT_READ, self._take_messages)
+        said_hello = False
+        while self._failure is None and (self._child is None or self._child.poll() is None):
+            if self._channel.open and not said_hello:
+                host, cores = socket.gethostname(), usable_cores()
+                self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
+                said_hello = True
+            self._turn()
+            if self._child is None and self._stopped:
+                return 128 + signal.SIGTERM
+        return self._finish()
+
+    def _watch_signals(self) -> None:
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+        def note(number: int, frame: FrameType | None) -> None:
+            """Only the byte that the interpreter writes matters."""
+
+        for number in SIGNALS:
+            signal.signal(number, note)
+
+        def take() -> None:
+            for number in os.read(reader, 64):
+                if number != signal.SIGCHLD:
+                    self._follow_daemon(signal.Signals(number))
+
+        self._selector.register(reader, selectors.EVENT_READ, take)
+
+    def _turn(self, patience: float = CHECK) -> None:
+        """Send, wait for events and handle them."""
+        if not self._hvdrun_gone:
+            self._look_for_arrival()
+            with self._watching_hvdrun():
+                self._channel.send_to(self._connection)
+                write = selectors.EVENT_WRITE if self._channel.waiting else 0
+                self._selector.modify(
+                    self._connection, selectors.EVENT_READ | write, self._take_messages
+                )
+        self._let_output_wait(self._channel.waiting > BACKLOG)
+        wait = max(0.0, min(patience, self._kill_time - time.monotonic()))
+        for key, _ in self._selector.select(wait):
+            with contextlib.suppress(BlockingIOError):
+                key.data()
+        if not self._hvdrun_gone and silence(self._connection) > SILENCE:
+            self._lose_hvdrun()
+        if os.getppid() != self._parent and not self._stopped:
+            self._follow_daemon()
+        if time.monotonic() >= self._kill_time and self._child is not None:
+            self._signal(signal.SIGKILL)
+            self._kill_time = float("inf")
+
+    def _look_for_arrival(self) -> None:
+        if self._folder is not None and not self._arrived and self._arrival.exists():
+            self._arrived = True
+            self._channel.put(arrived=True)
+
+    @property
+    def _arrival(self) -> Path:
+        assert self._folder is not None
+        return self._folder / "arrived"
+
+    def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End as mpirun's daemon wants it, or because it is gone.
+
+        If hvdrun is silent as well, the daemon has noticed before us that the network is lost.
+        """
+        if not self._hvdrun_gone and silence(self._connection) > SILENCE / 3:
+            self._lose_hvdrun()
+        self._stop(number)
+
+    @contextlib.contextmanager
+    def _watching_hvdrun(self) -> Any:
+        try:
+            yield
+        except (OSError, ProtocolError) as error:
+            if isinstance(error, BlockingIOError):
+                raise
+            self._lose_hvdrun()
+
+    def _lose_hvdrun(self) -> None:
+        # Having read the report, hvdrun closes its end, perhaps before we look again.
+        told_all = self._reported and self._channel.waiting == 0
+        self._hvdrun_gone = True
+        self._channel.drop()
+        self._selector.unregister(self._connection)
+        self._stop()
+        if not told_all:
+            # mpirun's daemon would wait for what does not come, and nobody else may reach it. When
+            # it dies it kills us, perhaps soon, so another process ends all that is here.
+            command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
+            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
+            environment["TMPDIR"] = str(temporary_folder().parent)
+            subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def _take_messages(self) -> None:
+        with self._watching_hvdrun():
+            data = self._connection.recv(1 << 20)
+            if not data:
+                self._lose_hvdrun()
+                return
+            for message in self._channel.feed(data):
+                self._take_message(message)
+
+    def _take_message(self, message: dict[str, Any]) -> None:
+        if "start" in message:
+            try:
+                self._start(**message["start"])
+            except OSError as error:  # a full /dev/shm or a TMPDIR that cannot be written
+                self._fail_to_start(message["start"]["command"], error)
+        elif "function" in message:
+            self._function = [*(self._function or []), base64.b64decode(message["function"])]
+        elif "input" in message:
+            self._input += base64.b64decode(message["input"])
+            self._feed_command()
+        elif "input_ends" in message:
+            self._input_ends = True
+            self._feed_command()
+        elif "stop" in message:
+            self._stop(signal.Signals(message["stop"]))
+
+    def _start(
+        self,
+        command: list[str],
+        directory: str,
+        environment: dict[str, str],
+        folders: list[str],
+        statistics: bool,
+        own_temporary: bool,
+        open_files: int | None,
+    ) -> None:
+        for folder in folders:
+            Path(folder).mkdir(mode=0o700, exist_ok=True)
+        own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
+        if own_temporary:
+            own["TMPDIR"] = str(temporary_folder())
+        self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=temporary_folder()))
+        own[ARRIVAL] = str(self._arrival)
+        if statistics:
+            own["HVD_STATS_DIRECTORY"] = str(self._folder)
+        if self._function is not None:
+            own[CALL] = str(self._folder)
+            (self._folder / FUNCTION).write_bytes(b"".join(self._function))
+        own |= environment
+        worker = os.getpid()
+
+        def prepare() -> None:
+            os.setpgid(0, 0)
+            die_with_parent(worker)
+            if open_files is not None:
+                hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+                resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
+
+        pipe = subprocess.PIPE
+        try:
+            self._child = subprocess.Popen(
+                command,
+                cwd=directory,
+                env=own,
+                stdin=pipe if self._rank == 0 else subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                close_fds=False,  # MPICH talks to its ranks through an inherited descriptor
+                preexec_fn=prepare,
+            )
+        except OSError as error:
+            self._fail_to_start(command, error)
+            return
+        for name, file in (("out", self._child.stdout), ("err", self._child.stderr)):
+            assert file is not None
+            os.set_blocking(file.fileno(), False)
+            self._outputs[file.fileno()] = name
+        if self._child.stdin is not None:
+            os.set_blocking(self._child.stdin.fileno(), False)
+        self._signal_if_stopped()
+
+    def _fail_to_start(self, command: list[str], error: OSError) -> None:
+        text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
+        self._send_output("err", text.encode())
+        self._failure = 127 if isinstance(error, FileNotFoundError) else 126
+
+    def _let_output_wait(self, wait: bool) -> None:
+        watched = self._selector.get_map()
+        for descriptor, name in self._outputs.items():
+            if wait and descriptor in watched:
+                self._selector.unregister(descriptor)
+            elif not wait and descriptor not in watched:
+                take = self._output_taker(descriptor, name)
+                self._selector.register(descriptor, selectors.EVENT_READ, take)
+
+    def _output_taker(self, descriptor: int, name: str) -> Callable[[], bool]:
+        def take() -> bool:
+            data = os.read(descriptor, PIECE)
+            if data:
+                self._send_output(name, data)
+            else:
+                self._selector.unregister(descriptor)
+                del self._outputs[descriptor]
+            return bool(data)
+
+        return take
+
+    def _send_output(self, name: str, data: bytes) -> None:
+        if not self._hvdrun_gone:
+            self._channel.put(output=name, data=base64.b64encode(data).decode())
+
+    def _feed_command(self) -> None:
+        """Write as much input as the command accepts, and report how much that was."""
+        pipe = None if self._child is None else self._child.stdin
+        if pipe is None:  # it does not read any more
+            return
+        taken = 0
+        try:
+            while self._input:
+                count = os.write(pipe.fileno(), self._input[:PIECE])
+                del self._input[:count]
+                taken += count
+        except BlockingIOError:
+            if pipe.fileno() not in self._selector.get_map():
+                self._selector.register(pipe, selectors.EVENT_WRITE, self._feed_command)
+        except BrokenPipeError:  # it does not read any more
+            self._input.clear()
+            self._input_ends = True
+        if taken and not self._hvdrun_gone:
+            self._channel.put(took=taken)
+        if not self._input:
+            if pipe.fileno() in self._selector.get_map():
+                self._selector.unregister(pipe)
+            if self._input_ends:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+                assert self._child is not None
+                self._child.stdin = None
+
+    def _stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Ask the command to end, unless it has ended by itself; later, kill it.
+
+        If mpirun's daemon, our parent, was the first to go, hvdrun hears of it.
+        """
+        if self._child is not None and self._child.poll() is not None:
+            return
+        if not self._stopped:
+            self._stopped = True
+            self._kill_time = time.monotonic() + GRACE
+            if os.getppid() != self._parent and self._channel.open and not self._hvdrun_gone:
+                self._channel.put(orphan=True)
+        if number == signal.SIGKILL:
+            self._kill_time = time.monotonic()
+        self._signal(number)
+
+    def _signal_if_stopped(self) -> None:
+        if self._stopped:
+            self._signal(signal.SIGTERM)
+
+    def _signal(self, number: int) -> None:
+        if self._child is not None and self._child.poll() is None:
+            os.killpg(self._child.pid, number)
+
+    def _finish(self) -> int:
+        """Pass on the last output and the report, and wait until hvdrun has them."""
+        for descriptor, name in list(self._outputs.items()):
+            take = self._output_taker(descriptor, name)
+            if descriptor not in self._selector.get_map():
+                self._selector.register(descriptor, selectors.EVENT_READ, take)
+            with contextlib.suppress(BlockingIOError):
+                while take():
+                    pass
+        for descriptor in list(self._outputs):  # something that the command left holds them open
+            self._selector.unregister(descriptor)
+        self._outputs.clear()
+        status = self._failure if self._child is None else self._child.returncode
+        assert status is not None
+        if not self._hvdrun_gone:
+            status = self._send_result(status)
+            self._look_for_arrival()
+            report = {"status": status, "stopped": self._stopped}
+            self._channel.put(report=report, statistics=self._read_statistics())
+            self._reported = True
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        limit = time.monotonic() + SILENCE
+        while self._channel.waiting and not self._hvdrun_gone and time.monotonic() < limit:
+            self._turn(0.1)
+        if not self._hvdrun_gone:
+            # Closed with something unread, the connection would drop what is on its way.
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_WR)
+            while not self._hvdrun_gone and time.monotonic() < limit:
+                self._turn(0.1)
+        return status if status >= 0 else 128 - status
+
+    def _send_result(self, status: int) -> int:
+        """Send what the function of `hvd_keras.run` has returned; returns the command's status."""
+        if self._function is None or self._folder is None or status != 0 or self._stopped:
+            return status
+        try:
+            with (self._folder / RESULT).open("rb") as file:
+                while piece := file.read(LARGE_PIECE):
+                    self._channel.put(result=base64.b64encode(piece).decode())
+        except OSError:
+            text = "hvdrun: the function ended its process; expected it to return\n"
+            self._send_output("err", text.encode())
+            return 1
+        return 0
+
+    def _read_statistics(self) -> Any:
+        if self._folder is None:
+            return None
+        path = self._folder / f"stats-{self._rank}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    connected = connect(os.environ[ADDRESSES])
+    sys.exit(Worker(find_rank(os.environ), os.environ[SECRET], connected).run())

@@ -1,0 +1,137 @@
+"""`hvd_keras.run`: a Python function on all ranks, and their results, also from a notebook.
+
+Each rank is a process of this module. The pickles of the function and of the results travel through
+the connections between hvdrun and its workers, which have proved that they know the job's secret.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from hvd_keras.launch.onhost.worker import CALL, FUNCTION, RESULT
+
+# Lines of hvdrun's errors that an exception repeats.
+LAST_LINES = 30
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    hosts: str | None = None,
+    options: Sequence[str] = (),
+) -> list[Any]:
+    """Calls a function on all ranks of a new job and waits for the results.
+
+    The ranks' output is printed here, with the rank before each line. The function calls
+    ``hvd.init()`` itself. Function, arguments and results are pickled by cloudpickle, so functions
+    defined in a notebook work; what they import must be installed on all hosts.
+
+    Args:
+        func: the function.
+        args: its positional arguments, equal on all ranks.
+        kwargs: its keyword arguments, equal on all ranks.
+        np: number of ranks. Default: all slots of ``hosts``; without hosts, 1.
+        hosts: "server1:4,server2:4", as for ``hvdrun -H``. Default: this host.
+        options: further options of hvdrun, such as ``["--ssh-port", "2222"]``.
+
+    Returns:
+        The list of the results of all ranks, in rank order.
+
+    Raises:
+        ValueError: hvdrun refuses to start the job; the text says why.
+        RuntimeError: the job failed; the text is hvdrun's summary, with the traceback of the
+            rank that failed first.
+
+    Example:
+        def train(rate):
+            import hvd_keras as hvd
+            hvd.init()
+            return hvd.rank(), rate * hvd.size()
+
+        assert hvd_keras.run(train, (0.1,), np=2) == [(0, 0.2), (1, 0.2)]
+    """
+    import cloudpickle
+
+    if np is None and hosts is None:
+        np = 1
+    with tempfile.TemporaryDirectory(prefix="hvdrun-call-") as folder:
+        function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
+        Path(folder, FUNCTION).write_bytes(function)
+        command = [sys.executable, "-m", "hvd_keras.launch"]
+        command += ["--call", str(os.getpid()), folder, *options]
+        command += [] if np is None else ["-np", str(np)]
+        command += [] if hosts is None else ["-H", hosts]
+        command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
+        status, told = _follow(command)
+        if status != 0:
+            raise (ValueError if status == 2 else RuntimeError)(f"hvd_keras.run: {told.strip()}")
+        paths = Path(folder).glob(f"{RESULT}-*")
+        results = {int(path.name.rpartition("-")[2]): path for path in paths}
+        return [cloudpickle.loads(results[rank].read_bytes()) for rank in sorted(results)]
+
+
+def _follow(command: Sequence[str]) -> tuple[int, str]:
+    """Run hvdrun and print its output as Python does, which a notebook shows."""
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as hvdrun:
+        last: list[str] = []
+        threads = [
+            threading.Thread(target=_relay, args=(hvdrun.stdout, sys.stdout, [])),
+            threading.Thread(target=_relay, args=(hvdrun.stderr, sys.stderr, last)),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            status = hvdrun.wait()
+        except BaseException:
+            hvdrun.send_signal(signal.SIGINT)
+            hvdrun.wait()
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+    return status, "".join(last)
+
+
+def _relay(source: IO[str], target: Any, last: list[str]) -> None:
+    for line in source:
+        target.write(line)
+        target.flush()
+        last.append(line)
+        del last[:-LAST_LINES]
+
+
+def main() -> None:
+    """A rank: call the function and leave its result for the worker."""
+    import cloudpickle
+
+    folder = Path(os.environ.pop(CALL))
+    func, args, kwargs = cloudpickle.loads((folder / FUNCTION).read_bytes())
+    try:
+        result = func(*args, **kwargs)
+    except SystemExit as error:
+        if error.code:
+            raise
+        raise RuntimeError("the function called sys.exit(); expected it to return") from None
+    (folder / RESULT).write_bytes(cloudpickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

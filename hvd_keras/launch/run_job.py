@@ -1,0 +1,136 @@
+"""Runs a job once, from start to clean-up."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from hvd_keras.launch.follow import statistics, tensorflow_log
+from hvd_keras.launch.follow.event_loop import Loop
+from hvd_keras.launch.follow.outcome import Verdict
+from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.follow.ranks import Ranks, Start
+from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_directory
+from hvd_keras.launch.job_spec import Request
+from hvd_keras.launch.onhost.channel import new_secret
+from hvd_keras.launch.onhost.process import GRACE
+from hvd_keras.launch.plan import Placement, Plan, memory_folder, plan
+from hvd_keras.launch.start import clean_up
+from hvd_keras.launch.start.hosts import is_here
+from hvd_keras.launch.start.mpirun import Mpirun
+from hvd_keras.launch.start.network import own_addresses
+
+# Seconds that what mpirun and the workers have left running gets to end by itself.
+SWEEP_GRACE = 1.0
+
+
+def run(request: Request, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
+    """Run the job once and judge its outcome."""
+    job, secret = secrets.token_hex(8), new_secret()
+    options = request.options
+    if not request.is_local:
+        request.jobs.append(job)
+    # On this host alone the workers' temporary folder is ours; a sweep would empty it too early.
+    with job_directory(job if request.is_local else secrets.token_hex(8)) as directory:
+        hidden = tensorflow_log.hidden_lines(os.environ)
+        output = Output(options.prefix, hidden, options.output_dir, append=not first)
+        ranks = _listen(request, placement, secret, directory)
+        planned = plan(
+            request,
+            placement,
+            directory=directory,
+            job=job,
+            secret=secret,
+            addresses=ranks.addresses,
+        )
+        for path, text in planned.files.items():
+            path.write_text(text)
+            path.chmod(0o700)
+        if options.verbose:
+            print(planned.describe(), file=sys.stderr, flush=True)
+        loop = Loop()
+        ranks.open(loop, output, _start(request, planned, job))
+
+        def clean(running: Job) -> Collection[str]:
+            return _clean(running, ranks, placement, request, job)
+
+        try:
+            return Job(
+                planned.command,
+                _environment(request, planned),
+                ranks=ranks,
+                loop=loop,
+                output=output,
+                signals=signals,
+                verbose=options.verbose,
+                first=first,
+                clean=clean,
+            ).run()
+        finally:
+            ranks.close()
+            loop.close()
+            if options.stats:
+                print(statistics.table(directory, placement.size), file=sys.stderr, flush=True)
+
+
+def _listen(request: Request, placement: Placement, secret: str, directory: Path) -> Ranks:
+    names = [host.name for host in placement.hosts or ()] or list(placement.names.values())
+    interface = request.options.network_interface
+    return Ranks(
+        placement.size,
+        [] if request.is_local else own_addresses(interface, names),
+        secret,
+        float("inf") if request.is_local else request.start_timeout,
+        directory,
+        placement.names,
+        {name for name in placement.names.values() if not name or is_here(name)},
+    )
+
+
+def _start(request: Request, planned: Plan, job: str) -> Start:
+    engine = request.engine
+    has_memory = isinstance(engine, Mpirun) and bool(engine.memory_settings(""))
+    return Start(
+        request.command,
+        os.getcwd(),
+        planned.environment,
+        [memory_folder(job)] if has_memory else [],
+        request.options.stats,
+        os.environ,
+        own_temporary=not request.is_local,
+        open_files=OPEN_FILES[0] if request.is_local else None,
+        call=None if request.options.call is None else Path(request.options.call[1]),
+    )
+
+
+def _environment(request: Request, planned: Plan) -> dict[str, str]:
+    """Return the environment of mpirun or srun."""
+    environment = os.environ | planned.settings
+    engine = request.engine
+    if isinstance(engine, Mpirun) and engine.kind != "Open MPI" and not request.is_local:
+        # hydra would put it before the one that the agent has set on each host.
+        environment.pop("TMPDIR", None)
+    return environment
+
+
+def _clean(
+    running: Job, ranks: Ranks, placement: Placement, request: Request, job: str
+) -> Collection[str]:
+    """Wait for the workers' last messages, then clean up all hosts; returns the lost hosts."""
+    limit = time.monotonic() + GRACE
+    while ranks.live() and time.monotonic() < limit and not running.hurry:
+        running.turn(0.1)
+    if request.is_local:  # its processes have ended as our children
+        shutil.rmtree(memory_folder(job), ignore_errors=True)
+        return ()
+    lost = ranks.silent_hosts()
+    grace = 0.0 if running.hurry else SWEEP_GRACE
+    names = {host.name for host in placement.hosts or ()} or set(placement.names.values())
+    lost = lost | clean_up.sweep_hosts(names - lost, request.reach, [job], grace)
+    request.lost.update(lost)
+    return lost

@@ -1,0 +1,143 @@
+"""Which hosts a job runs on, and how many ranks each takes."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shlex
+import socket
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hvd_keras.launch.errors import UsageError
+
+# A host name or an IPv4 address; it cannot be taken for an option of ssh.
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_EXAMPLE = "server1:4,server2:4"
+
+# Seconds that the host discovery script may take.
+DISCOVERY_TIMEOUT = 60
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, by the name that the user gave, and its number of ranks; None: one per core."""
+
+    name: str
+    slots: int | None = None
+
+
+def _host(text: str, origin: str) -> Host:
+    name, colon, slots = text.partition(":")
+    if not _NAME.fullmatch(name) or (colon and not (slots.isascii() and slots.isdecimal())):
+        raise UsageError(
+            f"{origin} got {text!r}; expected a host name or IPv4 address, optionally with a "
+            f"number of ranks, as in {_EXAMPLE}"
+        )
+    if colon and int(slots) == 0:
+        raise UsageError(
+            f"{origin} got {text!r}; expected at least 1 rank; leave the host out otherwise"
+        )
+    return Host(name, int(slots) if colon else None)
+
+
+def _distinct(hosts: Sequence[Host], origin: str) -> list[Host]:
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"{origin} lists {name} twice; expected each host once")
+    if not hosts:
+        raise UsageError(f"{origin} lists no host; expected for example {_EXAMPLE}")
+    return list(hosts)
+
+
+def parse(text: str) -> list[Host]:
+    """Parse the value of `-H`."""
+    return _distinct([_host(part, "-H") for part in text.split(",") if part.strip()], "-H")
+
+
+def parse_lines(text: str, origin: str) -> list[Host]:
+    """Parse one host per line: "server1", "server1:4" or "server1 slots=4"; "#" is a comment."""
+    hosts = []
+    for line in text.splitlines():
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) == 2 and (match := re.fullmatch(r"slots=(.*)", words[1])):
+            words = [f"{words[0]}:{match[1]}"]
+        if len(words) > 1:
+            raise UsageError(
+                f"{origin} has the line {line!r}; expected server1, server1:4 or server1 slots=4"
+            )
+        hosts.append(_host(words[0], origin))
+    return _distinct(hosts, origin)
+
+
+def read(path: str) -> list[Host]:
+    """Read the hosts of `--hostfile`."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--hostfile got {path!r}, which cannot be read: {error}") from error
+    return parse_lines(text, f"--hostfile {path}")
+
+
+def discover(command: str) -> list[Host]:
+    """Run the host discovery script and return the hosts that it prints."""
+    try:
+        words = shlex.split(command)
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DISCOVERY_TIMEOUT,
+        )
+    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"--host-discovery-script {command!r} failed: {error}") from error
+    if done.returncode != 0:
+        raise UsageError(
+            f"--host-discovery-script {command!r} ended with exit status {done.returncode}: "
+            f"{done.stderr.strip()}; expected lines such as server1:4 and exit status 0"
+        )
+    return parse_lines(done.stdout, f"--host-discovery-script {command}")
+
+
+def is_here(name: str) -> bool:
+    """Whether this name refers to the host on which we run."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        address = socket.gethostbyname(name)
+    except OSError:
+        return False
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))  # works for own addresses only
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                return False
+            raise
+    return True
+
+
+def address_towards(name: str) -> str:
+    """Return this host's address on the route to another host; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(name), 9))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def share(hosts: Sequence[Host], size: int) -> list[Host]:
+    """Return the hosts with the number of ranks that each gets; the first are filled first."""
+    shared = []
+    for host in hosts:
+        assert host.slots is not None
+        if size > 0:
+            shared.append(replace(host, slots=min(host.slots, size)))
+            size -= host.slots
+    assert size <= 0, "more ranks than slots"
+    return shared

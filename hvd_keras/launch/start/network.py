@@ -1,0 +1,89 @@
+"""This host's addresses and networks on the routes to the hosts of a job."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.start import hosts
+from hvd_keras.launch.start.hosts import Host
+
+# ioctl requests of Linux: an interface's address and netmask.
+_SIOCGIFADDR = 0x8915
+_SIOCGIFNETMASK = 0x891B
+
+
+def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
+    """Return this host's addresses on the routes to these hosts."""
+    if interface is not None:
+        return [str(_interface(interface).ip)]
+    return addresses_towards(names) or [hosts.address_towards(socket.gethostname())]
+
+
+def addresses_towards(names: Sequence[str]) -> list[str]:
+    """Return our addresses on the routes to the other ones of these hosts. Raises UsageError."""
+    try:
+        return sorted({hosts.address_towards(name) for name in names if not hosts.is_here(name)})
+    except OSError as error:
+        raise UsageError(f"no route to one of {', '.join(names)}: {error}") from error
+
+
+def common_network(wanted: Iterable[Host]) -> str | None:
+    """Return the one network of ours that contains all hosts; None if there is no such network.
+
+    MPI must not try others: a container bridge, for example, has the same address on every host.
+    """
+    found = set()
+    try:
+        for host in wanted:
+            address = ipaddress.ip_address(socket.gethostbyname(host.name))
+            if not hosts.is_here(host.name):
+                near = [own for own in _interfaces() if address in own.network]
+                found.add(str(near[0].network) if near else None)
+    except OSError:
+        return None
+    return found.pop() if len(found) == 1 else None
+
+
+def _interfaces() -> list[ipaddress.IPv4Interface]:
+    found = []
+    for _, name in socket.if_nameindex():
+        try:
+            found.append(_interface(name))
+        except UsageError:
+            continue
+    return found
+
+
+def _interface(text: str) -> ipaddress.IPv4Interface:
+    """Return our address on a named interface or in an address range. Raises UsageError."""
+    if "/" in text:
+        try:
+            network = ipaddress.IPv4Network(text)
+        except ValueError as error:
+            raise UsageError(f"--network-interface got {text!r}: {error}") from error
+        near = [own for own in _interfaces() if own.ip in network]
+        if not near:
+            raise UsageError(
+                f"--network-interface got {text!r}, but this host has no address in that range"
+            )
+        return near[0]
+    request = struct.pack("256s", text.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            parts: list[Any] = [
+                socket.inet_ntoa(fcntl.ioctl(probe, number, request)[20:24])
+                for number in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+            ]
+        except OSError as error:
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            raise UsageError(
+                f"--network-interface got {text!r}: {error.strerror}; expected an interface that "
+                f"has an address, one of {there}"
+            ) from error
+    return ipaddress.IPv4Interface("/".join(parts))

@@ -1,0 +1,336 @@
+"""How the gradients of a list of variables travel: what the user chose, and what the ranks agreed.
+
+Holds no state of a training: ``reducer.GradientReducer`` does.
+"""
+
+import collections
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import re
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import agree, log, ops, settings
+from hvd_keras._keras import Variable
+from hvd_keras.compression import Compression, Compressor
+from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import buckets
+
+Kind = Literal["dense", "sparse"]
+
+# As the ranks tell each other, one byte per variable. The largest of the ranks' numbers wins.
+_KINDS: tuple[Kind | None, ...] = (None, "sparse", "dense")
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableSpec:
+    """What must be equal on all ranks about a variable: path, shape and dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.dtype}{list(self.shape)}"
+
+
+def spec_of(variable: Any) -> VariableSpec:
+    """Of a Keras variable, a ``tf.Variable`` or a tensor."""
+    path = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
+    # In TensorFlow 1 dimensions are objects of a class, and dtypes say "reference".
+    shape = tuple(tf.TensorShape(variable.shape).as_list())
+    return VariableSpec(common_path(path), shape, tf.as_dtype(variable.dtype).base_dtype.name)
+
+
+def inner_variable(variable: Any) -> Any:
+    """The ``tf.Variable`` in a Keras variable; anything else itself."""
+    return variable.value if isinstance(variable, Variable) else variable
+
+
+def variable_id(variable: Any) -> int:
+    """Tells variables apart; a Keras variable and the ``tf.Variable`` in it are one."""
+    return id(inner_variable(variable))
+
+
+class VariableSet:
+    """Variables that still exist. A set of its own, for neither kind of variable can be hashed."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, Any] = {}
+
+    def add(self, variable: Any) -> None:
+        number = variable_id(variable)
+        if number not in self._references:
+            forget = functools.partial(self._forget, number)
+            self._references[number] = weakref.ref(inner_variable(variable), forget)
+
+    def _forget(self, number: int, _: Any) -> None:
+        self._references.pop(number, None)
+
+    def __contains__(self, variable: Any) -> bool:
+        return variable_id(variable) in self._references
+
+
+def common_path(path: str) -> str:
+    """A variable's path without the suffixes by which Keras makes layer names unique.
+
+    Keras counts layers of one name through a process's life, so the suffixes differ between ranks
+    as soon as one of them has made a model more.
+    """
+    return re.sub(r"(_\d+)?(:0)?(?=/|$)", "", path)
+
+
+def size_in_bytes(spec: VariableSpec) -> int:
+    """Of the variable's values."""
+    return math.prod(spec.shape) * int(tf.as_dtype(spec.dtype).size)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeOptions:
+    """What the user chose about the exchange.
+
+    Raises:
+        ValueError: an option is impossible, or contradicts another.
+    """
+
+    op: ops.ReduceOp = ops.Average
+    compression: type[Compressor] = Compression.none
+    sparse_as_dense: bool = False
+    device_dense: str = ""
+    device_sparse: str = ""
+    gradient_predivide_factor: float = 1.0
+    scale_local_gradients: bool = True
+    process_set: ProcessSet = global_process_set
+
+    def __post_init__(self) -> None:
+        self.process_set.check_included("DistributedOptimizer or hvd.DistributedGradientTape")
+        if self.op not in (ops.Average, ops.Sum, ops.Adasum):
+            raise ValueError(f"op is {self.op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
+        if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):
+            raise ValueError(
+                f"compression is {self.compression!r}, expected hvd.Compression.none, .fp16 or "
+                ".bf16, or a class derived from hvd.Compressor."
+            )
+        if self.gradient_predivide_factor <= 0:
+            raise ValueError(
+                f"gradient_predivide_factor is {self.gradient_predivide_factor}, expected a number "
+                "above 0."
+            )
+        if self.gradient_predivide_factor != 1.0 and self.op is not ops.Average:
+            raise ValueError(
+                "gradient_predivide_factor splits the division of an average; with op=hvd.Sum "
+                "nothing is divided. Leave one of them out."
+            )
+
+    def scale_local(self, gradient: Any) -> Any:
+        """Of a variable that stays on this rank."""
+        if gradient is None or not self.scale_local_gradients:
+            return gradient
+        factor = tf.constant(1 / self.process_set.size(), gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                gradient.values * factor, gradient.indices, gradient.dense_shape
+            )
+        return gradient * factor
+
+    def densified(self, gradients: Sequence[Any]) -> list[Any]:
+        """As dense tensors, if ``sparse_as_dense`` is set."""
+        if not self.sparse_as_dense:
+            return list(gradients)
+        return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
+
+
+def kinds_of(gradients: Sequence[Any]) -> tuple[Kind | None, ...]:
+    """How this rank has each gradient: dense, sparse, or not at all."""
+    return tuple(
+        None if g is None else "sparse" if isinstance(g, tf.IndexedSlices) else "dense"
+        for g in gradients
+    )
+
+
+def check_specs(name: str, specs: Sequence[VariableSpec], process_set: ProcessSet) -> None:
+    """Compares the ranks' variables: their number, order, paths, shapes and dtypes.
+
+    The ranks compare 32 bytes; only if these differ do they exchange the texts.
+
+    Raises:
+        ValueError: they differ; on every rank.
+    """
+    texts = [str(spec) for spec in specs]
+    mine = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    digests = agree.gather_json(f"{name}.variables", mine, process_set)
+    if len(set(digests)) == 1:
+        return
+    everyone = agree.gather_json(f"{name}.differing variables", texts, process_set)
+    _raise_difference(dict(zip(process_set.ranks, everyone, strict=True)))
+
+
+def agree_on_kinds(
+    name: str, kinds: Sequence[Kind | None], process_set: ProcessSet
+) -> tuple[Kind | None, ...]:
+    """How each gradient travels: dense if it is dense on any rank, None only if no rank has it."""
+    mine = np.array([[_KINDS.index(kind) for kind in kinds]], np.uint8)
+    everyone = agree.run_now(
+        lambda: ops.allgather(mine, f"{name}.kinds", process_set=process_set),
+    )
+    return tuple(_KINDS[i] for i in everyone.max(axis=0))
+
+
+_reductions = 0
+
+
+def reductions() -> int:
+    """How many of ``ops.reductions()`` were made for gradients."""
+    return _reductions
+
+
+class Plan:
+    """How the gradients of a list of variables travel, the same on all ranks.
+
+    A gradient that is dense on any rank is dense on all; one that some ranks lack is zero there;
+    one that no rank has stays None.
+
+    Args:
+        name: of the optimizer or tape; part of each request's name.
+        specs: the variables, compared by ``check_specs``.
+        kinds: how each gradient travels, from ``agree_on_kinds``.
+        groups: variables, by index, whose gradients travel together.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        specs: Sequence[VariableSpec],
+        kinds: Sequence[Kind | None],
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.name = name
+        self.specs = tuple(specs)
+        self.kinds = tuple(kinds)
+        self.groups = [list(group) for group in groups]
+        counts = collections.Counter(map(str, self.kinds))
+        log.logger.debug("%s: gradients of %d variables: %s", name, len(self.specs), dict(counts))
+
+    def complete(self, gradients: Sequence[Any]) -> list[Any]:
+        """This rank's gradients in the kinds of the plan."""
+        return [self._complete(i, gradient) for i, gradient in enumerate(gradients)]
+
+    def _complete(self, i: int, gradient: Any) -> Any:
+        kind, spec = self.kinds[i], self.specs[i]
+        if kind is None:
+            return None
+        if gradient is None:
+            if kind == "dense":
+                return tf.zeros(spec.shape, spec.dtype)
+            none = tf.zeros((0, *spec.shape[1:]), spec.dtype)
+            return tf.IndexedSlices(none, tf.zeros(0, tf.int64), tf.constant(spec.shape, tf.int64))
+        if kind == "dense":
+            return tf.convert_to_tensor(gradient)
+        return tf.IndexedSlices(
+            gradient.values, tf.cast(gradient.indices, tf.int64), tf.constant(spec.shape, tf.int64)
+        )
+
+    def exchange(self, gradients: Sequence[Any], options: ExchangeOptions) -> list[Any]:
+        """The gradients over all ranks, in the order given; None stays None.
+
+        Last variables first, for backpropagation produces their gradients first. A bucket waits
+        for the one before it, so that all ranks submit them in one order, even inside branches
+        and loops, where TensorFlow itself keeps none.
+        """
+        global _reductions
+        results = list(gradients)
+        previous: list[Any] = []
+        for bucket in self.buckets(gradients):
+            _reductions += 1
+            name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.specs[bucket[0]].path}"
+            with tf.control_dependencies(previous):
+                reduced = ops.grouped_allreduce(
+                    [gradients[i] for i in bucket],
+                    op=options.op,
+                    compression=options.compression,
+                    device_dense=options.device_dense,
+                    device_sparse=options.device_sparse,
+                    prescale_factor=1 / options.gradient_predivide_factor,
+                    postscale_factor=options.gradient_predivide_factor,
+                    process_set=options.process_set,
+                    name=name,
+                )
+            for i, gradient in zip(bucket, reduced, strict=True):
+                results[i] = gradient
+            last = reduced[-1]
+            previous = [last.values if isinstance(last, tf.IndexedSlices) else last]
+        return results
+
+    def buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
+        """The indices of the gradients that travel as one request, for each request."""
+        present = [i for i in reversed(range(len(self.specs))) if gradients[i] is not None]
+        grouped = {i for group in self.groups for i in group}
+        chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
+        chosen = [bucket for bucket in chosen if bucket]
+        rest = [i for i in present if i not in grouped]
+        sizes = [size_in_bytes(self.specs[i]) for i in rest]
+        filled = buckets.fill(sizes, settings.read().bucket_bytes)
+        return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
+
+
+# How many requests, or lists of variables that shall share one.
+Groups = int | Sequence[Sequence[Any]]
+
+
+def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Groups:
+    """Horovod's two arguments as one.
+
+    Raises:
+        ValueError: both are given, or one is impossible.
+    """
+    if num_groups and groups is not None:
+        raise ValueError(
+            f"got both num_groups={num_groups} and groups={groups!r}. Give groups alone."
+        )
+    chosen = num_groups if groups is None else groups
+    if isinstance(chosen, int):
+        if chosen < 0:
+            raise ValueError(
+                f"groups is {chosen}, expected a number of requests, or 0 for by size."
+            )
+        return chosen
+    if not all(isinstance(group, Sequence) for group in chosen):
+        raise ValueError(f"groups is {groups!r}, expected an integer or lists of variables.")
+    return chosen
+
+
+def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
+    """The groups as indices into the list of variables."""
+    if isinstance(groups, int):
+        count = min(groups, len(variables))
+        bounds = [len(variables) * g // count for g in range(count + 1)] if count else []
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    index = {variable_id(v): i for i, v in enumerate(variables)}
+    return [[index[variable_id(v)] for v in group if variable_id(v) in index] for group in groups]
+
+
+def _raise_difference(views: dict[int, list[str]]) -> None:
+    """``views`` are by rank."""
+    longest = max(map(len, views.values()))
+    lines = []
+    for i in range(longest):
+        row = {r: view[i] if i < len(view) else "none" for r, view in views.items()}
+        if len(set(row.values())) > 1:
+            lines.append(f"variable {i}: " + ", ".join(f"rank {r} has {v}" for r, v in row.items()))
+    shown = "\n  ".join(lines[:5]) + (f"\n  and {len(lines) - 5} more" if len(lines) > 5 else "")
+    advice = "Every rank must build the same layers, with the same names, in the same order."
+    if "keras_tuner" in sys.modules:
+        advice += (
+            " With KerasTuner each rank draws the hyperparameters of its trials by itself: give "
+            "the tuner the same seed on all ranks and a directory for each rank, such as "
+            'directory=f"tuning/{hvd.rank()}".'
+        )
+    raise ValueError(f"The ranks train different models:\n  {shown}\n{advice}")

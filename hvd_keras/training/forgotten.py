@@ -1,0 +1,210 @@
+"""Lines that a script lacks, and that it would train wrong without: told once, with the line.
+
+With ``HVD_STRICT=1`` they are errors. ``local_fit`` says that training alone is intended.
+"""
+
+import atexit
+import contextlib
+import contextvars
+import functools
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import _library, agree, log, ops, rank_info, settings
+from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import building, exchange
+
+#: Whether ``fit`` is running.
+in_fit = contextvars.ContextVar("a fit is running", default=False)
+
+#: Whether a distributed optimizer or tape has exchanged what an inner optimizer applies.
+exchanged = contextvars.ContextVar("gradients have been exchanged", default=False)
+
+_alone_on_purpose = contextvars.ContextVar("inside hvd.local_fit", default=False)
+
+_POLL_SECONDS = 0.2
+
+# A loop that has made so many steps with different weights is not about to broadcast them.
+_STEPS_UNTIL_TOLD = 20
+
+
+@contextlib.contextmanager
+def local_fit() -> Iterator[None]:
+    """Says that what is trained inside is trained by this rank alone, on purpose.
+
+    Outside of it, hvd_keras warns (or raises, with ``HVD_STRICT=1``) when a rank of several applies
+    gradients that nothing has exchanged, and when ranks begin with different weights.
+
+    Example:
+        with hvd.local_fit():
+            baseline.fit(x, y)
+    """
+    token = _alone_on_purpose.set(True)
+    try:
+        yield
+    finally:
+        _alone_on_purpose.reset(token)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
+    """Tells once if an optimizer applies gradients that nothing has exchanged.
+
+    Called by every optimizer that is not distributed, when it applies gradients: in a graph, while
+    that is traced.
+
+    Raises:
+        RuntimeError: so it is, and ``HVD_STRICT`` is set.
+    """
+    if (
+        _alone_on_purpose.get()
+        or exchanged.get()
+        or building.is_building()
+        or not rank_info.is_initialized()
+        or rank_info.size() == 1
+        or ops.reductions() > exchange.reductions()  # the script averages gradients by itself
+        or any(variable in _reduced for variable in variables)
+    ):
+        return
+    name = type(optimizer).__name__
+    text = (
+        f"an {name} applies gradients of this rank alone, so each of the {rank_info.size()} ranks "
+        f"trains another model. Write hvd.DistributedOptimizer({name}(...)), or exchange the "
+        "gradients with hvd.DistributedGradientTape. If a rank trains alone on purpose: with "
+        "hvd.local_fit(): ..."
+    )
+    if settings.read().strict:
+        raise RuntimeError(f"hvd_keras: {text}")
+    if rank_info.rank() == 0:
+        _warn_once(text)
+
+
+_synchronized = exchange.VariableSet()
+_reduced = exchange.VariableSet()
+
+
+def mark_synchronized(variables: Iterable[Any]) -> None:
+    """Notes that these variables have been broadcast."""
+    for variable in variables:
+        _synchronized.add(variable)
+
+
+def mark_reduced(variables: Iterable[Any]) -> None:
+    """Notes that a reducer takes care of the gradients of these variables."""
+    for variable in variables:
+        if hasattr(variable, "assign"):
+            _reduced.add(variable)
+
+
+def check_weights(
+    name: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
+) -> bool:
+    """Compares the weights with which the ranks begin, unless they have been broadcast.
+
+    In ``fit`` a difference is told at once. A loop of the script's own may broadcast after its
+    first step, as Horovod's documentation advises; there it is told some steps later.
+
+    Args:
+        name: of the optimizer or tape.
+        variables: those that all ranks train.
+        requests: how many requests a step makes for them.
+        process_set: the ranks that train them.
+
+    Returns:
+        False if the variables have no values yet: a ``tf.function`` of the script's initializes
+        those that it makes after its first trace, and traces once more.
+
+    Raises:
+        ValueError: the weights differ and ``HVD_STRICT`` is set; on every rank.
+    """
+    everyone = agree.gather_json(f"{name}.weights", _digest(variables), process_set)
+    if _NO_VALUES in everyone:
+        return False
+    if None in everyone or len(set(everyone)) == 1 or _alone_on_purpose.get():
+        return True
+    if in_fit.get():
+        add = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit"
+    else:
+        add = (
+            "hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
+            "optimizer.variables, before the first step or right after it"
+        )
+    text = (
+        f"the {process_set.size()} ranks began to train with different weights, so each of them "
+        f"trains another model. Add {add}."
+    )
+    if settings.read().strict:
+        raise ValueError(f"hvd_keras: {text}")
+    if process_set.rank() == 0:
+        if in_fit.get():
+            _warn_once(text)
+        else:
+            _Unequal(variables, text, requests * _STEPS_UNTIL_TOLD).watch()
+    return True
+
+
+_NO_VALUES = "no values"
+
+
+def _digest(variables: Sequence[Any]) -> str | None:
+    """Of the values that have not been broadcast; None if there are none, or none to be had."""
+    digest = hashlib.sha256()
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return None  # TensorFlow 1
+        unknown = [v for v in variables if v not in _synchronized]
+        if not unknown or not all(hasattr(v, "assign") for v in unknown):
+            return None
+        if not all(exchange.inner_variable(v).is_initialized() for v in unknown):
+            return _NO_VALUES
+        for variable in unknown:
+            digest.update(np.ascontiguousarray(np.asarray(variable)).tobytes())
+    return digest.hexdigest()
+
+
+class _Unequal:
+    """Weights that differed in the first step of a loop, until it broadcasts them or goes on.
+
+    In a graph no Python runs in the later steps, so a thread counts their requests.
+    """
+
+    def __init__(self, variables: Sequence[Any], text: str, requests: int) -> None:
+        self._variables = list(variables)
+        self._text = text
+        self._requests = requests
+        self._ended = threading.Event()
+
+    def watch(self) -> None:
+        atexit.register(self._tell)
+        threading.Thread(target=self._wait, daemon=True, name="hvd_keras weights").start()
+
+    def _wait(self) -> None:
+        last = self._count() + self._requests
+        while rank_info.is_initialized() and self._count() < last:
+            if self._ended.wait(_POLL_SECONDS):
+                return
+        self._tell()
+
+    def _count(self) -> int:
+        counters = json.loads(_library.core().hvd_stats())["collectives"]
+        kinds = ("allreduce", "allgather")
+        return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
+
+    def _tell(self) -> None:
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        atexit.unregister(self._tell)
+        if not all(variable in _synchronized for variable in self._variables):
+            _warn_once(self._text)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    log.logger.warning("%s", text)

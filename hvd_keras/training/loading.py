@@ -1,0 +1,47 @@
+"""Loading a saved model to train it on."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from hvd_keras._keras import keras
+from hvd_keras.compression import Compression, Compressor
+from hvd_keras.training.optimizer import DistributedOptimizer
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> keras.Model:
+    """``keras.models.load_model`` with the optimizer wrapped in ``DistributedOptimizer``.
+
+    The optimizer's state is that of the file, so training goes on where it was. Every rank reads
+    the file.
+
+    Args:
+        filepath: a file that ``model.save`` has written, on one process or on many.
+        custom_optimizers: optimizer classes of your own that the file may name.
+        custom_objects: other classes and functions that the file may name.
+        compression: as in ``DistributedOptimizer``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the file is missing, or has no optimizer.
+
+    Example:
+        model = hvd.load_model("checkpoints/model.keras")
+        model.fit(x, y)
+    """
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError(
+            f"{filepath} has no optimizer: it was saved before compile(), or for inference. Use "
+            "keras.models.load_model and compile() with a hvd.DistributedOptimizer."
+        )
+    DistributedOptimizer(model.optimizer, compression=compression)
+    return model

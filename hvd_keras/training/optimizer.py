@@ -1,0 +1,296 @@
+"""``DistributedOptimizer``: one process's optimizer, fed with the gradients of all."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops, rank_info
+from hvd_keras._keras import is_legacy, keras
+from hvd_keras.compat import legacy_keras, tensorflow_v1
+from hvd_keras.compression import Compression, Compressor
+from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import exchange, forgotten, reducer
+from hvd_keras.training.patches import require
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ops.ReduceOp = ops.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> keras.optimizers.Optimizer:
+    """Makes a Keras optimizer apply the gradients of all ranks.
+
+    Each update first averages the gradients over the ranks, after local gradient accumulation and
+    before clipping, weight decay and moving averages: N ranks with batch B behave as one process
+    with batch N·B. Scale the learning rate as you would for that batch, usually by ``hvd.size()``.
+
+    The optimizer itself is changed and returned: its class, its configuration and its state stay
+    what they were, so a saved model loads without hvd_keras. It gains a method
+    ``register_local_var(variable)``: a variable whose gradient stays on this rank, for layers that
+    are not copies of each other.
+
+    Args:
+        optimizer: any ``keras.optimizers.Optimizer``, built or not, with all its options; one of
+            tf_keras, also of its ``legacy`` family, if ``TF_USE_LEGACY_KERAS=1`` is set; or a
+            ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` averages then.
+        name: identifies the optimizer on all ranks. Default: its number among those that this
+            process has made.
+        device_dense: the TensorFlow device on which dense gradients are exchanged; default: theirs.
+        device_sparse: the same for sparse gradients.
+        compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        sparse_as_dense: gradients of embeddings travel as dense tensors; pays if most rows are
+            used in every step.
+        gradient_predivide_factor: splits the division of the average: by this factor before the
+            sum, by the rest after it. Sums are taken in float32, so it matters with fp16 only.
+        op: ``hvd.Average``, or ``hvd.Sum`` to leave the division to the learning rate, or
+            ``hvd.Adasum`` (with ``sparse_as_dense``) to decide between both by the gradients'
+            directions.
+        backward_passes_per_step: local steps whose gradients are added up before an update; sets
+            the optimizer's own ``gradient_accumulation_steps``. Keras 3 only.
+        average_aggregated_gradients: with ``backward_passes_per_step``, apply the mean of the local
+            steps instead of their sum.
+        num_groups: exchange the gradients in this many requests. Default: by size, see
+            ``HVD_BUCKET_BYTES``.
+        groups: the same, or lists of variables whose gradients shall travel together.
+        process_set: the ranks that train this model together; only they call this.
+        scale_local_gradients: divide the gradients of local variables by ``size()``, as those of
+            all others are in an average.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: ``optimizer`` is none of the Keras in force, nor of TensorFlow 1.
+        ValueError: it is distributed already, or an argument is impossible; and in the first step,
+            on every rank, if the ranks' models differ.
+
+    Example:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
+        model.compile(optimizer=optimizer, loss="mse")
+    """
+    rank_info.rank()  # says so, if init() was not called
+    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
+    if not is_v1 and not isinstance(optimizer, _keras_classes()):
+        raise TypeError(
+            f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
+            "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. For a name use "
+            f"keras.optimizers.get(name). {_other_keras(optimizer)}"
+        )
+    options = exchange.ExchangeOptions(
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        gradient_predivide_factor=gradient_predivide_factor,
+        scale_local_gradients=scale_local_gradients,
+        process_set=process_set,
+    )
+    target = optimizer
+    if not is_v1 and isinstance(optimizer, _loss_scale_class()):
+        target = optimizer.inner_optimizer
+    if is_distributed(target):
+        raise ValueError(
+            f"hvd.DistributedOptimizer: this {type(target).__name__} is distributed already. "
+            "Wrap an optimizer once."
+        )
+    chosen = exchange.groups(num_groups, groups)
+    passes = _accumulate(target, backward_passes_per_step)
+    if is_v1:
+        tensorflow_v1.Reducer(target, name, options, chosen)
+    elif is_legacy:
+        local = legacy_keras.Reducer(target, name, options, chosen).register_local
+        optimizer.register_local_var = local
+    else:
+        local_sum = 1 if average_aggregated_gradients else passes
+        _Reducer(target, name, options, chosen, local_sum).attach(optimizer)
+    return optimizer
+
+
+def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    *args: Any,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    **kwargs: Any,
+) -> keras.optimizers.Optimizer:
+    """``DistributedOptimizer`` for models with layers that belong to one rank.
+
+    Args:
+        optimizer, args, kwargs: as in ``DistributedOptimizer``.
+        local_layers: layers, built already, whose gradients stay on this rank.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ValueError: a local layer is not built; and as ``DistributedOptimizer``.
+    """
+    variables = local_variables(local_layers)
+    distributed = DistributedOptimizer(optimizer, *args, **kwargs)
+    for variable in variables:
+        distributed.register_local_var(variable)
+    return distributed
+
+
+def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None) -> list[Any]:
+    """All variables of layers that belong to this rank alone.
+
+    Raises:
+        ValueError: a layer is not built.
+    """
+    if layers is None:
+        return []
+    if isinstance(layers, keras.layers.Layer):
+        layers = [layers]
+    layers = list(layers)
+    for layer in layers:
+        if not layer.built:
+            raise ValueError(
+                f"local layer {layer.name!r} has no variables yet. Build the model first: give it "
+                "an Input, or call it once."
+            )
+    return [variable for layer in layers for variable in layer.variables]
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether ``DistributedOptimizer`` was applied to this very object."""
+    return hasattr(optimizer, "_hvd_reducer")
+
+
+def _keras_classes() -> tuple[type, ...]:
+    return legacy_keras.classes() if is_legacy else (keras.optimizers.Optimizer,)
+
+
+def _loss_scale_class() -> Any:
+    # tf_keras has two such classes; this name stands for both.
+    home = keras.mixed_precision if is_legacy else keras.optimizers
+    return home.LossScaleOptimizer
+
+
+def _other_keras(optimizer: Any) -> str:
+    """What to do about an optimizer of the Keras that is not in force."""
+    home = type(optimizer).__module__.partition(".")[0]
+    if is_legacy and home == "keras":
+        return "This one is of Keras 3, but TF_USE_LEGACY_KERAS is set: unset it."
+    if not is_legacy and home == "tf_keras":
+        return "This one is of tf_keras: set TF_USE_LEGACY_KERAS=1 for that."
+    return ""
+
+
+class _Reducer(reducer.GradientReducer):
+    """What a Keras 3 optimizer gains. Lives in it as an attribute, for its class must stay.
+
+    Gradients are exchanged in ``apply``, before Keras sees them. If the optimizer accumulates local
+    steps, they are exchanged once per update instead: in ``_clip_gradients``, which Keras calls
+    after accumulation and before all that looks at the gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        name: str | None,
+        options: exchange.ExchangeOptions,
+        groups: exchange.Groups,
+        local_sum: int,
+    ) -> None:
+        super().__init__(name, options, groups)
+        self.optimizer = optimizer
+        self._local_sum = local_sum  # Keras averages over local steps; times this, it is their sum
+        self._pending: reducer.Step | None = None
+        self._applied = False
+
+    def attach(self, outermost: keras.optimizers.Optimizer) -> None:
+        self.optimizer._hvd_reducer = self
+        self.optimizer.apply = self._apply
+        self.optimizer.apply_gradients = self._apply_gradients
+        if self.optimizer.gradient_accumulation_steps:
+            require(self.optimizer, "_clip_gradients", "to exchange gradients after accumulation")
+            self.optimizer._clip_gradients = self._clip_gradients
+        outermost.register_local_var = self.register_local
+
+    def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
+        """In place of ``Optimizer.apply_gradients``, which calls ``apply``."""
+        pairs = list(grads_and_vars)
+        self._applied = False
+        result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
+        if pairs and not self._applied and self.process_set.size() > 1:
+            raise self._not_exchanged("its apply_gradients does not call apply")
+        return result
+
+    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """In place of ``Optimizer.apply``, which every step calls."""
+        keras_apply = type(self.optimizer).apply
+        self._applied = True
+        variables = trainable_variables
+        if variables is None:
+            require(self.optimizer, "_trainable_variables", "to know what apply updates")
+            variables = self.optimizer._trainable_variables
+        step = self.begin(grads, variables := list(variables))
+        token = forgotten.exchanged.set(True)
+        try:
+            if not self.optimizer.gradient_accumulation_steps:
+                keras_apply(self.optimizer, step.finish(), trainable_variables)
+                return
+            self._pending = step
+            keras_apply(self.optimizer, step.gradients, trainable_variables)
+            # In eager execution Keras accumulates in one step and exchanges in another.
+            if not step.exchanged and not tf.executing_eagerly():
+                raise self._not_exchanged("it never calls _clip_gradients")
+        finally:
+            self._pending = None
+            forgotten.exchanged.reset(token)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        """In place of ``_clip_gradients``: once per update, with the accumulated gradients."""
+        if self._pending is None:
+            raise self._not_exchanged("it calls _clip_gradients outside of apply")
+        grads = self._pending.exchange(grads)
+        if self._local_sum > 1:
+            grads = [g if g is None else g * tf.constant(self._local_sum, g.dtype) for g in grads]
+        return type(self.optimizer)._clip_gradients(self.optimizer, grads)
+
+    def _not_exchanged(self, reason: str) -> RuntimeError:
+        return RuntimeError(
+            f"hvd.DistributedOptimizer: the gradients of this {type(self.optimizer).__name__} were "
+            f"not exchanged, because {reason} with Keras {keras.__version__}. Exchange them with "
+            "hvd.DistributedGradientTape and leave this optimizer as it is."
+        )
+
+
+def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
+    if passes == 1:
+        return 1
+    if not hasattr(optimizer, "gradient_accumulation_steps"):
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but a {type(optimizer).__name__} of tf_keras "
+            "or TensorFlow 1 cannot accumulate gradients. Use Keras 3 (unset TF_USE_LEGACY_KERAS), "
+            "or leave it out and use a larger batch."
+        )
+    own = optimizer.gradient_accumulation_steps
+    if own or optimizer.built or isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but this {type(optimizer).__name__} "
+            + (f"has gradient_accumulation_steps={own} already" if own else "is built already")
+            + ". Set gradient_accumulation_steps when you make the optimizer, and leave "
+            "backward_passes_per_step out."
+        )
+    optimizer.gradient_accumulation_steps = passes
+    return passes
+
+
+def _overwritten(variable: Any) -> bool:
+    return bool(getattr(variable, "overwrite_with_gradient", False))

@@ -1,0 +1,179 @@
+"""Every change that hvd_keras makes to a class of Keras, in one registry.
+
+Each row says which attribute of which class changes, and why. Outside of a job of several ranks,
+and for models that no distributed optimizer trains, the changed methods do what they did before.
+docs/design.md lists the rows.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from hvd_keras import log
+from hvd_keras._keras import is_legacy, keras
+from hvd_keras.compat import legacy_keras
+from hvd_keras.training import fitting, forgotten, keras_callbacks, loss_scale, sync_batch_norm
+
+KERAS_VERSIONS = "keras>=3.13,<3.16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Patch:
+    """One attribute of a class or module that gets another value.
+
+    Attributes:
+        owner: the class or module.
+        attribute: its name.
+        reason: what goes wrong without it, for people.
+        wrap: makes the new value from the old one, which is None if ``is_new``.
+        is_new: the owner has no such attribute.
+    """
+
+    owner: Any
+    attribute: str
+    reason: str
+    wrap: Callable[[Any], Any]
+    is_new: bool = False
+
+
+_undo: list[tuple[Any, str, Any]] = []
+_ABSENT = object()
+
+
+def install() -> None:
+    """Applies all patches, if that has not been done.
+
+    Raises:
+        RuntimeError: this Keras lacks an attribute; the text names versions that have it.
+    """
+    if _undo:
+        return
+    rows = _legacy_rows() if is_legacy else _rows()
+    for row in rows:
+        if not row.is_new:
+            require(row.owner, row.attribute, row.reason)
+    for row in rows:
+        before = vars(row.owner).get(row.attribute, _ABSENT)
+        old = None if row.is_new else getattr(row.owner, row.attribute)
+        setattr(row.owner, row.attribute, row.wrap(old))
+        _undo.append((row.owner, row.attribute, before))
+    log.logger.debug("%d attributes of Keras were changed", len(rows))
+
+
+def uninstall() -> None:
+    """Puts back what ``install`` has changed, for tests."""
+    while _undo:
+        owner, attribute, before = _undo.pop()
+        if before is _ABSENT:
+            delattr(owner, attribute)
+        else:
+            setattr(owner, attribute, before)
+
+
+def require(owner: Any, attribute: str, reason: str) -> None:
+    """Looks for something of Keras that its documentation does not promise.
+
+    Raises:
+        RuntimeError: it is not there.
+    """
+    if not hasattr(owner, attribute):
+        owner_name = getattr(owner, "__name__", type(owner).__name__)
+        raise RuntimeError(
+            f"hvd_keras needs {owner_name}.{attribute} {reason}, and Keras {keras.__version__} "
+            f'does not have it. Run: pip install "{KERAS_VERSIONS}"'
+        )
+
+
+def _rows() -> list[Patch]:
+    model, optimizers, layers = keras.Model, keras.optimizers, keras.layers
+    return [
+        Patch(model, "fit", "to wait for files and to find what differs", fitting.wrap_fit),
+        Patch(
+            model,
+            "_maybe_symbolic_build",
+            "to make a model's variables before its first step",
+            fitting.wrap_symbolic_build,
+        ),
+        Patch(
+            optimizers.Optimizer,
+            "apply",
+            "to find optimizers that are not distributed",
+            _telling(lambda grads, trainable_variables=None: trainable_variables or ()),
+        ),
+        Patch(
+            optimizers.LossScaleOptimizer,
+            "check_finite",
+            "to skip a step on all ranks or on none",
+            loss_scale.wrap_check_finite,
+        ),
+        Patch(
+            layers.BatchNormalization,
+            "_moments",
+            "to synchronize batch normalization between processes",
+            sync_batch_norm.wrap_moments,
+        ),
+        *_callbacks(),
+    ]
+
+
+def _legacy_rows() -> list[Patch]:
+    optimizers = keras.optimizers
+
+    def of_pairs(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        return [variable for _, variable in grads_and_vars]
+
+    return [
+        Patch(keras.Model, "fit", "to wait for files and to find what differs", fitting.wrap_fit),
+        Patch(
+            fitting.legacy_data_module(),
+            "get_data_handler",
+            "to make a model's variables before its first step",
+            fitting.wrap_get_data_handler,
+        ),
+        *(
+            Patch(
+                owner,
+                "apply_gradients",
+                "to find optimizers that are not distributed",
+                _telling(of_pairs),
+            )
+            for owner in (optimizers.Optimizer, optimizers.legacy.Optimizer)
+        ),
+        Patch(
+            optimizers.legacy.Optimizer,
+            "build",
+            "to make an optimizer's variables before its first step",
+            legacy_keras.add_build,
+            is_new=True,
+        ),
+        Patch(
+            sync_batch_norm.legacy_class(),
+            sync_batch_norm.LEGACY_METHOD,
+            "to synchronize batch normalization between processes",
+            sync_batch_norm.wrap_legacy_moments,
+        ),
+        *_callbacks(),
+    ]
+
+
+def _callbacks() -> list[Patch]:
+    return [
+        Patch(owner, attribute, reason, wrap)
+        for owner, attribute, reason, wrap in keras_callbacks.patches()
+    ]
+
+
+def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
+    """For a method that applies gradients: tells if nothing has exchanged them."""
+
+    def wrap(method: Any) -> Any:
+        def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hasattr(self, "_hvd_reducer"):
+                grads = list(grads)
+                forgotten.check_optimizer(self, variables_of(grads, *args, **kwargs))
+            return method(self, grads, *args, **kwargs)
+
+        apply.__doc__ = method.__doc__
+        return apply
+
+    return wrap

@@ -1,0 +1,130 @@
+"""Batch normalisation over the batches of all ranks."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops, rank_info
+from hvd_keras._keras import keras
+from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import exchange
+
+
+def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  # noqa: N802
+    """``keras.layers.BatchNormalization`` whose statistics are those of the whole batch.
+
+    In training, mean and variance are taken over the samples of all ranks, each sample counted
+    once, also if the ranks' batches differ in size; so are the gradients. It helps if the batch of
+    one rank is small.
+
+    The layer is Keras's own with ``synchronized=True``, which hvd_keras makes true between
+    processes, too; a saved model loads without hvd_keras.
+
+    Args:
+        kwargs: those of ``keras.layers.BatchNormalization``.
+
+    Returns:
+        The layer.
+
+    Example:
+        model = keras.Sequential([keras.layers.Conv2D(8, 3), hvd.SyncBatchNormalization()])
+    """
+    rank_info.rank()  # says so, if init() was not called
+    return keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
+
+
+def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
+    """For ``BatchNormalization(synchronized=True)``: moments over all ranks.
+
+    On the class, so that layers that are cloned, loaded or made by others are covered as well.
+    """
+
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+        process_set = _process_set(self)
+        if not self.synchronized or process_set is None:
+            return local_moments(self, inputs, mask)
+        if mask is not None:
+            raise _no_mask(self.name)
+        path = exchange.common_path(self.path)
+        return _global_moments(inputs, self._reduction_axes, path, process_set)
+
+    return moments
+
+
+LEGACY_METHOD = "_sync_calculate_mean_and_var"
+
+
+def legacy_class() -> Any:
+    """The class of tf_keras that has ``LEGACY_METHOD``."""
+    mro = keras.layers.BatchNormalization.__mro__
+    return next(c for c in mro if LEGACY_METHOD in vars(c))
+
+
+def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for tf_keras, whose layer asks for synchronised moments by a method of their own."""
+
+    def moments(self: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None) -> Any:
+        process_set = _process_set(self)
+        if process_set is None:
+            return local_moments(self, x, axes, keep_dims, mask)
+        if mask is not None:
+            raise _no_mask(self.name)
+        # As Keras 3 does: half precision is too coarse for variances.
+        half = x.dtype in (tf.float16, tf.bfloat16)
+        values = tf.cast(x, tf.float32) if half else x
+        both = _global_moments(values, list(axes), exchange.common_path(self.name), process_set)
+        if keep_dims:
+            sizes = [1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)]
+            both = tf.reshape(both[0], sizes), tf.reshape(both[1], sizes)
+        return tf.cast(both[0], x.dtype), tf.cast(both[1], x.dtype)
+
+    return moments
+
+
+def synchronize_on(layers: Iterable[Any], process_set: ProcessSet) -> None:
+    """Tells the layers of a model which ranks train it. Default: all ranks."""
+    for layer in layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            _sets[layer] = process_set
+
+
+_sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
+
+
+def _process_set(layer: Any) -> ProcessSet | None:
+    """The ranks over which a layer takes moments; None if it is this rank alone."""
+    if not rank_info.is_initialized():
+        return None
+    process_set = _sets.get(layer, global_process_set)
+    return process_set if process_set.size() > 1 else None
+
+
+def _no_mask(layer: str) -> ValueError:
+    return ValueError(
+        f"Batch normalisation {layer!r} is synchronised between processes and got a mask, which is "
+        "not supported. Use synchronized=False, or no mask."
+    )
+
+
+def _global_moments(
+    inputs: tf.Tensor, axes: list[int], path: str, process_set: ProcessSet
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Merges the ranks' moments, weighted by their counts.
+
+    By the pairwise formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise
+    algorithm for computing sample variances"), which does not cancel as the mean of squares minus
+    the square of the mean would.
+    """
+    mean, variance = tf.nn.moments(inputs, axes)
+    shape = tf.shape(inputs)
+    count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
+    mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)
+    everyone = ops.allgather(mine[tf.newaxis], name=f"{path} moments", process_set=process_set)
+    size = (tf.shape(mine)[0] - 1) // 2
+    weights = everyone[:, :1] / tf.reduce_sum(everyone[:, :1])
+    means, variances = everyone[:, 1 : 1 + size], everyone[:, 1 + size :]
+    total_mean = tf.reduce_sum(weights * means, axis=0)
+    deviations = tf.math.squared_difference(means, total_mean)
+    return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)

@@ -1,0 +1,19 @@
+// Lines on stderr for people, in the form that hvd_keras/log.py gives Python's:
+// "hvd_keras WARNING rank 1: text".
+#pragma once
+
+#include <string>
+
+namespace hvd {
+
+enum class LogLevel { debug, info, warning, error };
+
+// Prints messages of this level and above from now on, with this rank. Default: warnings, no rank.
+void set_log(LogLevel level, int rank);
+
+bool logs(LogLevel level);
+
+// One write, so that lines of several ranks do not mix.
+void log(LogLevel level, const std::string& text);
+
+}  // namespace hvd

@@ -1,0 +1,82 @@
+#include "core/base/settings.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <utility>
+
+namespace hvd {
+namespace {
+
+Status read_seconds(const char* name, double* value) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return {};
+  char* end = nullptr;
+  const double parsed = std::strtod(text, &end);
+  if (*end != '\0' || !std::isfinite(parsed) || parsed < 0) {
+    return Status::error(Code::invalid_argument,
+                         std::string(name) + " is '" + text +
+                             "', expected a number of seconds, 0 or more. Correct or unset it.");
+  }
+  *value = parsed;
+  return {};
+}
+
+Status read_allreduce(Allreduce* value) {
+  const char* given = std::getenv("HVD_ALLREDUCE");
+  const std::string text = given == nullptr ? "" : given;
+  if (text == "ring") {
+    *value = Allreduce::ring;
+  } else if (text == "mpi") {
+    *value = Allreduce::mpi;
+  } else if (!text.empty() && text != "auto") {
+    return Status::error(
+        Code::invalid_argument,
+        "HVD_ALLREDUCE is '" + text + "', expected auto, ring or mpi. Correct or unset it.");
+  }
+  return {};
+}
+
+std::string read_text(const char* name) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? "" : text;
+}
+
+Status read_way(const char* name, GpuWay* way) {
+  const std::string text = read_text(name);
+  if (text == "NCCL") *way = GpuWay::nccl;
+  if (text == "MPI") *way = GpuWay::mpi;
+  if (text.empty() || text == "NCCL" || text == "MPI") return {};
+  return Status::error(Code::invalid_argument, std::string(name) + " is '" + text +
+                                                   "', expected NCCL or MPI. Correct or unset it.");
+}
+
+}  // namespace
+
+Status read_settings(Settings* settings) {
+  settings->timeline = read_text("HVD_TIMELINE");
+  settings->stats_directory = read_text("HVD_STATS_DIRECTORY");
+  settings->cudart_library = read_text("HVD_CUDART_LIBRARY");
+  settings->nccl_library = read_text("HVD_NCCL_LIBRARY");
+  if (Status status = read_way("HVD_GPU_OPERATIONS", &settings->gpu_operations); !status.ok())
+    return status;
+  const std::pair<const char*, GpuWay*> ways[] = {
+      {"HVD_GPU_ALLREDUCE", &settings->gpu_allreduce},
+      {"HVD_GPU_ALLGATHER", &settings->gpu_allgather},
+      {"HVD_GPU_BROADCAST", &settings->gpu_broadcast},
+  };
+  for (const auto& [name, way] : ways) {
+    *way = settings->gpu_operations;
+    if (Status status = read_way(name, way); !status.ok()) return status;
+  }
+  for (const Status& status :
+       {read_allreduce(&settings->allreduce),
+        read_seconds("HVD_STALL_WARNING_SECONDS", &settings->stall_warning_seconds),
+        read_seconds("HVD_TIMEOUT_SECONDS", &settings->timeout_seconds),
+        read_seconds("HVD_FIRST_TIMEOUT_SECONDS", &settings->first_timeout_seconds),
+        read_seconds("HVD_MISMATCH_SECONDS", &settings->mismatch_seconds)}) {
+    if (!status.ok()) return status;
+  }
+  return {};
+}
+
+}  // namespace hvd

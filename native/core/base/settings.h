@@ -1,0 +1,53 @@
+// The only place where the core reads its environment: at init, and for GPU libraries before it.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "core/base/status.h"
+
+namespace hvd {
+
+// How sums cross between hosts: straight to the rank that adds them, around a ring, or as MPI does.
+enum class Allreduce { direct, ring, mpi };
+
+enum class GpuWay { nccl, mpi };
+
+struct Settings {
+  // HVD_STALL_WARNING_SECONDS: how long requests may wait for other ranks before a warning names
+  // them; 0: never.
+  double stall_warning_seconds = 60.0;
+  // HVD_TIMEOUT_SECONDS: how long before they fail on all ranks; 0: never.
+  double timeout_seconds = 600.0;
+  // HVD_FIRST_TIMEOUT_SECONDS: the same, if longer, for hvd.init() and the first requests: ranks
+  // may be busy compiling the first step, some for much longer than others.
+  double first_timeout_seconds = 1800.0;
+  // HVD_MISMATCH_SECONDS: how long all ranks may wait for different collectives, while none calls
+  // another, before these fail on all ranks; 0: never. Python threads that take turns may be apart
+  // for so long.
+  double mismatch_seconds = 20.0;
+  // HVD_ALLREDUCE: auto (direct), ring or mpi; that of a process set's first rank counts.
+  Allreduce allreduce = Allreduce::direct;
+  // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.
+  std::string timeline;
+  // HVD_STATS_DIRECTORY: a folder in which each rank leaves its counters at its end; empty: none.
+  std::string stats_directory;
+  // HVD_GPU_OPERATIONS: how tensors of GPUs travel; NCCL or MPI (through the host's memory). For
+  // some kinds: HVD_GPU_ALLREDUCE, HVD_GPU_ALLGATHER, HVD_GPU_BROADCAST.
+  GpuWay gpu_operations = GpuWay::nccl;
+  GpuWay gpu_allreduce = GpuWay::nccl;
+  GpuWay gpu_allgather = GpuWay::nccl;
+  GpuWay gpu_broadcast = GpuWay::nccl;
+  // HVD_CUDART_LIBRARY, HVD_NCCL_LIBRARY: the files to use; empty: look for them.
+  std::string cudart_library;
+  std::string nccl_library;
+
+  double timeout(bool first) const {
+    if (!first || timeout_seconds == 0) return timeout_seconds;
+    return first_timeout_seconds == 0 ? 0 : std::max(timeout_seconds, first_timeout_seconds);
+  }
+};
+
+Status read_settings(Settings* settings);
+
+}  // namespace hvd

@@ -1,0 +1,38 @@
+// A deadline for MPI calls that wait for other ranks and cannot be interrupted, such as MPI_Init.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "core/base/settings.h"
+
+namespace hvd {
+
+// Exit status of a process whose wait timed out: WAITED_IN_VAIN of hvd_keras/exit_codes.py.
+constexpr int kWaitedInVain = 75;
+
+class Watchdog {
+ public:
+  // While this object lives: warns after settings.stall_warning_seconds, and ends this process with
+  // kWaitedInVain after `timeout` seconds (0: never). `what` says who waits for what.
+  Watchdog(const Settings& settings, double timeout, std::string what);
+  ~Watchdog();
+
+ private:
+  void watch(double stall_warning_seconds, double timeout);
+  // Waits until so many seconds have passed since the start; false if the call returned before.
+  bool waits_for(double seconds);
+  std::string text(double seconds) const;
+
+  const std::string what_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool over_ = false;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  std::thread thread_;
+};
+
+}  // namespace hvd

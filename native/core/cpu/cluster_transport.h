@@ -1,0 +1,77 @@
+// Ranks of several hosts: an allreduce within each host in shared memory, and between hosts over
+// MPI, in chunks of which several are in flight at once.
+//
+// Each host has as many leaders as the smallest host has ranks. Leader c of each host is
+// responsible for slice c of every chunk. Chunk k:
+//
+//   pack    each rank's tensors ──> its slot
+//   reduce  slice c of all the host's slots ──> result, by leader c, in rank order
+//   cross   result ──> sum over all hosts, by leaders c of all hosts; see inter_host.h
+//   unpack  all leaders' results ──> output tensors
+// A rank does not wait in one stage while it can work in another: a chunk crosses while the next
+// one is packed and the previous one unpacked. The bytes that cross do not grow with the ranks of a
+// host. Counters in the shared memory show the host's ranks how far each of them is.
+//
+// All other collectives go over MPI, from rank to rank.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cpu/inter_host.h"
+#include "core/cpu/mpi_transport.h"
+#include "core/cpu/shared_memory.h"
+#include "core/math/layout.h"
+
+namespace hvd {
+
+class ClusterTransport : public Transport {
+ public:
+  // `host` has the ranks of this host, in rank order. All use the first rank's `way`. Collective.
+  // Throws std::runtime_error on all ranks if the ranks of any host cannot share memory; then `mpi`
+  // is left to the caller.
+  ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host, Allreduce way);
+  ~ClusterTransport() override;
+
+  const std::vector<int>& ranks() const override { return mpi_->ranks(); }
+  int rank() const override { return mpi_->rank(); }
+  const std::string& host(int rank) const override { return mpi_->host(rank); }
+  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override {
+    return mpi_->agree(mine, waiting);
+  }
+  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override {
+    return mpi_->gather(mine, waiting);
+  }
+  Status run(Request& request, const Waiting& waiting) override;
+  void abort(const std::string& why) override { mpi_->abort(why); }
+  void check_aborted() override { mpi_->check_aborted(); }
+
+ private:
+  struct Progress;
+
+  Progress& progress(int local_rank) const;
+  char* slot(int local_rank, uint64_t chunk) const;
+  char* result(int leader, uint64_t chunk) const;
+  uint64_t least(std::atomic<uint64_t> Progress::* counter, int ranks) const;
+  void make_room(int64_t bytes, const Waiting& waiting);
+  void allreduce(const Request& request, DTypeGroup& group, const Waiting& waiting);
+  std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype) const;
+  void start_inter_host(const Request& request, DType dtype, int64_t elements, uint64_t chunk);
+
+  Allreduce way_;
+  int local_rank_ = 0, local_size_ = 0, most_local_ = 0, hosts_ = 0, leaders_ = 0;
+  MPI_Comm across_ = MPI_COMM_NULL;  // this leader's, one rank of each host
+  int64_t chunk_bytes_ = 0;          // of each slot, committed on all ranks
+  int64_t full_chunk_bytes_ = 0;     // of a slot
+  bool asked_for_room_ = false;
+  uint64_t chunks_ = 0;  // of all requests so far
+  std::unique_ptr<SharedMemory> memory_;
+  std::unique_ptr<MpiTransport> mpi_;
+  // Outlives a request that is aborted, for MPI still uses its memory.
+  std::deque<std::unique_ptr<InterHostAllreduce>> under_way_;
+};
+
+}  // namespace hvd

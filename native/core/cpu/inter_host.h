@@ -1,0 +1,42 @@
+// The stage of an allreduce between hosts, for one slice: each host starts with its own sum, and
+// ends with the sum over all hosts, bit for bit the same. For H hosts and n bytes, each host sends
+// and receives 2(H-1)/H n (except by MPI's own algorithm), which is the minimum (Patarasuk and
+// Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002).
+#pragma once
+
+#include <mpi.h>
+
+#include <memory>
+
+#include "core/base/settings.h"
+#include "core/math/reduce.h"
+
+namespace hvd {
+
+struct Slice {
+  char* data;  // this host's sum, and then that of all
+  int64_t elements;
+  DType dtype;
+  Reduction reduction;
+  Factors factors;  // for the sum over all hosts
+};
+
+class InterHostAllreduce {
+ public:
+  virtual ~InterHostAllreduce() = default;
+
+  // Does what is possible without waiting. Returns whether it did anything.
+  virtual bool advance() = 0;
+
+  bool done() const { return done_; }
+
+ protected:
+  bool done_ = false;
+};
+
+// The communicator has one rank of each host, in the hosts' order. Allreduces in flight at the same
+// time have tags that differ by more than 1, and start in the same order on all hosts.
+std::unique_ptr<InterHostAllreduce> new_inter_host_allreduce(Allreduce way, MPI_Comm hosts,
+                                                             const Slice& slice, int tag);
+
+}  // namespace hvd

@@ -1,0 +1,76 @@
+// Plain MPI: every collective as non-blocking MPI calls on a communicator of our own.
+//
+// Allreduce, for N ranks, chunk by chunk (chunks fit the cache):
+//
+//   pack    tensors ──> chunk, cut into N slices
+//   scatter slice j of every rank goes to rank j           (N-1)/N of the chunk out and in
+//   reduce  rank j combines its N slices in rank order
+//   gather  the N results go to all                        (N-1)/N of the chunk out and in
+//   unpack  chunk ──> output tensors
+//
+// 2(N-1)/N × bytes per rank is the least that any allreduce can move (Patarasuk and Yuan, 2009,
+// https://doi.org/10.1016/j.jpdc.2008.09.002). Each element is summed once, by one rank, in rank
+// order: all ranks hold the same bits and a rerun repeats them, whatever algorithms MPI picks.
+//
+// Nothing blocks in MPI: each wait can end with an error that names who is missing.
+#pragma once
+
+#include <mpi.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/cpu/kind_transport.h"
+#include "core/cpu/mpi_wait.h"
+#include "core/math/layout.h"
+
+namespace hvd {
+
+class MpiTransport : public KindTransport {
+ public:
+  // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job.
+  MpiTransport(MPI_Comm communicator, std::vector<int> ranks);
+  ~MpiTransport() override;
+
+  MPI_Comm communicator() const { return communicator_; }
+  MpiWaiter& waiter() { return *waiter_; }
+  const std::vector<int>& ranks() const override { return ranks_; }
+  int rank() const override { return rank_; }
+  const std::string& host(int rank) const override { return hosts_[rank]; }
+  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
+  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
+  Status run(Request& request, const Waiting& waiting) override;
+  void abort(const std::string& why) override { waiter_->abort(why); }
+  void check_aborted() override { waiter_->check_aborted(); }
+
+ private:
+  class Exchange;
+
+  Status allreduce(Request& request) override;
+  void reduce_chunk(const Request& request, DType dtype, int64_t elements);
+  Status adasum(Request& request) override;
+  Status reducescatter(Request& request) override;
+  Status allgather(Request& request) override;
+  Status alltoall(Request& request) override;
+  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received);
+  Status broadcast(Request& request) override;
+  void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
+                      char* out);
+  void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all);
+  void gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all);
+  Status agree_on(const Status& mine, const Request& request);
+  void wait(MPI_Request request);
+
+  const std::vector<int> ranks_;
+  MPI_Comm communicator_;
+  int rank_;
+  std::vector<std::string> hosts_;
+  std::unique_ptr<MpiWaiter> waiter_;
+  Proposal my_proposal_;  // these two outlive an aborted agreement, since MPI still uses them
+  std::vector<Proposal> proposals_;
+  std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
+  std::vector<char> received_;  // what the other ranks sent of it, in rank order
+};
+
+}  // namespace hvd

@@ -1,0 +1,153 @@
+#include "core/cpu/mpi_wait.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+namespace hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How a wait turns from spinning to sleeping: a rank that is as fast as the others never sleeps,
+// one that waits for long costs next to nothing and wakes up late by a small part of what it has
+// waited.
+constexpr double kSpinSeconds = 200e-6;
+constexpr double kMaxSleepSeconds = 1e-3;
+
+// A wait that is worth telling of.
+constexpr double kLongSeconds = 1.0;
+
+// How long a rank that aborts lets MPI send the reason.
+constexpr double kSendReasonSeconds = 0.1;
+
+constexpr int kWaits = 1;    // the step's number
+constexpr int kAborted = 2;  // the reason
+
+// Set once, when a transport of this process was aborted. Its messages are still under way, into
+// memory that is in use no more: no other may let MPI go on.
+std::atomic<const std::string*> lost{nullptr};
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace
+
+MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks)
+    : ranks_(ranks), waits_in_(ranks.size(), 0) {
+  MPI_Comm_dup(communicator, &communicator_);
+  MPI_Comm_rank(communicator_, &rank_);
+}
+
+MpiWaiter::~MpiWaiter() {
+  try {
+    check_aborted();  // a message left behind could be taken for one of the next communicator
+  } catch (const Aborted&) {  // all ranks have left
+  }
+  for (Notice& notice : sent_) {
+    MPI_Waitall(static_cast<int>(notice.requests.size()), notice.requests.data(),
+                MPI_STATUSES_IGNORE);
+  }
+  MPI_Comm_free(&communicator_);
+}
+
+void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting) {
+  const int count = static_cast<int>(requests.size());
+  std::vector<int> indices(requests.size());
+  Wait wait(*this, waiting);
+  wait.check();
+  for (int left = count; left > 0;) {
+    int completed = 0;
+    MPI_Testsome(count, requests.data(), &completed, indices.data(), MPI_STATUSES_IGNORE);
+    if (completed == MPI_UNDEFINED) return;
+    left -= completed;
+    wait.turn(completed > 0);
+  }
+}
+
+void MpiWaiter::Wait::check() const {
+  if (const std::string* why = lost) throw Aborted(*why);
+}
+
+void MpiWaiter::Wait::turn(bool something_has_come) {
+  check();
+  if (something_has_come) {
+    start_ = Clock::now();
+    return;
+  }
+  const double waited = seconds_since(start_);
+  if (waited < kSpinSeconds) return std::this_thread::yield();
+  std::this_thread::sleep_for(
+      std::chrono::duration<double>(std::min(waited / 20, kMaxSleepSeconds)));
+  if (waited > kLongSeconds && !told_) {
+    told_ = true;
+    const uint64_t step = waiter_.step_;
+    waiter_.tell(kWaits, std::string(reinterpret_cast<const char*>(&step), sizeof step));
+  }
+  waiter_.check_aborted();
+  const std::string why = waiting_(waited, told_ ? waiter_.missing() : std::vector<int>{});
+  if (!why.empty()) waiter_.abort(why);
+}
+
+void MpiWaiter::tell(int tag, const std::string& bytes) {
+  sent_.remove_if([](Notice& notice) {
+    int done = 0;
+    MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
+                MPI_STATUSES_IGNORE);
+    return done != 0;
+  });
+  Notice& notice = sent_.emplace_back();
+  notice.bytes = bytes;
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (static_cast<int>(r) == rank_) continue;
+    notice.requests.push_back(MPI_REQUEST_NULL);
+    MPI_Isend(notice.bytes.data(), static_cast<int>(notice.bytes.size()), MPI_BYTE,
+              static_cast<int>(r), tag, communicator_, &notice.requests.back());
+  }
+}
+
+void MpiWaiter::check_aborted() {
+  while (true) {
+    int arrived = 0;
+    MPI_Status status;
+    MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, communicator_, &arrived, &status);
+    if (!arrived) return;
+    int size = 0;
+    MPI_Get_count(&status, MPI_BYTE, &size);
+    std::string bytes(size, '\0');
+    MPI_Recv(bytes.data(), size, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, communicator_,
+             MPI_STATUS_IGNORE);
+    if (status.MPI_TAG == kAborted) lose(bytes);
+    std::memcpy(&waits_in_[status.MPI_SOURCE], bytes.data(), sizeof step_);
+  }
+}
+
+void MpiWaiter::abort(const std::string& why) {
+  tell(kAborted, why);
+  Notice& notice = sent_.back();
+  const auto start = Clock::now();
+  int done = 0;
+  while (!done && seconds_since(start) < kSendReasonSeconds) {
+    MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
+                MPI_STATUSES_IGNORE);
+  }
+  lose(why);
+}
+
+void MpiWaiter::lose(const std::string& why) {
+  lost = new std::string(why);  // for ever
+  throw Aborted(why);
+}
+
+std::vector<int> MpiWaiter::missing() const {
+  std::vector<int> missing;
+  for (size_t r = 0; r < ranks_.size(); ++r) {
+    if (static_cast<int>(r) != rank_ && waits_in_[r] < step_) missing.push_back(ranks_[r]);
+  }
+  return missing;
+}
+
+}  // namespace hvd

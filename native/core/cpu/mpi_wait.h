@@ -1,0 +1,71 @@
+// Waits for other ranks over MPI: without burning a core, with a deadline, knowing who is missing.
+//
+// The ranks of a set make the same sequence of steps. A rank that waits in a step for more than a
+// second tells the others the step's number; ranks that have not told theirs are missing. A rank
+// that aborts sends its reason to the others, which abort with the same text.
+#pragma once
+
+#include <mpi.h>
+
+#include <chrono>
+#include <list>
+#include <string>
+#include <vector>
+
+#include "core/request/transport.h"
+
+namespace hvd {
+
+class MpiWaiter {
+ public:
+  // A wait for the others in the current step. The caller itself polls for what it waits for.
+  class Wait {
+   public:
+    Wait(MpiWaiter& waiter, const Waiting& waiting) : waiter_(waiter), waiting_(waiting) {}
+
+    // Throws Aborted if a transport of this process was aborted: MPI must not be called any more.
+    void check() const;
+
+    // Checks, and sleeps if there was no progress: briefly at first, then longer. Throws Aborted.
+    void turn(bool something_has_come);
+
+   private:
+    MpiWaiter& waiter_;
+    const Waiting& waiting_;
+    std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+    bool told_ = false;
+  };
+
+  MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks);  // duplicates it
+  ~MpiWaiter();
+
+  void next_step() { ++step_; }
+
+  // Until all requests are complete. Throws Aborted.
+  void wait(std::vector<MPI_Request>& requests, const Waiting& waiting);
+
+  // Receives the notices that have arrived. Throws Aborted if a rank has aborted.
+  void check_aborted();
+
+  // Aborts the waits of all ranks. Throws Aborted.
+  [[noreturn]] void abort(const std::string& why);
+
+ private:
+  struct Notice {
+    std::string bytes;
+    std::vector<MPI_Request> requests;
+  };
+
+  void tell(int tag, const std::string& bytes);
+  [[noreturn]] static void lose(const std::string& why);
+  std::vector<int> missing() const;
+
+  MPI_Comm communicator_;
+  const std::vector<int> ranks_;
+  int rank_;
+  uint64_t step_ = 0;
+  std::vector<uint64_t> waits_in_;  // by rank: the last step in which it said that it waits
+  std::list<Notice> sent_;
+};
+
+}  // namespace hvd

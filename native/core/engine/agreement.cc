@@ -1,0 +1,216 @@
+#include "core/engine/agreement.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <unordered_map>
+
+#include "core/base/bytes.h"
+
+namespace hvd {
+namespace {
+
+// The first request of each identity; a later one with the same identity waits for its turn.
+using Heads = std::unordered_map<std::string, const Pending*>;
+
+std::string name(const Report& report) { return "rank " + std::to_string(report.rank); }
+
+// One identity, on all ranks.
+struct Row {
+  std::vector<const Pending*> pending;  // by rank; null: this rank has not submitted it
+  const Pending* first;                 // of those that have
+
+  bool complete(const std::vector<Report>& reports) const {
+    for (size_t r = 0; r < reports.size(); ++r) {
+      if (!pending[r] && !reports[r].joined()) return false;
+    }
+    return true;
+  }
+};
+
+Row row_of(const std::string& identity, const std::vector<Heads>& heads) {
+  Row row{{}, nullptr};
+  for (const Heads& own : heads) {
+    const auto found = own.find(identity);
+    row.pending.push_back(found == own.end() ? nullptr : found->second);
+    if (!row.first) row.first = row.pending.back();
+  }
+  return row;
+}
+
+// Why a row that is complete cannot run, or nothing.
+Refusal refusal(const Row& row, const std::vector<Report>& reports) {
+  Refusal refusal{row.first->identity, Code::invalid_argument, ""};
+  for (size_t r = 0; r < reports.size(); ++r) {
+    const Pending* pending = row.pending[r];
+    if (pending && !pending->problem.empty())
+      refusal.message += "\n  " + name(reports[r]) + ": " + pending->problem;
+  }
+  if (!refusal.message.empty()) {
+    refusal.message = row.first->identity + " cannot run:" + refusal.message;
+    return refusal;
+  }
+  refusal.code = Code::failed_precondition;
+  const auto differs = [&](const Pending* pending) {
+    return pending && pending->signature != row.first->signature;
+  };
+  if (std::any_of(row.pending.begin(), row.pending.end(), differs)) {
+    refusal.message = row.first->identity + " differs between ranks:";
+    for (size_t r = 0; r < reports.size(); ++r) {
+      refusal.message += "\n  " + name(reports[r]) + ": " +
+                         (row.pending[r] ? row.pending[r]->signature : "has joined");
+    }
+    refusal.message +=
+        "\nEvery rank must call it with the same dtype, shape, op, root and scale factors.";
+    return refusal;
+  }
+  for (size_t r = 0; r < reports.size(); ++r) {
+    if (row.pending[r]) continue;
+    if (row.first->needs == Pending::everybody || row.first->needs == reports[r].rank) {
+      refusal.message = row.first->identity + " cannot run without " + name(reports[r]) +
+                        ", which has joined (hvd.join) and submits nothing more.";
+      break;
+    }
+  }
+  return refusal;
+}
+
+// Whether somebody waits for a request that a rank that has left can no longer submit.
+bool somebody_waits_in_vain(const std::vector<Report>& reports, const std::vector<Heads>& heads) {
+  for (size_t r = 0; r < reports.size(); ++r) {
+    if (!reports[r].leaving) continue;
+    for (const Heads& other : heads) {
+      for (const auto& head : other) {
+        if (heads[r].count(head.first) == 0) return true;
+      }
+    }
+  }
+  return false;
+}
+
+std::string who_left(const std::vector<Report>& reports) {
+  std::string text;
+  for (const Report& report : reports) {
+    if (!report.leaving) continue;
+    if (!text.empty()) text += "; ";
+    text += name(report) + " has left the job: " + report.reason + " (on " + report.host + ")";
+  }
+  return text;
+}
+
+// How long nothing has changed on any rank, though all have called something; 0: not for long.
+double unchanged_seconds(const std::vector<Report>& reports) {
+  double least = std::numeric_limits<double>::infinity();
+  for (const Report& report : reports)
+    least = std::min(least, report.queue.empty() ? 0 : report.unchanged);
+  return least;
+}
+
+}  // namespace
+
+bool Report::joined() const {
+  return std::any_of(queue.begin(), queue.end(),
+                     [](const Pending& pending) { return pending.joins; });
+}
+
+Decision decide(const std::vector<Report>& reports) {
+  std::vector<Heads> heads(reports.size());
+  for (size_t r = 0; r < reports.size(); ++r) {
+    for (const Pending& pending : reports[r].queue) heads[r].emplace(pending.identity, &pending);
+  }
+
+  Decision decision;
+  std::set<std::string> seen;
+  for (const Report& report : reports) {
+    for (const Pending& pending : report.queue) {
+      if (pending.joins || !seen.insert(pending.identity).second) continue;
+      const Row row = row_of(pending.identity, heads);
+      if (!row.complete(reports)) continue;
+      Refusal refused = refusal(row, reports);
+      if (!refused.message.empty()) {
+        decision.refuse.push_back(std::move(refused));
+      } else {
+        decision.run.push_back({pending.identity, row.first->header});
+      }
+    }
+  }
+  if (!decision.nothing()) return decision;
+  if (somebody_waits_in_vain(reports, heads)) {
+    decision.left = who_left(reports);
+    return decision;
+  }
+  if (const double seconds = unchanged_seconds(reports); seconds > 0) {
+    decision.mismatch =
+        "the ranks wait for different collectives, and none has called another for " +
+        std::to_string(static_cast<int64_t>(seconds)) +
+        " s (HVD_MISMATCH_SECONDS):" + summary(reports) +
+        "\nMost often the ranks have different numbers of batches: give all the same number with "
+        "hvd.data.shard or hvd.data.agree_on_steps. Or they took different branches: all ranks "
+        "must call the same collectives.";
+    return decision;
+  }
+  double waited = 0;
+  for (const Report& report : reports) waited = std::max(waited, report.waited);
+  if (waited > 0) {
+    decision.stuck = "no progress for " + std::to_string(static_cast<int64_t>(waited)) +
+                     " s: the ranks wait for different collectives:" + summary(reports);
+  }
+  return decision;
+}
+
+std::string summary(const std::vector<Report>& reports) {
+  constexpr size_t kShown = 5;
+  std::string text;
+  for (const Report& report : reports) {
+    text += "\n  " + name(report) + " has submitted: ";
+    const auto& queue = report.queue;
+    for (size_t i = 0; i < queue.size() && i < kShown; ++i) {
+      text += (i ? ", " : "") + queue[i].identity;
+    }
+    if (queue.size() > kShown) text += " and " + std::to_string(queue.size() - kShown) + " more";
+  }
+  return text;
+}
+
+std::string encode(const Report& report) {
+  Writer out;
+  out.number(report.rank);
+  out.text(report.host);
+  out.number(report.leaving);
+  out.text(report.reason);
+  out.number(report.unchanged);
+  out.number(report.waited);
+  for (const Pending& pending : report.queue) {
+    out.text(pending.identity);
+    out.text(pending.signature);
+    out.text(pending.problem);
+    out.text(pending.header);
+    out.number(pending.joins);
+    out.number(pending.needs);
+  }
+  return out.take();
+}
+
+Report decode(const std::string& bytes) {
+  Reader in(bytes);
+  Report report;
+  report.rank = in.number<int>();
+  report.host = in.text();
+  report.leaving = in.number<bool>();
+  report.reason = in.text();
+  report.unchanged = in.number<double>();
+  report.waited = in.number<double>();
+  while (!in.at_end()) {
+    Pending pending;
+    pending.identity = in.text();
+    pending.signature = in.text();
+    pending.problem = in.text();
+    pending.header = in.text();
+    pending.joins = in.number<bool>();
+    pending.needs = in.number<int>();
+    report.queue.push_back(std::move(pending));
+  }
+  return report;
+}
+
+}  // namespace hvd

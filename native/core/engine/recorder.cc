@@ -1,0 +1,241 @@
+#include "core/engine/recorder.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <numeric>
+
+#include "core/base/log.h"
+
+namespace hvd {
+namespace {
+
+// Ranks that come this close to each other have come together: about what the system takes to wake
+// a thread.
+constexpr double kTogetherSeconds = 100e-6;
+
+// Of a name in the timeline; the rest is left out.
+constexpr size_t kNameBytes = 256;
+
+uint64_t nanoseconds(Clock::duration time) {
+  return static_cast<uint64_t>(
+      std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(time).count()));
+}
+
+double seconds(uint64_t ns) { return static_cast<double>(ns) * 1e-9; }
+
+std::string number(double value, int decimals) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.*f", decimals, value);
+  return text;
+}
+
+// Bytes of the UTF-8 character that begins there; 0: none does.
+size_t character(const std::string& text, size_t at) {
+  const auto byte = static_cast<unsigned char>(text[at]);
+  const size_t size = byte < 0x80 ? 1 : byte < 0xc2 ? 0 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
+  if (byte > 0xf4 || at + size > text.size()) return 0;
+  for (size_t i = 1; i < size; ++i) {
+    if ((static_cast<unsigned char>(text[at + i]) & 0xc0) != 0x80) return 0;
+  }
+  return size;
+}
+
+// As a JSON string; what is no text or too long is replaced.
+std::string quoted(const std::string& text) {
+  std::string out = "\"";
+  for (size_t at = 0; at < text.size();) {
+    const size_t size = character(text, at);
+    const auto byte = static_cast<unsigned char>(text[at]);
+    if (at + size > kNameBytes) {
+      out += "\\u2026";
+      break;
+    }
+    if (size == 0) {
+      out += "\\ufffd";
+    } else if (byte == '"' || byte == '\\') {
+      out += std::string("\\") + text[at];
+    } else if (byte < 0x20) {
+      char escaped[8];
+      std::snprintf(escaped, sizeof escaped, "\\u%04x", byte);
+      out += escaped;
+    } else {
+      out.append(text, at, size);
+    }
+    at += std::max<size_t>(size, 1);
+  }
+  return out + "\"";
+}
+
+}  // namespace
+
+Status Recorder::start_timeline(const std::string& path) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (file_.is_open()) {
+    return Status::error(Code::failed_precondition,
+                         "a timeline is being written already. Call hvd.stop_timeline() first.");
+  }
+  rows_.clear();
+  timeline_begun_ = Clock::now();
+  return file_.open(path);
+}
+
+void Recorder::stop_timeline() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (file_.is_open()) end_unless(file_.finish());
+}
+
+void Recorder::note_end() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (ended_ == Clock::time_point{}) ended_ = Clock::now();
+}
+
+std::string Recorder::stats() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool over = ended_ != Clock::time_point{};
+  const uint64_t duration = nanoseconds((over ? ended_ : Clock::now()) - begun_);
+  std::string text = "{\"rank\": " + std::to_string(rank_) +
+                     ", \"seconds\": " + number(seconds(duration), 6) + ", \"collectives\": {";
+  const char* comma = "";
+  for (const auto& [kind, counted] : kinds_) {
+    text += comma + quoted(kind) + ": {\"requests\": " + std::to_string(counted.requests) +
+            ", \"bytes\": " + std::to_string(counted.bytes) +
+            ", \"waiting_seconds\": " + number(seconds(counted.waited_ns), 6) +
+            ", \"moving_seconds\": " + number(seconds(counted.ran_ns), 6) + "}";
+    comma = ", ";
+  }
+  text += "}, \"ranks\": [";
+  comma = "";
+  for (int r = 0; r < size_; ++r) {
+    const Lateness& late = ranks_[r];
+    text += comma + std::string("{\"last\": ") + std::to_string(late.times) +
+            ", \"awaited_seconds\": " + number(late.seconds, 6) + "}";
+    comma = ", ";
+  }
+  return text + "]}";
+}
+
+void Recorder::served(const Served& request) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Counters& counted = kinds_[request.kind];
+  ++counted.requests;
+  counted.bytes += request.bytes;
+  counted.waited_ns += nanoseconds(request.start - request.ready);
+  counted.ran_ns += nanoseconds(request.end - request.start);
+}
+
+void Recorder::agreed(int process_set, const std::vector<int>& ranks,
+                      const std::vector<std::string>& hosts, const std::vector<Served>& requests,
+                      const std::vector<WaitTimes>& all_times) {
+  // Who waited least came last; each of the others waited for it, on average this much longer.
+  const auto shortest = std::min_element(
+      all_times.begin(), all_times.end(),
+      [](const WaitTimes& a, const WaitTimes& b) { return a.waited_ns < b.waited_ns; });
+  double longer = 0;
+  for (const WaitTimes& wait_times : all_times)
+    longer += seconds(wait_times.waited_ns - shortest->waited_ns);
+  if (all_times.size() > 1) longer /= static_cast<double>(all_times.size() - 1);
+  const int last = longer < kTogetherSeconds ? -1 : ranks[shortest - all_times.begin()];
+
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (last >= 0) {
+    ++ranks_[last].times;
+    ranks_[last].seconds += longer;
+  }
+  if (file_.is_open()) draw(process_set, ranks, hosts, requests, all_times, last);
+}
+
+void Recorder::draw(int process_set, const std::vector<int>& ranks,
+                    const std::vector<std::string>& hosts, const std::vector<Served>& requests,
+                    const std::vector<WaitTimes>& all_times, int last) {
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    begin_row(process_set, ranks[r], hosts[r]);
+    for (const Served& request : requests) {
+      if (request.end < timeline_begun_) continue;
+      // After a negotiation several requests run in a row, of which a rank tells the sums: then
+      // this rank's own times stand for all.
+      WaitTimes wait_times{nanoseconds(request.start - request.ready),
+                           nanoseconds(request.end - request.start), request.bytes};
+      if (requests.size() == 1) wait_times = all_times[r];
+      const std::string arguments = "\"kind\":" + quoted(request.kind) +
+                                    ",\"name\":" + quoted(request.name) +
+                                    ",\"bytes\":" + std::to_string(wait_times.bytes) +
+                                    ",\"process_set\":" + std::to_string(process_set) +
+                                    ",\"last_rank\":" + (last < 0 ? "null" : std::to_string(last));
+      const bool waits = last >= 0 && last != ranks[r];
+      slice(process_set, ranks[r], waits ? "wait for rank " + std::to_string(last) : "wait",
+            {request.start - std::chrono::nanoseconds(wait_times.waited_ns), request.start},
+            arguments);
+      slice(process_set, ranks[r], request.kind + " " + request.name,
+            {request.start, request.start + std::chrono::nanoseconds(wait_times.ran_ns)},
+            arguments);
+    }
+  }
+  if (file_.is_open()) end_unless(file_.flush());
+}
+
+void Recorder::begin_row(int process_set, int rank, const std::string& host) {
+  if (!rows_.emplace(std::make_pair(rank, process_set), timeline_begun_).second) return;
+  const std::string where = ",\"pid\":" + std::to_string(rank) +
+                            ",\"tid\":" + std::to_string(process_set) + ",\"args\":{";
+  add("{\"ph\":\"M\",\"name\":\"process_name\"" + where +
+      "\"name\":" + quoted("rank " + std::to_string(rank) + " on " + host) + "}}");
+  add("{\"ph\":\"M\",\"name\":\"process_sort_index\"" + where +
+      "\"sort_index\":" + std::to_string(rank) + "}}");
+  add("{\"ph\":\"M\",\"name\":\"thread_name\"" + where + "\"name\":" +
+      quoted(process_set == 0 ? "all ranks" : "process set " + std::to_string(process_set)) + "}}");
+}
+
+// Slices of one row must not overlap, which those of other ranks could by the little that this
+// rank's clock is late.
+void Recorder::slice(int process_set, int rank, const std::string& title, Span span,
+                     const std::string& arguments) {
+  Clock::time_point& drawn = rows_.at({rank, process_set});
+  span.begin = std::max(span.begin, drawn);
+  span.end = std::min(std::max(span.end, span.begin), std::max(Clock::now(), span.begin));
+  drawn = span.end;
+  add("{\"ph\":\"X\",\"name\":" + quoted(title) + ",\"pid\":" + std::to_string(rank) +
+      ",\"tid\":" + std::to_string(process_set) +
+      ",\"ts\":" + number(seconds(nanoseconds(span.begin - timeline_begun_)) * 1e6, 3) +
+      ",\"dur\":" + number(seconds(nanoseconds(span.end - span.begin)) * 1e6, 3) + ",\"args\":{" +
+      arguments + "}}");
+}
+
+void Recorder::add(const std::string& event) {
+  if (file_.is_open()) file_.add(event);
+}
+
+// A job does not end because its timeline does.
+void Recorder::end_unless(const Status& status) {
+  if (status.ok()) return;
+  log(LogLevel::error, "the timeline ends here: " + status.message);
+  file_.close();
+}
+
+History::History(std::shared_ptr<Recorder> recorder, int process_set, const Transport& transport)
+    : recorder_(std::move(recorder)), process_set_(process_set), transport_(transport) {
+  for (int r = 0; r < transport.size(); ++r) hosts_.push_back(transport.host(r));
+}
+
+void History::served(const std::string& kind, const std::string& name, uint64_t bytes,
+                     Clock::time_point submitted, Clock::time_point start) {
+  const Served request{kind,  name,        bytes, std::min(std::max(submitted, free_since_), start),
+                       start, Clock::now()};
+  free_since_ = request.end;
+  recorder_->served(request);
+  past_.waited_ns += nanoseconds(request.start - request.ready);
+  past_.ran_ns += nanoseconds(request.end - request.start);
+  past_.bytes += bytes;
+  since_.push_back(request);
+}
+
+void History::agreed(const std::vector<Proposal>& proposals) {
+  if (!since_.empty()) {
+    std::vector<WaitTimes> all_times;
+    for (const Proposal& proposal : proposals) all_times.push_back(proposal.wait_times);
+    recorder_->agreed(process_set_, transport_.ranks(), hosts_, since_, all_times);
+  }
+  past_ = {};
+  since_.clear();
+}
+
+}  // namespace hvd

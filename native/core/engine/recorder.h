@@ -1,0 +1,120 @@
+// What the engines of this process have done, and how long the ranks waited for each other.
+//
+//   engine ── served() ──> History, one per process set ── agreed() ──> Recorder, one per process
+//                                                                        ├─ counters: stats()
+//                                                                        └─ timeline, on rank 0
+//
+// Clocks of different ranks are never compared. With each proposal every rank tells how long it
+// waited and ran since the proposal before; since an agreement ends on all ranks at once (but for
+// the sleep of about a millisecond at most that a long wait may end with), rank 0 knows from its
+// own clock when that was, and draws a row for every rank.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/base/status.h"
+#include "core/engine/trace_file.h"
+#include "core/request/transport.h"
+
+namespace hvd {
+
+using Clock = std::chrono::steady_clock;
+
+// A request that has run. What it is called is opaque here.
+struct Served {
+  std::string kind;
+  std::string name;
+  uint64_t bytes = 0;       // that this rank gave
+  Clock::time_point ready;  // submitted, and the engine was free
+  Clock::time_point start;  // all ranks had agreed on it
+  Clock::time_point end;
+};
+
+class Recorder {
+ public:
+  // For one rank of a job of `size` ranks.
+  explicit Recorder(int rank = 0, int size = 1) : rank_(rank), size_(size) {}
+
+  // Writes what all ranks do from now on; for rank 0. Fails if a timeline is already being written,
+  // or
+  // the file cannot be.
+  Status start_timeline(const std::string& path);
+  void stop_timeline();
+
+  // Counters as JSON, see docs/observing.md.
+  std::string stats();
+  // Stops the clock of the job's duration.
+  void note_end();
+
+  void served(const Served& request);
+  // Between two agreements of a process set the ranks (of the job) have served these requests; each
+  // rank tells of its part.
+  void agreed(int process_set, const std::vector<int>& ranks, const std::vector<std::string>& hosts,
+              const std::vector<Served>& requests, const std::vector<WaitTimes>& all_times);
+
+ private:
+  struct Counters {
+    uint64_t requests = 0, bytes = 0, waited_ns = 0, ran_ns = 0;
+  };
+  struct Lateness {
+    uint64_t times = 0;
+    double seconds = 0;
+  };
+  struct Span {
+    Clock::time_point begin, end;
+  };
+
+  void draw(int process_set, const std::vector<int>& ranks, const std::vector<std::string>& hosts,
+            const std::vector<Served>& requests, const std::vector<WaitTimes>& all_times, int last);
+  void slice(int process_set, int rank, const std::string& title, Span span,
+             const std::string& arguments);
+  void begin_row(int process_set, int rank, const std::string& host);
+  void add(const std::string& event);
+  void end_unless(const Status& status);
+
+  const int rank_, size_;
+  const Clock::time_point begun_ = Clock::now();
+
+  std::mutex mutex_;  // guards what follows
+  Clock::time_point ended_{};
+  std::map<std::string, Counters> kinds_;
+  std::map<int, Lateness> ranks_;
+  TraceFile file_;
+  Clock::time_point timeline_begun_{};
+  // Of the timeline, by rank and process set: where the last slice ends.
+  std::map<std::pair<int, int>, Clock::time_point> rows_;
+};
+
+// One engine's view, for its thread alone.
+class History {
+ public:
+  History(std::shared_ptr<Recorder> recorder, int process_set, const Transport& transport);
+
+  // A request that was submitted then has run from `start` until now.
+  void served(const std::string& kind, const std::string& name, uint64_t bytes,
+              Clock::time_point submitted, Clock::time_point start);
+  // The engine is free for its next request only from now on.
+  void free() { free_since_ = Clock::now(); }
+  // For this rank's next proposal.
+  const WaitTimes& wait_times() const { return past_; }
+  // With the proposals of that agreement.
+  void agreed(const std::vector<Proposal>& proposals);
+
+ private:
+  const std::shared_ptr<Recorder> recorder_;
+  const int process_set_;
+  const Transport& transport_;
+  std::vector<std::string> hosts_;
+  Clock::time_point free_since_ = Clock::now();
+  WaitTimes past_;
+  std::vector<Served> since_;  // the last agreement
+};
+
+}  // namespace hvd

@@ -1,0 +1,60 @@
+// This rank's GPU as one process set uses it: a stream of ours, events that order it against the
+// framework's, and memory.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/gpu/cuda_api.h"
+
+namespace hvd {
+
+// A point in the work of a stream. The last owner gives the event back to be used again.
+using Event = std::shared_ptr<CUevent_st>;
+using Memory = std::shared_ptr<void>;
+
+class Gpu {
+ public:
+  Gpu(const CudaApi& cuda, int device);
+  ~Gpu();  // all work of the stream is done
+
+  const CudaApi& cuda() const { return cuda_; }
+  int device() const { return device_; }
+  CudaStream stream() const { return stream_; }
+
+  // All that the stream (of this device) has been given until now. From any thread.
+  Event record(CudaStream stream);
+
+  // What the stream is given from now on comes after the event.
+  void wait(CudaStream stream, const Event& event);
+
+  bool finished(const Event& event) const;
+
+  // In our stream; one of the two may be memory of the host.
+  void copy(void* target, const void* source, size_t bytes);
+
+  Memory allocate(size_t bytes);  // of the device; freed by the last owner
+  Memory pinned(size_t bytes);    // of the host; used again after the last owner
+
+  std::string bus_id() const;  // of the device: the same for all processes of this host
+
+ private:
+  // Outlives the Gpu for as long as somebody owns one of its things.
+  struct Store {
+    explicit Store(const CudaApi& api) : cuda(api) {}
+    ~Store();
+
+    const CudaApi& cuda;
+    std::mutex mutex;  // guards what follows
+    std::vector<CudaEvent> events;
+    std::vector<std::pair<size_t, void*>> blocks;  // of pinned memory, with their bytes
+  };
+
+  const CudaApi& cuda_;
+  const int device_;
+  CudaStream stream_ = nullptr;
+  const std::shared_ptr<Store> store_;
+};
+
+}  // namespace hvd

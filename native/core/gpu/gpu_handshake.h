@@ -1,0 +1,39 @@
+// What ranks tell each other before they use GPUs together, and what follows from it. Pure
+// functions.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/base/settings.h"
+#include "core/request/request.h"
+
+namespace hvd {
+
+struct GpuInfo {
+  std::string ways;     // the settings: which kinds go by NCCL
+  std::string machine;  // the same for all processes of a machine
+  std::string bus_id;   // of the GPU
+  int nccl_version = 0;
+  std::string problem;  // why there is no NCCL
+  std::string id;       // rank 0: NCCL's name for the set
+};
+
+struct GpuHandshake {
+  bool nccl = false;    // whether to create a communicator
+  std::string refusal;  // why GPUs cannot be used together at all
+  std::string warning;  // why NCCL is not used, although it was asked for
+};
+
+// The same result on all ranks. `ranks` are numbers in the job, by rank of the set.
+GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& ranks);
+
+std::string encode(const GpuInfo& info);
+GpuInfo decode_gpu_info(const std::string& bytes);
+
+GpuWay chosen_way(const Settings& settings, Kind kind);
+std::string ways_text(const Settings& settings);
+bool wants_nccl(const std::string& ways);
+std::string this_machine();
+
+}  // namespace hvd

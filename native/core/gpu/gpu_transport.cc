@@ -1,0 +1,313 @@
+#include "core/gpu/gpu_transport.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "core/base/log.h"
+#include "core/gpu/gpu_handshake.h"
+#include "core/gpu/gpu_staging.h"
+#include "core/request/collectives.h"
+
+namespace hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Between two looks at the GPU, while the host has to wait for it: what is short is seen at once.
+constexpr double kSpinSeconds = 100e-6;
+constexpr auto kSleep = std::chrono::microseconds(50);
+
+// How long what was begun may take to end after the ranks have lost each other.
+constexpr double kLastSeconds = 1.0;
+
+std::atomic<int> default_gpu{0};
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace
+
+void set_default_gpu(int device) { default_gpu = device; }
+
+GpuTransport::GpuTransport(std::unique_ptr<Transport> host, const Settings& settings,
+                           AbortProcess abort_process)
+    : host_(std::move(host)), settings_(settings), abort_process_(std::move(abort_process)) {}
+
+// Of a set that all ranks have left together, or whose ranks have lost each other.
+GpuTransport::~GpuTransport() {
+  if (!gpu_) return;
+  const auto start = Clock::now();
+  const Pause pause = [] { std::this_thread::sleep_for(kSleep); };
+  try {
+    const OnDevice here(gpu_->cuda(), gpu_->device());
+    while (!lost_ && trouble().empty() && !works_.empty()) pause();
+    if (!lost_ && works_.empty() && communicator_) communicator_->close(pause);
+    communicator_.reset();  // ends what has not ended
+    while (!works_.empty() && seconds_since(start) < kLastSeconds) {
+      pause();
+      drop_finished();
+    }
+  } catch (const std::exception& error) {
+    log(LogLevel::warning, std::string("the GPU was not left in order: ") + error.what());
+  }
+  if (works_.empty()) return;
+  new std::deque<Work>(std::move(works_));  // in use for ever
+  gpu_.release();
+}
+
+// On the thread that submits.
+std::string GpuTransport::prepare(Request& request) {
+  if (request.device < 0) return "";
+  std::string problem;
+  Gpu* const gpu = this->gpu(request.device, &problem);
+  if (!gpu) return problem;
+  try {
+    request.ready = gpu->record(static_cast<CudaStream>(request.stream));
+  } catch (const GpuError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// Made at the first request. A process set uses one device of each process.
+Gpu* GpuTransport::gpu(int device, std::string* problem) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (gpu_) {
+    if (gpu_->device() == device) return gpu_.get();
+    *problem = "got a tensor on GPU " + std::to_string(device) + ", after others on GPU " +
+               std::to_string(gpu_->device()) +
+               ". A process uses one GPU; start a process for each: hvdrun -np 2.";
+    return nullptr;
+  }
+  const CudaApi* cuda = cuda_api(settings_, problem);
+  if (!cuda) return nullptr;
+  try {
+    gpu_ = std::make_unique<Gpu>(*cuda, device);
+  } catch (const GpuError& error) {
+    *problem = error.what();
+  }
+  return gpu_.get();
+}
+
+std::vector<Proposal> GpuTransport::agree(const Proposal& mine, const Waiting& waiting) {
+  if (const std::string why = trouble(); !why.empty()) fail(why);
+  try {
+    return host_->agree(mine, [&](double seconds, const std::vector<int>& missing) {
+      const std::string why = trouble();
+      return why.empty() ? waiting(seconds, missing) : why;
+    });
+  } catch (const Aborted& aborted) {
+    on_lost(aborted.what());
+    throw;
+  }
+}
+
+std::vector<std::string> GpuTransport::gather(const std::string& mine, const Waiting& waiting) {
+  try {
+    return host_->gather(mine, waiting);
+  } catch (const Aborted& aborted) {
+    on_lost(aborted.what());
+    throw;
+  }
+}
+
+Status GpuTransport::run(Request& request, const Waiting& waiting) {
+  try {
+    if (request.device == kOnHost) return host_->run(request, waiting);
+    return run_on_gpu(request, waiting);
+  } catch (const GpuError& error) {
+    fail(identity(request) + " failed on rank " + std::to_string(ranks()[rank()]) + ": " +
+         error.what());
+  } catch (const Aborted& aborted) {
+    on_lost(aborted.what());
+    throw;
+  }
+}
+
+bool GpuTransport::busy() {
+  if (works_.empty()) return false;
+  if (const std::string why = trouble(); !why.empty()) fail(why);
+  check_peers();
+  return !works_.empty();
+}
+
+// A rank may abort after it has agreed on a request; then its work never comes.
+void GpuTransport::check_peers() {
+  try {
+    host_->check_aborted();
+  } catch (const Aborted& aborted) {
+    on_lost(aborted.what());
+    throw;
+  }
+}
+
+Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
+  const bool joined = request.device == kOnSomeDevice;
+  std::string problem;
+  Gpu* const gpu = this->gpu(joined && !gpu_ ? default_gpu.load()
+                             : joined        ? gpu_->device()
+                                             : request.device,
+                             &problem);
+  if (!gpu) throw GpuError(problem);
+  const OnDevice here(gpu->cuda(), gpu->device());
+  if (!handshake_done_) refusal_ = handshake(*gpu, waiting);
+  handshake_done_ = true;
+  if (!refusal_.ok()) {
+    return Status::error(refusal_.code, identity(request) + ": " + refusal_.message);
+  }
+  check_peers();
+  const Pause pause = pause_with(waiting);
+  const bool nccl = by_nccl(request);
+  if (joined && !nccl) {
+    request.device = kOnHost;  // where its buffers are
+    return host_->run(request, waiting);
+  }
+  std::vector<Memory> held;
+  const auto framework = static_cast<CudaStream>(request.stream);
+  if (joined) {
+    neutral_request_on(*gpu, request, &held);
+  } else {
+    gpu->wait(gpu->stream(), std::static_pointer_cast<CUevent_st>(request.ready));
+  }
+  // Memory that the framework gives now may still be in use by what its stream was given before.
+  const auto allocated = [&] {
+    if (!joined) gpu->wait(gpu->stream(), gpu->record(framework));
+  };
+  const Status status = nccl ? nccl_->run(request, waiting, pause, allocated)
+                             : run_on_host(*gpu, *host_, request, waiting, pause, allocated, &held);
+  // The inputs may be in use even if it has failed.
+  const Event done = gpu->record(gpu->stream());
+  if (!joined) gpu->wait(framework, done);
+  if (works_.empty()) progress_ = Clock::now();
+  works_.push_back({done, identity(request), Clock::now(), std::move(held)});
+  return status;
+}
+
+// Of a rank that has joined: its neutral values are the host's, and nobody wants its results.
+void GpuTransport::neutral_request_on(Gpu& gpu, Request& request, std::vector<Memory>* held) {
+  held->push_back(
+      std::make_shared<std::function<void(const Status&)>>(request.done));  // its buffers
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    Input& input = request.inputs[i];
+    const Memory memory = gpu.allocate(input.bytes());
+    held->push_back(memory);
+    gpu.copy(memory.get(), input.data, input.bytes());
+    input.data = memory.get();
+    if (collective(request.kind).keeps_shape) request.outputs[i] = memory.get();
+  }
+  request.allocate = [&gpu, held, inputs = request.inputs](size_t index, const Shape& shape,
+                                                           void** data) {
+    const size_t bytes = static_cast<size_t>(elements(shape)) * size_of(inputs[index].dtype);
+    held->push_back(gpu.allocate(bytes));
+    *data = held->back().get();
+    return Status();
+  };
+}
+
+bool GpuTransport::by_nccl(const Request& request) const {
+  return nccl_ && chosen_way(settings_, request.kind) == GpuWay::nccl &&
+         NcclCollectives::can(request);
+}
+
+// Once per process set: what the ranks have, and whether it goes together.
+Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
+  std::string no_nccl;
+  const NcclApi* nccl = nccl_api(settings_, &no_nccl);
+  GpuInfo mine;
+  mine.ways = ways_text(settings_);
+  mine.machine = this_machine();
+  mine.bus_id = gpu.bus_id();
+  mine.problem = no_nccl;
+  if (nccl && wants_nccl(mine.ways)) {
+    mine.nccl_version = nccl->version;
+    NcclId id;
+    if (rank() == 0 && nccl->get_unique_id(&id) == kNcclSuccess) {
+      mine.id.assign(id.bytes, sizeof id.bytes);
+    } else if (rank() == 0) {
+      mine.problem = std::string("NCCL finds no network: ") + nccl->last_error(nullptr) +
+                     ". NCCL_DEBUG=INFO tells more.";
+    }
+  }
+  std::vector<GpuInfo> all;
+  for (const std::string& bytes : host_->gather(encode(mine), waiting))
+    all.push_back(decode_gpu_info(bytes));
+  const GpuHandshake result = negotiate(all, ranks());
+  if (!result.refusal.empty()) return Status::error(Code::failed_precondition, result.refusal);
+  if (!result.warning.empty() && rank() == 0) log(LogLevel::warning, result.warning);
+  if (!result.nccl) return {};
+  NcclId id;
+  std::copy(all[0].id.begin(), all[0].id.end(), id.bytes);
+  communicator_ =
+      std::make_unique<NcclCommunicator>(*nccl, id, rank(), size(), pause_with(waiting));
+  nccl_ = std::make_unique<NcclCollectives>(*communicator_, *host_, gpu.stream());
+  return {};
+}
+
+// The waits of the host for a GPU, or for NCCL.
+Pause GpuTransport::pause_with(const Waiting& waiting) {
+  return [waiting, this, start = Clock::now()] {
+    const double waited = seconds_since(start);
+    if (waited < kSpinSeconds) {
+      std::this_thread::yield();
+      return;
+    }
+    std::this_thread::sleep_for(kSleep);
+    check_peers();
+    const std::string why = waiting(waited, {});
+    if (!why.empty()) fail(why);
+  };
+}
+
+void GpuTransport::drop_finished() {
+  while (!works_.empty() && gpu_->finished(works_.front().done)) {
+    works_.pop_front();
+    progress_ = Clock::now();
+  }
+}
+
+// Forgets what the GPU has done. Why it does no more, if so.
+std::string GpuTransport::trouble() {
+  try {
+    drop_finished();
+  } catch (const GpuError& error) {
+    return error.what();
+  }
+  if (works_.empty()) return "";
+  const std::string here = works_.front().name + " on the GPU of rank " +
+                           std::to_string(ranks()[rank()]) + " (on " + host(rank()) + ")";
+  if (communicator_) {
+    const std::string why = communicator_->problem();
+    if (!why.empty()) return here + " failed: " + why;
+  }
+  const double waited = seconds_since(std::max(progress_, works_.front().since));
+  if (settings_.timeout_seconds == 0 || waited < settings_.timeout_seconds) return "";
+  return "no progress for " + std::to_string(static_cast<int64_t>(waited)) + " s: " + here +
+         " does not end. Has the process or the GPU of another rank stopped, or the network "
+         "between them? NCCL_DEBUG=INFO tells more.";
+}
+
+// Ends with the words of the rank that was first, which may be another.
+void GpuTransport::fail(const std::string& why) {
+  std::string words = why;
+  try {
+    host_->abort(why);
+  } catch (const Aborted& aborted) {
+    words = aborted.what();
+  }
+  on_lost(words);
+  throw Aborted(words);
+}
+
+// The ranks have lost each other: work that is still to be done never will be.
+void GpuTransport::on_lost(const std::string& why) {
+  if (std::exchange(lost_, true)) return;
+  try {
+    drop_finished();
+  } catch (const GpuError&) {  // then the results of what is left will not come either
+  }
+  if (!works_.empty()) abort_process_(why);
+}
+
+}  // namespace hvd

@@ -1,0 +1,90 @@
+// Collectives on tensors of GPUs. Wraps the transport for the memory of hosts.
+//
+//   TensorFlow's stream   kernels ── ready ─────────────────────── wait done ── kernels
+//                                       ╲                          ╱
+//   our stream                        wait ready ── NCCL ── done ──
+// No host thread waits for any of it: a request is done() when all this has been enqueued. The rank
+// that detects stalled work or an NCCL error aborts all ranks through the host's transport.
+// Requests that NCCL does not support or that the user wants over MPI, and all requests if a rank
+// has no NCCL, go through the host's memory. A stream that waits for work that cannot finish is
+// never released: later kernels would read values that were never computed. `abort_process` is
+// called instead.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/base/settings.h"
+#include "core/gpu/gpu.h"
+#include "core/gpu/nccl_collectives.h"
+#include "core/request/transport.h"
+
+namespace hvd {
+
+class GpuTransport : public Transport {
+ public:
+  using AbortProcess = std::function<void(const std::string& why)>;
+
+  GpuTransport(std::unique_ptr<Transport> host, const Settings& settings,
+               AbortProcess abort_process);
+  ~GpuTransport() override;
+
+  const std::vector<int>& ranks() const override { return host_->ranks(); }
+  int rank() const override { return host_->rank(); }
+  const std::string& host(int rank) const override { return host_->host(rank); }
+  std::string prepare(Request& request) override;
+  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
+  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
+  Status run(Request& request, const Waiting& waiting) override;
+  void abort(const std::string& why) override { fail(why); }
+  void check_aborted() override { host_->check_aborted(); }
+  bool busy() override;
+
+ private:
+  // Work that was enqueued and may not be finished.
+  struct Work {
+    Event done;
+    std::string name;
+    std::chrono::steady_clock::time_point since;
+    std::vector<Memory> held;
+  };
+
+  Gpu* gpu(int device, std::string* problem);
+  Status run_on_gpu(Request& request, const Waiting& waiting);
+  void neutral_request_on(Gpu& gpu, Request& request, std::vector<Memory>* held);
+  Status handshake(Gpu& gpu, const Waiting& waiting);
+  bool by_nccl(const Request& request) const;
+  Pause pause_with(const Waiting& waiting);
+  void check_peers();
+  void drop_finished();
+  std::string trouble();
+  [[noreturn]] void fail(const std::string& why);
+  void on_lost(const std::string& why);
+
+  const std::unique_ptr<Transport> host_;
+  const Settings settings_;
+  const AbortProcess abort_process_;
+
+  std::mutex mutex_;  // guards the creation of gpu_
+  std::unique_ptr<Gpu> gpu_;
+
+  // Used by the engine's thread only.
+  bool handshake_done_ = false;
+  Status refusal_;  // the error of all requests on GPUs
+  std::unique_ptr<NcclCommunicator> communicator_;
+  std::unique_ptr<NcclCollectives> nccl_;
+  std::deque<Work> works_;  // oldest first
+  std::chrono::steady_clock::time_point progress_;
+  bool lost_ = false;
+};
+
+// The device that a rank uses after it has joined, if it has not used one before.
+void set_default_gpu(int device);
+
+}  // namespace hvd

@@ -1,0 +1,81 @@
+// What we use of NCCL, by its documented C interface
+// (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html). Opened at run time.
+#pragma once
+
+#include <cstddef>
+#include <limits>
+#include <string>
+
+#include "core/gpu/cuda_api.h"
+#include "core/request/request.h"
+
+struct ncclComm;
+
+namespace hvd {
+
+using NcclComm = ncclComm*;
+
+constexpr int kNcclSuccess = 0;
+constexpr int kNcclInProgress = 7;
+
+constexpr int kNcclBytes = 1;  // ncclUint8
+
+// As NCCL numbers them.
+constexpr int kNcclSum = 0, kNcclProduct = 1, kNcclMax = 2, kNcclMin = 3, kNcclAverage = 4;
+
+constexpr int kNcclHostScalar = 1;  // ncclScalarHostImmediate: read before the call returns
+
+struct NcclId {
+  char bytes[128];
+};
+
+// The first members of ncclConfig_t, as of 2.17: NCCL takes as many as `size` says, and later
+// versions only append.
+struct NcclConfig {
+  static constexpr int kUnset = std::numeric_limits<int>::min();
+
+  size_t size = sizeof(NcclConfig);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21700;
+  int blocking = kUnset;
+  int cga_cluster_size = kUnset;
+  int least_ctas = kUnset;
+  int most_ctas = kUnset;
+  const char* net_name = nullptr;
+};
+
+struct NcclApi {
+  std::string file;
+  int version = 0;  // 10000 × major + 100 × minor + patch
+
+  int (*get_version)(int*);
+  const char* (*error_string)(int);
+  const char* (*last_error)(NcclComm);
+  int (*get_unique_id)(NcclId*);
+  int (*init_rank)(NcclComm*, int size, NcclId, int rank, NcclConfig*);
+  int (*finalize)(NcclComm);
+  int (*destroy)(NcclComm);
+  int (*abort)(NcclComm);
+  int (*async_error)(NcclComm, int*);
+  int (*group_start)();
+  int (*group_end)();
+  int (*create_op)(int* op, void* scalar, int dtype, int residence, NcclComm);
+  int (*destroy_op)(int op, NcclComm);
+  int (*all_reduce)(const void*, void*, size_t, int dtype, int op, NcclComm, CudaStream);
+  int (*reduce)(const void*, void*, size_t, int dtype, int op, int root, NcclComm, CudaStream);
+  int (*reduce_scatter)(const void*, void*, size_t, int dtype, int op, NcclComm, CudaStream);
+  int (*broadcast)(const void*, void*, size_t, int dtype, int root, NcclComm, CudaStream);
+  int (*all_gather)(const void*, void*, size_t, int dtype, NcclComm, CudaStream);
+  int (*send)(const void*, size_t, int dtype, int peer, NcclComm, CudaStream);
+  int (*receive)(void*, size_t, int dtype, int peer, NcclComm, CudaStream);
+};
+
+// Null if there is none, with the reason and what to do. The first call of the process opens it.
+const NcclApi* nccl_api(const Settings& settings, std::string* why);
+
+std::string nccl_version_text(int version);
+
+// NCCL's number of a dtype in which it can compute; -1: it cannot. A bool is a byte of 0 or 1.
+int nccl_dtype(DType dtype);
+
+}  // namespace hvd

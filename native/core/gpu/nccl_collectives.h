@@ -1,0 +1,45 @@
+// The collectives, over NCCL. All are enqueued in one stream, which no host waits for.
+//
+// A group of NCCL's calls carries all tensors of a request. Sums run in the tensors' own dtype and
+// in NCCL's order: equal on all ranks, but not the bits of the host's transports.
+#pragma once
+
+#include "core/gpu/gpu.h"
+#include "core/gpu/nccl_communicator.h"
+#include "core/request/transport.h"
+
+namespace hvd {
+
+class NcclCollectives {
+ public:
+  // `host` is the way between the same ranks over which sizes are told.
+  NcclCollectives(NcclCommunicator& communicator, Transport& host, CudaStream stream)
+      : communicator_(communicator), host_(host), stream_(stream) {}
+
+  // Whether NCCL computes this at all: not Adasum, 16-bit integers, or scaled minima.
+  static bool can(const Request& request);
+
+  // All ranks come here alike. Calls `allocated` when the outputs are there, before their use.
+  Status run(Request& request, const Waiting& waiting, const Pause& pause,
+             const std::function<void()>& allocated);
+
+ private:
+  class Operation;
+
+  void allreduce(const Request& request, const Pause& pause);
+  void broadcast(const Request& request, const Pause& pause);
+  void allgather(const Request& request, const std::vector<std::vector<int64_t>>& bytes);
+  void alltoall(const Request& request, const std::vector<int64_t>& rows);
+  void reducescatter(const Request& request, const Pause& pause);
+  Status allocate_slices(Request& request);
+  Status allocate_received(Request& request, const std::vector<int64_t>& rows);
+  std::vector<int64_t> tell(const std::vector<int64_t>& mine, const Waiting& waiting);
+  void check(int result, const char* call) const { communicator_.check(result, call); }
+  const NcclApi& nccl() const { return communicator_.api(); }
+
+  NcclCommunicator& communicator_;
+  Transport& host_;
+  const CudaStream stream_;
+};
+
+}  // namespace hvd

@@ -1,7 +1,0 @@
-#include "core/loops_body.h"
-
-namespace hvd {
-
-Loops baseline_loops() { return loops_of("baseline"); }
-
-}  // namespace hvd

@@ -1,0 +1,378 @@
+// The loops themselves, compiled several times, for CPUs that have more than others.
+//
+// Nothing here may have a name that the linker sees, and no function of the standard library may be
+// called: the linker keeps one copy of an inline function, which may be the one of these objects
+// that an older CPU cannot run. tests/unit/test_core.py looks into the objects.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "core/math/loops.h"
+
+namespace hvd {
+namespace {
+
+// Elements per inner loop: three float32 blocks of it stay in the first-level cache.
+constexpr int64_t kBlock = 1024;
+
+uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// IEEE 754 binary16. Without branches, so that compilers make vectors of it; a nan keeps the upper
+// bits of its payload and becomes a quiet one, as F16C does it.
+struct Float16 {
+  uint16_t bits;
+
+  operator float() const {
+    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
+    const uint32_t magnitude = bits & 0x7fff;
+    const uint32_t quiet = magnitude > 0x7c00 ? 0x400000 : 0;
+    const uint32_t special = 0x7f800000 | quiet | magnitude << 13;  // inf, nan
+    const uint32_t normal = (magnitude << 13) + 0x38000000;  // the exponents' biases differ by 112
+    // Added to 0.5, a subnormal stands in the last bits of the mantissa.
+    const uint32_t subnormal = bits_of(float_of(magnitude | 0x3f000000) - 0.5f);
+    return float_of(sign | (magnitude >= 0x7c00 ? special
+                            : magnitude < 0x400 ? subnormal
+                                                : normal));
+  }
+
+  static Float16 from(float value) {
+    const uint32_t word = bits_of(value);
+    const uint32_t sign = word >> 16 & 0x8000;
+    const uint32_t magnitude = word & 0x7fffffff;
+    const uint32_t nan = 0x7e00 | (magnitude >> 13 & 0x3ff);
+    // Adding 0.5 lets the FPU round at the right bit.
+    const uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+    const uint32_t odd = magnitude >> 13 & 1;  // ties go to even
+    const uint32_t normal = (magnitude - 0x38000000 + 0xfff + odd) >> 13;
+    return {static_cast<uint16_t>(sign | (magnitude > 0x7f800000    ? nan
+                                          : magnitude >= 0x477ff000 ? 0x7c00  // beyond 65504
+                                          : magnitude < 0x38800000  ? subnormal
+                                                                    : normal))};
+  }
+};
+
+// The upper half of a float32.
+struct BFloat16 {
+  uint16_t bits;
+
+  operator float() const { return float_of(static_cast<uint32_t>(bits) << 16); }
+
+  static BFloat16 from(float value) {
+    const uint32_t word = bits_of(value);
+    const uint32_t odd = word >> 16 & 1;
+    return {static_cast<uint16_t>((word & 0x7fffffff) > 0x7f800000 ? word >> 16 | 0x40  // nan
+                                                                   : (word + 0x7fff + odd) >> 16)};
+  }
+};
+
+template <typename T>
+constexpr bool is_half = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
+
+// In which type T is accumulated.
+template <typename T>
+using Accumulator = std::conditional_t<is_half<T>, float, T>;
+
+template <typename T>
+T round_to(Accumulator<T> value) {
+  if constexpr (is_half<T>) {
+    return T::from(value);
+  } else {
+    return value;
+  }
+}
+
+template <typename T>
+void widen(const T* in, int64_t n, float* out) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Float16>) {
+    for (; i + 8 <= n; i += 8) {
+      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+      _mm256_storeu_ps(out + i, _mm256_cvtph_ps(bits));
+    }
+  }
+#endif
+  for (; i < n; ++i) out[i] = in[i];
+}
+
+template <typename T>
+void narrow(const float* in, int64_t n, T* out) {
+  int64_t i = 0;
+#if defined(__F16C__)
+  if constexpr (std::is_same_v<T, Float16>) {
+    for (; i + 8 <= n; i += 8) {
+      const __m128i bits = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), bits);
+    }
+  }
+#endif
+  for (; i < n; ++i) out[i] = T::from(in[i]);
+}
+
+// To float32, so that rounding that once more gives what rounding the double at once would give:
+// where float32 is not exact, its last bit is odd, so that it is no tie of a half (Boldo and
+// Melquiond, 2008, https://doi.org/10.1109/TC.2007.70819).
+float round_to_odd(double value) {
+  const float nearest = static_cast<float>(value);
+  const double back = nearest;
+  const double magnitude = value < 0 ? -value : value, got = back < 0 ? -back : back;
+  const uint32_t truncated = bits_of(nearest) - (got > magnitude ? 1 : 0);
+  return float_of(truncated | (back != value ? 1 : 0));
+}
+
+template <typename Half>
+void to_half(DType from, const void* in, Half* out, int64_t elements) {
+  if (from == DType::float32) return narrow(static_cast<const float*>(in), elements, out);
+  const double* source = static_cast<const double*>(in);
+  float block[kBlock];
+  for (int64_t start = 0; start < elements; start += kBlock) {
+    const int64_t n = elements - start < kBlock ? elements - start : kBlock;
+    for (int64_t i = 0; i < n; ++i) block[i] = round_to_odd(source[start + i]);
+    narrow(block, n, out + start);
+  }
+}
+
+template <typename Half>
+void from_half(const Half* in, DType to, void* out, int64_t elements) {
+  if (to == DType::float32) return widen(in, elements, static_cast<float*>(out));
+  for (int64_t i = 0; i < elements; ++i)
+    static_cast<double*>(out)[i] = static_cast<double>(static_cast<float>(in[i]));
+}
+
+// Integers wrap around without undefined behaviour.
+template <typename A, typename Combine>
+A wrapping(A a, A b, Combine combine) {
+  if constexpr (std::is_same_v<A, bool> || !std::is_integral_v<A>) {
+    return static_cast<A>(combine(a, b));
+  } else {
+    using Wide =
+        std::conditional_t<(sizeof(A) < sizeof(unsigned)), unsigned, std::make_unsigned_t<A>>;
+    return static_cast<A>(combine(static_cast<Wide>(a), static_cast<Wide>(b)));
+  }
+}
+
+struct Add {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return wrapping(a, b, [](auto x, auto y) { return x + y; });
+  }
+};
+struct Multiply {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return wrapping(a, b, [](auto x, auto y) { return x * y; });
+  }
+};
+// A nan wins over any number, whichever rank it comes from.
+struct Least {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return b < a || b != b ? b : a;
+  }
+};
+struct Greatest {
+  template <typename A>
+  A operator()(A a, A b) const {
+    return b > a || b != b ? b : a;
+  }
+};
+
+template <typename T, typename Combine>
+void reduce_with(Combine combine, const Factors& factors, const void* const* sources, int count,
+                 int64_t elements, void* out) {
+  using A = Accumulator<T>;
+  constexpr bool floating = std::is_floating_point_v<A>;
+  const A prescale = static_cast<A>(factors.prescale);
+  A block[kBlock], first[kBlock], next[kBlock];
+  for (int64_t start = 0; start < elements; start += kBlock) {
+    const int64_t n = elements - start < kBlock ? elements - start : kBlock;
+    // The terms of a source; in `room`, if they are not what it holds.
+    const auto terms = [&](int s, A* room) -> const A* {
+      const T* source = static_cast<const T*>(sources[s]) + start;
+      if constexpr (is_half<T>) {
+        widen(source, n, room);
+        if (factors.prescale != 1.0) {
+          for (int64_t i = 0; i < n; ++i) room[i] *= prescale;
+        }
+        return room;
+      } else {
+        if (!floating || factors.prescale == 1.0) return source;
+        for (int64_t i = 0; i < n; ++i) room[i] = static_cast<A>(source[i] * prescale);
+        return room;
+      }
+    };
+    const A* left = terms(0, first);
+    for (int s = 1; s < count; ++s) {
+      const A* right = terms(s, next);
+      for (int64_t i = 0; i < n; ++i) block[i] = combine(left[i], right[i]);
+      left = block;
+    }
+    if constexpr (floating) {
+      // A division, not a multiplication by the reciprocal: exact where the quotient is.
+      if (factors.divisor != 1.0) {
+        for (int64_t i = 0; i < n; ++i) block[i] = left[i] / static_cast<A>(factors.divisor);
+        left = block;
+      }
+      if (factors.postscale != 1.0) {
+        for (int64_t i = 0; i < n; ++i) block[i] = left[i] * static_cast<A>(factors.postscale);
+        left = block;
+      }
+    }
+    T* target = static_cast<T*>(out) + start;
+    if constexpr (is_half<T>) {
+      narrow(left, n, target);
+    } else {
+      std::memmove(target, left, static_cast<size_t>(n) * sizeof(T));  // left may be the target
+    }
+  }
+}
+
+template <typename T>
+void reduce_as(Reduction reduction, const Factors& factors, const void* const* sources, int count,
+               int64_t elements, void* out) {
+  switch (reduction) {
+    case Reduction::average:
+    case Reduction::sum:
+    case Reduction::adasum:  // no matter of single elements, see adasum.h; alone it is a sum
+      return reduce_with<T>(Add(), factors, sources, count, elements, out);
+    case Reduction::product:
+      return reduce_with<T>(Multiply(), factors, sources, count, elements, out);
+    case Reduction::min:
+      return reduce_with<T>(Least(), factors, sources, count, elements, out);
+    case Reduction::max:
+      return reduce_with<T>(Greatest(), factors, sources, count, elements, out);
+  }
+}
+
+// Calls a function with a zero of the C++ type that stores a dtype.
+template <typename Function>
+auto with_type(DType dtype, const Function& as) {
+  switch (dtype) {
+    case DType::boolean:
+      return as(bool{});
+    case DType::uint8:
+      return as(uint8_t{});
+    case DType::int8:
+      return as(int8_t{});
+    case DType::uint16:
+      return as(uint16_t{});
+    case DType::int16:
+      return as(int16_t{});
+    case DType::uint32:
+      return as(uint32_t{});
+    case DType::int32:
+      return as(int32_t{});
+    case DType::uint64:
+      return as(uint64_t{});
+    case DType::int64:
+      return as(int64_t{});
+    case DType::float16:
+      return as(Float16{});
+    case DType::bfloat16:
+      return as(BFloat16{});
+    case DType::float32:
+      return as(float{});
+    case DType::float64:
+      return as(double{});
+  }
+  std::abort();  // there is no other
+}
+
+template <typename T>
+T neutral_of(Reduction reduction) {
+  using A = Accumulator<T>;
+  using Limits = std::numeric_limits<A>;
+  constexpr A greatest = Limits::has_infinity ? Limits::infinity() : Limits::max();
+  constexpr A least = Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
+  switch (reduction) {
+    case Reduction::product:
+      return round_to<T>(static_cast<A>(1));
+    case Reduction::min:
+      return round_to<T>(greatest);
+    case Reduction::max:
+      return round_to<T>(least);
+    default:
+      return round_to<T>(static_cast<A>(0));
+  }
+}
+
+void reduce_loop(DType dtype, Reduction reduction, const Factors& factors,
+                 const void* const* sources, int count, int64_t elements, void* out) {
+  with_type(dtype, [&](auto zero) {
+    reduce_as<decltype(zero)>(reduction, factors, sources, count, elements, out);
+  });
+}
+
+void convert_loop(DType from, const void* in, DType to, void* out, int64_t elements) {
+  if (to == DType::float16) return to_half(from, in, static_cast<Float16*>(out), elements);
+  if (to == DType::bfloat16) return to_half(from, in, static_cast<BFloat16*>(out), elements);
+  if (from == DType::float16) return from_half(static_cast<const Float16*>(in), to, out, elements);
+  if (from == DType::bfloat16)
+    return from_half(static_cast<const BFloat16*>(in), to, out, elements);
+  if (to == DType::float32) {
+    for (int64_t i = 0; i < elements; ++i)
+      static_cast<float*>(out)[i] = static_cast<float>(static_cast<const double*>(in)[i]);
+  } else {
+    for (int64_t i = 0; i < elements; ++i)
+      static_cast<double*>(out)[i] = static_cast<const float*>(in)[i];
+  }
+}
+
+void fill_neutral_loop(DType dtype, Reduction reduction, int64_t elements, void* out) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const T neutral = neutral_of<T>(reduction);
+    for (int64_t i = 0; i < elements; ++i) static_cast<T*>(out)[i] = neutral;
+  });
+}
+
+double dot_loop(DType dtype, const void* a, const void* b, int64_t elements) {
+  return with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const T *x = static_cast<const T*>(a), *y = static_cast<const T*>(b);
+    double sum = 0;
+    for (int64_t i = 0; i < elements; ++i)
+      sum += static_cast<double>(static_cast<Accumulator<T>>(x[i])) *
+             static_cast<double>(static_cast<Accumulator<T>>(y[i]));
+    return sum;
+  });
+}
+
+void add_weighted_loop(DType dtype, double weight_a, void* a, double weight_b, const void* b,
+                       int64_t elements) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    T* x = static_cast<T*>(a);
+    const T* y = static_cast<const T*>(b);
+    for (int64_t i = 0; i < elements; ++i) {
+      const double sum = weight_a * static_cast<double>(static_cast<Accumulator<T>>(x[i])) +
+                         weight_b * static_cast<double>(static_cast<Accumulator<T>>(y[i]));
+      x[i] = round_to<T>(static_cast<Accumulator<T>>(sum));
+    }
+  });
+}
+
+Loops loops_of(const char* kind) {
+  return {kind, reduce_loop, convert_loop, fill_neutral_loop, dot_loop, add_weighted_loop};
+}
+
+}  // namespace
+}  // namespace hvd

@@ -1,0 +1,81 @@
+// A collective as it travels from a framework's kernel through the engine to a transport.
+// The only type that frameworks and the core exchange.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "core/base/dtype.h"
+#include "core/base/status.h"
+
+namespace hvd {
+
+enum class Kind : uint8_t {
+  allreduce,
+  allgather,
+  broadcast,
+  alltoall,
+  reducescatter,
+  barrier,
+  join,
+};
+
+using Shape = std::vector<int64_t>;
+
+// Where a request's tensors are, if not on the CUDA device of a number.
+constexpr int kOnHost = -1;
+constexpr int kOnSomeDevice = -2;  // the other ranks' are; this one has joined
+
+inline int64_t elements(const Shape& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
+}
+
+// Whether this input or output tells how many rows go where.
+inline bool is_splits(Kind kind, size_t index) { return kind == Kind::alltoall && index % 2 == 1; }
+
+struct Input {
+  const void* data = nullptr;
+  DType dtype = DType::float32;
+  Shape shape;
+
+  size_t bytes() const { return static_cast<size_t>(elements(shape)) * size_of(dtype); }
+};
+
+struct Request {
+  Kind kind = Kind::allreduce;
+  int process_set = 0;
+  std::string name;
+  // For alltoall, tensors and their splits in turn: int64, one number of rows per rank of the set.
+  std::vector<Input> inputs;
+
+  // One buffer per output. Set by the kernel where the output has the input's shape (it may then be
+  // the input's own memory); otherwise the transport asks `allocate` for each.
+  std::vector<void*> outputs;
+  std::function<Status(size_t index, const Shape& shape, void** data)> allocate;
+
+  // The memory of all inputs and outputs, but for splits, which are always the host's. On a device:
+  // the CUDA stream that makes the inputs and will use the outputs, and, set on arrival, the event
+  // after which they may be used.
+  int device = kOnHost;
+  void* stream = nullptr;
+  std::shared_ptr<void> ready;
+
+  Reduction reduction = Reduction::sum;  // of those that reduce
+  double prescale = 1.0;                 // factor on every rank's input
+  double postscale = 1.0;                // factor on the result
+  // The widest floating-point dtype that travels: tensors of wider ones are rounded to it on their
+  // way out and summed as it is. Of an allreduce, but not Adasum.
+  DType wire = DType::float64;
+  int root = 0;  // broadcast: a rank of the job; join: the last to join, set by the engine
+
+  std::string note;  // what else must be equal on all ranks, in words
+
+  // Called exactly once, on the engine's thread (or in submit, if the engine has stopped).
+  std::function<void(const Status&)> done;
+};
+
+}  // namespace hvd

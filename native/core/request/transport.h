@@ -1,0 +1,89 @@
+// Interface through which the engine talks to the other ranks of its process set. Only the engine's
+// thread calls it, except prepare(). Methods that take a `waiting` are collective.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/base/status.h"
+#include "core/request/request.h"
+
+namespace hvd {
+
+// Called periodically while a rank waits for others: with the seconds without progress, and the
+// missing ranks (numbers in the job). If it returns a text, the wait is aborted on all ranks with
+// it.
+using Waiting = std::function<std::string(double seconds, const std::vector<int>& missing)>;
+
+// A rank has aborted the transport, for this reason. It cannot be used any more, since messages are
+// still in flight.
+class Aborted : public std::exception {
+ public:
+  explicit Aborted(std::string why) : why_(std::move(why)) {}
+  const char* what() const noexcept override { return why_.c_str(); }
+
+ private:
+  const std::string why_;
+};
+
+// What a rank has done since the previous agreement, summed over the requests that it served (the
+// same ones on all ranks). The rank that waited least came last.
+struct WaitTimes {
+  uint64_t waited_ns = 0;  // from when it was ready for a request until all ranks agreed on it
+  uint64_t ran_ns = 0;
+  uint64_t bytes = 0;  // that it gave
+};
+
+// What a rank proposes to run next.
+struct Proposal {
+  uint64_t fingerprint = 0;
+  WaitTimes wait_times;
+};
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual const std::vector<int>& ranks() const = 0;  // of the job, by rank of the set
+  virtual int rank() const = 0;                       // of the set
+  virtual const std::string& host(int rank) const = 0;
+  int size() const { return static_cast<int>(ranks().size()); }
+
+  // Called on the thread that submits a request, for what must be recorded at that moment. Returns
+  // why the request cannot run, or "".
+  virtual std::string prepare(Request& request) {
+    return request.device == kOnHost ? "" : why_no_gpu_;
+  }
+
+  // The error for tensors on GPUs.
+  void set_why_no_gpu(std::string why) { why_no_gpu_ = std::move(why); }
+
+  // Every rank's proposal, by rank of the set. Waits for the slowest without burning a core.
+  virtual std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) = 0;
+
+  // Every rank's bytes, by rank of the set.
+  virtual std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) = 0;
+
+  // Moves the data of a request that all ranks have agreed on.
+  virtual Status run(Request& request, const Waiting& waiting) = 0;
+
+  // Aborts this transport on all ranks, whatever they are doing. Throws Aborted.
+  virtual void abort(const std::string& why) = 0;
+
+  // Throws Aborted if another rank has called abort().
+  virtual void check_aborted() = 0;
+
+  // Whether started work goes on without the engine. While it does, the engine calls this
+  // periodically, since the work may fail: throws Aborted.
+  virtual bool busy() { return false; }
+
+ private:
+  std::string why_no_gpu_ =
+      "got a tensor on a GPU, and this transport knows only the host's memory.";
+};
+
+}  // namespace hvd

@@ -1,0 +1,193 @@
+// The memory that ranks of one host share, and the barrier in it; on any number of ranks.
+#include "core/cpu/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <regex>
+#include <thread>
+
+#include "core/base/cores.h"
+#include "tests/support/test_call.h"
+
+namespace hvd {
+namespace {
+
+using test::rank;
+using test::size;
+
+constexpr int64_t kSlotBytes = 1 << 20;
+constexpr SharedMemory::Layout kLayout = {4096, 4, kSlotBytes, 4096};
+
+// The least time between two looks of a rank that sleeps, unless it is woken.
+constexpr double kLookSeconds = 0.01;
+
+std::vector<int> all_ranks() {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+std::string patient(double, const std::vector<int>&) { return ""; }
+
+// Of the blocks that this process has mapped.
+std::vector<std::string> names_of_blocks() {
+  std::vector<std::string> names;
+  std::ifstream maps("/proc/self/maps");
+  const std::regex name("/dev/shm/(hvd_keras-\\S*)");
+  std::smatch found;
+  for (std::string line; std::getline(maps, line);) {
+    if (std::regex_search(line, found, name)) names.push_back(found[1]);
+  }
+  return names;
+}
+
+// Bytes of /dev/shm that a block takes.
+int64_t committed() {
+  for (int file = 3; file < 1000; ++file) {
+    char path[256];
+    const std::string link = "/proc/self/fd/" + std::to_string(file);
+    const ssize_t length = readlink(link.c_str(), path, sizeof path);
+    if (length < 0 || std::string(path, length).find("/dev/shm/hvd_keras-") != 0) continue;
+    struct stat facts;
+    return fstat(file, &facts) == 0 ? facts.st_blocks * 512 : -1;
+  }
+  return -1;
+}
+
+// Another job, in a container that shares this host's memory but numbers its own processes, may
+// have blocks of any name that is made of a process's number.
+void a_block_is_nobody_elses() {
+  std::vector<std::string> others;
+  for (int i = 0; rank == 0 && i < 100; ++i) {
+    others.push_back("/hvd_keras-" + std::to_string(getpid()) + "-" + std::to_string(i));
+    close(shm_open(others.back().c_str(), O_RDWR | O_CREAT, 0600));
+  }
+  {
+    const SharedMemory first(MPI_COMM_WORLD, all_ranks(), kLayout);
+    const SharedMemory second(MPI_COMM_WORLD, all_ranks(), kLayout);
+    const std::vector<std::string> names = names_of_blocks();
+    CHECK_EQ(names.size(), size_t{2});
+    for (const std::string& name : names)
+      CHECK(std::regex_match(name, std::regex("hvd_keras-[0-9a-f]{32}")));
+    if (names.size() == 2) CHECK(names[0] != names[1]);
+    for (const std::string& name : names) CHECK(access(("/dev/shm/" + name).c_str(), F_OK) != 0);
+  }
+  for (const std::string& other : others) CHECK_EQ(shm_unlink(other.c_str()), 0);
+}
+
+// Ranks come one after another. Who waits sleeps until the last one has come, but for its looks.
+void nobody_is_woken_before_all_have_come() {
+  SharedMemory memory(MPI_COMM_WORLD, all_ranks(), kLayout);
+  for (int round = 0; round < 50; ++round) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(rank));
+    int looks = 0;
+    memory.barrier([&](double seconds, const std::vector<int>& missing) {
+      CHECK(seconds >= ++looks * kLookSeconds);
+      CHECK(!missing.empty());
+      return std::string();
+    });
+  }
+}
+
+void a_barrier_holds_all() {
+  SharedMemory memory(MPI_COMM_WORLD, all_ranks(), kLayout);
+  for (int64_t round = 1; round <= 2000; ++round) {
+    if (round % 500 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    // Slots in turn: what is written before a barrier stays until after the next.
+    *reinterpret_cast<int64_t*>(memory.slot(rank, round % 2)) = round * (rank + 1);
+    memory.barrier(patient);
+    for (int r = 0; r < size; ++r)
+      CHECK_EQ(*reinterpret_cast<int64_t*>(memory.slot(r, round % 2)), round * (r + 1));
+  }
+}
+
+// Binds this process while it lives.
+class BoundTo {
+ public:
+  explicit BoundTo(const std::vector<int>& cores) {
+    cpu_set_t mask;
+    CPU_ZERO(&mask);
+    for (const int core : cores) CPU_SET(core, &mask);
+    CHECK_EQ(sched_setaffinity(0, sizeof mask, &mask), 0);
+  }
+  ~BoundTo() { sched_setaffinity(0, sizeof before_, &before_); }
+
+ private:
+  const cpu_set_t before_ = affinity();
+};
+
+// mpirun and srun bind each rank to its own core, which is one for each, and not one for all.
+void ranks_spin_if_they_have_a_core_each() {
+  std::vector<int> cores;
+  const cpu_set_t mask = affinity();
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &mask)) cores.push_back(core);
+  }
+  const bool enough = static_cast<double>(size) <= std::min<double>(cores.size(), cpu_quota());
+  {
+    const BoundTo bound({cores[rank % cores.size()]});
+    CHECK_EQ(SharedMemory(MPI_COMM_WORLD, all_ranks(), kLayout).spins(), enough);
+  }
+  {
+    const BoundTo bound({cores[0]});
+    CHECK_EQ(SharedMemory(MPI_COMM_WORLD, all_ranks(), kLayout).spins(), size == 1);
+  }
+}
+
+void a_quota_is_the_least_of_all_groups_above() {
+  char folder[] = "/tmp/hvd_quota-XXXXXX";
+  CHECK(mkdtemp(folder) != nullptr);
+  const std::string root = folder, membership = root + "/cgroup";
+  const auto write = [](const std::string& path, const std::string& text) {
+    std::ofstream(path) << text;
+  };
+  CHECK(std::isinf(cpu_quota(membership, root)));  // there is no such file
+  CHECK_EQ(mkdir((root + "/a").c_str(), 0700) + mkdir((root + "/a/b").c_str(), 0700), 0);
+  write(membership, "1:cpu:/elsewhere\n0::/a/b\n");
+  CHECK(std::isinf(cpu_quota(membership, root)));
+  write(root + "/a/b/cpu.max", "max 100000\n");
+  CHECK(std::isinf(cpu_quota(membership, root)));
+  write(root + "/a/cpu.max", "150000 100000\n");
+  CHECK_EQ(cpu_quota(membership, root), 1.5);
+  write(root + "/a/b/cpu.max", "50000 100000\n");
+  CHECK_EQ(cpu_quota(membership, root), 0.5);
+  write(root + "/cpu.max", "20000 100000\n");
+  CHECK_EQ(cpu_quota(membership, root), 0.2);
+  write(membership, "0::/\n");
+  CHECK_EQ(cpu_quota(membership, root), 0.2);
+  for (const char* file : {"/cpu.max", "/a/cpu.max", "/a/b/cpu.max", "/cgroup", "/a/b", "/a", ""})
+    CHECK_EQ(std::remove((root + file).c_str()), 0);
+}
+
+void little_is_committed_until_it_is_asked_for() {
+  SharedMemory memory(MPI_COMM_WORLD, all_ranks(), kLayout);
+  CHECK(committed() > 0);
+  CHECK(committed() < kSlotBytes);
+  memory.barrier(patient);
+  CHECK(memory.commit());
+  memory.barrier(patient);
+  CHECK(committed() >= size * 4 * kSlotBytes);
+}
+
+}  // namespace
+}  // namespace hvd
+
+int main(int argc, char** argv) {
+  using namespace hvd;
+  return test::run_with_mpi(
+      argc, argv,
+      {
+          {"a block is nobody else's", a_block_is_nobody_elses},
+          {"nobody is woken before all have come", nobody_is_woken_before_all_have_come},
+          {"a barrier holds all", a_barrier_holds_all},
+          {"ranks spin if they have a core each", ranks_spin_if_they_have_a_core_each},
+          {"a quota is the least of all groups above", a_quota_is_the_least_of_all_groups_above},
+          {"little is committed until it is asked for", little_is_committed_until_it_is_asked_for},
+      });
+}

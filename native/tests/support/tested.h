@@ -1,0 +1,23 @@
+// Runs a test of the loops once for each kind of them that this CPU can run.
+#pragma once
+
+#include <cstdio>
+#include <vector>
+
+#include "core/math/reduce.h"
+#include "tests/support/check.h"
+
+namespace hvd::test {
+
+inline Loops tested;
+
+inline int run_for_each_kind(const std::vector<Test>& tests) {
+  for (const Loops& kind : loops()) {
+    tested = kind;
+    std::printf("compiled for: %s\n", kind.kind);
+    if (const int status = run(tests)) return status;
+  }
+  return 0;
+}
+
+}  // namespace hvd::test

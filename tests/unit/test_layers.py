@@ -1,0 +1,88 @@
+"""The rooms of native/: which folder may include which, and how large folders and files may be."""
+
+import pathlib
+import re
+
+NATIVE = pathlib.Path(__file__).parents[2] / "native"
+SOURCES = sorted(path for path in NATIVE.rglob("*") if path.suffix in (".h", ".cc"))
+
+LOWEST = {"core/base"}
+MATH = LOWEST | {"core/request", "core/math"}
+TESTS = MATH | {"core", "core/cpu", "core/gpu", "core/engine"}
+# By folder: the folders whose files it may include, besides its own.
+MAY_INCLUDE = {
+    "core/base": set(),
+    "core/request": LOWEST,
+    "core/math": MATH,
+    "core/cpu": MATH,
+    "core/gpu": MATH,
+    "core/engine": MATH,
+    "core": TESTS,
+    "tensorflow": {"core", "core/base", "core/request"},
+    "xla": {"core", "core/base", "core/request", "tensorflow"},
+    "tests": TESTS | {"tests/support"},
+    "tests/support": TESTS,
+}
+# Of the folders above these are for the outside; the rest of core is not.
+KERNEL_API = {"core/kernel_api.h"}
+MOST_FILES = 20
+MOST_LINES = 500
+
+
+def includes(path: pathlib.Path) -> list[str]:
+    """The files of this project that a file includes, as paths from native/."""
+    named = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+    return [name for name in named if (NATIVE / name).exists()]
+
+
+def test_includes_go_down_only() -> None:
+    wrong = []
+    for path in SOURCES:
+        folder = str(path.parent.relative_to(NATIVE))
+        for name in includes(path):
+            below = str(pathlib.PurePath(name).parent)
+            outside = below == "core" and folder in ("tensorflow", "xla")
+            if below != folder and below not in MAY_INCLUDE[folder]:
+                wrong.append(f"{path.relative_to(NATIVE)} includes {name}")
+            if outside and name not in KERNEL_API:
+                wrong.append(
+                    f"{path.relative_to(NATIVE)} includes {name}, which is not for kernels"
+                )
+    assert wrong == []
+
+
+def test_includes_show_the_folder() -> None:
+    for path in SOURCES:
+        for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):
+            libraries = re.match(r"(tensorflow|xla)/", name)
+            assert (NATIVE / name).exists() or libraries, f"{path} includes {name}"
+
+
+def test_units_do_not_include_each_other_in_circles() -> None:
+    # A unit is a header and its source: a.cc may include b.h, but then b.cc must not include a.h.
+    below: dict[str, set[str]] = {}
+    for path in SOURCES:
+        unit = str(path.relative_to(NATIVE).with_suffix(""))
+        units = {str(pathlib.PurePath(name).with_suffix("")) for name in includes(path)}
+        below.setdefault(unit, set()).update(units - {unit})
+    while leaves := [unit for unit, units in below.items() if not units & below.keys()]:
+        for unit in leaves:
+            del below[unit]
+    assert below == {}
+
+
+def test_folders_and_files_stay_small() -> None:
+    for folder in {path.parent for path in SOURCES}:
+        files = [path for path in folder.iterdir() if path.is_file()]
+        assert len(files) <= MOST_FILES, f"{folder} has {len(files)} files"
+    for path in SOURCES:
+        lines = len(path.read_text().splitlines())
+        assert lines <= MOST_LINES, f"{path} has {lines} lines"
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    text = (NATIVE / "core" / "README.md").read_text()
+    for folder in MAY_INCLUDE:
+        name = folder.removeprefix("core/")
+        if folder.startswith("core/"):
+            assert f"| `{name}/` |" in text, folder

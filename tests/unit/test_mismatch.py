@@ -1,0 +1,63 @@
+"""Ranks that wait for different collectives, which none of them can complete."""
+
+import pathlib
+
+import pytest
+
+from tests.harness import ranks
+
+BATCHES = """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+    import hvd_keras as hvd
+
+    hvd.init()
+    model = keras.Sequential([keras.layers.Dense(2)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse", jit_compile=False)
+    rows = 12 if hvd.rank() == 0 else 8
+    x = np.full((rows, 3), 1.0 + hvd.rank(), "float32")
+    try:
+        model.fit(x, x[:, :2], batch_size=4, verbose=0)
+        hvd.allgather(tf.ones([1]), name="results of the epoch")
+    except tf.errors.FailedPreconditionError as error:
+        print("rank", hvd.rank(), "got:", str(error).replace(chr(10), " "))
+        raise
+"""
+
+GOES_ON = """
+    import tensorflow as tf
+    import hvd_keras as hvd
+
+    hvd.init()
+    mine = "a" if hvd.rank() == 0 else "b"
+    try:
+        hvd.allreduce(tf.ones(1), name=mine)
+    except tf.errors.FailedPreconditionError:
+        total = hvd.allreduce(tf.constant(1 + hvd.rank()), op=hvd.Sum, name="both")
+        print("both have", int(total))
+"""
+
+
+def test_a_rank_with_more_batches(tmp_path: pathlib.Path) -> None:
+    job = ranks.run_script(tmp_path, 2, BATCHES, timeout=100, HVD_MISMATCH_SECONDS="1")
+    assert job.status != 0
+    for rank in range(2):
+        told = next(line for line in job.output.splitlines() if f"rank {rank} got:" in line)
+        assert "rank 0 has submitted: allreduce" in told
+        assert "rank 1 has submitted: allgather 'results of the epoch'" in told
+        assert "hvd.data.agree_on_steps" in told
+
+
+def test_ranks_that_bear_it_go_on(tmp_path: pathlib.Path) -> None:
+    job = ranks.run_script(tmp_path, 2, GOES_ON, timeout=60, HVD_MISMATCH_SECONDS="1")
+    assert job.status == 0, job.output
+    assert job.output.count("both have 3") == 2, job.output
+
+
+@pytest.mark.parametrize("value", ["-1", "soon"])
+def test_a_wrong_time(tmp_path: pathlib.Path, value: str) -> None:
+    script = "import hvd_keras as hvd\nhvd.init()"
+    job = ranks.run_script(tmp_path, 1, script, timeout=60, HVD_MISMATCH_SECONDS=value)
+    assert job.status != 0
+    assert f"ValueError: HVD_MISMATCH_SECONDS is '{value}', expected a number" in job.output
