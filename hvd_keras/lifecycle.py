@@ -92,7 +92,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     _use_one_mpi()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
-    settings.skip_network_search(_library.mpi_version())
+    settings.choose_transports(_library.mpi_version())
     array = (ctypes.c_int * len(ranks))(*ranks)
     if arrival is not None:
         with contextlib.suppress(OSError):  # hvdrun then says less if another rank does not come

@@ -79,14 +79,17 @@ def point_mpi4py_at(mpi_library: str) -> None:
     os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
 
 
-def skip_network_search(mpi_version: str) -> None:
-    """Keeps Open MPI 5 from sleeping for a second in MPI_Init, as hvdrun does.
+def choose_transports(mpi_version: str) -> None:
+    """Leaves out transports of Open MPI 5 that are not needed, unless the user chose some.
 
-    Its one-sided transport over libfabric looks for networks. Collectives here do not use it.
+    The one-sided transport over libfabric sleeps for a second in MPI_Init, looking for networks;
+    collectives here do not use it. A process that no launcher has started needs no transport to
+    others, and that over shared memory would leave a file in /dev/shm.
 
     Args:
         mpi_version: the version text of the MPI in use.
     """
     match = re.match(r"Open MPI v(\d+)", mpi_version)
     if match and int(match[1]) >= 5:
-        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+        is_alone = not {"PMIX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()
+        os.environ.setdefault("OMPI_MCA_btl", "self" if is_alone else "^ofi")

@@ -49,6 +49,8 @@ def install() -> None:
     if _undo:
         return
     rows = _legacy_rows() if is_legacy else _rows()
+    if not is_legacy:
+        _require_what_is_read()
     for row in rows:
         if not row.is_new:
             require(row.owner, row.attribute, row.reason)
@@ -82,6 +84,20 @@ def require(owner: Any, attribute: str, reason: str) -> None:
             f"hvd_keras needs {owner_name}.{attribute} {reason}, and Keras {keras.__version__} "
             f'does not have it. Run: pip install "{KERAS_VERSIONS}"'
         )
+
+
+def _require_what_is_read() -> None:
+    """What no row changes, and without which something would be left out in silence."""
+    # Named, or Keras would number the user's layers and models from 1.
+    layer = keras.layers.Layer(name="hvd_keras")
+    require(layer, "_seed_generators", "to give each rank its own randomness")
+    require(layer, "_flatten_layers", "to find the layers of a model")
+    model = keras.Sequential(name="hvd_keras")
+    require(model, "_compile_metrics", "to compute metrics over all ranks")
+    require(model, "_loss_tracker", "to count samples")
+    require(model, "_get_metrics_result_or_logs", "to compute metrics over all ranks")
+    for name in ("_should_save_on_batch", "_save_model"):
+        require(keras.callbacks.ModelCheckpoint, name, "to write checkpoints on one rank")
 
 
 def _rows() -> list[Patch]:

@@ -288,18 +288,22 @@ def test_what_is_broken_is_no_import_error(tmp_path: pathlib.Path, breaks, expec
 def test_open_mpi_does_not_look_for_networks_unless_told_to(
     tmp_path: pathlib.Path, chosen: str | None
 ) -> None:
-    """As under hvdrun: it would sleep for a second in MPI_Init."""
+    """It would sleep for a second in MPI_Init; and alone, leave a file in /dev/shm."""
     script = """
         import os
         import hvd_keras as hvd
         from hvd_keras import _library
         hvd.init()
         print(_library.mpi_version().startswith("Open MPI v5"), os.environ.get("OMPI_MCA_btl"))
+        mine = f"sm_segment.{os.uname().nodename}.{os.getuid()}."
+        new = [name for name in os.listdir("/dev/shm") if name.startswith(mine)]
+        assert os.environ["OMPI_MCA_btl"] == "self,sm" or set(new) <= set(before), new
     """
+    script = "import os\nbefore = os.listdir('/dev/shm')\n" + textwrap.dedent(script)
     result = alone(tmp_path, script, **({} if chosen is None else {"OMPI_MCA_btl": chosen}))
     assert result.returncode == 0, result.stderr
     is_open_mpi_5, setting = result.stdout.split()
-    assert setting == (chosen or {"True": "^ofi", "False": "None"}[is_open_mpi_5])
+    assert setting == (chosen or {"True": "self", "False": "None"}[is_open_mpi_5])
 
 
 def test_import_from_the_source_folder_says_what_to_do(tmp_path: pathlib.Path) -> None:
