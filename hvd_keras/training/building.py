@@ -72,12 +72,28 @@ def build(model: Any, element_spec: Any) -> Exception | None:
         with _traced_functions():
             tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
     except Exception as error:
-        log.logger.debug("model %s cannot be built before its first step: %r", model.name, error)
-        return error
+        log.logger.debug("model %s cannot be traced before its first step: %r", model.name, error)
+        if has_own_step or not model.run_eagerly or not _call_on_zeros(model, element_spec):
+            return error
     finally:
         _building.reset(token)
     _unused[model] = unbuilt(model)
     return None
+
+
+def _call_on_zeros(model: Any, element_spec: Any) -> bool:
+    """Calls a model that runs eagerly, and cannot be traced, on a batch of one row of zeros."""
+
+    def zeros(spec: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
+
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+    try:
+        model(tf.nest.map_structure(zeros, x), training=False)
+    except Exception as error:
+        log.logger.debug("model %s cannot be called on zeros: %r", model.name, error)
+        return False
+    return True
 
 
 def _default_train_step() -> Any:

@@ -259,20 +259,33 @@ def test_checkpoint_restores_what_is_not_built(directory) -> None:
     training.assert_bit_identical_on_all_ranks(resumed)
 
 
-class ReadsValues(keras.Model):
+class ReadsValues(Subclassed):
     """Cannot be traced: it needs values."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = keras.layers.Dense(2)
-
     def call(self, x):
-        return self.inner(x * float(x.numpy().max() > 0))
+        return super().call(x * float(x.numpy().max() >= 0))
 
 
-def test_model_that_cannot_be_traced_is_refused_on_all_ranks() -> None:
+class ReadsValuesInStep(OwnStep, ReadsValues):
+    pass
+
+
+def test_eager_model_that_cannot_be_traced() -> None:
     x, y = data()
-    model = ReadsValues()
+    keras.utils.set_random_seed(RANK)
+    model, begin = ReadsValues(), AtBegin()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
+    model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), begin]
+    model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=callbacks)
+    training.assert_bit_identical_on_all_ranks(model)
+    weights = np.concatenate([w.ravel() for w in begin.weights])[np.newaxis]
+    assert (hvd.allgather(weights).numpy() == weights).all()
+
+
+def test_step_that_cannot_be_traced_is_refused_on_all_ranks() -> None:
+    x, y = data()
+    model = ReadsValuesInStep()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD())
     model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
     broadcast = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
