@@ -49,10 +49,12 @@ def test_nobody_is_blamed_of_those_that_were_killed_together() -> None:
 
 @pytest.mark.parametrize("status", sorted(FOLLOWERS))
 def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) -> None:
-    """Only after hvd.init() do they tell that another rank is to blame."""
+    """They tell that another rank is to blame after hvd.init(), unless the script has ended."""
     reports = {0: Report(None, 9.0, False), 1: Report(status, 10.0, False)}
     verdict = judge(reports, 2, status)
     assert verdict.lines[0] == f"rank 1 failed first: exit status {status}"
     assert (verdict.status, verdict.culprit) == (status, 1)
     reports[1].arrived = True
     assert judge(reports, 2, status).culprit is None
+    reports[1].ended = True
+    assert judge(reports, 2, status).culprit == 1

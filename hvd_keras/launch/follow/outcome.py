@@ -22,7 +22,8 @@ _FOLLOWED = {
 class Report:
     """What is known of one rank.
 
-    `arrived` tells that it has called `hvd.init()`. Of a rank on several hosts besides: its `host`;
+    `arrived` tells that it has called `hvd.init()`, `ended` that its script has ended by itself
+    after that, with an exit status of its own choice. Of a rank on several hosts besides: its `host`;
     whether its worker is `gone`; how the connection was `lost`, in words; and when mpirun's daemon
     there had died before anybody asked the rank to end.
     """
@@ -31,6 +32,7 @@ class Report:
     time: float
     stopped: bool
     arrived: bool = False
+    ended: bool = False
     host: str = ""
     gone: bool = False
     lost: str = ""
@@ -40,9 +42,9 @@ class Report:
     def follows(self) -> bool:
         """Whether hvd_keras or MPI ended the rank because of another one.
 
-        Before hvd.init() these statuses can only be the script's own.
+        Before hvd.init() these statuses can only be the script's own, as when the script ends.
         """
-        return self.status in FOLLOWERS and self.arrived
+        return self.status in FOLLOWERS and self.arrived and not self.ended
 
     def describe(self) -> str:
         """The rank's state in words."""

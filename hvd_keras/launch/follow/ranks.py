@@ -252,6 +252,7 @@ class Ranks:
             report.time = time.monotonic()
             report.status = message["report"]["status"]
             report.stopped = message["report"]["stopped"]
+            report.ended = message["report"]["ended"]
             if message["statistics"] is not None:
                 path = self._directory / f"stats-{peer.rank}.json"
                 path.write_text(json.dumps(message["statistics"]))

@@ -53,6 +53,7 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 # Environment variables for the command: the file that `hvd.init()` makes, and the folder that
 # holds what `hvd_keras.run` calls.
 ARRIVAL = "HVDRUN_ARRIVAL"
+SCRIPT_HAS_ENDED = "ended"
 CALL = "HVDRUN_CALL"
 
 # Its files: the pickled function with its arguments, and what the function has returned.
@@ -219,6 +220,13 @@ class Worker:
         if self._folder is not None and not self._arrived and self._arrival.exists():
             self._arrived = True
             self._channel.put(arrived=True)
+
+    def _has_ended(self) -> bool:
+        """Whether the script has ended by itself, after `hvd.init()`."""
+        try:
+            return self._folder is not None and self._arrival.read_text() == SCRIPT_HAS_ENDED
+        except OSError:
+            return False
 
     @property
     def _arrival(self) -> Path:
@@ -438,7 +446,7 @@ class Worker:
         if not self._hvdrun_gone:
             status = self._send_result(status)
             self._look_for_arrival()
-            report = {"status": status, "stopped": self._stopped}
+            report = {"status": status, "stopped": self._stopped, "ended": self._has_ended()}
             self._channel.put(report=report, statistics=self._read_statistics())
             self._reported = True
         if self._folder is not None:
