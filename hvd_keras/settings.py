@@ -29,8 +29,8 @@ class Settings:
         strict: ``HVD_STRICT`` is set and not 0: what would be a warning that the ranks train models
             of their own is an error.
         watched: ``HVDRUN_JOB`` is set: a hvdrun of several hosts hears of this process's end.
-        arrival: ``HVDRUN_ARRIVAL``, a file by which hvdrun sees that ``hvd.init()`` was called, and,
-            by ``SCRIPT_HAS_ENDED`` in it, that the script has ended by itself.
+        arrival: ``HVDRUN_ARRIVAL``, a file by which hvdrun sees that ``hvd.init()`` was called,
+            and, by ``SCRIPT_HAS_ENDED`` in it, that the script has ended by itself.
     """
 
     bucket_bytes: int = 16 << 20

@@ -23,9 +23,9 @@ class Report:
     """What is known of one rank.
 
     `arrived` tells that it has called `hvd.init()`, `ended` that its script has ended by itself
-    after that, with an exit status of its own choice. Of a rank on several hosts besides: its `host`;
-    whether its worker is `gone`; how the connection was `lost`, in words; and when mpirun's daemon
-    there had died before anybody asked the rank to end.
+    after that, with an exit status of its own choice. Of a rank on several hosts besides: its
+    `host`; whether its worker is `gone`; how the connection was `lost`, in words; and when mpirun's
+    daemon there had died before anybody asked the rank to end.
     """
 
     status: int | None
