@@ -1,5 +1,7 @@
 """Each rank's share of the data, alone and in a real fit."""
 
+from collections.abc import Iterator
+
 import keras
 import numpy as np
 import pytest
@@ -111,11 +113,15 @@ def test_each_epoch_has_an_order_of_its_own_that_a_rerun_repeats(kind: str) -> N
 
 
 @pytest.fixture(scope="module")
-def singles() -> list[hvd.ProcessSet]:
+def singles() -> Iterator[list[hvd.ProcessSet]]:
     """A process set of each rank."""
     if SIZE == 1:
-        return [hvd.global_process_set]
-    return [hvd.add_process_set([rank]) for rank in range(SIZE)]
+        yield [hvd.global_process_set]
+        return
+    sets = [hvd.add_process_set([rank]) for rank in range(SIZE)]
+    yield sets
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
 
 
 @pytest.mark.parametrize("kind", ["arrays", "elements"])
