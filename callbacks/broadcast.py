@@ -77,8 +77,10 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         fitting.check_built(self.model)
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
+        # Without the optimizer's, whose names contain Keras's numbers in other places.
+        specs = map(exchange.spec_of, reducer.without_local(self.model, self.model.variables))
+        exchange.check_specs("broadcast", list(specs), process_set)
         shared = variables.shared_of_training(self.model)
-        exchange.check_specs("broadcast", list(map(exchange.spec_of, shared)), process_set)
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
             fitting.forget_functions(self.model)  # in which the old values are constants
