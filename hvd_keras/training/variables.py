@@ -42,7 +42,7 @@ def broadcast_variables(
         return tensorflow_v1.broadcast_variables(variables, root_rank, process_set)
     process_set.check_included("broadcast_variables")
     variables = list(variables)
-    if not variables:
+    if not variables and process_set.size() > 1:
         log.warn_once(
             "hvd.broadcast_variables got no variables, so the ranks keep their own. If the model "
             "is not built yet, call it once on a batch of data first, or use "

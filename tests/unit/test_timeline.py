@@ -117,7 +117,7 @@ def test_hvdrun_refuses_a_timeline_without_a_folder(hvdrun, path: str) -> None:
 def test_statistics_of_a_job_that_left_some_or_none(hvdrun, tmp_path) -> None:
     done = hvdrun.run("-np", "1", "--stats", "python", "-c", "1")
     assert (done.returncode, done.stdout) == (0, "")
-    assert "no statistics: no rank came to an end after hvd.init()" in done.stderr
+    assert "no statistics: no rank finished after hvd.init()" in done.stderr
     spent = {"requests": 3, "bytes": 5e9, "waiting_seconds": 1.0, "moving_seconds": 0.5}
     late = [{"last": 0, "awaited_seconds": 0.0}, {"last": 7, "awaited_seconds": 0.1}]
     own = {"rank": 1, "seconds": 4.0, "collectives": {"allreduce": spent}, "ranks": late}
