@@ -125,4 +125,4 @@ def test_statistics_of_a_job_that_left_some_or_none(hvdrun, tmp_path) -> None:
     table = statistics.table(tmp_path, 2)
     assert "1.0 s  25%   0.5 s  12%    7 times" in table
     assert "5 GB" in table
-    assert table.endswith("No statistics of rank 0, which did not end by itself.")
+    assert table.endswith("No statistics of rank 0, which did not finish.")
