@@ -6,7 +6,6 @@ With ``HVD_STRICT=1`` they are errors. ``local_fit`` says that training alone is
 import atexit
 import contextlib
 import contextvars
-import functools
 import hashlib
 import json
 import threading
@@ -82,7 +81,7 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
     if settings.read().strict:
         raise RuntimeError(f"hvd_keras: {text}")
     if rank_info.rank() == 0:
-        _warn_once(text)
+        log.warn_once(text)
 
 
 _synchronized = exchange.VariableSet()
@@ -143,7 +142,7 @@ def check_weights(
         raise ValueError(f"hvd_keras: {text}")
     if process_set.rank() == 0:
         if in_fit.get():
-            _warn_once(text)
+            log.warn_once(text)
         else:
             _Unequal(variables, text, requests * _STEPS_UNTIL_TOLD).watch()
     return True
@@ -202,9 +201,4 @@ class _Unequal:
         self._ended.set()
         atexit.unregister(self._tell)
         if not all(variable in _synchronized for variable in self._variables):
-            _warn_once(self._text)
-
-
-@functools.cache
-def _warn_once(text: str) -> None:
-    log.logger.warning("%s", text)
+            log.warn_once(self._text)

@@ -268,11 +268,6 @@ def process_set_of(model: Any) -> ProcessSet | None:
     return _together.get(model)
 
 
-def is_local(model: Any, variable: Any) -> bool:
-    """Whether a variable belongs to this rank alone, by one of the model's optimizers."""
-    return any(reducer.is_local(variable) for reducer in reducers_of(model))
-
-
 def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
     """The variables that all ranks have in common."""
     reducers = reducers_of(model)
