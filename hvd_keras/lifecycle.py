@@ -208,14 +208,14 @@ def _install_guards() -> None:
         if os.getpid() != process:
             return  # a forked child is not a rank, and has no engine
         core = _library.core()
-        if (arrival := settings.read().arrival) is not None:
-            # Whatever its exit status is: the script has chosen it.
-            with contextlib.suppress(OSError):
-                arrival.write_text(settings.SCRIPT_HAS_ENDED)
         if rank_info.is_initialized():
             _flush()
             _leave("its script has ended", -1.0)
-        core.hvd_finalize()
+        core.hvd_finalize()  # ends the process if another rank does not come
+        if (arrival := settings.read().arrival) is not None:
+            # Whatever its exit status is now: the script has chosen it.
+            with contextlib.suppress(OSError):
+                arrival.write_text(settings.SCRIPT_HAS_ENDED)
 
     sys.excepthook = abort_all
     atexit.register(at_exit)

@@ -208,5 +208,8 @@ def test_a_broadcast_of_no_variables_warns_once() -> None:
             hvd.broadcast_variables([], 0)
     finally:
         log.logger.removeHandler(handler)
-    assert [r.levelname for r in records] == ["WARNING"]
-    assert "If the model is not built yet, call it once on a batch" in records[0].getMessage()
+    if hvd.size() == 1:  # nothing is missed
+        assert records == []
+    else:
+        assert [r.levelname for r in records] == ["WARNING"]
+        assert "If the model is not built yet, call it once on a batch" in records[0].getMessage()

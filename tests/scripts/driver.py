@@ -23,13 +23,13 @@ line in hvd_keras's or hvdrun's name.
 
 import argparse
 import ast
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +60,7 @@ class Script:
 
     def missing(self) -> list[str]:
         """The modules that it needs and that are not there."""
-        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return [name for name in self.needs if not PathFinder.find_spec(name)]
 
     def problems(self) -> list[str]:
         """What is wrong with it; nothing if it does what it should."""
