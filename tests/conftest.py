@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.launcher import Launcher
+
 # No GPU, one thread a process: results do not depend on the machine, and ranks share it fairly.
 for name, value in {
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -32,3 +34,17 @@ LONG = ["test_parallel.py", "test_soak.py", "test_restarts.py"]
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests."""
     items.sort(key=lambda item: [*LONG, item.path.name].index(item.path.name))
+
+
+@pytest.fixture
+def hvdrun(tmp_path):
+    """A launcher; afterwards no process and no file of its jobs may be left."""
+    launcher = Launcher(tmp_path)
+    yield launcher
+    for watchdog in launcher.watchdogs:
+        watchdog.cancel()
+    left = launcher.processes()
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == {}
+    assert list(launcher.temporary.iterdir()) == []
