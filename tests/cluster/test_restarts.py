@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from hvd_keras.launch.onhost.channel import SILENCE
 from tests.harness import cluster, memory, restarting
 from tests.harness.cluster import Running
 from tests.harness.hosts import Hosts
@@ -27,8 +26,6 @@ HOSTS = "server1:1,server2:1,server3:1"
 EPOCHS = 3
 PAUSE = 0.05  # seconds a step, so that faults come while it trains
 DEADLINE = 12.0  # seconds; 5 s without a network are survived
-# What a busy machine may add. An idle one adds less than three seconds.
-SLACK = 20.0
 ENVIRONMENT = cluster.environment_of_tests(
     HVD_TIMEOUT_SECONDS=str(int(DEADLINE)), TF_CPP_MIN_LOG_LEVEL="3"
 )
@@ -42,11 +39,10 @@ def end(output: str) -> str:
 
 @dataclasses.dataclass
 class Row:
-    """A fault from outside, or one that the script has; what is said; when it must be known."""
+    """A fault from outside, or one that the script has; and what is said."""
 
     summary: str
     fault: Callable[[Running], None] | None = None
-    within: float = 0.0  # seconds
 
 
 def killed(words: str, number: int = signal.SIGKILL) -> Callable[[Running], None]:
@@ -68,16 +64,16 @@ ROWS = {
     "mpirun killed": Row(
         "mpirun ended with killed by SIGKILL", lambda job: job.kill(0, cluster.MPIRUN)
     ),
-    "SIGSTOP": Row(VAIN, killed("restarting.py", signal.SIGSTOP), DEADLINE),
-    "cut": Row(LOST, lambda job: job.hosts[1].unplug(), SILENCE),
-    "reset": Row(LOST, lambda job: job.hosts[1].reset(), SILENCE),
+    "SIGSTOP": Row(VAIN, killed("restarting.py", signal.SIGSTOP)),
+    "cut": Row(LOST, lambda job: job.hosts[1].unplug()),
+    "reset": Row(LOST, lambda job: job.hosts[1].reset()),
     "exception": Row(FIRST + r"exit status 1\n(.*\n)*ValueError: bad luck$"),
     "MemoryError": Row(FIRST + r"exit status 1\n(.*\n)*MemoryError"),
     "SIGSEGV": Row(FIRST + "killed by SIGSEGV$"),
     "SIGTERM": Row(FIRST + "killed by SIGTERM$"),
     "out of memory": Row(FIRST + "killed by SIGKILL$"),
     "MPI_Abort(5)": Row(FIRST + "exit status 5$"),
-    "sleep": Row(VAIN, within=DEADLINE),
+    "sleep": Row(VAIN),
     "sys.exit(0)": Row(EARLY + r"|rank 1 has left the job"),
     "sys.exit(3)": Row(FIRST + "exit status 3$"),
     "os._exit(0)": Row(EARLY),
@@ -85,10 +81,9 @@ ROWS = {
     "other shape": Row(DIFFER + r"rank 1: .*float32\[2\]"),
     "other dtype": Row(DIFFER + r"rank 1: .*float64\[2\]"),
     "other reduction": Row(DIFFER + r"rank 1: .*op=Max"),
-    "other kind": Row("rank 1 has submitted: broadcast 'fault'", within=DEADLINE),
+    "other kind": Row("rank 1 has submitted: broadcast 'fault'"),
     "skipped": Row(
         r"rank 0 has submitted: allreduce 'fault'\n *rank 1 has submitted: allreduce 'optimizer",
-        within=DEADLINE,
     ),
 }
 
@@ -149,11 +144,7 @@ def test_a_fault_is_told_and_survived(chain: Chain, row: str) -> None:
     chain.wait_for(f"epoch {number} batch {5 if fault else 4}\n", 1)
     if fault:
         fault(chain)
-    start = time.monotonic()
     chain.wait_for("hvdrun: ", told + 1)
-    seconds = time.monotonic() - start
-    print(f"{row}: told {seconds:.1f} s after the fault")
-    assert seconds < ROWS[row].within + SLACK
     chain.hosts[1].repair()
     again = (
         f"hvdrun: restart {number} of {len(chain.rows)}: 3 ranks on server1:1, server2:1, server3:1"

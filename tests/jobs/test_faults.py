@@ -8,7 +8,6 @@ import dataclasses
 import os
 import re
 import textwrap
-import time
 
 import pytest
 
@@ -17,8 +16,6 @@ from tests.harness.launcher import Launcher
 
 SIZE = 3
 DEADLINE = 2  # seconds
-# What a busy machine may add to the deadline. An idle one adds less than a second.
-SLACK = 8
 SETTINGS = {"HVD_TIMEOUT_SECONDS": str(DEADLINE), "HVD_STALL_WARNING_SECONDS": "1"}
 
 # A row brings its own fault(), which rank 1 calls at step 20, or its own step().
@@ -45,7 +42,7 @@ for i in range(40):
         (here / f"maps-{hvd.rank()}").write_text(pathlib.Path("/proc/self/maps").read_text())
         hvd.barrier()
     if fails(i):
-        (here / "time").write_text(str(time.monotonic()))
+        (here / "fault").touch()
         fault()
     step(i)
 """
@@ -214,21 +211,21 @@ def script(code: str) -> str:
     return HEAD + textwrap.dedent(code) + LOOP
 
 
-def check(launcher: Launcher, end: float, what: str, output: str) -> None:
-    """The job was over soon after the fault, and its shared memory is gone."""
-    assert (launcher.folder / "time").exists(), output
-    seconds = end - float((launcher.folder / "time").read_text())
-    print(f"{what}: ended {seconds:.2f} s after the fault")
-    assert seconds < DEADLINE + SLACK
+def check(launcher: Launcher, output: str) -> None:
+    """The fault took place, the job ended by itself, and its shared memory is gone.
+
+    Without the short deadline of SETTINGS the job would outlast the limit of the launcher.
+    """
+    assert (launcher.folder / "fault").exists(), output
     maps = "\n".join(path.read_text() for path in launcher.folder.glob("maps-*"))
     shared = set(re.findall(r"/dev/shm/\S+", maps))
     assert shared, "the ranks of a host share memory; this test no longer finds it"
     assert [path for path in shared if os.path.exists(path)] == []
 
 
-def check_row(launcher: Launcher, row: Row, what: str) -> None:
+def check_row(launcher: Launcher, row: Row) -> None:
     done = launcher.python(SIZE, script(row.code), env=launcher.environment | SETTINGS)
-    check(launcher, time.monotonic(), what, done.stderr)
+    check(launcher, done.stderr)
     assert done.returncode != 0
     assert row.status in (None, done.returncode), done.stderr
     assert re.search(row.summary, done.stderr, re.MULTILINE), done.stderr
@@ -239,14 +236,14 @@ def check_row(launcher: Launcher, row: Row, what: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_under_hvdrun(hvdrun: Launcher, name: str) -> None:
-    check_row(hvdrun, ROWS[name], name)
+    check_row(hvdrun, ROWS[name])
 
 
 @pytest.mark.parametrize("name", ["SIGSTOP", "sleep"])
 def test_a_hang_ends_under_plain_mpirun(hvdrun: Launcher, name: str) -> None:
     """Nobody watches there: the ranks that live must end the job."""
     job = ranks.run_script(hvdrun.folder, SIZE, script(ROWS[name].code), timeout=60, **SETTINGS)
-    check(hvdrun, time.monotonic(), f"{name}, plain mpirun", job.output)
+    check(hvdrun, job.output)
     assert job.status != 0, job.output
     assert re.search(MISSING, job.output), job.output
 
@@ -280,7 +277,7 @@ def test_out_of_memory(hvdrun: Launcher) -> None:
                 while len(hoard) < 1000:
                     hoard.append(b"x" * (1 << 20))
             """
-        check_row(hvdrun, Row(code, 137, first("killed by SIGKILL")), "out of memory")
+        check_row(hvdrun, Row(code, 137, first("killed by SIGKILL")))
 
 
 # Ranks that wait inside MPI, where no error can reach the script.
