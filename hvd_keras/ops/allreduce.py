@@ -207,15 +207,51 @@ def _allreduce_sparse(
         # Rows that occur twice stay two: Keras's adaptive optimizers square each by itself, so
         # that summing them first would not give what one process gets.
         values, context = compression.compress(one.values)
-        parts += [values, one.indices]
+        parts += [values, one.indices, tf.shape(one.indices, tf.int64)]
         contexts.append(context)
     gathered = validate.raw.hvd_allgather(
         parts, note=f"{reduction.value} factor={factor!r}", **call
     )
     results = []
     for i, one in enumerate(slices):
-        values = compression.decompress(gathered[2 * i], contexts[i])
+        values, indices, rows = gathered[3 * i : 3 * i + 3]
+        values = compression.decompress(values, contexts[i])
         if factor != 1.0:
             values *= tf.constant(factor, values.dtype)
-        results.append(tf.IndexedSlices(values, gathered[2 * i + 1], one.dense_shape))
+        values, indices = _sum_equal_lookups(values, indices, rows)
+        results.append(tf.IndexedSlices(values, indices, one.dense_shape))
     return results
+
+
+def _sum_equal_lookups(
+    values: tf.Tensor, indices: tf.Tensor, rows: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums the ranks' rows if all ranks have looked up the same, as embeddings of positions do.
+
+    Such a lookup does not depend on the batch, so that one process has it once, with the sum.
+    Ranks with shorter sequences have looked up the first of the others' indices.
+
+    Args:
+        values: ``[sum of rows, ...]``, in the order of the ranks.
+        indices: int64 ``[sum of rows]``.
+        rows: int64 ``[ranks]``, how many are each rank's.
+
+    Returns:
+        Values and indices of the same shapes; rows that are not needed any more are 0.
+    """
+    number = tf.range(tf.size(indices, tf.int64))
+    ends = tf.cumsum(rows)
+    rank = tf.searchsorted(ends, number, side="right", out_type=tf.int64)
+    place = number - tf.gather(ends - rows, rank)  # of a row among those of its rank
+    longest = tf.argmax(rows)
+    first = tf.gather(ends - rows, longest)
+    same = tf.reduce_all(tf.equal(indices, tf.gather(indices, first + place)))
+    # One row may well be the same by chance, where each rank has one example.
+    same = tf.logical_and(same, tf.gather(rows, longest) > 1)
+
+    def summed() -> tuple[tf.Tensor, tf.Tensor]:
+        needed = number < tf.gather(rows, longest)
+        whole = tf.gather(indices, first + tf.where(needed, number, tf.zeros_like(number)))
+        return tf.math.unsorted_segment_sum(values, place, tf.size(indices)), whole
+
+    return tf.cond(same, summed, lambda: (values, indices))

@@ -133,7 +133,21 @@ def chain(
         job.close()
 
 
-@pytest.mark.parametrize("row", ROWS)
+FAST = [
+    "SIGKILL",
+    "daemon killed",
+    "SIGSTOP",
+    "cut",
+    "reset",
+    "exception",
+    "os._exit(0)",
+    "skipped",
+]
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.slow] * (row not in FAST)) for row in ROWS]
+)
 def test_a_fault_is_told_and_survived(chain: Chain, row: str) -> None:
     if row not in chain.rows:
         pytest.skip(str(chain.group))

@@ -9,6 +9,7 @@ import pytest
 from tests.harness.hosts import missing
 
 
+@pytest.mark.slow
 def test_two_minutes_of_random_faults() -> None:
     """Of `make soak`."""
     reason = missing()

@@ -125,6 +125,37 @@ def test_average_of_slices() -> None:
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("lengths", "compiled"),
+    [("equal", False), ("equal", True), ("growing", False)],  # XLA knows only equal shapes
+)
+def test_what_all_ranks_look_up_is_summed(lengths: str, compiled: bool) -> None:
+    """As one process has it, whose adaptive optimizers square each row by itself."""
+    rows = 3 if lengths == "equal" else 2 + RANK
+
+    @tf.function(jit_compile=compiled)
+    def reduced() -> tf.IndexedSlices:
+        values = tf.ones((rows, 2)) * tf.range(1.0, rows + 1)[:, None] * (RANK + 1)
+        slices = tf.IndexedSlices(values, tf.range(rows) * 2, tf.constant([12, 2]))
+        return hvd.allreduce(slices, op=hvd.Sum, name=f"lookup {lengths} {compiled}")
+
+    result = reduced()
+    square = tf.IndexedSlices(tf.square(result.values), result.indices, result.dense_shape)
+    expected = np.zeros((12, 2))
+    for r in range(SIZE):
+        for row in range(3 if lengths == "equal" else 2 + r):
+            expected[2 * row] += (row + 1) * (r + 1)
+    np.testing.assert_array_equal(tf.convert_to_tensor(result), expected)
+    np.testing.assert_array_equal(tf.convert_to_tensor(square), expected**2)
+
+
+def test_what_each_rank_looks_up_stays_apart() -> None:
+    slices = tf.IndexedSlices(tf.ones((2, 3)) * (RANK + 1), [RANK, 5], [SIZE + 6, 3])
+    result = hvd.allreduce(slices, op=hvd.Sum)
+    np.testing.assert_array_equal(result.indices, np.ravel([[r, 5] for r in range(SIZE)]))
+    np.testing.assert_array_equal(result.values[:, 0], np.repeat(np.arange(SIZE) + 1, 2))
+
+
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS, "bool"])
 def test_allgather_of_different_first_dimensions(dtype: str) -> None:
     parts = [inputs.tensor(r, ((r * 2) % 3, 4)) for r in range(SIZE)]  # rank 0 has no rows
