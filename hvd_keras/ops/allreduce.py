@@ -254,4 +254,5 @@ def _sum_equal_lookups(
         whole = tf.gather(indices, first + tf.where(needed, number, tf.zeros_like(number)))
         return tf.math.unsorted_segment_sum(values, place, tf.size(indices)), whole
 
-    return tf.cond(same, summed, lambda: (values, indices))
+    chosen: tuple[tf.Tensor, tf.Tensor] = tf.cond(same, summed, lambda: (values, indices))
+    return chosen

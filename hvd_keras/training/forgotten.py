@@ -84,6 +84,7 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
         log.warn_once(text)
 
 
+_empty_broadcast = False
 _synchronized = exchange.VariableSet()
 _reduced = exchange.VariableSet()
 
@@ -99,6 +100,18 @@ def mark_reduced(variables: Iterable[Any]) -> None:
     for variable in variables:
         if hasattr(variable, "assign"):
             _reduced.add(variable)
+
+
+def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
+    """Tells that ``broadcast_variables`` got nothing, most often of a model that is not built."""
+    global _empty_broadcast
+    _empty_broadcast = True
+    if process_set.rank() == 0:
+        log.warn_once(
+            "hvd.broadcast_variables got no variables, so the ranks keep their own. If the model "
+            "is not built yet, call it once on a batch of data first, or use "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback in fit()."
+        )
 
 
 def check_weights(
@@ -140,7 +153,7 @@ def check_weights(
     )
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
-    if process_set.rank() == 0:
+    if process_set.rank() == 0 and not _empty_broadcast:  # which has been told, with what to do
         if in_fit.get():
             log.warn_once(text)
         else:

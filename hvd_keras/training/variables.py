@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import log, ops, settings
+from hvd_keras import ops, settings
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.process_sets import ProcessSet, global_process_set
@@ -43,11 +43,7 @@ def broadcast_variables(
     process_set.check_included("broadcast_variables")
     variables = list(variables)
     if not variables and process_set.size() > 1:
-        log.warn_once(
-            "hvd.broadcast_variables got no variables, so the ranks keep their own. If the model "
-            "is not built yet, call it once on a batch of data first, or use "
-            "hvd.callbacks.BroadcastGlobalVariablesCallback in fit()."
-        )
+        forgotten.warn_of_empty_broadcast(process_set)
     bucket: list[Any] = []
     size = number = 0
     for variable in variables:

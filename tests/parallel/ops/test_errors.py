@@ -208,7 +208,7 @@ def test_a_broadcast_of_no_variables_warns_once() -> None:
             hvd.broadcast_variables([], 0)
     finally:
         log.logger.removeHandler(handler)
-    if hvd.size() == 1:  # nothing is missed
+    if hvd.size() == 1 or hvd.rank() > 0:  # alone, nothing is missed
         assert records == []
     else:
         assert [r.levelname for r in records] == ["WARNING"]
