@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvd_keras.compression import Compression, Compressor, wire_dtype
 from hvd_keras.ops import validate
 from hvd_keras.ops.reduce_op import Adasum, Average, ReduceOp, Sum, check_reducible, chosen
+from hvd_keras.ops.slices import name_of_slices, reduce_slices
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 _reductions = 0
@@ -113,7 +114,7 @@ def grouped_allreduce(
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
-    request = ("allgather", f"{name}.slices") if only_slices else ("allreduce", name)
+    request = ("allgather", name_of_slices(name)) if only_slices else ("allreduce", name)
     with validate.on_all_ranks(*request, process_set):
         validate.check_average(average)
         validate.check_compression("allreduce", compression)
@@ -145,19 +146,10 @@ def grouped_allreduce(
         for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
             results[i] = outside.decompress(tensor, context)
     if sparse:
-        factor = prescale_factor * postscale_factor
-        if reduction is Average:
-            factor /= process_set.size()
         slices = [results[i] for i in sparse]
+        factor = prescale_factor * postscale_factor
         with tf.device(device_sparse or None):
-            gathered = _allreduce_sparse(
-                slices,
-                compression,
-                reduction,
-                factor,
-                tensor_name=f"{name}.slices",
-                process_set=process_set.id(),
-            )
+            gathered = reduce_slices(slices, compression, reduction, factor, name, process_set)
         for i, one in zip(sparse, gathered, strict=True):
             results[i] = one
     return results
@@ -193,29 +185,3 @@ def _allreduce_dense(
         **call,
     )
     return scaled(list(reduced), postscale)
-
-
-def _allreduce_sparse(
-    slices: list[tf.IndexedSlices],
-    compression: type[Compressor],
-    reduction: ReduceOp,
-    factor: float,
-    **call: Any,
-) -> list[tf.IndexedSlices]:
-    parts, contexts = [], []
-    for one in slices:
-        # Rows that occur twice stay two: Keras's adaptive optimizers square each by itself, so
-        # that summing them first would not give what one process gets.
-        values, context = compression.compress(one.values)
-        parts += [values, one.indices]
-        contexts.append(context)
-    gathered = validate.raw.hvd_allgather(
-        parts, note=f"{reduction.value} factor={factor!r}", **call
-    )
-    results = []
-    for i, one in enumerate(slices):
-        values = compression.decompress(gathered[2 * i], contexts[i])
-        if factor != 1.0:
-            values *= tf.constant(factor, values.dtype)
-        results.append(tf.IndexedSlices(values, gathered[2 * i + 1], one.dense_shape))
-    return results

@@ -67,7 +67,7 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
         or building.is_building()
         or not rank_info.is_initialized()
         or rank_info.size() == 1
-        or ops.reductions() > exchange.reductions()  # the script averages gradients by itself
+        or ops.reductions() > _reductions  # the script averages gradients by itself
         or any(variable in _reduced for variable in variables)
     ):
         return
@@ -86,6 +86,7 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
 
 _synchronized = exchange.VariableSet()
 _reduced = exchange.VariableSet()
+_reductions = 0
 
 
 def mark_synchronized(variables: Iterable[Any]) -> None:
@@ -99,6 +100,12 @@ def mark_reduced(variables: Iterable[Any]) -> None:
     for variable in variables:
         if hasattr(variable, "assign"):
             _reduced.add(variable)
+
+
+def count_reduction() -> None:
+    """Notes that one of ``ops.reductions()`` was made for gradients."""
+    global _reductions
+    _reductions += 1
 
 
 def check_weights(
