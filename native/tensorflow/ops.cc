@@ -2,7 +2,7 @@
 // drops them and runs them in the order in which a function was traced: the order is the agreement.
 //
 // Most take a list of tensors, which travel together. `tensor_name` identifies the request on all
-// ranks of the process set; `note` is what else must be equal on them, in words.
+// ranks of the process set; `note` is text that must be equal on them, too.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
