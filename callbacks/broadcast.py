@@ -7,7 +7,7 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras import log, rank_info, xla
 from hvd_keras.ops.broadcast import check_root
-from hvd_keras.training import building, exchange, fitting, preprocessing, reducer, variables
+from hvd_keras.training import building, exchange, fitting, preprocessing, together, variables
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -78,14 +78,14 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         # Without the optimizer's, whose names contain Keras's numbers in other places.
-        specs = map(exchange.spec_of, reducer.without_local(self.model, self.model.variables))
+        specs = map(exchange.spec_of, together.without_local(self.model, self.model.variables))
         exchange.check_specs("broadcast", list(specs), process_set)
         shared = variables.shared_of_training(self.model)
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
             fitting.forget_functions(self.model)  # in which the old values are constants
         seeds = variables.seed_states(layers)
-        seeds = reducer.without_local(self.model, seeds)
+        seeds = together.without_local(self.model, seeds)
         variables.give_each_rank_its_own_randomness(seeds, process_set)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -112,7 +112,9 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             return
         self._epoch_runs = False
         statistics = variables.moving_statistics(self.model._flatten_layers())
-        variables.average_variables(reducer.without_local(self.model, statistics), self.process_set)
+        variables.average_variables(
+            together.without_local(self.model, statistics), self.process_set
+        )
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras._keras import is_legacy
-from hvd_keras.training import reducer
+from hvd_keras.training import together
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
@@ -60,7 +60,7 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
                 "own that could be set. Set those of its optimizers, or leave this callback out."
             ) from error
         if self.momentum_correction and old > 0 and new != old:
-            for buffer in _momentum_buffers(reducer.innermost(optimizer)):
+            for buffer in _momentum_buffers(together.innermost(optimizer)):
                 buffer.assign(buffer * (new / old))
 
 
@@ -191,7 +191,7 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         if self.warmup_steps is None or self._known_steps():
             return self._epoch * self._steps() + batch
         # Not ``iterations``, which with accumulation counts the updates.
-        return int(reducer.innermost(self.model.optimizer)._iterations)
+        return int(together.innermost(self.model.optimizer)._iterations)
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:

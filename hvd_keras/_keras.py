@@ -3,6 +3,8 @@
 TensorFlow decides, so that scripts and hvd_keras mean the same classes.
 """
 
+from typing import Any
+
 import tensorflow as tf
 
 is_legacy: bool = tf.keras.Model.__module__.startswith("tf_keras")
@@ -15,4 +17,21 @@ else:
 # What wraps a tf.Variable, for isinstance(): nothing does in tf_keras.
 Variable = () if is_legacy else keras.Variable
 
-__all__ = ["Variable", "is_legacy", "keras"]
+__all__ = ["Variable", "is_legacy", "keras", "require"]
+
+# Those whose private attributes are known, see training/patches.py.
+KERAS_VERSIONS = "keras>=3.13,<3.16"
+
+
+def require(owner: Any, attribute: str, reason: str) -> None:
+    """Looks for something of Keras that its documentation does not promise.
+
+    Raises:
+        RuntimeError: it is not there.
+    """
+    if not hasattr(owner, attribute):
+        owner_name = getattr(owner, "__name__", type(owner).__name__)
+        raise RuntimeError(
+            f"hvd_keras needs {owner_name}.{attribute} {reason}, and Keras {keras.__version__} "
+            f'does not have it. Run: pip install "{KERAS_VERSIONS}"'
+        )

@@ -8,6 +8,7 @@ import tensorflow as tf
 from hvd_keras.compression import Compression, Compressor, wire_dtype
 from hvd_keras.ops import validate
 from hvd_keras.ops.reduce_op import Adasum, Average, ReduceOp, Sum, check_reducible, chosen
+from hvd_keras.ops.slices import name_of_slices, reduce_slices
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 _reductions = 0
@@ -113,7 +114,7 @@ def grouped_allreduce(
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
-    request = ("allgather", f"{name}.slices") if only_slices else ("allreduce", name)
+    request = ("allgather", name_of_slices(name)) if only_slices else ("allreduce", name)
     with validate.on_all_ranks(*request, process_set):
         validate.check_average(average)
         validate.check_compression("allreduce", compression)
@@ -145,19 +146,10 @@ def grouped_allreduce(
         for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
             results[i] = outside.decompress(tensor, context)
     if sparse:
-        factor = prescale_factor * postscale_factor
-        if reduction is Average:
-            factor /= process_set.size()
         slices = [results[i] for i in sparse]
+        factor = prescale_factor * postscale_factor
         with tf.device(device_sparse or None):
-            gathered = _allreduce_sparse(
-                slices,
-                compression,
-                reduction,
-                factor,
-                tensor_name=f"{name}.slices",
-                process_set=process_set.id(),
-            )
+            gathered = reduce_slices(slices, compression, reduction, factor, name, process_set)
         for i, one in zip(sparse, gathered, strict=True):
             results[i] = one
     return results
@@ -193,66 +185,3 @@ def _allreduce_dense(
         **call,
     )
     return scaled(list(reduced), postscale)
-
-
-def _allreduce_sparse(
-    slices: list[tf.IndexedSlices],
-    compression: type[Compressor],
-    reduction: ReduceOp,
-    factor: float,
-    **call: Any,
-) -> list[tf.IndexedSlices]:
-    parts, contexts = [], []
-    for one in slices:
-        # Rows that occur twice stay two: Keras's adaptive optimizers square each by itself, so
-        # that summing them first would not give what one process gets.
-        values, context = compression.compress(one.values)
-        parts += [values, one.indices, tf.shape(one.indices, tf.int64)]
-        contexts.append(context)
-    gathered = validate.raw.hvd_allgather(
-        parts, note=f"{reduction.value} factor={factor!r}", **call
-    )
-    results = []
-    for i, one in enumerate(slices):
-        values, indices, rows = gathered[3 * i : 3 * i + 3]
-        values = compression.decompress(values, contexts[i])
-        if factor != 1.0:
-            values *= tf.constant(factor, values.dtype)
-        values, indices = _sum_equal_lookups(values, indices, rows)
-        results.append(tf.IndexedSlices(values, indices, one.dense_shape))
-    return results
-
-
-def _sum_equal_lookups(
-    values: tf.Tensor, indices: tf.Tensor, rows: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums the ranks' rows if all ranks have looked up the same, as embeddings of positions do.
-
-    Such a lookup does not depend on the batch, so that one process has it once, with the sum.
-    Ranks with shorter sequences have looked up the first of the others' indices.
-
-    Args:
-        values: ``[sum of rows, ...]``, in the order of the ranks.
-        indices: int64 ``[sum of rows]``.
-        rows: int64 ``[ranks]``, how many are each rank's.
-
-    Returns:
-        Values and indices of the same shapes; rows that are not needed any more are 0.
-    """
-    number = tf.range(tf.size(indices, tf.int64))
-    ends = tf.cumsum(rows)
-    rank = tf.searchsorted(ends, number, side="right", out_type=tf.int64)
-    place = number - tf.gather(ends - rows, rank)  # of a row among those of its rank
-    longest = tf.argmax(rows)
-    first = tf.gather(ends - rows, longest)
-    same = tf.reduce_all(tf.equal(indices, tf.gather(indices, first + place)))
-    # One row may well be the same by chance, where each rank has one example.
-    same = tf.logical_and(same, tf.gather(rows, longest) > 1)
-
-    def summed() -> tuple[tf.Tensor, tf.Tensor]:
-        needed = number < tf.gather(rows, longest)
-        whole = tf.gather(indices, first + tf.where(needed, number, tf.zeros_like(number)))
-        return tf.math.unsorted_segment_sum(values, place, tf.size(indices)), whole
-
-    chosen: tuple[tf.Tensor, tf.Tensor] = tf.cond(same, summed, lambda: (values, indices))
-    return chosen

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras.ops import validate
@@ -39,7 +40,8 @@ def alltoall(
     validate.check("alltoall", process_set)
     name = validate.name("alltoall", name, process_set)
     size = process_set.size()
-    with validate.on_all_ranks("alltoall", name, process_set):
+    empty = {"tensor": validate.EMPTY, "splits": np.zeros(size, np.int64)}
+    with validate.on_all_ranks("alltoall", name, process_set, **empty):
         tensor = validate.with_rows("alltoall", tensor)
         if splits is None:
             rows = tf.fill([size], tf.shape(tensor, tf.int64)[0] // size)

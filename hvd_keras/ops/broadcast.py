@@ -46,7 +46,8 @@ def grouped_broadcast(
 ) -> list[tf.Tensor]:
     """``broadcast`` of several tensors as one request."""
     validate.check("broadcast", process_set)
-    with validate.on_all_ranks("broadcast", name, process_set):
+    empty = {"tensors": [validate.EMPTY], "root_rank": process_set.ranks[0]}
+    with validate.on_all_ranks("broadcast", name, process_set, **empty):
         checked = [tf.convert_to_tensor(validate.checked("broadcast", x)) for x in tensors]
         check_root(root_rank, process_set)
     return list(

@@ -36,8 +36,12 @@ def check(kind: str, process_set: ProcessSet) -> None:
     xla.check(kind)
 
 
+# What a rank sends in place of tensors that it cannot send.
+EMPTY = np.zeros(0, np.uint8)
+
+
 @contextlib.contextmanager
-def on_all_ranks(kind: str, name: str, process_set: ProcessSet) -> Iterator[None]:
+def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any) -> Iterator[None]:
     """Makes an error in this rank's arguments fail the call on all ranks, in eager mode.
 
     The other ranks may make the same call rightly, and would wait for this one. So this rank
@@ -47,6 +51,10 @@ def on_all_ranks(kind: str, name: str, process_set: ProcessSet) -> Iterator[None
     While a function is traced or a graph is built the error is simply raised: requests that come
     before this one have not run yet.
 
+    Args:
+        kind, name, process_set: of the call.
+        arguments: those of the kind's op, for a request without data. Default: one empty tensor.
+
     Raises:
         tf.errors.FailedPreconditionError: other ranks made the call with other arguments.
     """
@@ -55,35 +63,20 @@ def on_all_ranks(kind: str, name: str, process_set: ProcessSet) -> Iterator[None
     except (NotImplementedError, TypeError, ValueError) as error:
         if not tf.executing_eagerly():
             raise
+        problem = f"{type(error).__name__}: {error}"
         try:
-            _submit_refusal(kind, name, process_set, f"{type(error).__name__}: {error}")
+            with tf.device("/cpu:0"):
+                getattr(raw, f"hvd_{kind}")(
+                    **(arguments or {"tensors": [EMPTY]}),
+                    tensor_name=name,
+                    process_set=process_set.id(),
+                    note=f"refused on this rank, {problem} Sent instead:",
+                )
         except tf.errors.FailedPreconditionError as disagreement:
             raise disagreement from error
         except tf.errors.OpError:
             pass  # another rank has left; this error is the more helpful one
         raise
-
-
-def _submit_refusal(kind: str, name: str, process_set: ProcessSet, problem: str) -> None:
-    call = {
-        "tensor_name": name,
-        "process_set": process_set.id(),
-        "note": f"refused on this rank, {problem} Sent instead:",
-    }
-    with tf.device("/cpu:0"):
-        nothing = tf.zeros(0, tf.uint8)
-        if kind == "allreduce":
-            raw.hvd_allreduce([nothing], reduction="Sum", **call)
-        elif kind == "allgather":
-            raw.hvd_allgather([nothing], **call)
-        elif kind == "broadcast":
-            raw.hvd_broadcast([nothing], root_rank=process_set.ranks[0], **call)
-        elif kind == "alltoall":
-            raw.hvd_alltoall(nothing, tf.zeros(process_set.size(), tf.int64), **call)
-        elif kind == "reducescatter":
-            raw.hvd_reducescatter([nothing], reduction="Sum", **call)
-        else:
-            raise AssertionError(kind)
 
 
 def checked(kind: str, tensor: Any) -> Any:

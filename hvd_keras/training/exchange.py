@@ -1,9 +1,8 @@
-"""How the gradients of a list of variables travel: what the user chose, and what the ranks agreed.
+"""What the user chose about the exchange of gradients, and what the ranks agree on before it.
 
-Holds no state of a training: ``reducer.GradientReducer`` does.
+``reducer.GradientReducer`` exchanges them.
 """
 
-import collections
 import dataclasses
 import functools
 import hashlib
@@ -18,11 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, log, ops, settings
+from hvd_keras import agree, ops
 from hvd_keras._keras import Variable
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import buckets
 
 Kind = Literal["dense", "sparse"]
 
@@ -184,101 +182,20 @@ def agree_on_kinds(
     return tuple(_KINDS[i] for i in everyone.max(axis=0))
 
 
-_reductions = 0
-
-
-def reductions() -> int:
-    """How many of ``ops.reductions()`` were made for gradients."""
-    return _reductions
-
-
-class Plan:
-    """How the gradients of a list of variables travel, the same on all ranks.
-
-    A gradient that is dense on any rank is dense on all; one that some ranks lack is zero there;
-    one that no rank has stays None.
-
-    Args:
-        name: of the optimizer or tape; part of each request's name.
-        specs: the variables, compared by ``check_specs``.
-        kinds: how each gradient travels, from ``agree_on_kinds``.
-        groups: variables, by index, whose gradients travel together.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        specs: Sequence[VariableSpec],
-        kinds: Sequence[Kind | None],
-        groups: Sequence[Sequence[int]] = (),
-    ) -> None:
-        self.name = name
-        self.specs = tuple(specs)
-        self.kinds = tuple(kinds)
-        self.groups = [list(group) for group in groups]
-        counts = collections.Counter(map(str, self.kinds))
-        log.logger.debug("%s: gradients of %d variables: %s", name, len(self.specs), dict(counts))
-
-    def complete(self, gradients: Sequence[Any]) -> list[Any]:
-        """This rank's gradients in the kinds of the plan."""
-        return [self._complete(i, gradient) for i, gradient in enumerate(gradients)]
-
-    def _complete(self, i: int, gradient: Any) -> Any:
-        kind, spec = self.kinds[i], self.specs[i]
-        if kind is None:
-            return None
-        if gradient is None:
-            if kind == "dense":
-                return tf.zeros(spec.shape, spec.dtype)
-            none = tf.zeros((0, *spec.shape[1:]), spec.dtype)
-            return tf.IndexedSlices(none, tf.zeros(0, tf.int64), tf.constant(spec.shape, tf.int64))
+def completed(gradient: Any, kind: Kind | None, spec: VariableSpec) -> Any:
+    """A rank's gradient in the kind that the ranks agreed on; zero where this rank has none."""
+    if kind is None:
+        return None
+    if gradient is None:
         if kind == "dense":
-            return tf.convert_to_tensor(gradient)
-        return tf.IndexedSlices(
-            gradient.values, tf.cast(gradient.indices, tf.int64), tf.constant(spec.shape, tf.int64)
-        )
-
-    def exchange(self, gradients: Sequence[Any], options: ExchangeOptions) -> list[Any]:
-        """The gradients over all ranks, in the order given; None stays None.
-
-        Last variables first, for backpropagation produces their gradients first. A bucket waits
-        for the one before it, so that all ranks submit them in one order, even inside branches
-        and loops, where TensorFlow itself keeps none.
-        """
-        global _reductions
-        results = list(gradients)
-        previous: list[Any] = []
-        for bucket in self.buckets(gradients):
-            _reductions += 1
-            name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.specs[bucket[0]].path}"
-            with tf.control_dependencies(previous):
-                reduced = ops.grouped_allreduce(
-                    [gradients[i] for i in bucket],
-                    op=options.op,
-                    compression=options.compression,
-                    device_dense=options.device_dense,
-                    device_sparse=options.device_sparse,
-                    prescale_factor=1 / options.gradient_predivide_factor,
-                    postscale_factor=options.gradient_predivide_factor,
-                    process_set=options.process_set,
-                    name=name,
-                )
-            for i, gradient in zip(bucket, reduced, strict=True):
-                results[i] = gradient
-            last = reduced[-1]
-            previous = [last.values if isinstance(last, tf.IndexedSlices) else last]
-        return results
-
-    def buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
-        """The indices of the gradients that travel as one request, for each request."""
-        present = [i for i in reversed(range(len(self.specs))) if gradients[i] is not None]
-        grouped = {i for group in self.groups for i in group}
-        chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
-        chosen = [bucket for bucket in chosen if bucket]
-        rest = [i for i in present if i not in grouped]
-        sizes = [size_in_bytes(self.specs[i]) for i in rest]
-        filled = buckets.fill(sizes, settings.read().bucket_bytes)
-        return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
+            return tf.zeros(spec.shape, spec.dtype)
+        none = tf.zeros((0, *spec.shape[1:]), spec.dtype)
+        return tf.IndexedSlices(none, tf.zeros(0, tf.int64), tf.constant(spec.shape, tf.int64))
+    if kind == "dense":
+        return tf.convert_to_tensor(gradient)
+    return tf.IndexedSlices(
+        gradient.values, tf.cast(gradient.indices, tf.int64), tf.constant(spec.shape, tf.int64)
+    )
 
 
 # How many requests, or lists of variables that shall share one.

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvd_keras import agree, rank_info
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import building, forgotten, reducer, sync_batch_norm
+from hvd_keras.training import building, forgotten, sync_batch_norm, together
 
 
 @dataclasses.dataclass
@@ -152,7 +152,7 @@ def _begin(own: _Fit, dataset: Any) -> None:
 
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
-    process_set = reducer.process_set_of(model)
+    process_set = together.process_set_of(model)
     if process_set is None:
         # A train_step with hvd.DistributedGradientTape: known by our callbacks.
         for callback in callbacks:

@@ -14,7 +14,7 @@ import numpy as np
 from hvd_keras import agree, ops, rank_info
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import fitting, reducer
+from hvd_keras.training import fitting, together
 
 _WRITERS = (
     keras.callbacks.CSVLogger,
@@ -42,7 +42,7 @@ def _others(model: Any) -> ProcessSet | None:
     """The ranks that train this model; None if this rank trains it alone."""
     if model is None or not rank_info.is_initialized():
         return None
-    process_set = reducer.process_set_of(model)
+    process_set = together.process_set_of(model)
     return process_set if process_set is not None and process_set.size() > 1 else None
 
 

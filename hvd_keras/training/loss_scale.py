@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.training import building, reducer
+from hvd_keras.training import building, together
 
 
 def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,7 +21,7 @@ def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         finite = local_check(self, grads)
-        own = reducer.of_optimizer(self)
+        own = together.of_optimizer(self)
         if own is None or own.process_set.size() == 1 or building.is_building():
             return finite
         return ops.allreduce(

@@ -10,8 +10,7 @@ from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import legacy_keras, tensorflow_v1
 from hvd_keras.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import exchange, forgotten, reducer
-from hvd_keras.training.patches import require
+from hvd_keras.training import exchange, reducer
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -114,8 +113,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         local = legacy_keras.Reducer(target, name, options, chosen).register_local
         optimizer.register_local_var = local
     else:
+        # Keras averages over local steps.
         local_sum = 1 if average_aggregated_gradients else passes
-        _Reducer(target, name, options, chosen, local_sum).attach(optimizer)
+        reducer.KerasReducer(target, optimizer, name, options, chosen, local_sum)
     return optimizer
 
 
@@ -189,86 +189,6 @@ def _other_keras(optimizer: Any) -> str:
     return ""
 
 
-class _Reducer(reducer.GradientReducer):
-    """What a Keras 3 optimizer gains. Lives in it as an attribute, for its class must stay.
-
-    Gradients are exchanged in ``apply``, before Keras sees them. If the optimizer accumulates local
-    steps, they are exchanged once per update instead: in ``_clip_gradients``, which Keras calls
-    after accumulation and before all that looks at the gradients.
-    """
-
-    def __init__(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        name: str | None,
-        options: exchange.ExchangeOptions,
-        groups: exchange.Groups,
-        local_sum: int,
-    ) -> None:
-        super().__init__(name, options, groups)
-        self.optimizer = optimizer
-        self._local_sum = local_sum  # Keras averages over local steps; times this, it is their sum
-        self._pending: reducer.Step | None = None
-        self._applied = False
-
-    def attach(self, outermost: keras.optimizers.Optimizer) -> None:
-        self.optimizer._hvd_reducer = self
-        self.optimizer.apply = self._apply
-        self.optimizer.apply_gradients = self._apply_gradients
-        if self.optimizer.gradient_accumulation_steps:
-            require(self.optimizer, "_clip_gradients", "to exchange gradients after accumulation")
-            self.optimizer._clip_gradients = self._clip_gradients
-        outermost.register_local_var = self.register_local
-
-    def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
-        """In place of ``Optimizer.apply_gradients``, which calls ``apply``."""
-        pairs = list(grads_and_vars)
-        self._applied = False
-        result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
-        if pairs and not self._applied and self.process_set.size() > 1:
-            raise self._not_exchanged("its apply_gradients does not call apply")
-        return result
-
-    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """In place of ``Optimizer.apply``, which every step calls."""
-        keras_apply = type(self.optimizer).apply
-        self._applied = True
-        variables = trainable_variables
-        if variables is None:
-            require(self.optimizer, "_trainable_variables", "to know what apply updates")
-            variables = self.optimizer._trainable_variables
-        step = self.begin(grads, variables := list(variables))
-        token = forgotten.exchanged.set(True)
-        try:
-            if not self.optimizer.gradient_accumulation_steps:
-                keras_apply(self.optimizer, step.finish(), trainable_variables)
-                return
-            self._pending = step
-            keras_apply(self.optimizer, step.gradients, trainable_variables)
-            # In eager execution Keras accumulates in one step and exchanges in another.
-            if not step.exchanged and not tf.executing_eagerly():
-                raise self._not_exchanged("it never calls _clip_gradients")
-        finally:
-            self._pending = None
-            forgotten.exchanged.reset(token)
-
-    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        """In place of ``_clip_gradients``: once per update, with the accumulated gradients."""
-        if self._pending is None:
-            raise self._not_exchanged("it calls _clip_gradients outside of apply")
-        grads = self._pending.exchange(grads)
-        if self._local_sum > 1:
-            grads = [g if g is None else g * tf.constant(self._local_sum, g.dtype) for g in grads]
-        return type(self.optimizer)._clip_gradients(self.optimizer, grads)
-
-    def _not_exchanged(self, reason: str) -> RuntimeError:
-        return RuntimeError(
-            f"hvd.DistributedOptimizer: the gradients of this {type(self.optimizer).__name__} were "
-            f"not exchanged, because {reason} with Keras {keras.__version__}. Exchange them with "
-            "hvd.DistributedGradientTape and leave this optimizer as it is."
-        )
-
-
 def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
     if not isinstance(passes, int) or passes < 1:
         raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
@@ -290,7 +210,3 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
         )
     optimizer.gradient_accumulation_steps = passes
     return passes
-
-
-def _overwritten(variable: Any) -> bool:
-    return bool(getattr(variable, "overwrite_with_gradient", False))

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_keras import log
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import legacy_keras
 from hvd_keras.training import fitting, forgotten, keras_callbacks, loss_scale, sync_batch_norm
-
-KERAS_VERSIONS = "keras>=3.13,<3.16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +68,6 @@ def uninstall() -> None:
             delattr(owner, attribute)
         else:
             setattr(owner, attribute, before)
-
-
-def require(owner: Any, attribute: str, reason: str) -> None:
-    """Looks for something of Keras that its documentation does not promise.
-
-    Raises:
-        RuntimeError: it is not there.
-    """
-    if not hasattr(owner, attribute):
-        owner_name = getattr(owner, "__name__", type(owner).__name__)
-        raise RuntimeError(
-            f"hvd_keras needs {owner_name}.{attribute} {reason}, and Keras {keras.__version__} "
-            f'does not have it. Run: pip install "{KERAS_VERSIONS}"'
-        )
 
 
 def _require_what_is_read() -> None:

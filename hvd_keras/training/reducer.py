@@ -1,21 +1,24 @@
-"""Who trains a model together: the one object that optimizers, tapes, callbacks and patches ask.
+"""One step's gradients, from Keras's optimizer to the allreduce and back.
 
-A ``GradientReducer`` knows the process set, the variables that belong to this rank alone, and how
-the gradients travel. It lives in the optimizer as ``_hvd_reducer``.
+    optimizer.apply = KerasReducer._apply
+      begin     agrees with the other ranks on which gradients there are
+      finish    exchanges them, bucket by bucket: one allreduce each
+    Keras's own apply
+
+Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientReducer``.
 """
 
 import collections
 import itertools
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras import log, ops, settings
+from hvd_keras._keras import keras, require
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import building, exchange, forgotten
+from hvd_keras.training import buckets, building, exchange, forgotten
 
 # By process set: the ranks of one set make the same optimizers, those of another may make others.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -28,6 +31,9 @@ class GradientReducer:
         name: identifies it on all ranks. Default: its number among those of the process set.
         options: how gradients travel, and between which ranks.
         groups: which gradients travel together.
+
+    Attributes:
+        local: the variables that belong to this rank alone, by ``exchange.variable_id``.
     """
 
     def __init__(
@@ -36,8 +42,8 @@ class GradientReducer:
         self.name = name or f"optimizer {next(_numbers[options.process_set.id()])}"
         self.options = options
         self.groups = groups
-        self._local: dict[int, Any] = {}
-        self._plans: dict[Any, exchange.Plan] = {}
+        self.local: dict[int, Any] = {}
+        self._plans: dict[Any, Plan] = {}
         # The lists of variables that the ranks have compared.
         self._known: set[tuple[exchange.VariableSpec, ...]] = set()
 
@@ -48,24 +54,7 @@ class GradientReducer:
 
     def register_local(self, variable: Any) -> None:
         """Lets a variable belong to this rank: no exchange of its gradient, no broadcast."""
-        self._local[exchange.variable_id(variable)] = variable
-
-    def is_local(self, variable: Any) -> bool:
-        """Whether a model's or an optimizer's variable belongs to this rank alone.
-
-        An optimizer's variable (a momentum, say) belongs to the model's variable after whose path
-        Keras has named it.
-        """
-        if exchange.variable_id(variable) in self._local:
-            return True
-        name = getattr(variable, "name", "")
-        for local in self._local.values():
-            path = getattr(local, "path", None)
-            if path is not None and name.startswith(path.replace("/", "_") + "_"):
-                return tuple(local.shape) == tuple(variable.shape)
-            if path is None and f"/{local.name.partition(':')[0]}" in name:  # tf_keras
-                return tuple(local.shape) == tuple(variable.shape)
-        return False
+        self.local[exchange.variable_id(variable)] = variable
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
@@ -84,7 +73,7 @@ class GradientReducer:
         reduced: list[Any] = step.finish()
         return reduced
 
-    # A tf.function of the script's would rewrite this code and what it calls, and rewrite it wrong.
+    # A script's tf.function would convert this code and what it calls, and convert it wrongly.
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def begin(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
@@ -99,7 +88,7 @@ class GradientReducer:
             return Step(self, None, gradients, [], [])
         forgotten.mark_reduced(variables)
         gradients = self.options.densified(gradients)
-        local_ids = {*self._local, *map(exchange.variable_id, local)}
+        local_ids = {*self.local, *map(exchange.variable_id, local)}
         shared = [i for i, v in enumerate(variables) if exchange.variable_id(v) not in local_ids]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
         for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
@@ -121,11 +110,11 @@ class GradientReducer:
                 gradients[i] = value
         return Step(self, plan, gradients, shared, overwritten)
 
-    def _plan(self, variables: list[Any], gradients: list[Any]) -> exchange.Plan:
+    def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         specs = tuple(exchange.spec_of(v) for v in variables)
         if specs not in self._known:
             exchange.check_specs(self.name, specs, self.process_set)
-            requests = len(exchange.Plan(self.name, specs, ()).buckets(gradients))
+            requests = len(Plan(self.name, specs, ()).buckets(gradients))
             if forgotten.check_weights(self.name, variables, requests, self.process_set):
                 self._known.add(specs)
         kinds = exchange.kinds_of(gradients)
@@ -145,7 +134,7 @@ class GradientReducer:
                     f"{self.name}: op=hvd.Adasum needs dense gradients, and that of "
                     f"{specs[agreed.index('sparse')]} is sparse. Give sparse_as_dense=True, too."
                 )
-            self._plans[key] = exchange.Plan(self.name, specs, agreed, indices)
+            self._plans[key] = Plan(self.name, specs, agreed, indices)
         return self._plans[key]
 
 
@@ -160,13 +149,13 @@ class Step:
     def __init__(
         self,
         reducer: GradientReducer,
-        plan: exchange.Plan | None,
+        plan: "Plan | None",
         gradients: list[Any],
         shared: list[int],
         overwritten: list[int],
     ) -> None:
         self.gradients = gradients
-        self._reducer = reducer
+        self._options = reducer.options
         self._plan = plan
         self._position = {i: p for p, i in enumerate(shared)}  # in the plan
         # What an optimizer sees of them: without Nones, and without what it overwrites.
@@ -193,82 +182,174 @@ class Step:
         self.exchanged = True
         if self._plan is None:
             return list(gradients)
-        options = self._reducer.options
-        places = [self._position.get(i) for i in self._updated]
+        positions = [self._position.get(i) for i in self._updated]
         travelling: list[Any] = [None] * len(self._plan.specs)
-        for place, gradient in zip(places, gradients, strict=True):
-            if place is not None:
-                travelling[place] = gradient
-        travelling = self._plan.exchange(travelling, options)
+        for position, gradient in zip(positions, gradients, strict=True):
+            if position is not None:
+                travelling[position] = gradient
+        travelling = self._plan.exchange(travelling, self._options)
         return [
-            options.scale_local(gradient) if place is None else travelling[place]
-            for place, gradient in zip(places, gradients, strict=True)
+            self._options.scale_local(gradient) if position is None else travelling[position]
+            for position, gradient in zip(positions, gradients, strict=True)
         ]
 
 
-def of_optimizer(optimizer: Any) -> GradientReducer | None:
-    """The reducer of an optimizer that is distributed, also inside a LossScaleOptimizer."""
-    optimizer = innermost(optimizer)
-    return getattr(optimizer, "_hvd_reducer", None)
+class Plan:
+    """How the gradients of a list of variables travel, the same on all ranks.
 
+    A gradient that is dense on any rank is dense on all; one that some ranks lack is zero there;
+    one that no rank has stays None.
 
-def innermost(optimizer: Any) -> Any:
-    """The optimizer inside a LossScaleOptimizer; another one itself."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
-
-
-def optimizers_of(model: Any) -> list[Any]:
-    """The optimizers of a model: that of ``compile``, and those in attributes, as GANs have."""
-    values: list[Any] = [getattr(model, "optimizer", None)]
-    for value in list(vars(model).values()):
-        if isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, (list, tuple)):
-            values += value
-        else:
-            values.append(value)
-    classes: tuple[type, ...] = (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
-    if is_legacy:
-        classes += (keras.optimizers.legacy.Optimizer,)
-    found = {id(value): value for value in values if isinstance(value, classes)}
-    return list(found.values())
-
-
-def reducers_of(model: Any) -> list[GradientReducer]:
-    """Those of a model's distributed optimizers."""
-    reducers = map(of_optimizer, optimizers_of(model))
-    return list({id(r): r for r in reducers if r is not None}.values())
-
-
-_together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
-
-
-def mark_together(model: Any, process_set: ProcessSet) -> None:
-    """Notes that a callback of hvd_keras accompanies this model's training on these ranks."""
-    _together[model] = process_set
-
-
-def process_set_of(model: Any) -> ProcessSet | None:
-    """The ranks that train a model together; None if this rank trains it alone.
-
-    They are those of its distributed optimizers. A model without one, whose ``train_step`` uses a
-    ``hvd.DistributedGradientTape``, is known by a callback of hvd_keras in ``fit``.
-
-    Raises:
-        ValueError: its optimizers have different process sets.
+    Args:
+        name: of the optimizer or tape; part of each request's name.
+        specs: the variables, compared by ``exchange.check_specs``.
+        kinds: how each gradient travels, from ``exchange.agree_on_kinds``.
+        groups: variables, by index, whose gradients travel together.
     """
-    sets = {r.process_set.id(): r.process_set for r in reducers_of(model)}
-    if len(sets) > 1:
-        raise ValueError(
-            f"the optimizers of model {model.name!r} have different process sets: "
-            f"{', '.join(map(str, sets.values()))}. Give them the same."
+
+    def __init__(
+        self,
+        name: str,
+        specs: Sequence[exchange.VariableSpec],
+        kinds: Sequence[exchange.Kind | None],
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.name = name
+        self.specs = tuple(specs)
+        self.kinds = tuple(kinds)
+        self.groups = [list(group) for group in groups]
+        counts = collections.Counter(map(str, self.kinds))
+        log.logger.debug("%s: gradients of %d variables: %s", name, len(self.specs), dict(counts))
+
+    def complete(self, gradients: Sequence[Any]) -> list[Any]:
+        """This rank's gradients in the kinds of the plan."""
+        return [
+            exchange.completed(gradient, kind, spec)
+            for gradient, kind, spec in zip(gradients, self.kinds, self.specs, strict=True)
+        ]
+
+    def exchange(self, gradients: Sequence[Any], options: exchange.ExchangeOptions) -> list[Any]:
+        """The gradients over all ranks, in the order given; None stays None.
+
+        Last variables first, for backpropagation produces their gradients first. A bucket waits
+        for the one before it, so that all ranks submit them in one order, even inside branches
+        and loops, where TensorFlow itself keeps none.
+        """
+        results = list(gradients)
+        previous: list[Any] = []
+        for bucket in self.buckets(gradients):
+            forgotten.count_reduction()
+            name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.specs[bucket[0]].path}"
+            with tf.control_dependencies(previous):
+                reduced = ops.grouped_allreduce(
+                    [gradients[i] for i in bucket],
+                    op=options.op,
+                    compression=options.compression,
+                    device_dense=options.device_dense,
+                    device_sparse=options.device_sparse,
+                    prescale_factor=1 / options.gradient_predivide_factor,
+                    postscale_factor=options.gradient_predivide_factor,
+                    process_set=options.process_set,
+                    name=name,
+                )
+            for i, gradient in zip(bucket, reduced, strict=True):
+                results[i] = gradient
+            last = reduced[-1]
+            previous = [last.values if isinstance(last, tf.IndexedSlices) else last]
+        return results
+
+    def buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
+        """The indices of the gradients that travel as one request, for each request."""
+        present = [i for i in reversed(range(len(self.specs))) if gradients[i] is not None]
+        grouped = {i for group in self.groups for i in group}
+        chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
+        chosen = [bucket for bucket in chosen if bucket]
+        rest = [i for i in present if i not in grouped]
+        sizes = [exchange.size_in_bytes(self.specs[i]) for i in rest]
+        filled = buckets.fill(sizes, settings.read().bucket_bytes)
+        return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
+
+
+class KerasReducer(GradientReducer):
+    """What a Keras 3 optimizer gains. Lives in it as an attribute, for its class must stay.
+
+    Gradients are exchanged in ``apply``, before Keras sees them. If the optimizer accumulates local
+    steps, they are exchanged once per update instead: in ``_clip_gradients``, which Keras calls
+    after accumulation and before all that looks at the gradients.
+
+    Args:
+        optimizer: the optimizer whose methods are replaced.
+        outermost: the same, or the LossScaleOptimizer around it.
+        name, options, groups: as in ``GradientReducer``.
+        local_sum: by how much to multiply the mean over local steps that Keras accumulates.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        outermost: keras.optimizers.Optimizer,
+        name: str | None,
+        options: exchange.ExchangeOptions,
+        groups: exchange.Groups,
+        local_sum: int,
+    ) -> None:
+        super().__init__(name, options, groups)
+        self.optimizer = optimizer
+        self._local_sum = local_sum
+        self._pending: Step | None = None
+        self._applied = False
+        optimizer._hvd_reducer = self
+        optimizer.apply = self._apply
+        optimizer.apply_gradients = self._apply_gradients
+        if optimizer.gradient_accumulation_steps:
+            require(optimizer, "_clip_gradients", "to exchange gradients after accumulation")
+            optimizer._clip_gradients = self._clip_gradients
+        outermost.register_local_var = self.register_local
+
+    def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
+        """In place of ``Optimizer.apply_gradients``, which calls ``apply``."""
+        pairs = list(grads_and_vars)
+        self._applied = False
+        result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
+        if pairs and not self._applied and self.process_set.size() > 1:
+            raise self._not_exchanged("its apply_gradients does not call apply")
+        return result
+
+    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """In place of ``Optimizer.apply``, which every step calls."""
+        keras_apply = type(self.optimizer).apply
+        self._applied = True
+        variables = trainable_variables
+        if variables is None:
+            require(self.optimizer, "_trainable_variables", "to know what apply updates")
+            variables = self.optimizer._trainable_variables
+        step = self.begin(grads, variables := list(variables))
+        token = forgotten.exchanged.set(True)
+        try:
+            if not self.optimizer.gradient_accumulation_steps:
+                keras_apply(self.optimizer, step.finish(), trainable_variables)
+                return
+            self._pending = step
+            keras_apply(self.optimizer, step.gradients, trainable_variables)
+            # In eager execution Keras accumulates in one step and exchanges in another.
+            if not step.exchanged and not tf.executing_eagerly():
+                raise self._not_exchanged("it never calls _clip_gradients")
+        finally:
+            self._pending = None
+            forgotten.exchanged.reset(token)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        """In place of ``_clip_gradients``: once per update, with the accumulated gradients."""
+        if self._pending is None:
+            raise self._not_exchanged("it calls _clip_gradients outside of apply")
+        grads = self._pending.exchange(grads)
+        if self._local_sum > 1:
+            grads = [g if g is None else g * tf.constant(self._local_sum, g.dtype) for g in grads]
+        return type(self.optimizer)._clip_gradients(self.optimizer, grads)
+
+    def _not_exchanged(self, reason: str) -> RuntimeError:
+        return RuntimeError(
+            f"hvd.DistributedOptimizer: the gradients of this {type(self.optimizer).__name__} were "
+            f"not exchanged, because {reason} with Keras {keras.__version__}. Exchange them with "
+            "hvd.DistributedGradientTape and leave this optimizer as it is."
         )
-    if sets:
-        return next(iter(sets.values()))
-    return _together.get(model)
-
-
-def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
-    """The variables that all ranks have in common."""
-    reducers = reducers_of(model)
-    return [v for v in variables if not any(reducer.is_local(v) for reducer in reducers)]

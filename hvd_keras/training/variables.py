@@ -11,7 +11,7 @@ from hvd_keras import ops, settings
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import exchange, forgotten, reducer
+from hvd_keras.training import exchange, forgotten, together
 
 
 def broadcast_variables(
@@ -63,7 +63,7 @@ def of_training(model: Any) -> list[Any]:
     known what they update.
     """
     found = list(model.variables)
-    for optimizer in reducer.optimizers_of(model):
+    for optimizer in together.optimizers_of(model):
         if optimizer is model.optimizer and (
             is_legacy or (not optimizer.built and not _updates_nothing(model, optimizer))
         ):
@@ -74,12 +74,12 @@ def of_training(model: Any) -> list[Any]:
 
 def _updates_nothing(model: Any, optimizer: Any) -> bool:
     """Whether it is the default that ``compile`` makes for models with optimizers of their own."""
-    return reducer.of_optimizer(optimizer) is None and bool(reducer.reducers_of(model))
+    return together.of_optimizer(optimizer) is None and bool(together.reducers_of(model))
 
 
 def shared_of_training(model: Any) -> list[Any]:
     """Those of ``of_training`` that do not belong to one rank alone."""
-    return reducer.without_local(model, of_training(model))
+    return together.without_local(model, of_training(model))
 
 
 def mark_restored(model: Any, restored: bool) -> None:

@@ -59,19 +59,20 @@ HVD_EXPORT int hvd_initialized() { return hvd::World::instance().initialized(); 
 
 // rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous.
 HVD_EXPORT void hvd_rank_info(int* seven) {
-  const hvd::RankInfo& place = hvd::World::instance().rank_info();
-  seven[0] = place.rank;
-  seven[1] = place.size;
-  seven[2] = place.local_rank;
-  seven[3] = place.local_size;
-  seven[4] = place.cross_rank;
-  seven[5] = place.cross_size;
-  seven[6] = place.homogeneous;
+  const hvd::RankInfo& info = hvd::World::instance().rank_info();
+  seven[0] = info.rank;
+  seven[1] = info.size;
+  seven[2] = info.local_rank;
+  seven[3] = info.local_size;
+  seven[4] = info.cross_rank;
+  seven[5] = info.cross_size;
+  seven[6] = info.homogeneous;
 }
 
 // Leaves the job: this rank submits nothing more. Waits at most `seconds` (< 0: without limit).
-// 0: all ranks have left. 1: others still waited for this rank; they have been told. 2: no answer
-// in time. 3: another rank had left while this one waited for it. 4: a deadline had passed.
+// 0: all ranks have left. 1: others still waited for this rank, and got an error. 2: no answer in
+// time. 3: another rank had left while this one waited for it. 4: a rank had aborted the job's
+// transport, most often after a timeout.
 HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
   return static_cast<int>(hvd::World::instance().leave(reason, seconds));
 }
@@ -90,7 +91,7 @@ HVD_EXPORT int hvd_start_timeline(const char* path) {
 
 HVD_EXPORT void hvd_stop_timeline() { hvd::World::instance().recorder()->stop_timeline(); }
 
-// Where to look for CUDA and NCCL, separated by colons. Before the first use of either.
+// Folders to search for CUDA and NCCL, separated by colons. Before the first use of either.
 HVD_EXPORT void hvd_gpu_folders(const char* folders) {
   std::vector<std::string> all;
   std::istringstream text(folders);

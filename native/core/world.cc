@@ -17,15 +17,14 @@
 #include "core/gpu/cuda_api.h"
 #include "core/gpu/gpu_transport.h"
 #include "core/kernel_api.h"
+#include "core/process_sets.h"
 #include "core/request/collectives.h"
 
 namespace hvd {
 namespace {
 
-constexpr const char* kNotInitialized =
-    "hvd_keras is not initialised in this process. Call hvd.init() first.";
-
-// How long a script whose GPU is stuck may live on, to end by itself.
+// How long a script whose GPU cannot finish may go on before it is aborted, so that it can print
+// its own error.
 constexpr double kStrandedSeconds = 2.0;
 
 const char* name_of_thread_level(int level) {
@@ -54,9 +53,9 @@ MPI_Comm communicator_of(MPI_Comm of, const std::vector<int>& ranks, int tag) {
   return members;
 }
 
-// The fastest way between these ranks of the job; collective.
+// The fastest transport between these ranks of the job; collective.
 std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::vector<int>& ranks,
-                                             Allreduce way) {
+                                             Allreduce algorithm) {
   auto mpi = std::make_unique<MpiTransport>(communicator, ranks);
   if (mpi->size() == 1) return mpi;
   MPI_Comm host;
@@ -69,7 +68,7 @@ std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::v
     if (most == mpi->size()) {
       fastest = std::make_unique<HostTransport>(&mpi);
     } else {
-      fastest = std::make_unique<ClusterTransport>(&mpi, host, way);
+      fastest = std::make_unique<ClusterTransport>(&mpi, host, algorithm);
     }
   } catch (const std::runtime_error& error) {
     log(LogLevel::warning, std::string("the ranks of this host cannot share memory (") +
@@ -82,23 +81,24 @@ std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::v
   return fastest;
 }
 
-// This process's stream waits for work that will never be done, and its script perhaps for that.
-void end_soon(const std::string& why) {
+// This process's stream waits for work that cannot finish, and its script may wait for the stream.
+void abort_soon(const std::string& why) {
   std::thread([why] {
     std::this_thread::sleep_for(std::chrono::duration<double>(kStrandedSeconds));
-    log(LogLevel::error, "the GPU waits for work that will never be done, so the job ends: " + why);
+    log(LogLevel::error,
+        "the GPU waits for work that cannot finish, so the job is aborted: " + why);
     MPI_Abort(MPI_COMM_WORLD, kWaitedInVain);
   }).detach();
 }
 
-// The transport with one for GPUs around it, if any rank has CUDA; collective. Then all ranks have
-// it: where one has joined, it must take part in what the others do with their GPUs.
+// Wraps the transport in one for GPUs if any rank has CUDA; collective. Then all ranks do so: a
+// rank that has joined takes part in what the others do with their GPUs.
 std::unique_ptr<Transport> with_gpus(MPI_Comm communicator, std::unique_ptr<Transport> host,
                                      const Settings& settings) {
   std::string why_no_gpu;
   int found = cuda_api(settings, &why_no_gpu) != nullptr;
   MPI_Allreduce(MPI_IN_PLACE, &found, 1, MPI_INT, MPI_MAX, communicator);
-  if (found) return std::make_unique<GpuTransport>(std::move(host), settings, end_soon);
+  if (found) return std::make_unique<GpuTransport>(std::move(host), settings, abort_soon);
   host->set_why_no_gpu(why_no_gpu);
   return host;
 }
@@ -106,9 +106,7 @@ std::unique_ptr<Transport> with_gpus(MPI_Comm communicator, std::unique_ptr<Tran
 }  // namespace
 
 World& World::instance() {
-  // Never destroyed: an engine that could not leave still has its thread in MPI when the process
-  // ends.
-  static World* world = new World();
+  static World* world = new World();  // never destroyed, as process_sets() is not
   return *world;
 }
 
@@ -126,7 +124,7 @@ Status World::start_mpi() {
     MPI_Query_thread(&level);
   } else {
     MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
-    began_mpi_ = true;
+    initialized_mpi_ = true;
   }
   if (level < MPI_THREAD_MULTIPLE) {
     return Status::error(
@@ -162,7 +160,7 @@ Status World::choose_job(const std::vector<int>& ranks, const MPI_Comm* communic
     return Status::error(Code::invalid_argument,
                          "this process is MPI's rank " + std::to_string(rank) +
                              ", which comm does not list. Call hvd.init() only on those that it "
-                             "lists, or give this process a list of its own.");
+                             "lists, or give this process its own list.");
   }
   job_ = communicator_of(MPI_COMM_WORLD, ranks, ranks[0]);
   return {};
@@ -201,9 +199,8 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   auto engine = std::make_shared<Engine>(
       with_gpus(job_, transport_between(job_, all, settings_.allreduce), settings_), settings_,
       recorder_);
-  std::lock_guard<std::mutex> lock(mutex_);
-  sets_[0] = {all, std::move(engine)};
-  began_ = true;
+  process_sets().add(0, {rank_info_.rank, rank_info_.size, std::move(engine)});
+  initialized_ = true;
   return {};
 }
 
@@ -222,7 +219,7 @@ Status World::begin_timeline() {
   return status;
 }
 
-// For hvdrun: to be read when the job is over.
+// hvdrun reads the file after the job has ended.
 void World::leave_stats() const {
   if (settings_.stats_directory.empty()) return;
   const std::string path =
@@ -239,92 +236,50 @@ void World::leave_stats() const {
 Status World::add_process_set(int id, const std::vector<int>& ranks) {
   const Watchdog watchdog(settings_, settings_.timeout_seconds,
                           "hvd.add_process_set() waits for another rank, which does not go on.");
-  std::shared_ptr<Engine> engine;
-  if (std::find(ranks.begin(), ranks.end(), rank_info_.rank) != ranks.end()) {
+  ProcessSet set;
+  set.size = static_cast<int>(ranks.size());
+  const auto own = std::find(ranks.begin(), ranks.end(), rank_info_.rank);
+  if (own != ranks.end()) {
+    set.rank = static_cast<int>(own - ranks.begin());
     MPI_Comm members = communicator_of(job_, ranks, id);
-    engine = std::make_shared<Engine>(
+    set.engine = std::make_shared<Engine>(
         with_gpus(members, transport_between(members, ranks, settings_.allreduce), settings_),
         settings_, recorder_, id);
     MPI_Comm_free(&members);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  sets_[id] = {ranks, std::move(engine)};
+  process_sets().add(id, set);
   return {};
 }
 
 void World::remove_process_set(int id) {
-  const std::shared_ptr<Engine> leaving = engine(id);
-  if (leaving) {
+  ProcessSet set;
+  (void)process_sets().find(id, &set);
+  if (set.engine) {
     const Watchdog watchdog(
         settings_, settings_.timeout_seconds,
         "hvd.remove_process_set() waits for another rank, which does not go on.");
-    leaving->announce_leaving("the process set was removed");
-    leaving->leave(-1);
+    set.engine->announce_leaving("the process set was removed");
+    set.engine->leave(-1);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  sets_.erase(id);
-}
-
-std::shared_ptr<Engine> World::engine(int process_set) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = sets_.find(process_set);
-  return found == sets_.end() ? nullptr : found->second.engine;
-}
-
-Status World::rank_in(int process_set, int* rank, int* size, std::shared_ptr<Engine>* engine) {
-  if (!initialized()) return Status::error(Code::failed_precondition, kNotInitialized);
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = sets_.find(process_set);
-  if (found == sets_.end()) {
-    return Status::error(Code::failed_precondition,
-                         "there is no process set " + std::to_string(process_set) +
-                             ". Add it first (hvd.add_process_set), on every rank.");
-  }
-  const std::vector<int>& ranks = found->second.ranks;
-  const auto own = std::find(ranks.begin(), ranks.end(), rank_info_.rank);
-  *rank = own == ranks.end() ? -1 : static_cast<int>(own - ranks.begin());
-  *size = static_cast<int>(ranks.size());
-  if (engine) *engine = found->second.engine;
-  return {};
-}
-
-void World::submit(Request request) {
-  int rank = 0, size = 0;
-  std::shared_ptr<Engine> serving;
-  Status status = rank_in(request.process_set, &rank, &size, &serving);
-  if (serving) return serving->submit(std::move(request));
-  if (status.ok()) {
-    status =
-        Status::error(Code::invalid_argument,
-                      identity(request) + ": this rank, " + std::to_string(rank_info_.rank) +
-                          ", is not in process set " + std::to_string(request.process_set) + ".");
-  }
-  request.done(status);
+  process_sets().remove(id);
 }
 
 Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
-  if (!initialized()) return Engine::LeaveResult::together;
-  std::vector<std::shared_ptr<Engine>> engines;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [id, set] : sets_) {
-      if (set.engine) engines.push_back(set.engine);
-    }
-  }
+  if (!initialized()) return Engine::LeaveResult::all_left;
+  std::vector<std::shared_ptr<Engine>> engines = process_sets().engines();
   recorder_->note_end();
   for (const auto& engine : engines) engine->announce_leaving(reason);
-  // Of all sets, the worst.
-  Engine::LeaveResult result = Engine::LeaveResult::together;
+  // The worst result of all sets.
+  Engine::LeaveResult result = Engine::LeaveResult::all_left;
   for (const auto& engine : engines) result = std::max(result, engine->leave(seconds));
   leave_stats();
-  all_left_together_ = result == Engine::LeaveResult::together;
+  all_left_together_ = result == Engine::LeaveResult::all_left;
   if (all_left_together_) {
     engines.clear();
-    std::lock_guard<std::mutex> lock(mutex_);
-    sets_.clear();
+    process_sets().clear();
     recorder_->stop_timeline();
     MPI_Comm_free(&job_);
-    began_ = false;
+    initialized_ = false;
   }
   return result;
 }
@@ -332,27 +287,24 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
 void World::finalize() {
   int finalized = 0;
   MPI_Finalized(&finalized);
-  if (!began_mpi_ || !all_left_together_ || finalized) return;
+  if (!initialized_mpi_ || !all_left_together_ || finalized) return;
   const Watchdog watchdog(settings_, settings_.timeout_seconds,
                           "MPI_Finalize waits for another rank, which does not go on.");
   MPI_Finalize();
 }
 
-void submit(Request request) { World::instance().submit(std::move(request)); }
-
 bool keeps_shape(Kind kind) { return collective(kind).keeps_shape; }
 
 Status look_up(const std::string& what, int process_set, int* value) {
-  World& world = World::instance();
-  int rank, size;
-  if (Status status = world.rank_in(process_set, &rank, &size); !status.ok()) return status;
-  const RankInfo& place = world.rank_info();
-  if (what == "rank") *value = place.rank;
-  if (what == "size") *value = size;
-  if (what == "set_rank") *value = rank;
-  if (what == "local_rank") *value = place.local_rank;
-  if (what == "local_size") *value = place.local_size;
-  if (what == "included") *value = rank < 0 ? 0 : 1;
+  ProcessSet set;
+  if (Status status = process_sets().find(process_set, &set); !status.ok()) return status;
+  const RankInfo& info = World::instance().rank_info();
+  if (what == "rank") *value = info.rank;
+  if (what == "size") *value = set.size;
+  if (what == "set_rank") *value = set.rank;
+  if (what == "local_rank") *value = info.local_rank;
+  if (what == "local_size") *value = info.local_size;
+  if (what == "included") *value = set.rank < 0 ? 0 : 1;
   return {};
 }
 

@@ -64,9 +64,9 @@ Shape to_shape(const TensorShape& shape) {
   return dims;
 }
 
-// Where a kernel's tensors are. TensorFlow tells of its stream by virtual functions, so the CPU's
-// TensorFlow, which has no GPU, loads this too.
-void place(OpKernelContext* c, Request* request) {
+// Sets the device and stream of a kernel's tensors. These are virtual functions of TensorFlow, so
+// this library also loads into a TensorFlow without GPU support.
+void set_device(OpKernelContext* c, Request* request) {
   if (c->num_inputs() == 0 || !c->op_device_context()) return;
   stream_executor::Stream* const stream = c->op_device_context()->stream();
   if (!stream) return;
@@ -81,7 +81,7 @@ class CollectiveKernel : public AsyncOpKernel {
 
   void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
     Request request = call_;
-    place(c, &request);
+    set_device(c, &request);
     const int n = c->num_inputs();
     for (int i = 0; i < n; ++i) {
       const Tensor& input = c->input(i);
@@ -132,7 +132,7 @@ bool register_collectives() {
 
 const bool registered = register_collectives();
 
-// A number that this process has when the graph runs, not when it is made.
+// A number of this process at the time when the graph runs, not when it is made.
 class RankInfoKernel : public OpKernel {
  public:
   explicit RankInfoKernel(OpKernelConstruction* c) : OpKernel(c) {

@@ -2,7 +2,7 @@
 // drops them and runs them in the order in which a function was traced: the order is the agreement.
 //
 // Most take a list of tensors, which travel together. `tensor_name` identifies the request on all
-// ranks of the process set; `note` is what else must be equal on them, in words.
+// ranks of the process set; `note` is text that must be equal on them, too.
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -50,7 +50,7 @@ REGISTER_OP("HvdAllreduce")
     .Attr("tensor_name: string")
     .Attr("note: string = ''")
     .Attr("process_set: int = 0")
-    .Attr("reduction: {'Average', 'Sum', 'Min', 'Max', 'Product', 'Adasum'}")
+    .Attr("reduction: {'Average', 'Sum', 'Min', 'Max', 'Product', 'Adasum'} = 'Sum'")
     .Attr("prescale_factor: string = '1'")  // float64 in decimal: TensorFlow's float attributes are
                                             // float32
     .Attr("postscale_factor: string = '1'")
@@ -98,7 +98,7 @@ REGISTER_OP("HvdReducescatter")
     .Attr("tensor_name: string")
     .Attr("note: string = ''")
     .Attr("process_set: int = 0")
-    .Attr("reduction: {'Average', 'Sum'}")
+    .Attr("reduction: {'Average', 'Sum'} = 'Sum'")
     .Attr("prescale_factor: string = '1'")
     .Attr("postscale_factor: string = '1'")
     .Input("tensors: T")

@@ -1,4 +1,5 @@
-// What is refused before it travels, and that the 64-bit comparison and the words say the same.
+// Requests that are refused before they run; fingerprints and texts compare equal for the same
+// requests.
 #include "core/request/collectives.h"
 
 #include <cstdlib>
@@ -199,10 +200,10 @@ void descriptions_are_readable() {
   CHECK_EQ(describe(broadcast), "root_rank=1 bool[0]");
 }
 
-// Ranks compare fingerprints first and, if these differ, words: were the words equal then, they
+// Ranks compare fingerprints first and, if these differ, texts: were the texts equal then, they
 // would run together what does not fit. The choices are few, so that many pairs are equal;
 // 6 and 11 are the numbers of int32 and float32 too, which must not pass for dimensions.
-void fingerprints_are_equal_if_and_only_if_the_words_are() {
+void fingerprints_are_equal_if_and_only_if_the_texts_are() {
   std::mt19937 random(1);
   const auto any = [&random](auto... choices) {
     const std::common_type_t<decltype(choices)...> all[] = {choices...};
@@ -210,7 +211,7 @@ void fingerprints_are_equal_if_and_only_if_the_words_are() {
   };
   struct Seen {
     uint64_t fingerprint;
-    std::string words;
+    std::string texts;
   };
   std::vector<Seen> seen;
   for (int i = 0; i < 3000; ++i) {
@@ -235,9 +236,9 @@ void fingerprints_are_equal_if_and_only_if_the_words_are() {
   for (size_t i = 0; i < seen.size(); ++i) {
     for (size_t j = 0; j < i; ++j) {
       const bool same = seen[i].fingerprint == seen[j].fingerprint;
-      if (same != (seen[i].words == seen[j].words)) {
-        test::context = seen[i].words + " and " + seen[j].words;
-        CHECK_EQ(same, seen[i].words == seen[j].words);
+      if (same != (seen[i].texts == seen[j].texts)) {
+        test::context = seen[i].texts + " and " + seen[j].texts;
+        CHECK_EQ(same, seen[i].texts == seen[j].texts);
       }
       equal += same;
     }
@@ -309,8 +310,8 @@ int main() {
       {"the first dimension is free in allgather alone",
        the_first_dimension_is_free_in_allgather_alone},
       {"descriptions are readable", descriptions_are_readable},
-      {"fingerprints are equal if and only if the words are",
-       fingerprints_are_equal_if_and_only_if_the_words_are},
+      {"fingerprints are equal if and only if the texts are",
+       fingerprints_are_equal_if_and_only_if_the_texts_are},
       {"data and buffers do not count", data_and_buffers_do_not_count},
       {"settings come from the environment", settings_come_from_the_environment},
   });

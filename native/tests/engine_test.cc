@@ -141,7 +141,7 @@ void allreduce_of_rounded_tensors() {
             of_host += static_cast<float>(rounded(format, stored)) * 0.5f;
             const bool next_is_here = hosts_are_one || r % 2 == 0;
             if (next_is_here && r + 1 < size) continue;
-            // What crosses between hosts is rounded once more.
+            // What is sent between hosts is rounded once more.
             sum += hosts_are_one ? of_host : static_cast<float>(rounded(format, of_host));
             of_host = 0;
           }
@@ -384,7 +384,7 @@ void done_may_submit_the_next() {
   });
 }
 
-void two_engines_do_not_meet() {
+void two_engines_do_not_interfere() {
   const auto a = test::new_engine();
   const auto b = test::new_engine();
   Call in_a(Kind::allreduce, "same name"), in_b(Kind::allreduce, "same name");
@@ -395,8 +395,8 @@ void two_engines_do_not_meet() {
   if (rank % 2 == 1) in_a.submit(*a);
   in_a.expect_sum();
   in_b.expect_sum();
-  CHECK_EQ(test::leave(*b, "", -1), Engine::LeaveResult::together);
-  CHECK_EQ(test::leave(*a, "", -1), Engine::LeaveResult::together);
+  CHECK_EQ(test::leave(*b, "", -1), Engine::LeaveResult::all_left);
+  CHECK_EQ(test::leave(*a, "", -1), Engine::LeaveResult::all_left);
 }
 
 // float16 ends at 65504. A sum of the ranks of one host would be beyond that, their average is not.
@@ -448,7 +448,7 @@ int main(int argc, char** argv) {
           {"impossible requests fail on every rank", impossible_requests_fail_on_every_rank},
           {"threads submit at once", threads_submit_at_once},
           {"done may submit the next", done_may_submit_the_next},
-          {"two engines do not meet", two_engines_do_not_meet},
+          {"two engines do not interfere", two_engines_do_not_interfere},
           {"averages of large float16", averages_of_large_float16},
       });
 }

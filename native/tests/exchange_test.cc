@@ -292,9 +292,9 @@ void sets_work_independently() {
   if (rank == 0) of_all.submit(*world);
   of_all.expect_sum();
   for (const auto& engine : engines) {
-    if (engine) CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::together);
+    if (engine) CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
   }
-  CHECK_EQ(test::leave(*world, "", -1), Engine::LeaveResult::together);
+  CHECK_EQ(test::leave(*world, "", -1), Engine::LeaveResult::all_left);
 }
 
 // More bytes than an MPI count can name: 2^31 + 4097 of the last rank, to all.

@@ -1,10 +1,11 @@
-// What is special about GPUs: streams, ways, faults. The collectives themselves are tested by the
-// other programs, with "gpu" as their transport.
+// What is special about GPUs: streams, backends, faults. The collectives themselves are tested by
+// the other programs, with "gpu" as their transport.
 #include <atomic>
 #include <thread>
 
 #include "core/gpu/gpu_handshake.h"
 #include "core/gpu/gpu_transport.h"
+#include "core/process_sets.h"
 #include "core/world.h"
 #include "tests/support/test_call.h"
 
@@ -90,8 +91,8 @@ void many_are_under_way() {
 void the_user_chooses_the_way() {
   for (const bool all : {true, false}) {
     Settings settings;
-    if (all) settings.gpu_operations = settings.gpu_allreduce = GpuWay::mpi;
-    settings.gpu_allgather = settings.gpu_broadcast = GpuWay::mpi;
+    if (all) settings.gpu_operations = settings.gpu_allreduce = GpuBackend::mpi;
+    settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
     const auto engine = test::new_engine(settings);
     const auto groups_of = [&](Kind kind) {
       const int before = groups();
@@ -128,7 +129,7 @@ void the_user_chooses_the_way() {
       const int seen = groups_of(kind);
       if (known) CHECK_EQ(seen, by_nccl ? 1 : 0);
     }
-    CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::together);
+    CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
   }
 }
 
@@ -161,7 +162,7 @@ void a_second_device_is_refused() {
 void who_does_not_fit_together() {
   const auto one = [](const std::string& bus) {
     GpuInfo info;
-    info.ways = ways_text(Settings());
+    info.backends = backends_text(Settings());
     info.machine = "here";
     info.bus_id = bus;
     info.nccl_version = 22703;
@@ -180,24 +181,24 @@ void who_does_not_fit_together() {
   CHECK_CONTAINS(negotiate(all, {4, 5, 6}).warning, "rank 5 has no NCCL. It is gone.");
   CHECK(!negotiate(all, {4, 5, 6}).nccl);
   Settings settings;
-  settings.gpu_broadcast = GpuWay::mpi;
-  all[2].ways = ways_text(settings);
+  settings.gpu_broadcast = GpuBackend::mpi;
+  all[2].backends = backends_text(settings);
   CHECK_CONTAINS(negotiate(all, {4, 5, 6}).refusal, "rank 6 has operations NCCL");
   all = {one("a"), one("a")};
-  settings.gpu_operations = settings.gpu_allreduce = settings.gpu_allgather = GpuWay::mpi;
-  for (GpuInfo& info : all) info.ways = ways_text(settings);
+  settings.gpu_operations = settings.gpu_allreduce = settings.gpu_allgather = GpuBackend::mpi;
+  for (GpuInfo& info : all) info.backends = backends_text(settings);
   CHECK_EQ(negotiate(all, {0, 1}).refusal, "");  // they may share it
   CHECK(!negotiate(all, {0, 1}).nccl);
   const GpuInfo sent = decode_gpu_info(encode(all[1]));
-  CHECK_EQ(sent.ways + sent.machine + sent.bus_id, all[1].ways + "herea");
+  CHECK_EQ(sent.backends + sent.machine + sent.bus_id, all[1].backends + "herea");
 }
 
-// All ranks get the same words, then and later, and nobody's stream is let go.
+// All ranks get the same text, then and later, and no stream is released.
 void expect_the_same_end(Engine& engine, const std::vector<std::string>& parts) {
   Call late(Kind::allreduce, "late");
   late.on_host = true;  // the stream of the framework goes no further
   late.add(DType::float32, {4});
-  while (engine.leave(0) != Engine::LeaveResult::lost)
+  while (engine.leave(0) != Engine::LeaveResult::aborted)
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   late.submit(engine);
   const Status status = late.wait();
@@ -218,8 +219,8 @@ Call& abandoned(const std::string& name) {
   return call;
 }
 
-// The last rank's GPU stops in the midst of a collective that all have begun. All processes wait in
-// their streams, and their engines have nothing to do.
+// The last rank's GPU stops in the middle of a collective that all have begun. All processes wait
+// in their streams, and their engines have nothing to do.
 void a_gpu_that_stops_ends_all() {
   const auto stop = hook<void()>("hvd_fake_cuda_stop");
   if (!stop || size == 1) return;
@@ -236,7 +237,7 @@ void a_gpu_that_stops_ends_all() {
   CHECK_CONTAINS(test::why_stuck, "allreduce 'stopped' on the GPU of rank");
 }
 
-// NCCL tells one rank that another has gone, in the midst of a collective.
+// NCCL tells one rank that another has gone, in the middle of a collective.
 void an_error_of_nccl_ends_all() {
   const auto stop = hook<void()>("hvd_fake_cuda_stop");
   const auto fail = hook<void(int)>("hvd_fake_cuda_fail");
@@ -259,11 +260,11 @@ void a_script_that_is_stuck_ends() {
   World& world = World::instance();
   CHECK_EQ(world.init({}, nullptr).message, "");
   Call before(Kind::allreduce, "before");
-  before.add(DType::float32, {4}).submit(world);
+  before.add(DType::float32, {4}).submit(process_sets());
   before.expect_sum();
   if (is_last()) hook<void()>("hvd_fake_cuda_stop")();
   Call& call = abandoned("stuck");
-  call.submit(world);
+  call.submit(process_sets());
   while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   test::device->synchronize();
   std::printf("went on with what nobody has computed\n");
@@ -280,7 +281,7 @@ void without_nccl_all_goes_over_the_host() {
                 settings);
   expect_sum_of(engine, "staged");
   if (groups() >= 0) CHECK_EQ(groups(), 0);
-  CHECK_EQ(test::leave(engine, "", -1), Engine::LeaveResult::together);
+  CHECK_EQ(test::leave(engine, "", -1), Engine::LeaveResult::all_left);
 }
 
 }  // namespace

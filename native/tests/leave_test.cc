@@ -3,6 +3,7 @@
 
 #include <thread>
 
+#include "core/process_sets.h"
 #include "core/world.h"
 #include "tests/support/test_call.h"
 
@@ -26,29 +27,29 @@ void expect_sum_of(Engine& engine, const std::string& name) {
 void together_when_all_leave() {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
-  CHECK_EQ(test::leave(*engine, "", 60), LeaveResult::together);
+  CHECK_EQ(test::leave(*engine, "", 60), LeaveResult::all_left);
   Call late(Kind::allreduce, "late");
   late.add(DType::float32, {4}).submit(*engine);
   late.expect_error(Code::aborted, {"allreduce 'late' cannot run", "hvd.init()"});
-  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);  // again, at once
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);  // again, at once
 }
 
 void together_when_nothing_was_ever_submitted() {
   const auto engine = test::new_engine();
-  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
 }
 
 void who_leaves_early_fails_the_others_requests() {
   const auto engine = test::new_engine();
   expect_sum_of(*engine, "before");
   if (size == 1) {
-    CHECK_EQ(test::leave(*engine, "the script ended", -1), LeaveResult::together);
+    CHECK_EQ(test::leave(*engine, "the script ended", -1), LeaveResult::all_left);
     return;
   }
   const std::string why =
       "rank " + std::to_string(size - 1) + " has left the job: the script ended";
   if (is_last()) {
-    CHECK_EQ(test::leave(*engine, "the script ended", -1), LeaveResult::alone);
+    CHECK_EQ(test::leave(*engine, "the script ended", -1), LeaveResult::left_early);
   } else {
     std::deque<Call> pending;
     for (const char* name : {"a", "b", "c"}) {
@@ -57,7 +58,7 @@ void who_leaves_early_fails_the_others_requests() {
     }
     for (Call& call : pending)
       call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run", why});
-    CHECK_EQ(test::leave(*engine, "me too", -1), LeaveResult::deserted);
+    CHECK_EQ(test::leave(*engine, "me too", -1), LeaveResult::peer_left);
   }
   Call late(Kind::broadcast, "late");
   late.add(DType::float32, {4}).submit(*engine);
@@ -73,14 +74,14 @@ void who_leaves_is_served_first() {
   if (is_last()) {
     b.submit(*engine);
     a.submit(*engine);
-    CHECK_EQ(test::leave(*engine, "early", -1), LeaveResult::together);
+    CHECK_EQ(test::leave(*engine, "early", -1), LeaveResult::all_left);
   } else {
     a.submit(*engine);
     b.submit(*engine);
   }
   a.expect_sum();
   b.expect_sum();
-  if (!is_last()) CHECK_EQ(test::leave(*engine, "late", -1), LeaveResult::together);
+  if (!is_last()) CHECK_EQ(test::leave(*engine, "late", -1), LeaveResult::all_left);
 }
 
 // A rank that leaves with a request nobody shares fails with it.
@@ -90,27 +91,27 @@ void leaving_ranks_own_requests_fail_too() {
   call.add(DType::float32, {4}).submit(*engine);
   if (size == 1) {
     call.expect_sum();
-    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
+    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
     return;
   }
-  if (rank == 0) CHECK_EQ(test::leave(*engine, "impatient", -1), LeaveResult::alone);
+  if (rank == 0) CHECK_EQ(test::leave(*engine, "impatient", -1), LeaveResult::left_early);
   call.expect_error(Code::aborted, {"'" + call.request.name + "' cannot run",
                                     "rank 0 has left the job: impatient"});
-  if (rank != 0) CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::deserted);
+  if (rank != 0) CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::peer_left);
 }
 
-void unheard_in_time_and_together_later() {
+void no_answer_in_time_and_all_leave_later() {
   const auto engine = test::new_engine();
   if (size > 1 && rank == 0) {
     const auto start = std::chrono::steady_clock::now();
-    CHECK_EQ(test::leave(*engine, "first", 0.3), LeaveResult::unheard);
+    CHECK_EQ(test::leave(*engine, "first", 0.3), LeaveResult::no_answer);
     const double waited =
         std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     CHECK(waited >= 0.3);
     CHECK(waited < 10);
   }
   MPI_Barrier(MPI_COMM_WORLD);
-  CHECK_EQ(test::leave(*engine, "second", -1), LeaveResult::together);
+  CHECK_EQ(test::leave(*engine, "second", -1), LeaveResult::all_left);
 }
 
 double cpu_seconds() {
@@ -150,7 +151,7 @@ void waiting_burns_no_core() {
   if (is_last()) std::this_thread::sleep_for(std::chrono::seconds(2));
   expect_sum_of(*engine, "late");
   share.expect_below(0.2);
-  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
 }
 
 // All ranks have submitted, but different things: they compare again and again.
@@ -168,7 +169,7 @@ void disagreeing_burns_no_core() {
   shared.expect_sum();
   own.expect_sum();
   share.expect_below(0.2);
-  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
 }
 
 // WaitTimes the first requests, for which the deadline is long.
@@ -180,7 +181,7 @@ std::unique_ptr<Engine> engine_with_deadline(double seconds) {
   return engine;
 }
 
-// One rank never submits what the others wait for: they learn its name, all in the same words, and
+// One rank never submits what the others wait for: they learn its name, all in the same text, and
 // so does it when it comes.
 void the_deadline_names_who_is_missing() {
   auto engine = engine_with_deadline(1.5);
@@ -193,14 +194,14 @@ void the_deadline_names_who_is_missing() {
         {"allreduce 'late' cannot run: no progress for 1 s: rank ",
          " waits for allreduce 'late', which rank " + std::to_string(size - 1) + " (on ",
          ") has not submitted"});
-    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::lost);
+    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::aborted);
     // It has messages under way, for which nobody will wait.
     static const Engine* kept;
     kept = engine.release();
     CHECK(kept != nullptr);
     if (test::device) test::device->keep();
   } else {
-    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
+    CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
   }
 }
 
@@ -212,14 +213,14 @@ void the_deadline_ends_a_disagreement() {
   call.expect_error(Code::deadline_exceeded,
                     {"no progress for", "rank 0 has submitted: allreduce 'theirs'",
                      "rank " + std::to_string(size - 1) + " has submitted: allreduce 'mine'"});
-  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::lost);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::aborted);
 }
 
 // However long the others' scripts go on.
 void leaving_has_no_deadline() {
   const auto engine = engine_with_deadline(0.2);
   if (is_last()) std::this_thread::sleep_for(std::chrono::milliseconds(700));
-  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::together);
+  CHECK_EQ(test::leave(*engine, "", -1), LeaveResult::all_left);
 }
 
 // A set may go while another thread submits to it: that is an error, or it has run.
@@ -232,7 +233,7 @@ void nothing_succeeds_in_a_set_that_is_gone() {
     while (!over) {
       Call call(Kind::allreduce, "of one rank");
       call.request.process_set = 1;
-      call.add(DType::float32, {4}).submit(world);
+      call.add(DType::float32, {4}).submit(process_sets());
       if (!call.wait().ok()) {
         ++failed;
       } else {
@@ -248,7 +249,7 @@ void nothing_succeeds_in_a_set_that_is_gone() {
   over = true;
   submits.join();
   CHECK(failed > 0);
-  CHECK_EQ(world.leave("the test is over", -1), LeaveResult::together);
+  CHECK_EQ(world.leave("the test is over", -1), LeaveResult::all_left);
 }
 
 }  // namespace
@@ -265,7 +266,7 @@ int main(int argc, char** argv) {
            who_leaves_early_fails_the_others_requests},
           {"who leaves is served first", who_leaves_is_served_first},
           {"a leaving rank's own requests fail too", leaving_ranks_own_requests_fail_too},
-          {"unheard in time and together later", unheard_in_time_and_together_later},
+          {"no answer in time and all leave later", no_answer_in_time_and_all_leave_later},
           {"waiting burns no core", waiting_burns_no_core},
           {"disagreeing burns no core", disagreeing_burns_no_core},
           {"nothing succeeds in a set that is gone", nothing_succeeds_in_a_set_that_is_gone},

@@ -1,4 +1,6 @@
 // Conversions against exact arithmetic, and the kinds of loops against each other.
+#include "core/math/loops.h"
+
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -6,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "core/math/reduce.h"
 #include "tests/support/check.h"
 #include "tests/support/small_floats.h"
 #include "tests/support/tested.h"
@@ -105,7 +106,7 @@ bool is_nan(DType dtype, const std::vector<char>& data, int64_t index) {
 
 // Whatever the terms' bits are; only of several nans may any come out.
 void all_kinds_give_the_same_bits() {
-  const Loops baseline = loops()[0];
+  const Loops baseline = all_loops()[0];
   std::mt19937_64 random(7);
   for (int i = 0; i <= static_cast<int>(DType::float64); ++i) {
     const DType dtype = static_cast<DType>(i);

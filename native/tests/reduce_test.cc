@@ -1,6 +1,4 @@
 // Reductions against exact arithmetic: modulo 2^64 for integers, double for floats.
-#include "core/math/reduce.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -8,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/math/loops.h"
 #include "tests/support/check.h"
 #include "tests/support/small_floats.h"
 #include "tests/support/tested.h"

@@ -33,7 +33,7 @@ std::vector<int> all_ranks() {
   return ranks;
 }
 
-std::string patient(double, const std::vector<int>&) { return ""; }
+std::string no_deadline(double, const std::vector<int>&) { return ""; }
 
 // Of the blocks that this process has mapped.
 std::vector<std::string> names_of_blocks() {
@@ -101,7 +101,7 @@ void a_barrier_holds_all() {
     if (round % 500 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     // Slots in turn: what is written before a barrier stays until after the next.
     *reinterpret_cast<int64_t*>(memory.slot(rank, round % 2)) = round * (rank + 1);
-    memory.barrier(patient);
+    memory.barrier(no_deadline);
     for (int r = 0; r < size; ++r)
       CHECK_EQ(*reinterpret_cast<int64_t*>(memory.slot(r, round % 2)), round * (r + 1));
   }
@@ -169,9 +169,9 @@ void little_is_committed_until_it_is_asked_for() {
   SharedMemory memory(MPI_COMM_WORLD, all_ranks(), kLayout);
   CHECK(committed() > 0);
   CHECK(committed() < kSlotBytes);
-  memory.barrier(patient);
+  memory.barrier(no_deadline);
   CHECK(memory.commit());
-  memory.barrier(patient);
+  memory.barrier(no_deadline);
   CHECK(committed() >= size * 4 * kSlotBytes);
 }
 

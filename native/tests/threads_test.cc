@@ -97,7 +97,7 @@ void threads_of_all_ranks_submit_in_any_order() {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
 }
 
@@ -116,7 +116,7 @@ void errors_reach_all_and_work_goes_on() {
       CHECK_EQ(next.wait().message, "");
       CHECK(next.output == times_ranks(2));
     }
-    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
 }
 
@@ -136,14 +136,14 @@ void ranks_join_one_after_another() {
       std::memcpy(&last, join.output.data(), sizeof last);
       CHECK_EQ(last, kRanks - 1);
     }
-    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
 }
 
 void who_leaves_fails_what_others_submit_at_that_time() {
   on_all_ranks({}, [](Engine& engine, int rank) {
     if (rank == 1) {
-      CHECK_EQ(leave(engine, "tired"), LeaveResult::alone);
+      CHECK_EQ(leave(engine, "tired"), LeaveResult::left_early);
       return;
     }
     std::vector<std::thread> threads;
@@ -159,7 +159,7 @@ void who_leaves_fails_what_others_submit_at_that_time() {
       });
     }
     for (std::thread& thread : threads) thread.join();
-    CHECK_EQ(leave(engine, ""), LeaveResult::deserted);
+    CHECK_EQ(leave(engine, ""), LeaveResult::peer_left);
   });
 }
 
@@ -178,7 +178,7 @@ void the_deadline_reaches_all() {
     const Status status = late.wait();
     CHECK_EQ(status.code, Code::deadline_exceeded);
     CHECK_CONTAINS(status.message, "which rank 2 (on here) has not submitted");
-    CHECK_EQ(leave(engine, ""), LeaveResult::lost);
+    CHECK_EQ(leave(engine, ""), LeaveResult::aborted);
   });
 }
 
@@ -201,7 +201,7 @@ void many_early_looks_are_no_long_wait() {
     for (std::deque<Call>& calls : of_rank) {
       for (Call& call : calls) CHECK_EQ(call.wait().message, "");
     }
-    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
 }
 
@@ -239,7 +239,7 @@ void a_mismatch_fails_on_all_and_work_goes_on() {
     Call join(Kind::join, "");
     join.submit(engine);
     CHECK_EQ(join.wait().message, "");
-    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
 }
 
@@ -257,7 +257,7 @@ void threads_that_take_turns_are_no_mismatch() {
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
     }
     for (Call& call : calls) CHECK_EQ(call.wait().message, "");
-    CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+    CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
 }
 
@@ -273,7 +273,7 @@ void tensors_of_gpus_without_cuda_are_refused() {
   const Status status = call.wait();
   CHECK_EQ(status.code, Code::invalid_argument);
   CHECK_EQ(status.message, "allreduce 'of a GPU': CUDA was not found, install it.");
-  CHECK_EQ(leave(engine, "done"), LeaveResult::together);
+  CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
 }
 
 }  // namespace

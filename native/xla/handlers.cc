@@ -1,4 +1,4 @@
-// What runs in the place of a collective in a program compiled by XLA: the call's buffers become a
+// The custom call that replaces a collective in a program compiled by XLA: its buffers become a
 // Request for the engine. XLA's thread does not wait; it gets a future that `done` completes.
 #include <map>
 #include <memory>
@@ -148,7 +148,7 @@ ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
 }
 
 // On a GPU what is done is that XLA's stream waits for the result, as with TensorFlow's kernels.
-// Here XLA's thread does wait for the future: for the ranks to come, not for the GPU.
+// Here XLA's thread does wait for the future, that is, for the other ranks, but not for the GPU.
 ffi::Future collective_on_gpu(void* stream, int32_t device, ffi::RemainingArgs arguments,
                               ffi::RemainingRets returns, ffi::Dictionary dictionary) {
   Request request = request_of(dictionary);
@@ -159,7 +159,7 @@ ffi::Future collective_on_gpu(void* stream, int32_t device, ffi::RemainingArgs a
   return submitted(std::move(request), arguments, returns);
 }
 
-ffi::Error place(ffi::Result<ffi::BufferR0<ffi::S32>> value, ffi::Dictionary dictionary) {
+ffi::Error rank_info(ffi::Result<ffi::BufferR0<ffi::S32>> value, ffi::Dictionary dictionary) {
   const Attributes attributes = attributes_of(dictionary);
   return to_error(look_up(attributes.texts.at("what"),
                           static_cast<int>(attributes.numbers.at("process_set")),
@@ -179,7 +179,8 @@ XLA_FFI_DEFINE_HANDLER(kCollectiveOnGpu, collective_on_gpu,
                            .Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "CUDA", kCollectiveOnGpu);
 
-XLA_FFI_DEFINE_HANDLER(kRankInfo, place, ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());
+XLA_FFI_DEFINE_HANDLER(kRankInfo, rank_info,
+                       ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_rank_info", "Host", kRankInfo);
 
 }  // namespace

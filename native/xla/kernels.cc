@@ -2,7 +2,7 @@
 // runs (handlers.cc).
 //
 // XLA orders nothing but by data, and custom calls without data in common run at the same time. So
-// every call takes a scalar from the one before it and gives it on: the chain.
+// every call takes a scalar from the previous call and passes it to the next: the chain.
 #include <string>
 #include <utility>
 #include <vector>
@@ -129,9 +129,9 @@ class CollectiveXlaKernel : public XlaOpKernel {
                            std::vector<xla::Shape>* results) const {
     *results = shapes;
     if (keeps_shape(call_.kind)) return absl::OkStatus();
-    int size = 0, place = 0;
+    int size = 0, set_rank = 0;
     TF_RETURN_IF_ERROR(to_absl(look_up("size", call_.process_set, &size)));
-    TF_RETURN_IF_ERROR(to_absl(look_up("set_rank", call_.process_set, &place)));
+    TF_RETURN_IF_ERROR(to_absl(look_up("set_rank", call_.process_set, &set_rank)));
     if (call_.kind == Kind::alltoall) {
       std::vector<int64_t> splits;
       const bool known = c->ConstantInputAsIntVector(1, &splits).ok();
@@ -147,7 +147,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
       const int64_t rows = shape.dimensions(0);
       shape.set_dimensions(0, call_.kind == Kind::allgather
                                   ? rows * size
-                                  : rows / size + (place < rows % size ? 1 : 0));
+                                  : rows / size + (set_rank < rows % size ? 1 : 0));
     }
     return absl::OkStatus();
   }

@@ -54,7 +54,7 @@ FIRST = "hvdrun: rank 1 on server2 failed first: "
 LOST = "hvdrun: lost server2 with rank 1: the network or the host failed$"
 VAIN = (
     r"timed out waiting for another rank.*\n(.*\n)*"
-    r".*rank 1 \(on server2\) (has not submitted|does not go on)"
+    r".*rank 1 \(on server2\) (has not submitted|stopped responding)"
 )
 DIFFER = r"failed first: exit status 1\n(.*\n)*.*"
 ROWS = {

@@ -67,7 +67,7 @@ void table() {
   const auto plain = plain_communicator(*nccl);
   const auto by_nccl = test::new_engine();
   Settings over_host;
-  over_host.gpu_operations = over_host.gpu_allreduce = GpuWay::mpi;
+  over_host.gpu_operations = over_host.gpu_allreduce = GpuBackend::mpi;
   const auto by_host = test::new_engine(over_host);
   const char* (*leaks)() = nullptr;
   test::device->bind("hvd_fake_cuda_leaks", &leaks);
@@ -105,8 +105,8 @@ void table() {
                   static_cast<double>(bytes) / engine / 1e9);
     }
   }
-  CHECK_EQ(test::leave(*by_nccl, "", -1), Engine::LeaveResult::together);
-  CHECK_EQ(test::leave(*by_host, "", -1), Engine::LeaveResult::together);
+  CHECK_EQ(test::leave(*by_nccl, "", -1), Engine::LeaveResult::all_left);
+  CHECK_EQ(test::leave(*by_host, "", -1), Engine::LeaveResult::all_left);
   plain->close(kPause);
 }
 

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras._keras import require
 from hvd_keras.training import building, patches
 from tests.harness import training
 
@@ -317,4 +318,4 @@ def test_patches_are_undone() -> None:
         patches.install()
     assert keras.Model.fit is not patched
     with pytest.raises(RuntimeError, match=r"needs Model.no_such_method to test(.|\n)*pip install"):
-        patches.require(keras.Model, "no_such_method", "to test")
+        require(keras.Model, "no_such_method", "to test")

@@ -91,7 +91,7 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)
     assert job.status == 0, job.output
-    assert job.output.count("two engines do not meet") == size, job.output
+    assert job.output.count("two engines do not interfere") == size, job.output
 
 
 @pytest.mark.parametrize(("size", "transport"), TRANSPORTS)
@@ -190,6 +190,6 @@ def test_a_script_whose_gpu_is_stuck_ends(
     command = [str(binaries / "gpu_test"), "gpu", "stuck"]
     job = ranks.mpirun(2, *command, timeout=60, env={**fake_cuda, "HVD_TIMEOUT_SECONDS": "1"})
     assert job.status == exit_codes.WAITED_IN_VAIN, job.output
-    assert "the GPU waits for work that will never be done" in job.output
+    assert "the GPU waits for work that cannot finish" in job.output
     assert "allreduce 'stuck' on the GPU of rank" in job.output
     assert "went on" not in job.output

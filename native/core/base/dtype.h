@@ -1,4 +1,4 @@
-// The dtypes of tensors, and the ways to reduce them.
+// Dtypes of tensors, and reductions.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
 #pragma once
 
-// Everything else stays hidden in its library.
+// Exports a symbol; all others are hidden.
 #define HVD_EXPORT __attribute__((visibility("default")))

@@ -26,7 +26,7 @@ void log(LogLevel level, const std::string& text) {
   std::string line = std::string("hvd_keras ") + kNames[static_cast<int>(level)];
   if (own_rank >= 0) line += " rank " + std::to_string(own_rank);
   line += ": " + text + "\n";
-  // Nobody could be told that it failed.
+  // There is nowhere to report a failed write.
   if (write(STDERR_FILENO, line.data(), line.size()) < 0) return;
 }
 

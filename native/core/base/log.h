@@ -1,4 +1,4 @@
-// Lines on stderr for people, in the form that hvd_keras/log.py gives Python's:
+// Log messages on stderr, in the format of hvd_keras/log.py:
 // "hvd_keras WARNING rank 1: text".
 #pragma once
 

@@ -41,10 +41,10 @@ std::string read_text(const char* name) {
   return text == nullptr ? "" : text;
 }
 
-Status read_way(const char* name, GpuWay* way) {
+Status read_backend(const char* name, GpuBackend* backend) {
   const std::string text = read_text(name);
-  if (text == "NCCL") *way = GpuWay::nccl;
-  if (text == "MPI") *way = GpuWay::mpi;
+  if (text == "NCCL") *backend = GpuBackend::nccl;
+  if (text == "MPI") *backend = GpuBackend::mpi;
   if (text.empty() || text == "NCCL" || text == "MPI") return {};
   return Status::error(Code::invalid_argument, std::string(name) + " is '" + text +
                                                    "', expected NCCL or MPI. Correct or unset it.");
@@ -57,16 +57,16 @@ Status read_settings(Settings* settings) {
   settings->stats_directory = read_text("HVD_STATS_DIRECTORY");
   settings->cudart_library = read_text("HVD_CUDART_LIBRARY");
   settings->nccl_library = read_text("HVD_NCCL_LIBRARY");
-  if (Status status = read_way("HVD_GPU_OPERATIONS", &settings->gpu_operations); !status.ok())
+  if (Status status = read_backend("HVD_GPU_OPERATIONS", &settings->gpu_operations); !status.ok())
     return status;
-  const std::pair<const char*, GpuWay*> ways[] = {
+  const std::pair<const char*, GpuBackend*> backends[] = {
       {"HVD_GPU_ALLREDUCE", &settings->gpu_allreduce},
       {"HVD_GPU_ALLGATHER", &settings->gpu_allgather},
       {"HVD_GPU_BROADCAST", &settings->gpu_broadcast},
   };
-  for (const auto& [name, way] : ways) {
-    *way = settings->gpu_operations;
-    if (Status status = read_way(name, way); !status.ok()) return status;
+  for (const auto& [name, backend] : backends) {
+    *backend = settings->gpu_operations;
+    if (Status status = read_backend(name, backend); !status.ok()) return status;
   }
   for (const Status& status :
        {read_allreduce(&settings->allreduce),

@@ -8,10 +8,10 @@
 
 namespace hvd {
 
-// How sums cross between hosts: straight to the rank that adds them, around a ring, or as MPI does.
+// The algorithm of an allreduce between hosts: direct exchange, ring, or MPI_Iallreduce.
 enum class Allreduce { direct, ring, mpi };
 
-enum class GpuWay { nccl, mpi };
+enum class GpuBackend { nccl, mpi };
 
 struct Settings {
   // HVD_STALL_WARNING_SECONDS: how long requests may wait for other ranks before a warning names
@@ -23,8 +23,8 @@ struct Settings {
   // may be busy compiling the first step, some for much longer than others.
   double first_timeout_seconds = 1800.0;
   // HVD_MISMATCH_SECONDS: how long all ranks may wait for different collectives, while none calls
-  // another, before these fail on all ranks; 0: never. Python threads that take turns may be apart
-  // for so long.
+  // another, before these fail on all ranks; 0: never. Python threads may take turns
+  // for some seconds.
   double mismatch_seconds = 20.0;
   // HVD_ALLREDUCE: auto (direct), ring or mpi; that of a process set's first rank counts.
   Allreduce allreduce = Allreduce::direct;
@@ -32,12 +32,12 @@ struct Settings {
   std::string timeline;
   // HVD_STATS_DIRECTORY: a folder in which each rank leaves its counters at its end; empty: none.
   std::string stats_directory;
-  // HVD_GPU_OPERATIONS: how tensors of GPUs travel; NCCL or MPI (through the host's memory). For
-  // some kinds: HVD_GPU_ALLREDUCE, HVD_GPU_ALLGATHER, HVD_GPU_BROADCAST.
-  GpuWay gpu_operations = GpuWay::nccl;
-  GpuWay gpu_allreduce = GpuWay::nccl;
-  GpuWay gpu_allgather = GpuWay::nccl;
-  GpuWay gpu_broadcast = GpuWay::nccl;
+  // HVD_GPU_OPERATIONS: what transfers tensors of GPUs: NCCL, or MPI (through the host's memory).
+  // By collective: HVD_GPU_ALLREDUCE, HVD_GPU_ALLGATHER, HVD_GPU_BROADCAST.
+  GpuBackend gpu_operations = GpuBackend::nccl;
+  GpuBackend gpu_allreduce = GpuBackend::nccl;
+  GpuBackend gpu_allgather = GpuBackend::nccl;
+  GpuBackend gpu_broadcast = GpuBackend::nccl;
   // HVD_CUDART_LIBRARY, HVD_NCCL_LIBRARY: the files to use; empty: look for them.
   std::string cudart_library;
   std::string nccl_library;

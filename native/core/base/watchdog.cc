@@ -29,7 +29,7 @@ void Watchdog::watch(double stall_warning_seconds, double timeout) {
   if (warns) log(LogLevel::warning, text(stall_warning_seconds));
   if (timeout == 0 || !waits_for(timeout)) return;
   log(LogLevel::error, text(timeout));
-  // No way out of MPI is left: it would wait for the others again.
+  // Not exit(): MPI's exit handlers would wait for the other ranks again.
   _exit(kWaitedInVain);
 }
 

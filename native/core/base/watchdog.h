@@ -23,7 +23,7 @@ class Watchdog {
 
  private:
   void watch(double stall_warning_seconds, double timeout);
-  // Waits until so many seconds have passed since the start; false if the call returned before.
+  // Waits until `seconds` have passed since the start; false if the guarded call returned before.
   bool waits_for(double seconds);
   std::string text(double seconds) const;
 

@@ -7,32 +7,33 @@
 #include <utility>
 
 #include "core/base/log.h"
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 
 namespace hvd {
 namespace {
 
-// A chunk is as large as it takes for its messages, one from each leader to each other host, to
-// cost by their bytes, but small enough to stay in the caches. The smaller, the sooner the first
-// crosses and the less the last one keeps all waiting: over three links of 100 Mbit/s, 10 MB took
-// 1.15 of the least possible time with chunks of 1 MiB and 1.06 with 256 KiB.
+// A chunk is cut into one message per leader and host. These must be large enough for bandwidth,
+// not latency, to dominate, and a chunk must fit the caches. Smaller chunks fill and drain the
+// pipeline faster: over three links of 100 Mbit/s, 10 MB took 1.15 of the least possible time with
+// chunks of 1 MiB and 1.06 with 256 KiB.
 constexpr int64_t kMessageBytes = 64 << 10;
 constexpr int64_t kLeastChunkBytes = 256 << 10;
 constexpr int64_t kMostChunkBytes = 1 << 20;
 
-// Chunks under way at once.
+// Chunks in flight at once.
 constexpr uint64_t kWindow = 8;
 
-// Between slots, to keep those of all ranks from falling on the same lines of a cache.
+// Padding between slots, so that those of all ranks do not map to the same cache sets.
 constexpr int64_t kGapBytes = 4096;
 constexpr int64_t kCounterBytes = 4096;
 
-// Of each slot, committed from the start: enough for what is not gradients.
+// Bytes of each slot that are committed from the start: enough for anything but gradients.
 constexpr int64_t kSmallBytes = 4096;
 
 }  // namespace
 
-// How many chunks a rank has brought so far; each on a cache line of its own, for others read it.
+// How many chunks a rank has brought to each stage. Other ranks read the counters, so each has its
+// own cache line.
 struct ClusterTransport::Progress {
   alignas(64) std::atomic<uint64_t> packed{0};    // into its slots
   alignas(64) std::atomic<uint64_t> reduced{0};   // as a leader: the slots are free
@@ -40,13 +41,14 @@ struct ClusterTransport::Progress {
   alignas(64) std::atomic<uint64_t> unpacked{0};  // the results are free
 };
 
-ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host, Allreduce way)
-    : way_(way), chunk_bytes_(kSmallBytes) {
+ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host,
+                                   Allreduce algorithm)
+    : algorithm_(algorithm), chunk_bytes_(kSmallBytes) {
   MPI_Comm_rank(host, &local_rank_);
   MPI_Comm_size(host, &local_size_);
   const MPI_Comm all = (*mpi)->communicator();
   // Messages of different algorithms would not match.
-  MPI_Bcast(&way_, sizeof way_, MPI_BYTE, 0, all);
+  MPI_Bcast(&algorithm_, sizeof algorithm_, MPI_BYTE, 0, all);
   std::vector<int> neighbours(local_size_);
   const int own = (*mpi)->ranks()[(*mpi)->rank()];
   MPI_Allgather(&own, 1, MPI_INT, neighbours.data(), 1, MPI_INT, host);
@@ -90,7 +92,7 @@ char* ClusterTransport::result(int leader, uint64_t chunk) const {
   return memory_->slot(leader, kWindow + chunk % kWindow);
 }
 
-// Of the host's first ranks.
+// The least value of a counter among the first `ranks` ranks of this host.
 uint64_t ClusterTransport::least(std::atomic<uint64_t> Progress::* counter, int ranks) const {
   uint64_t least = UINT64_MAX;
   for (int r = 0; r < ranks; ++r)
@@ -106,8 +108,9 @@ Status ClusterTransport::run(Request& request, const Waiting& waiting) {
   return {};
 }
 
-// Before so many bytes are moved, as many on all ranks. If a rank cannot commit its slots, what is
-// there must do, on all hosts: their messages must match.
+// Commits whole slots before the first request that is larger than what is committed. `bytes` is
+// equal on all ranks. If a rank cannot commit its slots, the ranks of all hosts go on with what
+// they have: their messages must match.
 void ClusterTransport::make_room(int64_t bytes, const Waiting& waiting) {
   if (bytes <= chunk_bytes_ || asked_for_room_) return;
   asked_for_room_ = true;
@@ -134,23 +137,23 @@ void ClusterTransport::allreduce(const Request& request, DTypeGroup& group,
   uint64_t packed = first, reduced = first, summed = first, unpacked = first;
 
   const auto step = [&] {
-    bool came_further = false;
+    bool progressed = false;
     if (packed < chunks_ && packed < least(&Progress::reduced, leaders_) + kWindow) {
       group.in.copy_to(slot(local_rank_, packed), elements(packed) * width);
       mine.packed.store(++packed, std::memory_order_release);
-      came_further = true;
+      progressed = true;
     }
     if (leads && reduced < least(&Progress::packed, local_size_) &&
         reduced < least(&Progress::unpacked, local_size_) + kWindow) {
       start_inter_host(request, group.dtype, elements(reduced), reduced);
       mine.reduced.store(++reduced, std::memory_order_release);
-      came_further = true;
+      progressed = true;
     }
-    for (const auto& allreduce : under_way_) came_further |= allreduce->advance();
-    while (!under_way_.empty() && under_way_.front()->done()) {
-      under_way_.pop_front();
+    for (const auto& allreduce : in_flight_) progressed |= allreduce->advance();
+    while (!in_flight_.empty() && in_flight_.front()->done()) {
+      in_flight_.pop_front();
       mine.summed.store(++summed, std::memory_order_release);
-      came_further = true;
+      progressed = true;
     }
     if (unpacked < least(&Progress::summed, leaders_)) {
       for (int c = 0; c < leaders_; ++c) {
@@ -159,20 +162,20 @@ void ClusterTransport::allreduce(const Request& request, DTypeGroup& group,
         group.out.copy_from(result(c, unpacked), slice * width);
       }
       mine.unpacked.store(++unpacked, std::memory_order_release);
-      came_further = true;
+      progressed = true;
     }
-    return came_further;
+    return progressed;
   };
   MpiWaiter::Wait wait(mpi_->waiter(), waiting);
   wait.check();
   while (unpacked < chunks_) wait.turn(step());
 }
 
-// Of a host's sum, and of the sum over all hosts. A host's sum is rounded to the dtype before it
-// crosses, and in half precision it could be beyond the dtype's range where the result is not. So
+// The factors of a host's sum, and of the sum over all hosts. A host's sum is rounded to the dtype
+// before it is sent, and in half precision it could overflow where the result does not. So
 // sums and averages are scaled as early as they can be, and averages divided by as much as keeps
-// every sum on the way within the range of its terms. (Divided by the number of all ranks at once,
-// small gradients would become 0.)
+// every intermediate sum within the range of its terms. (Divided by the number of all ranks at
+// once, small gradients would become 0.)
 std::pair<Factors, Factors> ClusterTransport::factors_of_stages(const Request& request,
                                                                 DType dtype) const {
   Factors within, between = factors_of(request, size());
@@ -182,14 +185,14 @@ std::pair<Factors, Factors> ClusterTransport::factors_of_stages(const Request& r
     return {within, between};
   std::swap(within.postscale, between.postscale);
   if (average) {
-    // Around a ring partial sums of all hosts are rounded, otherwise only that of all.
-    within.divisor = most_local_ * (way_ == Allreduce::ring ? hosts_ : 1);
+    // A ring rounds the partial sum at each host, the other algorithms only the final sum.
+    within.divisor = most_local_ * (algorithm_ == Allreduce::ring ? hosts_ : 1);
     between.divisor /= within.divisor;
   }
   return {within, between};
 }
 
-// Of this leader's slice of a chunk that all ranks of the host have packed.
+// Sums this leader's slice of a chunk within the host and starts its allreduce between hosts.
 void ClusterTransport::start_inter_host(const Request& request, DType dtype, int64_t elements,
                                         uint64_t chunk) {
   const int64_t begin = elements * local_rank_ / leaders_;
@@ -199,10 +202,10 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
     sources.push_back(slot(r, chunk) + begin * static_cast<int64_t>(size_of(dtype)));
   char* sum = result(local_rank_, chunk);
   const auto [within, between] = factors_of_stages(request, dtype);
-  reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
-  under_way_.push_back(
-      new_inter_host_allreduce(way_, across_, {sum, end - begin, dtype, request.reduction, between},
-                               static_cast<int>(2 * (chunk % kWindow))));
+  loops().reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
+  in_flight_.push_back(new_inter_host_allreduce(
+      algorithm_, across_, {sum, end - begin, dtype, request.reduction, between},
+      static_cast<int>(2 * (chunk % kWindow))));
 }
 
 }  // namespace hvd

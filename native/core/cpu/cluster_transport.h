@@ -6,11 +6,11 @@
 //
 //   pack    each rank's tensors ──> its slot
 //   reduce  slice c of all the host's slots ──> result, by leader c, in rank order
-//   cross   result ──> sum over all hosts, by leaders c of all hosts; see inter_host.h
+//   allreduce between hosts: result ──> sum over all hosts, by leaders c; see inter_host.h
 //   unpack  all leaders' results ──> output tensors
-// A rank does not wait in one stage while it can work in another: a chunk crosses while the next
-// one is packed and the previous one unpacked. The bytes that cross do not grow with the ranks of a
-// host. Counters in the shared memory show the host's ranks how far each of them is.
+// A rank does not wait in one stage while it can work in another: one chunk is on the network while
+// the next is packed and the previous one unpacked. The bytes between hosts do not grow with the
+// ranks of a host. Counters in shared memory show each rank's progress.
 //
 // All other collectives go over MPI, from rank to rank.
 #pragma once
@@ -24,16 +24,16 @@
 #include "core/cpu/inter_host.h"
 #include "core/cpu/mpi_transport.h"
 #include "core/cpu/shared_memory.h"
-#include "core/math/layout.h"
+#include "core/math/byte_cursor.h"
 
 namespace hvd {
 
 class ClusterTransport : public Transport {
  public:
-  // `host` has the ranks of this host, in rank order. All use the first rank's `way`. Collective.
-  // Throws std::runtime_error on all ranks if the ranks of any host cannot share memory; then `mpi`
-  // is left to the caller.
-  ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host, Allreduce way);
+  // `host` has the ranks of this host, in rank order. All use the first rank's `algorithm`.
+  // Collective. Throws std::runtime_error on all ranks if the ranks of any host cannot share
+  // memory; then `mpi` is left to the caller.
+  ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host, Allreduce algorithm);
   ~ClusterTransport() override;
 
   const std::vector<int>& ranks() const override { return mpi_->ranks(); }
@@ -61,7 +61,7 @@ class ClusterTransport : public Transport {
   std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype) const;
   void start_inter_host(const Request& request, DType dtype, int64_t elements, uint64_t chunk);
 
-  Allreduce way_;
+  Allreduce algorithm_;
   int local_rank_ = 0, local_size_ = 0, most_local_ = 0, hosts_ = 0, leaders_ = 0;
   MPI_Comm across_ = MPI_COMM_NULL;  // this leader's, one rank of each host
   int64_t chunk_bytes_ = 0;          // of each slot, committed on all ranks
@@ -70,8 +70,8 @@ class ClusterTransport : public Transport {
   uint64_t chunks_ = 0;  // of all requests so far
   std::unique_ptr<SharedMemory> memory_;
   std::unique_ptr<MpiTransport> mpi_;
-  // Outlives a request that is aborted, for MPI still uses its memory.
-  std::deque<std::unique_ptr<InterHostAllreduce>> under_way_;
+  // Outlives an aborted request, since MPI still uses its memory.
+  std::deque<std::unique_ptr<InterHostAllreduce>> in_flight_;
 };
 
 }  // namespace hvd

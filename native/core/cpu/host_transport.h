@@ -22,6 +22,7 @@
 #include "core/cpu/kind_transport.h"
 #include "core/cpu/mpi_transport.h"
 #include "core/cpu/shared_memory.h"
+#include "core/math/byte_cursor.h"
 #include "core/math/layout.h"
 
 namespace hvd {
@@ -37,6 +38,7 @@ class HostTransport : public KindTransport {
   const std::string& host(int rank) const override { return mpi_->host(rank); }
   std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
+  Status run(Request& request, const Waiting& waiting) override;
   void abort(const std::string& why) override;
   void check_aborted() override;
 
@@ -45,9 +47,11 @@ class HostTransport : public KindTransport {
   char* result(int rank, uint64_t step) const;
   void barrier() { memory_.barrier(waiting_); }
   void make_room(int64_t bytes);
-  Status missing(Request& request) override { return mpi_->run(request, waiting_); }
   Status allreduce(Request& request) override;
-  void reduce_stream(const Request& request, DType dtype, ByteCursor& in, ByteCursor& out);
+  void reduce(const Request& request, DType dtype, ByteCursor& in, ByteCursor& out);
+
+  // In host_collectives.cc.
+  Status missing(Request& request) override { return mpi_->run(request, waiting_); }
   Status adasum(Request& request) override;
   Status reducescatter(Request& request) override;
   Status allgather(Request& request) override;

@@ -6,7 +6,7 @@
 namespace hvd {
 namespace {
 
-// Messages between this host and others, and the parts of the slice that the hosts own.
+// Messages between hosts; the slice is cut into one part per host.
 class PointToPoint : public InterHostAllreduce {
  public:
   PointToPoint(MPI_Comm hosts, const Slice& slice, int tag)
@@ -32,16 +32,16 @@ class PointToPoint : public InterHostAllreduce {
     if (length(part) > 0)
       MPI_Irecv(target, bytes(part), MPI_BYTE, from, tag_ + stage, hosts_, add());
   }
-  bool all_are_through() {
-    int through = 0;
-    MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &through,
+  bool all_complete() {
+    int complete = 0;
+    MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &complete,
                 MPI_STATUSES_IGNORE);
-    if (through) requests_.clear();
-    return through != 0;
+    if (complete) requests_.clear();
+    return complete != 0;
   }
   void combine(int part, const std::vector<const void*>& sources, const Factors& factors) {
-    reduce(slice_.dtype, slice_.reduction, factors, sources.data(),
-           static_cast<int>(sources.size()), length(part), data(part));
+    loops().reduce(slice_.dtype, slice_.reduction, factors, sources.data(),
+                   static_cast<int>(sources.size()), length(part), data(part));
   }
 
   const Slice slice_;
@@ -57,8 +57,8 @@ class PointToPoint : public InterHostAllreduce {
   std::vector<MPI_Request> requests_;
 };
 
-// Every host sends each other host the part that that one owns, and gets its sum back: two
-// messages, whatever the number of hosts. Terms are added in the hosts' order.
+// Reduce-scatter, then allgather, each by direct messages between all pairs of hosts: two
+// latencies, whatever the number of hosts. Terms are added in the hosts' order.
 class Direct : public PointToPoint {
  public:
   Direct(MPI_Comm hosts, const Slice& slice, int tag) : PointToPoint(hosts, slice, tag) {
@@ -68,7 +68,7 @@ class Direct : public PointToPoint {
   }
 
   bool advance() override {
-    if (done_ || !all_are_through()) return false;
+    if (done_ || !all_complete()) return false;
     if (gathering_) return done_ = true;
     gathering_ = true;
     std::vector<const void*> sources;
@@ -82,7 +82,7 @@ class Direct : public PointToPoint {
  private:
   char* of(int h) { return received_.data() + h * length(host_) * width_; }
 
-  // Each host begins with another, so that none is flooded.
+  // Each host starts with a different peer, so that no host receives from all at once.
   template <typename Visit>
   void with_others(const Visit& visit) const {
     for (int i = 1; i < count_; ++i) visit((host_ + i) % count_);
@@ -92,8 +92,8 @@ class Direct : public PointToPoint {
   bool gathering_ = false;
 };
 
-// Each host sends to the next alone. Part p starts at host p, and each adds its own; when a part
-// has been everywhere, its sum goes around once more. (Baidu's ring, 2017:
+// Each host sends only to the next one. Part p starts at host p, and each host adds its own; when
+// it has passed all hosts, its sum goes around once more. (Baidu's ring, 2017:
 // https://github.com/baidu-research/baidu-allreduce)
 class Ring : public PointToPoint {
  public:
@@ -103,10 +103,10 @@ class Ring : public PointToPoint {
   }
 
   bool advance() override {
-    if (done_ || !all_are_through()) return false;
+    if (done_ || !all_complete()) return false;
     if (step_ < count_ - 1) {
       const bool last = step_ == count_ - 2;
-      combine(came(), {received_.data(), data(came())}, last ? slice_.factors : Factors());
+      combine(incoming(), {received_.data(), data(incoming())}, last ? slice_.factors : Factors());
     }
     ++step_;
     done_ = step_ == 2 * (count_ - 1);
@@ -116,13 +116,13 @@ class Ring : public PointToPoint {
 
  private:
   int part(int back) const { return ((host_ - back) % count_ + count_) % count_; }
-  int goes() const { return part(step_); }
-  int came() const { return part(step_ + 1); }
+  int outgoing() const { return part(step_); }
+  int incoming() const { return part(step_ + 1); }
 
   void exchange() {
-    void* target = step_ < count_ - 1 ? received_.data() : data(came());
-    receive(came(), target, part(1), 0);
-    send(goes(), part(-1), 0);
+    void* target = step_ < count_ - 1 ? received_.data() : data(incoming());
+    receive(incoming(), target, part(1), 0);
+    send(outgoing(), part(-1), 0);
   }
 
   std::vector<char> received_;
@@ -153,7 +153,7 @@ MPI_Datatype mpi_type(DType dtype) {
     case DType::float64:
       return MPI_DOUBLE;
     default:
-      return MPI_DATATYPE_NULL;  // it does not know half precision
+      return MPI_DATATYPE_NULL;  // MPI has no half precision
   }
 }
 
@@ -170,7 +170,7 @@ MPI_Op mpi_op(Reduction reduction) {
   }
 }
 
-// However MPI does it.
+// MPI's own algorithm.
 class Mpi : public InterHostAllreduce {
  public:
   Mpi(MPI_Comm hosts, const Slice& slice) : slice_(slice) {
@@ -180,11 +180,12 @@ class Mpi : public InterHostAllreduce {
 
   bool advance() override {
     if (done_) return false;
-    int through = 0;
-    MPI_Test(&request_, &through, MPI_STATUS_IGNORE);
-    if (!through) return false;
+    int complete = 0;
+    MPI_Test(&request_, &complete, MPI_STATUS_IGNORE);
+    if (!complete) return false;
     const void* sum = slice_.data;
-    reduce(slice_.dtype, slice_.reduction, slice_.factors, &sum, 1, slice_.elements, slice_.data);
+    loops().reduce(slice_.dtype, slice_.reduction, slice_.factors, &sum, 1, slice_.elements,
+                   slice_.data);
     return done_ = true;
   }
 
@@ -195,10 +196,10 @@ class Mpi : public InterHostAllreduce {
 
 }  // namespace
 
-std::unique_ptr<InterHostAllreduce> new_inter_host_allreduce(Allreduce way, MPI_Comm hosts,
+std::unique_ptr<InterHostAllreduce> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                              const Slice& slice, int tag) {
-  if (way == Allreduce::ring) return std::make_unique<Ring>(hosts, slice, tag);
-  if (way == Allreduce::mpi && mpi_type(slice.dtype) != MPI_DATATYPE_NULL)
+  if (algorithm == Allreduce::ring) return std::make_unique<Ring>(hosts, slice, tag);
+  if (algorithm == Allreduce::mpi && mpi_type(slice.dtype) != MPI_DATATYPE_NULL)
     return std::make_unique<Mpi>(hosts, slice);
   return std::make_unique<Direct>(hosts, slice, tag);
 }

@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "core/base/settings.h"
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 
 namespace hvd {
 
@@ -25,7 +25,7 @@ class InterHostAllreduce {
  public:
   virtual ~InterHostAllreduce() = default;
 
-  // Does what is possible without waiting. Returns whether it did anything.
+  // Makes progress without waiting. Returns whether it made any.
   virtual bool advance() = 0;
 
   bool done() const { return done_; }
@@ -36,7 +36,7 @@ class InterHostAllreduce {
 
 // The communicator has one rank of each host, in the hosts' order. Allreduces in flight at the same
 // time have tags that differ by more than 1, and start in the same order on all hosts.
-std::unique_ptr<InterHostAllreduce> new_inter_host_allreduce(Allreduce way, MPI_Comm hosts,
+std::unique_ptr<InterHostAllreduce> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                              const Slice& slice, int tag);
 
 }  // namespace hvd

@@ -37,7 +37,7 @@ class KindTransport : public Transport {
   virtual Status alltoall(Request& request) { return missing(request); }
   virtual Status reducescatter(Request& request) { return missing(request); }
 
-  // What this transport has no method for. Equal on all ranks.
+  // Runs kinds that this transport does not implement; the same ones on all ranks.
   virtual Status missing(Request& request) {
     return Status::error(Code::unimplemented,
                          identity(request) + " is not supported between these ranks.");
@@ -46,7 +46,7 @@ class KindTransport : public Transport {
   Waiting waiting_;  // of the call in progress
 
  private:
-  // Who joined last is known: the engine has made it the root.
+  // The engine has stored the last rank to join as the root.
   static Status join(Request& request) {
     void* last = nullptr;
     const Status status = request.allocate(0, {}, &last);

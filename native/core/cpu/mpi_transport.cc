@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/math/adasum.h"
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 #include "core/request/collectives.h"
 
 namespace hvd {
@@ -15,12 +15,12 @@ namespace {
 // MiB.
 constexpr int64_t kChunkBytes = 4 << 20;
 
-// Below this, one Allgather of everything beats the two exchanges of the sliced way, although it
-// moves more.
+// Below this, one MPI_Iallgather of everything is faster than scatter and gather of slices,
+// although it moves more bytes.
 constexpr int64_t kSmallBytes = 16 << 10;
 
-// Larger messages are cut: MPI counts are ints, and each piece that arrives shows that there is
-// progress.
+// Larger messages are split: MPI counts are ints, and each piece that arrives is progress, which
+// restarts the deadline.
 constexpr int64_t kPieceBytes = 64 << 20;
 
 std::string host_name() {
@@ -32,7 +32,7 @@ std::string host_name() {
 
 }  // namespace
 
-// Messages of any size between this rank and others; all are under way at once.
+// Messages of any size between this rank and others; all are in flight at once.
 class MpiTransport::Exchange {
  public:
   explicit Exchange(MpiTransport& transport) : transport_(transport) {}
@@ -51,7 +51,8 @@ class MpiTransport::Exchange {
     });
   }
 
-  // The ranks but this one, each rank beginning with another, so that none is flooded.
+  // All other ranks. Each rank starts with a different one, so that no rank receives from all at
+  // once.
   template <typename Visit>
   void with_others(const Visit& visit) const {
     for (int i = 1; i < transport_.size(); ++i) visit((transport_.rank_ + i) % transport_.size());
@@ -170,14 +171,15 @@ void MpiTransport::reduce_chunk(const Request& request, DType dtype, int64_t ele
   gather.finish();
 }
 
-// Of received_, where all ranks' slices stand one after another; this rank's own may be elsewhere.
+// Reduces the slices of all ranks, which are contiguous in received_; this rank's own is at `own`
+// if that is not null.
 void MpiTransport::combine_slices(const Request& request, DType dtype, const char* own,
                                   int64_t bytes, char* out) {
   std::vector<const void*> sources(size());
   for (int r = 0; r < size(); ++r)
     sources[r] = own && r == rank_ ? own : received_.data() + r * bytes;
-  reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
-         bytes / static_cast<int64_t>(size_of(dtype)), out);
+  loops().reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
+                 bytes / static_cast<int64_t>(size_of(dtype)), out);
 }
 
 Status MpiTransport::adasum(Request& request) {
@@ -304,7 +306,7 @@ void MpiTransport::gather_bytes(const void* mine, const std::vector<int64_t>& si
   exchange.finish();
 }
 
-// As many from each rank.
+// Equally many from each rank.
 void MpiTransport::gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all) {
   const int n = static_cast<int>(mine.size());
   all->resize(mine.size() * size());

@@ -23,6 +23,7 @@
 
 #include "core/cpu/kind_transport.h"
 #include "core/cpu/mpi_wait.h"
+#include "core/math/byte_cursor.h"
 #include "core/math/layout.h"
 
 namespace hvd {

@@ -11,13 +11,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How a wait turns from spinning to sleeping: a rank that is as fast as the others never sleeps,
-// one that waits for long costs next to nothing and wakes up late by a small part of what it has
-// waited.
+// Back-off: a rank that is as fast as the others never sleeps; one that waits for long uses hardly
+// any CPU, and oversleeps by a small fraction of its wait.
 constexpr double kSpinSeconds = 200e-6;
 constexpr double kMaxSleepSeconds = 1e-3;
 
-// A wait that is worth telling of.
+// Ranks that wait for longer than this notify the others.
 constexpr double kLongSeconds = 1.0;
 
 // How long a rank that aborts lets MPI send the reason.
@@ -26,9 +25,9 @@ constexpr double kSendReasonSeconds = 0.1;
 constexpr int kWaits = 1;    // the step's number
 constexpr int kAborted = 2;  // the reason
 
-// Set once, when a transport of this process was aborted. Its messages are still under way, into
-// memory that is in use no more: no other may let MPI go on.
-std::atomic<const std::string*> lost{nullptr};
+// Set once, when a transport of this process was aborted. Its messages are still in flight, into
+// memory that is no longer valid, so MPI must not make progress for any other transport either.
+std::atomic<const std::string*> abort_reason{nullptr};
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -44,7 +43,7 @@ MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks)
 
 MpiWaiter::~MpiWaiter() {
   try {
-    check_aborted();  // a message left behind could be taken for one of the next communicator
+    check_aborted();          // a message that is not received could match the next communicator's
   } catch (const Aborted&) {  // all ranks have left
   }
   for (Notice& notice : sent_) {
@@ -69,7 +68,7 @@ void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting)
 }
 
 void MpiWaiter::Wait::check() const {
-  if (const std::string* why = lost) throw Aborted(*why);
+  if (const std::string* why = abort_reason) throw Aborted(*why);
 }
 
 void MpiWaiter::Wait::turn(bool something_has_come) {
@@ -85,14 +84,14 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   if (waited > kLongSeconds && !told_) {
     told_ = true;
     const uint64_t step = waiter_.step_;
-    waiter_.tell(kWaits, std::string(reinterpret_cast<const char*>(&step), sizeof step));
+    waiter_.notify(kWaits, std::string(reinterpret_cast<const char*>(&step), sizeof step));
   }
   waiter_.check_aborted();
   const std::string why = waiting_(waited, told_ ? waiter_.missing() : std::vector<int>{});
   if (!why.empty()) waiter_.abort(why);
 }
 
-void MpiWaiter::tell(int tag, const std::string& bytes) {
+void MpiWaiter::notify(int tag, const std::string& bytes) {
   sent_.remove_if([](Notice& notice) {
     int done = 0;
     MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
@@ -120,13 +119,13 @@ void MpiWaiter::check_aborted() {
     std::string bytes(size, '\0');
     MPI_Recv(bytes.data(), size, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, communicator_,
              MPI_STATUS_IGNORE);
-    if (status.MPI_TAG == kAborted) lose(bytes);
+    if (status.MPI_TAG == kAborted) set_aborted(bytes);
     std::memcpy(&waits_in_[status.MPI_SOURCE], bytes.data(), sizeof step_);
   }
 }
 
 void MpiWaiter::abort(const std::string& why) {
-  tell(kAborted, why);
+  notify(kAborted, why);
   Notice& notice = sent_.back();
   const auto start = Clock::now();
   int done = 0;
@@ -134,11 +133,11 @@ void MpiWaiter::abort(const std::string& why) {
     MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
                 MPI_STATUSES_IGNORE);
   }
-  lose(why);
+  set_aborted(why);
 }
 
-void MpiWaiter::lose(const std::string& why) {
-  lost = new std::string(why);  // for ever
+void MpiWaiter::set_aborted(const std::string& why) {
+  abort_reason = new std::string(why);  // for ever
   throw Aborted(why);
 }
 

@@ -1,7 +1,7 @@
-// Waits for other ranks over MPI: without burning a core, with a deadline, knowing who is missing.
+// Waits for other ranks over MPI, with a deadline and back-off, and finds out which are missing.
 //
 // The ranks of a set make the same sequence of steps. A rank that waits in a step for more than a
-// second tells the others the step's number; ranks that have not told theirs are missing. A rank
+// second sends the step's number to the others; ranks that have not sent theirs are missing. A rank
 // that aborts sends its reason to the others, which abort with the same text.
 #pragma once
 
@@ -18,7 +18,7 @@ namespace hvd {
 
 class MpiWaiter {
  public:
-  // A wait for the others in the current step. The caller itself polls for what it waits for.
+  // One wait in the current step. The caller polls for completion and calls turn() after each poll.
   class Wait {
    public:
     Wait(MpiWaiter& waiter, const Waiting& waiting) : waiter_(waiter), waiting_(waiting) {}
@@ -26,7 +26,7 @@ class MpiWaiter {
     // Throws Aborted if a transport of this process was aborted: MPI must not be called any more.
     void check() const;
 
-    // Checks, and sleeps if there was no progress: briefly at first, then longer. Throws Aborted.
+    // Checks, and sleeps if there was no progress, longer each time. Throws Aborted.
     void turn(bool something_has_come);
 
    private:
@@ -56,8 +56,8 @@ class MpiWaiter {
     std::vector<MPI_Request> requests;
   };
 
-  void tell(int tag, const std::string& bytes);
-  [[noreturn]] static void lose(const std::string& why);
+  void notify(int tag, const std::string& bytes);
+  [[noreturn]] static void set_aborted(const std::string& why);
   std::vector<int> missing() const;
 
   MPI_Comm communicator_;

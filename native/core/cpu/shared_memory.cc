@@ -28,11 +28,12 @@ using Clock = std::chrono::steady_clock;
 constexpr int64_t kPage = 4096;
 constexpr size_t kReasonBytes = 4000;
 
-// As long as it takes a rank on another core to do a little work of its own.
+// Long enough for ranks on other cores that arrive slightly later; a wake-up by the kernel costs as
+// much.
 constexpr double kSpinSeconds = 50e-6;
 
 // How often a sleeping rank checks whether to abort.
-constexpr int64_t kLookNanoseconds = 10'000'000;
+constexpr int64_t kAbortCheckNanoseconds = 10'000'000;
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -46,7 +47,7 @@ void pause() {
 #endif
 }
 
-// The cores that these processes may use together. Each may be bound to its own.
+// The number of cores that the ranks may use together: each may be bound to other cores.
 int cores(MPI_Comm communicator) {
   cpu_set_t mask = affinity();
   double quota = cpu_quota();
@@ -55,8 +56,8 @@ int cores(MPI_Comm communicator) {
   return static_cast<int>(std::min<double>(CPU_COUNT(&mask), quota));
 }
 
-// A name that nobody else has chosen or can foresee: other jobs' processes may have the same
-// numbers as ours, in another namespace of processes. Empty, with errno, if there is none.
+// A random name. Not one made of the process id: jobs in containers that share /dev/shm may have
+// the same ids. Empty, with errno set, if there is no randomness.
 std::string new_name() {
   unsigned char random[16];
   if (getrandom(random, sizeof random, 0) != sizeof random) return "";
@@ -79,15 +80,15 @@ std::string no_room_text(int64_t chunk_bytes) {
          " bytes, which is slower. Make it larger; containers need --shm-size or --ipc=host.";
 }
 
-// One per rank, on a cache line of its own.
+// One per rank, each on its own cache line.
 struct alignas(64) SharedMemory::ArrivalCounter {
   std::atomic<uint64_t> arrived{0};
 };
 
 struct SharedMemory::Header {
-  std::atomic<uint32_t> bell{0};  // rung for those who sleep
+  std::atomic<uint32_t> wakeups{0};  // a futex: counts up to wake sleeping ranks
   std::atomic<uint32_t> sleepers{0};
-  std::atomic<uint32_t> lost{0};  // 1: somebody writes the reason, 2: it is there
+  std::atomic<uint32_t> aborted{0};  // 1: a rank writes the reason, 2: written
   char reason[kReasonBytes];
 };
 
@@ -101,7 +102,7 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
   const int64_t start = whole_pages(whole_pages(sizeof(Header)) + counters);
   block_bytes_ = start + part_bytes_ * size;
 
-  // The first rank makes it, the others open it by its name, and then the name goes.
+  // The first rank creates the block, the others open it by its name, and then it is unlinked.
   char name[64] = "";
   std::string why;
   const auto failed = [&why] {
@@ -150,7 +151,7 @@ SharedMemory::~SharedMemory() {
   close(file_);
 }
 
-// A full /dev/shm would otherwise kill a rank when it writes.
+// Without this, a write to a full /dev/shm would kill the process (SIGBUS).
 bool SharedMemory::reserve(int64_t offset, int64_t bytes) {
   if (bytes == 0) return true;
   errno = posix_fallocate(file_, offset, bytes);
@@ -181,13 +182,13 @@ bool SharedMemory::all_have_arrived() const {
 }
 
 void SharedMemory::barrier(const Waiting& waiting) {
-  // In one total order with the sleeper's two steps, or a wake-up could be lost: whichever rank's
-  // store comes last in it sees all others', and all who sleep by then.
+  // Sequentially consistent, like the two steps of sleep(), or a wake-up could be lost: the rank
+  // whose store is last in the total order sees all other arrivals and all ranks that sleep.
   counter(rank_).arrived.store(++step_, std::memory_order_seq_cst);
   if (all_have_arrived()) {
     if (header_->sleepers.load(std::memory_order_seq_cst) > 0) {
-      header_->bell.fetch_add(1, std::memory_order_seq_cst);
-      syscall(SYS_futex, &header_->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+      header_->wakeups.fetch_add(1, std::memory_order_seq_cst);
+      syscall(SYS_futex, &header_->wakeups, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
     }
     return;
   }
@@ -204,18 +205,18 @@ void SharedMemory::barrier(const Waiting& waiting) {
 }
 
 void SharedMemory::check_aborted() const {
-  if (header_->lost.load(std::memory_order_acquire) == 2) throw Aborted(header_->reason);
+  if (header_->aborted.load(std::memory_order_acquire) == 2) throw Aborted(header_->reason);
 }
 
 void SharedMemory::sleep(const Waiting& waiting) {
   const auto start = Clock::now();
   while (true) {
     header_->sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t bell = header_->bell.load(std::memory_order_seq_cst);
+    const uint32_t wakeups = header_->wakeups.load(std::memory_order_seq_cst);
     const bool here = all_have_arrived();
     if (!here) {
-      const timespec limit = {0, kLookNanoseconds};
-      syscall(SYS_futex, &header_->bell, FUTEX_WAIT, bell, &limit, nullptr, 0);
+      const timespec limit = {0, kAbortCheckNanoseconds};
+      syscall(SYS_futex, &header_->wakeups, FUTEX_WAIT, wakeups, &limit, nullptr, 0);
     }
     header_->sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (here || all_have_arrived()) return;
@@ -232,16 +233,16 @@ void SharedMemory::sleep(const Waiting& waiting) {
 
 void SharedMemory::abort(const std::string& why) {
   uint32_t nobody = 0;
-  if (header_->lost.compare_exchange_strong(nobody, 1)) {
+  if (header_->aborted.compare_exchange_strong(nobody, 1)) {
     const size_t n = std::min(why.size(), kReasonBytes - 1);
     std::memcpy(header_->reason, why.data(), n);
     header_->reason[n] = '\0';
-    header_->lost.store(2, std::memory_order_release);
-    header_->bell.fetch_add(1);
-    syscall(SYS_futex, &header_->bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    header_->aborted.store(2, std::memory_order_release);
+    header_->wakeups.fetch_add(1);
+    syscall(SYS_futex, &header_->wakeups, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
     throw Aborted(why);
   }
-  while (header_->lost.load(std::memory_order_acquire) != 2) sched_yield();
+  while (header_->aborted.load(std::memory_order_acquire) != 2) sched_yield();
   throw Aborted(header_->reason);
 }
 

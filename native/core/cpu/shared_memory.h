@@ -1,13 +1,13 @@
 // A block of memory that the ranks of one host share, and a barrier in it.
 //
-// Every rank counts its steps: it stores a step's number when it arrives there, and the barrier
-// ends when all ranks have stored it. A rank that waits spins for some microseconds, if the ranks
-// have a core each, and then sleeps in the kernel (futex) until the last to arrive wakes all.
+// Every rank has an arrival counter, the number of barriers that it has reached; a barrier ends
+// when all counters have reached its number. A rank that waits spins for some microseconds, if each
+// rank has a core, and then sleeps in the kernel (futex) until the last rank to arrive wakes it.
 //
 // At first only the beginning of each slot is committed, so that a process set that moves little or
 // nothing takes little of /dev/shm. commit() commits the rest.
 //
-// The block has no name by the time that the constructor returns: it is gone with the last process,
+// The constructor unlinks the block's name, so the kernel frees the block with the last process,
 // however that ends.
 #pragma once
 
@@ -26,8 +26,8 @@ std::string no_room_text(int64_t chunk_bytes);
 
 class SharedMemory {
  public:
-  // What each rank gets: `front` bytes that are committed at once, and then `slots` slots of
-  // `slot_bytes` each, of which the first `slot_front` are. All but `slots` in whole pages.
+  // Each rank's part: `front` bytes, committed at once, then `slots` slots of `slot_bytes`, of
+  // which the first `slot_front` bytes are committed at once. All but `slots` in whole pages.
   struct Layout {
     int64_t front, slots, slot_bytes, slot_front;
   };

@@ -38,7 +38,7 @@ Row row_of(const std::string& identity, const std::vector<Heads>& heads) {
   return row;
 }
 
-// Why a row that is complete cannot run, or nothing.
+// Why a complete row cannot run; its message is empty if it can.
 Refusal refusal(const Row& row, const std::vector<Report>& reports) {
   Refusal refusal{row.first->identity, Code::invalid_argument, ""};
   for (size_t r = 0; r < reports.size(); ++r) {
@@ -75,8 +75,9 @@ Refusal refusal(const Row& row, const std::vector<Report>& reports) {
   return refusal;
 }
 
-// Whether somebody waits for a request that a rank that has left can no longer submit.
-bool somebody_waits_in_vain(const std::vector<Report>& reports, const std::vector<Heads>& heads) {
+// Whether a rank waits for a request that a rank that has left did not submit.
+bool somebody_waits_for_a_rank_that_left(const std::vector<Report>& reports,
+                                         const std::vector<Heads>& heads) {
   for (size_t r = 0; r < reports.size(); ++r) {
     if (!reports[r].leaving) continue;
     for (const Heads& other : heads) {
@@ -98,7 +99,7 @@ std::string who_left(const std::vector<Report>& reports) {
   return text;
 }
 
-// How long nothing has changed on any rank, though all have called something; 0: not for long.
+// Seconds since any rank's queue changed, if all have requests and it is a long time; otherwise 0.
 double unchanged_seconds(const std::vector<Report>& reports) {
   double least = std::numeric_limits<double>::infinity();
   for (const Report& report : reports)
@@ -135,7 +136,7 @@ Decision decide(const std::vector<Report>& reports) {
     }
   }
   if (!decision.nothing()) return decision;
-  if (somebody_waits_in_vain(reports, heads)) {
+  if (somebody_waits_for_a_rank_that_left(reports, heads)) {
     decision.left = who_left(reports);
     return decision;
   }

@@ -8,10 +8,9 @@
 //   2. A request that is pending on all ranks, but with different signatures or a problem on some,
 //      fails on all of them, and the message shows every rank's.
 //   3. If neither exists and some rank waits for a request that a rank that has left did not
-//      submit, the program is broken: all that is pending fails, and so does all that comes later.
-//   4. If every rank has something pending, and no rank's queue has changed for long, the ranks
-//   have
-//      gone different ways: all that they have reported fails. What comes later may run.
+//      submit, the program is broken: all that is pending fails, and so do all later requests.
+//   4. If every rank has something pending, and no rank's queue has changed for a long time, the
+//      ranks have diverged: all that they have reported fails. Later requests may run.
 //   5. If a rank has waited for too long, all fails as in 3.
 //   6. Otherwise the ranks wait for more requests and report again.
 #pragma once
@@ -31,17 +30,17 @@ struct Pending {
   std::string problem;    // not empty: why it cannot run
   std::string header;     // for ranks that have joined, see collectives.h
   bool joins = false;     // the end of what this rank submits
-  int needs = nobody;     // the rank without which it cannot run, if that has joined
+  int needs = nobody;     // the rank that must not have joined
 };
 
 struct Report {
   int rank = 0;                // in the job
-  std::string host;            //
+  std::string host;            // its name
   std::vector<Pending> queue;  // oldest first
   bool leaving = false;        // nothing will follow the queue
   std::string reason;          // of leaving
-  double unchanged = 0;        // seconds that the queue has been so, if that is long
-  double waited = 0;           // seconds, if that is too long
+  double unchanged = 0;        // seconds since the queue changed, if over HVD_MISMATCH_SECONDS
+  double waited = 0;           // seconds without progress, if over the timeout
 
   bool joined() const;
 };
@@ -61,8 +60,8 @@ struct Decision {
   std::vector<Step> run;  // in this order
   std::vector<Refusal> refuse;
   std::string mismatch;  // not empty: all that was reported fails with this
-  std::string left;      // not empty: who left, so that nothing can follow
-  std::string stuck;     // not empty: who waits for what for too long, so that nothing shall follow
+  std::string left;      // not empty: who left, so that all fails
+  std::string stuck;     // not empty: who waits for what for too long, so that all fails
 
   bool nothing() const {
     return run.empty() && refuse.empty() && mismatch.empty() && left.empty() && stuck.empty();

@@ -10,6 +10,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -27,10 +28,8 @@ namespace hvd {
 
 class Engine {
  public:
-  // How a rank left: with all others; while others still waited for it (they have been told);
-  // without an answer from the others in time; after another rank had left while this one waited
-  // for it; after a deadline had passed.
-  enum class LeaveResult { together, alone, unheard, deserted, lost };
+  // In the order of hvd_leave()'s results (c_api.cc).
+  enum class LeaveResult { all_left, left_early, no_answer, peer_left, aborted };
 
   // Reports everything it does to the recorder.
   Engine(std::unique_ptr<Transport> transport, const Settings& settings,
@@ -45,28 +44,33 @@ class Engine {
   // Says that this rank submits nothing more.
   void announce_leaving(const std::string& reason);
 
-  // Waits for the others to leave too, at most `seconds` (< 0: for ever).
+  // Waits for the others to leave too, at most `seconds` (< 0: without limit).
   LeaveResult leave(double seconds);
 
  private:
   struct Entry {
     Request request;
-    uint64_t fingerprint;
+    uint64_t fingerprint = 0;
     std::string problem;
     Clock::time_point submitted;
   };
 
   void loop();
-  void serve(const std::string& identity, const std::string& header);
-  bool negotiate();
+  uint64_t wait_for_head();
+  Entry take_head();
+  void serve(Entry entry);
   void stop(LeaveResult result, Code code, const std::string& why);
+
+  // In negotiation.cc.
+  bool negotiate();
   void fail_first(size_t count, const Status& status);
   bool take(const std::string& identity, Entry* entry);
   Report report();
   void note_joined(const std::vector<bool>& joined);
-  std::string who(const std::vector<int>& ranks) const;
-  template <typename Text>
-  std::string watch(double seconds, const Text& text);
+  void end_joining(Request& request);
+  std::string head_waits_for(const std::vector<int>& missing);
+  std::string who(const std::vector<int>& missing) const;
+  std::string watch(double seconds, const std::function<std::string()>& text);
   void note_progress();
   double idle_seconds() const;
   double timeout() const;
@@ -74,14 +78,14 @@ class Engine {
   const std::unique_ptr<Transport> transport_;
   const Settings settings_;
 
-  std::mutex mutex_;  // guards what follows, up to the blank line
+  std::mutex mutex_;  // guards the members up to the blank line
   std::condition_variable changed_;
   std::deque<Entry> queue_;
   Clock::time_point queue_changed_ = Clock::now();  // by this rank
   bool leaving_ = false;
   std::string reason_;
   bool stopped_ = false;
-  LeaveResult leave_result_ = LeaveResult::unheard;
+  LeaveResult leave_result_ = LeaveResult::no_answer;
   Code code_ = Code::aborted;
   std::string why_stopped_;
 

@@ -4,7 +4,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 #include "core/request/collectives.h"
 
 namespace hvd {
@@ -18,7 +18,7 @@ Request neutral_request(const std::string& header) {
     std::vector<char>& buffer = buffers->emplace_back(input.bytes());
     input.data = buffer.data();
     if (row.reduces)
-      fill_neutral(input.dtype, request.reduction, elements(input.shape), buffer.data());
+      loops().fill_neutral(input.dtype, request.reduction, elements(input.shape), buffer.data());
     if (row.keeps_shape) request.outputs.push_back(buffer.data());
   }
   request.allocate = [buffers, inputs = request.inputs](size_t index, const Shape& shape,

@@ -1,4 +1,4 @@
-// The request with which a rank that has joined takes part in what the others submit.
+// The request with which a rank that has joined takes part in a collective of the others.
 #pragma once
 
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace hvd {
 
-// Neutral values where the ranks' values are reduced, no rows where their number is free; results
-// are thrown away. `header` is of another rank's request, see collectives.h.
+// Neutral values if the kind reduces, no rows if their number may differ by rank; results are
+// discarded. `header` is of another rank's request, see collectives.h.
 Request neutral_request(const std::string& header);
 
 }  // namespace hvd

@@ -9,11 +9,10 @@
 namespace hvd {
 namespace {
 
-// Ranks that come this close to each other have come together: about what the system takes to wake
-// a thread.
+// Ranks that arrive within this time count as simultaneous: about what it takes to wake a thread.
 constexpr double kTogetherSeconds = 100e-6;
 
-// Of a name in the timeline; the rest is left out.
+// The longest name in the timeline; longer ones are cut.
 constexpr size_t kNameBytes = 256;
 
 uint64_t nanoseconds(Clock::duration time) {
@@ -29,7 +28,7 @@ std::string number(double value, int decimals) {
   return text;
 }
 
-// Bytes of the UTF-8 character that begins there; 0: none does.
+// The length of the UTF-8 character that starts there; 0 if none does.
 size_t character(const std::string& text, size_t at) {
   const auto byte = static_cast<unsigned char>(text[at]);
   const size_t size = byte < 0x80 ? 1 : byte < 0xc2 ? 0 : byte < 0xe0 ? 2 : byte < 0xf0 ? 3 : 4;
@@ -40,7 +39,7 @@ size_t character(const std::string& text, size_t at) {
   return size;
 }
 
-// As a JSON string; what is no text or too long is replaced.
+// As a JSON string; invalid UTF-8 is replaced, and long names are cut.
 std::string quoted(const std::string& text) {
   std::string out = "\"";
   for (size_t at = 0; at < text.size();) {
@@ -126,7 +125,7 @@ void Recorder::served(const Served& request) {
 void Recorder::agreed(int process_set, const std::vector<int>& ranks,
                       const std::vector<std::string>& hosts, const std::vector<Served>& requests,
                       const std::vector<WaitTimes>& all_times) {
-  // Who waited least came last; each of the others waited for it, on average this much longer.
+  // The rank that waited least arrived last; the others waited for it, on average this much longer.
   const auto shortest = std::min_element(
       all_times.begin(), all_times.end(),
       [](const WaitTimes& a, const WaitTimes& b) { return a.waited_ns < b.waited_ns; });
@@ -151,8 +150,8 @@ void Recorder::draw(int process_set, const std::vector<int>& ranks,
     begin_row(process_set, ranks[r], hosts[r]);
     for (const Served& request : requests) {
       if (request.end < timeline_begun_) continue;
-      // After a negotiation several requests run in a row, of which a rank tells the sums: then
-      // this rank's own times stand for all.
+      // After a negotiation several requests run in a row, and ranks report only the sums: then
+      // this rank's own times are drawn for all.
       WaitTimes wait_times{nanoseconds(request.start - request.ready),
                            nanoseconds(request.end - request.start), request.bytes};
       if (requests.size() == 1) wait_times = all_times[r];
@@ -185,8 +184,8 @@ void Recorder::begin_row(int process_set, int rank, const std::string& host) {
       quoted(process_set == 0 ? "all ranks" : "process set " + std::to_string(process_set)) + "}}");
 }
 
-// Slices of one row must not overlap, which those of other ranks could by the little that this
-// rank's clock is late.
+// Slices of one row must not overlap; those of other ranks could, slightly, since they are placed
+// on this rank's clock.
 void Recorder::slice(int process_set, int rank, const std::string& title, Span span,
                      const std::string& arguments) {
   Clock::time_point& drawn = rows_.at({rank, process_set});
@@ -204,7 +203,7 @@ void Recorder::add(const std::string& event) {
   if (file_.is_open()) file_.add(event);
 }
 
-// A job does not end because its timeline does.
+// A timeline that cannot be written does not end the job.
 void Recorder::end_unless(const Status& status) {
   if (status.ok()) return;
   log(LogLevel::error, "the timeline ends here: " + status.message);

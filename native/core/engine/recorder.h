@@ -4,10 +4,10 @@
 //                                                                        ├─ counters: stats()
 //                                                                        └─ timeline, on rank 0
 //
-// Clocks of different ranks are never compared. With each proposal every rank tells how long it
-// waited and ran since the proposal before; since an agreement ends on all ranks at once (but for
-// the sleep of about a millisecond at most that a long wait may end with), rank 0 knows from its
-// own clock when that was, and draws a row for every rank.
+// Clocks of different ranks are never compared. With each proposal a rank reports how long it
+// waited and ran since its previous proposal. An agreement ends on all ranks at once (up to a
+// millisecond, by which a long wait may oversleep), so rank 0 can place these times on its own
+// clock and draw a row for every rank.
 #pragma once
 
 #include <chrono>
@@ -27,11 +27,11 @@ namespace hvd {
 
 using Clock = std::chrono::steady_clock;
 
-// A request that has run. What it is called is opaque here.
+// A request that has run.
 struct Served {
   std::string kind;
   std::string name;
-  uint64_t bytes = 0;       // that this rank gave
+  uint64_t bytes = 0;       // of this rank's inputs
   Clock::time_point ready;  // submitted, and the engine was free
   Clock::time_point start;  // all ranks had agreed on it
   Clock::time_point end;
@@ -42,9 +42,8 @@ class Recorder {
   // For one rank of a job of `size` ranks.
   explicit Recorder(int rank = 0, int size = 1) : rank_(rank), size_(size) {}
 
-  // Writes what all ranks do from now on; for rank 0. Fails if a timeline is already being written,
-  // or
-  // the file cannot be.
+  // Starts to write the timeline of all ranks; for rank 0. Fails if a timeline is already being
+  // written, or if the file cannot be written.
   Status start_timeline(const std::string& path);
   void stop_timeline();
 
@@ -54,8 +53,8 @@ class Recorder {
   void note_end();
 
   void served(const Served& request);
-  // Between two agreements of a process set the ranks (of the job) have served these requests; each
-  // rank tells of its part.
+  // The requests that the ranks (of the job) of a process set have served between two agreements,
+  // with each rank's wait times.
   void agreed(int process_set, const std::vector<int>& ranks, const std::vector<std::string>& hosts,
               const std::vector<Served>& requests, const std::vector<WaitTimes>& all_times);
 
@@ -82,25 +81,25 @@ class Recorder {
   const int rank_, size_;
   const Clock::time_point begun_ = Clock::now();
 
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   Clock::time_point ended_{};
   std::map<std::string, Counters> kinds_;
   std::map<int, Lateness> ranks_;
   TraceFile file_;
   Clock::time_point timeline_begun_{};
-  // Of the timeline, by rank and process set: where the last slice ends.
+  // By rank and process set: the end of the last slice in the timeline.
   std::map<std::pair<int, int>, Clock::time_point> rows_;
 };
 
-// One engine's view, for its thread alone.
+// What one engine records; used by its thread only.
 class History {
  public:
   History(std::shared_ptr<Recorder> recorder, int process_set, const Transport& transport);
 
-  // A request that was submitted then has run from `start` until now.
+  // A request ran from `start` until now.
   void served(const std::string& kind, const std::string& name, uint64_t bytes,
               Clock::time_point submitted, Clock::time_point start);
-  // The engine is free for its next request only from now on.
+  // The engine is free for its next request from now on.
   void free() { free_since_ = Clock::now(); }
   // For this rank's next proposal.
   const WaitTimes& wait_times() const { return past_; }

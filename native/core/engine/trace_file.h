@@ -15,7 +15,7 @@ class TraceFile {
   TraceFile(const TraceFile&) = delete;
   TraceFile& operator=(const TraceFile&) = delete;
 
-  // Replaces what is there by an empty array.
+  // Creates the file, or overwrites it, with an empty array.
   Status open(const std::string& path);
   bool is_open() const { return descriptor_ >= 0; }
 

@@ -1,5 +1,6 @@
 // What we use of CUDA's runtime library, by the C interface that NVIDIA documents
-// (https://docs.nvidia.com/cuda/cuda-runtime-api). Opened at run time: to build needs no CUDA.
+// (https://docs.nvidia.com/cuda/cuda-runtime-api). Loaded at run time, so that building needs no
+// CUDA.
 #pragma once
 
 #include <cstddef>
@@ -44,20 +45,20 @@ struct CudaApi {
   int (*allocate_host)(void**, size_t, unsigned);
   int (*free_host)(void*);
 
-  // Throws GpuError if the result is no success.
+  // Throws GpuError unless the result is kCudaSuccess.
   void check(int result, const char* call) const;
 };
 
-// CUDA or NCCL refuse. What was begun may never end.
+// CUDA or NCCL failed. Started work may never finish.
 class GpuError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Null if there is none, with the reason and what to do. The first call of the process opens it.
+// Null if it cannot be loaded; `why` then says why and what to do. The first call loads it.
 const CudaApi* cuda_api(const Settings& settings, std::string* why);
 
-// Calls in its scope go to this device; not those of other threads.
+// Selects a device for this thread's CUDA calls in its scope.
 class OnDevice {
  public:
   OnDevice(const CudaApi& cuda, int device);

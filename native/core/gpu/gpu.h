@@ -10,23 +10,23 @@
 
 namespace hvd {
 
-// A point in the work of a stream. The last owner gives the event back to be used again.
+// A point in the work of a stream. The last owner returns the event to a pool.
 using Event = std::shared_ptr<CUevent_st>;
 using Memory = std::shared_ptr<void>;
 
 class Gpu {
  public:
   Gpu(const CudaApi& cuda, int device);
-  ~Gpu();  // all work of the stream is done
+  ~Gpu();  // all work of the stream must be finished
 
   const CudaApi& cuda() const { return cuda_; }
   int device() const { return device_; }
   CudaStream stream() const { return stream_; }
 
-  // All that the stream (of this device) has been given until now. From any thread.
+  // Marks the work enqueued in the stream (of this device) so far. From any thread.
   Event record(CudaStream stream);
 
-  // What the stream is given from now on comes after the event.
+  // Later work of the stream waits for the event.
   void wait(CudaStream stream, const Event& event);
 
   bool finished(const Event& event) const;
@@ -35,18 +35,18 @@ class Gpu {
   void copy(void* target, const void* source, size_t bytes);
 
   Memory allocate(size_t bytes);  // of the device; freed by the last owner
-  Memory pinned(size_t bytes);    // of the host; used again after the last owner
+  Memory pinned(size_t bytes);    // of the host; returned to a pool by the last owner
 
   std::string bus_id() const;  // of the device: the same for all processes of this host
 
  private:
-  // Outlives the Gpu for as long as somebody owns one of its things.
+  // Outlives the Gpu while events or memory of it are owned.
   struct Store {
     explicit Store(const CudaApi& api) : cuda(api) {}
     ~Store();
 
     const CudaApi& cuda;
-    std::mutex mutex;  // guards what follows
+    std::mutex mutex;  // guards the members below
     std::vector<CudaEvent> events;
     std::vector<std::pair<size_t, void*>> blocks;  // of pinned memory, with their bytes
   };

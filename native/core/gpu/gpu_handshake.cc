@@ -9,11 +9,11 @@
 namespace hvd {
 namespace {
 
-const char* name_of(GpuWay way) { return way == GpuWay::nccl ? "NCCL" : "MPI"; }
+const char* name_of(GpuBackend backend) { return backend == GpuBackend::nccl ? "NCCL" : "MPI"; }
 
 }  // namespace
 
-GpuWay chosen_way(const Settings& settings, Kind kind) {
+GpuBackend backend_of(const Settings& settings, Kind kind) {
   switch (kind) {
     case Kind::allreduce:
       return settings.gpu_allreduce;
@@ -26,14 +26,14 @@ GpuWay chosen_way(const Settings& settings, Kind kind) {
   }
 }
 
-std::string ways_text(const Settings& settings) {
+std::string backends_text(const Settings& settings) {
   std::string text = std::string("operations ") + name_of(settings.gpu_operations);
   text += std::string(", allreduce ") + name_of(settings.gpu_allreduce);
   text += std::string(", allgather ") + name_of(settings.gpu_allgather);
   return text + ", broadcast " + name_of(settings.gpu_broadcast);
 }
 
-bool wants_nccl(const std::string& ways) { return ways.find("NCCL") != std::string::npos; }
+bool wants_nccl(const std::string& backends) { return backends.find("NCCL") != std::string::npos; }
 
 // The kernel's, so that containers of one machine know each other.
 std::string this_machine() {
@@ -47,15 +47,15 @@ GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& 
   GpuHandshake result;
   const auto rank = [&](size_t r) { return "rank " + std::to_string(ranks[r]); };
   for (size_t r = 1; r < all.size(); ++r) {
-    if (all[r].ways == all[0].ways) continue;
+    if (all[r].backends == all[0].backends) continue;
     result.refusal =
         "the ranks' settings of HVD_GPU_OPERATIONS, HVD_GPU_ALLREDUCE, "
         "HVD_GPU_ALLGATHER and HVD_GPU_BROADCAST differ: " +
-        rank(0) + " has " + all[0].ways + "; " + rank(r) + " has " + all[r].ways +
+        rank(0) + " has " + all[0].backends + "; " + rank(r) + " has " + all[r].backends +
         ". Set the same on all.";
     return result;
   }
-  if (!wants_nccl(all[0].ways)) return result;
+  if (!wants_nccl(all[0].backends)) return result;
   for (size_t r = 0; r < all.size(); ++r) {
     if (all[r].problem.empty()) continue;
     result.warning = "tensors of GPUs go through the host's memory, which is slower, since " +
@@ -86,7 +86,7 @@ GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& 
 
 std::string encode(const GpuInfo& info) {
   Writer out;
-  out.text(info.ways);
+  out.text(info.backends);
   out.text(info.machine);
   out.text(info.bus_id);
   out.number(info.nccl_version);
@@ -98,7 +98,7 @@ std::string encode(const GpuInfo& info) {
 GpuInfo decode_gpu_info(const std::string& bytes) {
   Reader in(bytes);
   GpuInfo info;
-  info.ways = in.text();
+  info.backends = in.text();
   info.machine = in.text();
   info.bus_id = in.text();
   info.nccl_version = in.number<int>();

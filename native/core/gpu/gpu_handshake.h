@@ -1,5 +1,4 @@
-// What ranks tell each other before they use GPUs together, and what follows from it. Pure
-// functions.
+// What ranks exchange before they use GPUs together, and what they decide from it. Pure functions.
 #pragma once
 
 #include <string>
@@ -11,9 +10,9 @@
 namespace hvd {
 
 struct GpuInfo {
-  std::string ways;     // the settings: which kinds go by NCCL
-  std::string machine;  // the same for all processes of a machine
-  std::string bus_id;   // of the GPU
+  std::string backends;  // the settings: which kinds use NCCL
+  std::string machine;   // the same for all processes of a machine
+  std::string bus_id;    // of the GPU
   int nccl_version = 0;
   std::string problem;  // why there is no NCCL
   std::string id;       // rank 0: NCCL's name for the set
@@ -31,9 +30,9 @@ GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& 
 std::string encode(const GpuInfo& info);
 GpuInfo decode_gpu_info(const std::string& bytes);
 
-GpuWay chosen_way(const Settings& settings, Kind kind);
-std::string ways_text(const Settings& settings);
-bool wants_nccl(const std::string& ways);
+GpuBackend backend_of(const Settings& settings, Kind kind);
+std::string backends_text(const Settings& settings);
+bool wants_nccl(const std::string& backends);
 std::string this_machine();
 
 }  // namespace hvd

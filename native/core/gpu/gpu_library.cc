@@ -56,7 +56,7 @@ int GpuLibrary::version(int (*ask)(int*), int oldest, std::string (*text)(int)) 
   int version = 0;
   if (!problem_.empty()) return version;
   if (ask(&version) != 0) {
-    problem_ = "it does not tell its version";
+    problem_ = "its version is unknown";
   } else if (version < oldest) {
     problem_ = "it is version " + text(version) + ", expected " + text(oldest) + " or later";
   }

@@ -20,7 +20,7 @@ class GpuLibrary {
     *function = reinterpret_cast<Function*>(find(name));
   }
 
-  // By this function of the library, which returns 0 if it can tell; notes a version that is older.
+  // The version, from this function of the library; an older one than `oldest` is a problem.
   int version(int (*ask)(int*), int oldest, std::string (*text)(int));
 
   // Why it cannot be used, in a sentence about `what`, and then the cure; empty if all that was

@@ -10,7 +10,8 @@
 
 namespace hvd {
 
-// All ranks come here alike. Adds what must live until our stream has done what it was given.
+// All ranks call this for the same request. Adds to `held` what must live until the work enqueued
+// in our stream is finished.
 Status run_on_host(Gpu& gpu, Transport& host, Request& request, const Waiting& waiting,
                    const Pause& pause, const std::function<void()>& allocated,
                    std::vector<Memory>* held);

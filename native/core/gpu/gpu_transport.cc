@@ -14,11 +14,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Between two looks at the GPU, while the host has to wait for it: what is short is seen at once.
+// How long the host polls the GPU without sleeping, and how long it sleeps between polls after
+// that.
 constexpr double kSpinSeconds = 100e-6;
 constexpr auto kSleep = std::chrono::microseconds(50);
 
-// How long what was begun may take to end after the ranks have lost each other.
+// How long started work may take to end after an abort.
 constexpr double kLastSeconds = 1.0;
 
 std::atomic<int> default_gpu{0};
@@ -35,25 +36,25 @@ GpuTransport::GpuTransport(std::unique_ptr<Transport> host, const Settings& sett
                            AbortProcess abort_process)
     : host_(std::move(host)), settings_(settings), abort_process_(std::move(abort_process)) {}
 
-// Of a set that all ranks have left together, or whose ranks have lost each other.
+// All ranks have left the set together, or the transport was aborted.
 GpuTransport::~GpuTransport() {
   if (!gpu_) return;
   const auto start = Clock::now();
   const Pause pause = [] { std::this_thread::sleep_for(kSleep); };
   try {
     const OnDevice here(gpu_->cuda(), gpu_->device());
-    while (!lost_ && trouble().empty() && !works_.empty()) pause();
-    if (!lost_ && works_.empty() && communicator_) communicator_->close(pause);
-    communicator_.reset();  // ends what has not ended
+    while (!aborted_ && failure().empty() && !works_.empty()) pause();
+    if (!aborted_ && works_.empty() && communicator_) communicator_->close(pause);
+    communicator_.reset();  // aborts unfinished work
     while (!works_.empty() && seconds_since(start) < kLastSeconds) {
       pause();
       drop_finished();
     }
   } catch (const std::exception& error) {
-    log(LogLevel::warning, std::string("the GPU was not left in order: ") + error.what());
+    log(LogLevel::warning, std::string("the GPU was not cleaned up: ") + error.what());
   }
   if (works_.empty()) return;
-  new std::deque<Work>(std::move(works_));  // in use for ever
+  new std::deque<Work>(std::move(works_));  // leaked: the GPU still uses it
   gpu_.release();
 }
 
@@ -92,14 +93,14 @@ Gpu* GpuTransport::gpu(int device, std::string* problem) {
 }
 
 std::vector<Proposal> GpuTransport::agree(const Proposal& mine, const Waiting& waiting) {
-  if (const std::string why = trouble(); !why.empty()) fail(why);
+  if (const std::string why = failure(); !why.empty()) fail(why);
   try {
     return host_->agree(mine, [&](double seconds, const std::vector<int>& missing) {
-      const std::string why = trouble();
+      const std::string why = failure();
       return why.empty() ? waiting(seconds, missing) : why;
     });
   } catch (const Aborted& aborted) {
-    on_lost(aborted.what());
+    on_abort(aborted.what());
     throw;
   }
 }
@@ -108,7 +109,7 @@ std::vector<std::string> GpuTransport::gather(const std::string& mine, const Wai
   try {
     return host_->gather(mine, waiting);
   } catch (const Aborted& aborted) {
-    on_lost(aborted.what());
+    on_abort(aborted.what());
     throw;
   }
 }
@@ -121,24 +122,24 @@ Status GpuTransport::run(Request& request, const Waiting& waiting) {
     fail(identity(request) + " failed on rank " + std::to_string(ranks()[rank()]) + ": " +
          error.what());
   } catch (const Aborted& aborted) {
-    on_lost(aborted.what());
+    on_abort(aborted.what());
     throw;
   }
 }
 
 bool GpuTransport::busy() {
   if (works_.empty()) return false;
-  if (const std::string why = trouble(); !why.empty()) fail(why);
+  if (const std::string why = failure(); !why.empty()) fail(why);
   check_peers();
   return !works_.empty();
 }
 
-// A rank may abort after it has agreed on a request; then its work never comes.
+// A rank may abort after it has agreed on a request, and then never enqueue its work.
 void GpuTransport::check_peers() {
   try {
     host_->check_aborted();
   } catch (const Aborted& aborted) {
-    on_lost(aborted.what());
+    on_abort(aborted.what());
     throw;
   }
 }
@@ -171,13 +172,13 @@ Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
   } else {
     gpu->wait(gpu->stream(), std::static_pointer_cast<CUevent_st>(request.ready));
   }
-  // Memory that the framework gives now may still be in use by what its stream was given before.
+  // Memory that the framework allocates now may still be in use by earlier work of its stream.
   const auto allocated = [&] {
     if (!joined) gpu->wait(gpu->stream(), gpu->record(framework));
   };
   const Status status = nccl ? nccl_->run(request, waiting, pause, allocated)
                              : run_on_host(*gpu, *host_, request, waiting, pause, allocated, &held);
-  // The inputs may be in use even if it has failed.
+  // Even after a failure, enqueued work may still read the inputs.
   const Event done = gpu->record(gpu->stream());
   if (!joined) gpu->wait(framework, done);
   if (works_.empty()) progress_ = Clock::now();
@@ -185,7 +186,7 @@ Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
   return status;
 }
 
-// Of a rank that has joined: its neutral values are the host's, and nobody wants its results.
+// For a rank that has joined: copies its neutral values to the GPU; its results are discarded.
 void GpuTransport::neutral_request_on(Gpu& gpu, Request& request, std::vector<Memory>* held) {
   held->push_back(
       std::make_shared<std::function<void(const Status&)>>(request.done));  // its buffers
@@ -207,27 +208,27 @@ void GpuTransport::neutral_request_on(Gpu& gpu, Request& request, std::vector<Me
 }
 
 bool GpuTransport::by_nccl(const Request& request) const {
-  return nccl_ && chosen_way(settings_, request.kind) == GpuWay::nccl &&
+  return nccl_ && backend_of(settings_, request.kind) == GpuBackend::nccl &&
          NcclCollectives::can(request);
 }
 
-// Once per process set: what the ranks have, and whether it goes together.
+// Once per process set: compares the ranks' GPUs, NCCL versions and settings.
 Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
   std::string no_nccl;
   const NcclApi* nccl = nccl_api(settings_, &no_nccl);
   GpuInfo mine;
-  mine.ways = ways_text(settings_);
+  mine.backends = backends_text(settings_);
   mine.machine = this_machine();
   mine.bus_id = gpu.bus_id();
   mine.problem = no_nccl;
-  if (nccl && wants_nccl(mine.ways)) {
+  if (nccl && wants_nccl(mine.backends)) {
     mine.nccl_version = nccl->version;
     NcclId id;
     if (rank() == 0 && nccl->get_unique_id(&id) == kNcclSuccess) {
       mine.id.assign(id.bytes, sizeof id.bytes);
     } else if (rank() == 0) {
       mine.problem = std::string("NCCL finds no network: ") + nccl->last_error(nullptr) +
-                     ". NCCL_DEBUG=INFO tells more.";
+                     ". Set NCCL_DEBUG=INFO for details.";
     }
   }
   std::vector<GpuInfo> all;
@@ -245,7 +246,7 @@ Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
   return {};
 }
 
-// The waits of the host for a GPU, or for NCCL.
+// Called between two polls of a GPU or of NCCL.
 Pause GpuTransport::pause_with(const Waiting& waiting) {
   return [waiting, this, start = Clock::now()] {
     const double waited = seconds_since(start);
@@ -267,8 +268,8 @@ void GpuTransport::drop_finished() {
   }
 }
 
-// Forgets what the GPU has done. Why it does no more, if so.
-std::string GpuTransport::trouble() {
+// Drops finished work. Returns why the rest cannot finish, or "".
+std::string GpuTransport::failure() {
   try {
     drop_finished();
   } catch (const GpuError& error) {
@@ -284,28 +285,29 @@ std::string GpuTransport::trouble() {
   const double waited = seconds_since(std::max(progress_, works_.front().since));
   if (settings_.timeout_seconds == 0 || waited < settings_.timeout_seconds) return "";
   return "no progress for " + std::to_string(static_cast<int64_t>(waited)) + " s: " + here +
-         " does not end. Has the process or the GPU of another rank stopped, or the network "
-         "between them? NCCL_DEBUG=INFO tells more.";
+         " does not finish. Has the process or the GPU of another rank stopped, or the network "
+         "between them? Set NCCL_DEBUG=INFO for details.";
 }
 
-// Ends with the words of the rank that was first, which may be another.
+// Aborts all ranks. Throws Aborted with the reason of the rank that was first, which may be
+// another.
 void GpuTransport::fail(const std::string& why) {
-  std::string words = why;
+  std::string reason = why;
   try {
     host_->abort(why);
   } catch (const Aborted& aborted) {
-    words = aborted.what();
+    reason = aborted.what();
   }
-  on_lost(words);
-  throw Aborted(words);
+  on_abort(reason);
+  throw Aborted(reason);
 }
 
-// The ranks have lost each other: work that is still to be done never will be.
-void GpuTransport::on_lost(const std::string& why) {
-  if (std::exchange(lost_, true)) return;
+// After an abort: unfinished work never finishes, since another rank's part is missing.
+void GpuTransport::on_abort(const std::string& why) {
+  if (std::exchange(aborted_, true)) return;
   try {
     drop_finished();
-  } catch (const GpuError&) {  // then the results of what is left will not come either
+  } catch (const GpuError&) {  // then unfinished work has no results either
   }
   if (!works_.empty()) abort_process_(why);
 }

@@ -63,9 +63,9 @@ class GpuTransport : public Transport {
   Pause pause_with(const Waiting& waiting);
   void check_peers();
   void drop_finished();
-  std::string trouble();
+  std::string failure();
   [[noreturn]] void fail(const std::string& why);
-  void on_lost(const std::string& why);
+  void on_abort(const std::string& why);
 
   const std::unique_ptr<Transport> host_;
   const Settings settings_;
@@ -81,7 +81,7 @@ class GpuTransport : public Transport {
   std::unique_ptr<NcclCollectives> nccl_;
   std::deque<Work> works_;  // oldest first
   std::chrono::steady_clock::time_point progress_;
-  bool lost_ = false;
+  bool aborted_ = false;
 };
 
 // The device that a rank uses after it has joined, if it has not used one before.

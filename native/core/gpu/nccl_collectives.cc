@@ -5,7 +5,7 @@
 #include <map>
 
 #include "core/math/layout.h"
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 #include "core/request/collectives.h"
 
 namespace hvd {
@@ -15,12 +15,6 @@ int64_t row_elements(const Input& input) {
   Shape row = input.shape;
   row[0] = 1;
   return elements(row);
-}
-
-// The first row of a rank's slice; the first ranks get one more if the rows do not divide.
-int64_t first_row(const Input& input, int rank, int size) {
-  const int64_t rows = input.shape[0];
-  return rows / size * rank + std::min<int64_t>(rank, rows % size);
 }
 
 const char* at(const void* data, int64_t bytes) { return static_cast<const char*>(data) + bytes; }
@@ -70,7 +64,7 @@ class NcclCollectives::Operation {
       default: {  // of 16 bits: 1 in that dtype, scaled by reduce(), which rounds to nearest
         const uint16_t unit = dtype == DType::float16 ? 0x3c00 : 0x3f80;
         const void* source = &unit;
-        reduce(dtype, Reduction::sum, {factor, 1, 1}, &source, 1, 1, out);
+        loops().reduce(dtype, Reduction::sum, {factor, 1, 1}, &source, 1, 1, out);
       }
     }
   }
@@ -102,22 +96,24 @@ Status NcclCollectives::run(Request& request, const Waiting& waiting, const Paus
   const int size = host_.size();
   std::vector<int64_t> rows;
   std::vector<std::vector<int64_t>> bytes;
+  std::vector<Part> sent, received;
   Status status;
   if (request.kind == Kind::allgather) {
     for (const Input& input : request.inputs) rows.push_back(input.shape[0]);
-    rows = tell(rows, waiting);
+    rows = gather_numbers(rows, waiting);
     status = allocate_gathered(request, rows, size, &bytes);
   } else if (request.kind == Kind::alltoall) {
     for (size_t i = 1; i < request.inputs.size(); i += 2) {
       const int64_t* own = static_cast<const int64_t*>(request.inputs[i].data);
       rows.insert(rows.end(), own, own + size);
     }
-    rows = tell(rows, waiting);
-    status = allocate_received(request, rows);
+    rows = gather_numbers(rows, waiting);
+    status = allocate_exchanged(request, rows, host_.rank(), size, &sent, &received);
   } else {
-    status = allocate_slices(request);
+    status = allocate_scattered(request, host_.rank(), size);
   }
-  status = all_or_none(status, tell({status.ok() ? 0 : 1}, waiting), host_.ranks(), request);
+  status =
+      all_or_none(status, gather_numbers({status.ok() ? 0 : 1}, waiting), host_.ranks(), request);
   if (!status.ok()) return status;
   allocated();
   if (request.kind == Kind::reducescatter) {
@@ -125,7 +121,7 @@ Status NcclCollectives::run(Request& request, const Waiting& waiting, const Paus
   } else {
     communicator_.group(
         [&] {
-          request.kind == Kind::allgather ? allgather(request, bytes) : alltoall(request, rows);
+          request.kind == Kind::allgather ? allgather(request, bytes) : alltoall(sent, received);
         },
         pause);
   }
@@ -170,7 +166,7 @@ void NcclCollectives::broadcast(const Request& request, const Pause& pause) {
       pause);
 }
 
-// NCCL's own call wants as many bytes of each rank; otherwise each rank in turn is a root.
+// ncclAllGather needs equal sizes; otherwise one broadcast per rank.
 void NcclCollectives::allgather(const Request& request,
                                 const std::vector<std::vector<int64_t>>& bytes) {
   for (size_t i = 0; i < request.inputs.size(); ++i) {
@@ -195,29 +191,22 @@ void NcclCollectives::allgather(const Request& request,
   }
 }
 
-// `rows` of each rank: for each tensor, how many go to each rank.
-void NcclCollectives::alltoall(const Request& request, const std::vector<int64_t>& rows) {
-  const size_t n = request.inputs.size() / 2;
-  const int size = host_.size(), me = host_.rank();
-  for (size_t i = 0; i < n; ++i) {
-    const Input& input = request.inputs[2 * i];
-    const int64_t row = row_elements(input) * static_cast<int64_t>(size_of(input.dtype));
-    const char* in = static_cast<const char*>(input.data);
-    char* out = static_cast<char*>(request.outputs[2 * i]);
-    for (int r = 0; r < size; ++r) {
-      const int64_t sent = rows[(me * n + i) * size + r] * row;
-      const int64_t got = rows[(r * n + i) * size + me] * row;
-      if (sent > 0)
-        check(nccl().send(in, sent, kNcclBytes, r, communicator_.handle(), stream_), "ncclSend");
-      if (got > 0)
-        check(nccl().receive(out, got, kNcclBytes, r, communicator_.handle(), stream_), "ncclRecv");
-      in += sent;
-      out += got;
-    }
+void NcclCollectives::alltoall(const std::vector<Part>& sent, const std::vector<Part>& received) {
+  for (const Part& part : sent) {
+    if (part.bytes > 0)
+      check(nccl().send(part.data, part.bytes, kNcclBytes, part.rank, communicator_.handle(),
+                        stream_),
+            "ncclSend");
+  }
+  for (const Part& part : received) {
+    if (part.bytes > 0)
+      check(nccl().receive(part.data, part.bytes, kNcclBytes, part.rank, communicator_.handle(),
+                           stream_),
+            "ncclRecv");
   }
 }
 
-// NCCL's own call wants equal slices; otherwise each rank in turn is the root of a reduction.
+// ncclReduceScatter needs equal slices; otherwise one reduction per rank.
 void NcclCollectives::reducescatter(const Request& request, const Pause& pause) {
   const int size = host_.size();
   std::map<DType, Operation> operations;
@@ -239,8 +228,8 @@ void NcclCollectives::reducescatter(const Request& request, const Pause& pause) 
           const int64_t row = row_elements(input);
           const int64_t width = static_cast<int64_t>(size_of(input.dtype));
           for (int r = 0; r < size; ++r) {
-            const int64_t first = first_row(input, r, size) * row;
-            const int64_t count = first_row(input, r + 1, size) * row - first;
+            const int64_t first = first_row(input.shape[0], r, size) * row;
+            const int64_t count = first_row(input.shape[0], r + 1, size) * row - first;
             if (count == 0) continue;
             check(nccl().reduce(at(input.data, first * width), request.outputs[i], count, dtype, op,
                                 r, communicator_.handle(), stream_),
@@ -251,40 +240,9 @@ void NcclCollectives::reducescatter(const Request& request, const Pause& pause) 
       pause);
 }
 
-Status NcclCollectives::allocate_slices(Request& request) {
-  const int size = host_.size(), me = host_.rank();
-  request.outputs.assign(request.inputs.size(), nullptr);
-  Status status;
-  for (size_t i = 0; i < request.inputs.size() && status.ok(); ++i) {
-    const Input& input = request.inputs[i];
-    Shape shape = input.shape;
-    shape[0] = first_row(input, me + 1, size) - first_row(input, me, size);
-    status = request.allocate(i, shape, &request.outputs[i]);
-  }
-  return status;
-}
-
-Status NcclCollectives::allocate_received(Request& request, const std::vector<int64_t>& rows) {
-  const size_t n = request.inputs.size() / 2;
-  const int size = host_.size(), me = host_.rank();
-  request.outputs.assign(2 * n, nullptr);
-  Status status;
-  for (size_t i = 0; i < n && status.ok(); ++i) {
-    Shape shape = request.inputs[2 * i].shape;
-    shape[0] = 0;
-    for (int r = 0; r < size; ++r) shape[0] += rows[(r * n + i) * size + me];
-    status = request.allocate(2 * i, shape, &request.outputs[2 * i]);
-    if (status.ok()) status = request.allocate(2 * i + 1, {size}, &request.outputs[2 * i + 1]);
-    if (!status.ok()) break;
-    int64_t* received = static_cast<int64_t*>(request.outputs[2 * i + 1]);
-    for (int r = 0; r < size; ++r) received[r] = rows[(r * n + i) * size + me];
-  }
-  return status;
-}
-
-// As many numbers from each rank.
-std::vector<int64_t> NcclCollectives::tell(const std::vector<int64_t>& mine,
-                                           const Waiting& waiting) {
+// Allgather of numbers, equally many from each rank.
+std::vector<int64_t> NcclCollectives::gather_numbers(const std::vector<int64_t>& mine,
+                                                     const Waiting& waiting) {
   const size_t bytes = mine.size() * sizeof(int64_t);
   std::string text(bytes, '\0');
   if (bytes > 0) std::memcpy(text.data(), mine.data(), bytes);

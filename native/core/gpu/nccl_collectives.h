@@ -6,20 +6,22 @@
 
 #include "core/gpu/gpu.h"
 #include "core/gpu/nccl_communicator.h"
+#include "core/math/layout.h"
 #include "core/request/transport.h"
 
 namespace hvd {
 
 class NcclCollectives {
  public:
-  // `host` is the way between the same ranks over which sizes are told.
+  // `host` connects the same ranks; sizes are exchanged over it.
   NcclCollectives(NcclCommunicator& communicator, Transport& host, CudaStream stream)
       : communicator_(communicator), host_(host), stream_(stream) {}
 
   // Whether NCCL computes this at all: not Adasum, 16-bit integers, or scaled minima.
   static bool can(const Request& request);
 
-  // All ranks come here alike. Calls `allocated` when the outputs are there, before their use.
+  // All ranks call this for the same request. Calls `allocated` after the outputs are allocated,
+  // before their use.
   Status run(Request& request, const Waiting& waiting, const Pause& pause,
              const std::function<void()>& allocated);
 
@@ -29,11 +31,9 @@ class NcclCollectives {
   void allreduce(const Request& request, const Pause& pause);
   void broadcast(const Request& request, const Pause& pause);
   void allgather(const Request& request, const std::vector<std::vector<int64_t>>& bytes);
-  void alltoall(const Request& request, const std::vector<int64_t>& rows);
+  void alltoall(const std::vector<Part>& sent, const std::vector<Part>& received);
   void reducescatter(const Request& request, const Pause& pause);
-  Status allocate_slices(Request& request);
-  Status allocate_received(Request& request, const std::vector<int64_t>& rows);
-  std::vector<int64_t> tell(const std::vector<int64_t>& mine, const Waiting& waiting);
+  std::vector<int64_t> gather_numbers(const std::vector<int64_t>& mine, const Waiting& waiting);
   void check(int result, const char* call) const { communicator_.check(result, call); }
   const NcclApi& nccl() const { return communicator_.api(); }
 

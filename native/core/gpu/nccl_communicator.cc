@@ -37,7 +37,7 @@ void NcclCommunicator::check(int result, const char* call) const {
   const char* detail = nccl_.last_error(comm_);
   throw GpuError(std::string("NCCL refuses ") + call + ": " + nccl_.error_string(result) +
                  (detail && *detail ? std::string(" (") + detail + ")" : "") +
-                 ". NCCL_DEBUG=INFO tells more.");
+                 ". Set NCCL_DEBUG=INFO for details.");
 }
 
 std::string NcclCommunicator::problem() const {

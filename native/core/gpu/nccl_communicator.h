@@ -1,5 +1,5 @@
-// NCCL between the ranks of a process set. Nothing blocks in it: whatever takes longer is asked for
-// again and again, with a pause in which the caller may lose waiter.
+// A non-blocking NCCL communicator of the ranks of a process set. Waits are polls with a pause
+// between them, in which the caller may abort.
 #pragma once
 
 #include <functional>
@@ -9,28 +9,28 @@
 
 namespace hvd {
 
-// Called between two looks; throws to end the wait.
+// Called between two polls; throws to end the wait.
 using Pause = std::function<void()>;
 
 class NcclCommunicator {
  public:
   // Collective, on the current device. Throws GpuError, or what `pause` throws.
   NcclCommunicator(const NcclApi& nccl, const NcclId& id, int rank, int size, const Pause& pause);
-  ~NcclCommunicator();  // waits for nobody, unless it was closed
+  ~NcclCommunicator();  // aborts unfinished work, unless close() was called
 
   const NcclApi& api() const { return nccl_; }
   NcclComm handle() const { return comm_; }
 
-  // The calls of one group of collectives, which start together. On return all is in the stream.
+  // Runs NCCL calls as one group. On return all of it is enqueued in the stream.
   void group(const std::function<void()>& calls, const Pause& pause);
 
   // Throws GpuError with NCCL's own text.
   void check(int result, const char* call) const;
 
-  // What went wrong since, on this rank or in the network; empty: nothing.
+  // An asynchronous error of this rank or of the network, or "".
   std::string problem() const;
 
-  // When all work is done, and all ranks do so.
+  // Collective, after all work is finished.
   void close(const Pause& pause);
 
  private:

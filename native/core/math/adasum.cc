@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 
 namespace hvd {
 namespace {
@@ -15,7 +15,7 @@ struct Slices {
   std::vector<char*> of_rank;
 };
 
-// Into the first rank's slices. `total` replaces numbers by their sums over all ranks.
+// Combines the slices into the first rank's. `total` replaces numbers by their sums over all ranks.
 void combine(std::vector<Slices>& tensors, const std::function<void(std::vector<double>&)>& total) {
   const size_t ranks = tensors.empty() ? 0 : tensors[0].of_rank.size();
   for (size_t stride = 1; stride < ranks; stride *= 2) {
@@ -28,15 +28,15 @@ void combine(std::vector<Slices>& tensors, const std::function<void(std::vector<
     };
     std::vector<double> products;  // a·b, a·a, b·b
     each_pair([&](const Slices& tensor, const char* a, const char* b, size_t) {
-      products.push_back(dot(tensor.dtype, a, b, tensor.elements));
-      products.push_back(dot(tensor.dtype, a, a, tensor.elements));
-      products.push_back(dot(tensor.dtype, b, b, tensor.elements));
+      products.push_back(loops().dot(tensor.dtype, a, b, tensor.elements));
+      products.push_back(loops().dot(tensor.dtype, a, a, tensor.elements));
+      products.push_back(loops().dot(tensor.dtype, b, b, tensor.elements));
     });
     total(products);
     each_pair([&](const Slices& tensor, char* a, const char* b, size_t number) {
       const double* p = &products[3 * number];
       const auto weight = [&](double square) { return square > 0 ? 1 - p[0] / square / 2 : 1.0; };
-      add_weighted(tensor.dtype, weight(p[1]), a, weight(p[2]), b, tensor.elements);
+      loops().add_weighted(tensor.dtype, weight(p[1]), a, weight(p[2]), b, tensor.elements);
     });
   }
 }
@@ -55,15 +55,15 @@ void adasum(Request& request, int rank, int size, const AdasumMoves& moves) {
   for (size_t i = 0; i < n; ++i) {
     const Input& input = request.inputs[i];
     char* whole = static_cast<char*>(request.outputs[i]);  // scaled here, sent from here
-    reduce(input.dtype, Reduction::sum, {request.prescale, 1, 1}, &input.data, 1,
-           elements(input.shape), whole);
+    loops().reduce(input.dtype, Reduction::sum, {request.prescale, 1, 1}, &input.data, 1,
+                   elements(input.shape), whole);
     const int64_t mine = bound(i, rank + 1) - bound(i, rank);
     Slices& tensor = tensors[i];
     tensor.dtype = input.dtype;
     tensor.elements = mine / static_cast<int64_t>(size_of(input.dtype));
     tensor.memory.resize(mine * size);
     for (int r = 0; r < size; ++r) tensor.of_rank.push_back(tensor.memory.data() + r * mine);
-    for (int k = 0; k < size; ++k) {  // each rank begins with itself, so that none is flooded
+    for (int k = 0; k < size; ++k) {  // each rank starts with a different peer
       const int r = (rank + k) % size;
       sent.push_back({r, whole + bound(i, r), bound(i, r + 1) - bound(i, r)});
       received.push_back({r, tensor.of_rank[r], mine});
@@ -80,8 +80,8 @@ void adasum(Request& request, int rank, int size, const AdasumMoves& moves) {
   for (size_t i = 0; i < n; ++i) {
     const Slices& tensor = tensors[i];
     const void* result = tensor.of_rank[0];
-    reduce(tensor.dtype, Reduction::sum, {1, 1, request.postscale}, &result, 1, tensor.elements,
-           tensor.of_rank[0]);
+    loops().reduce(tensor.dtype, Reduction::sum, {1, 1, request.postscale}, &result, 1,
+                   tensor.elements, tensor.of_rank[0]);
     std::vector<int64_t> sizes;
     for (int r = 0; r < size; ++r) sizes.push_back(bound(i, r + 1) - bound(i, r));
     moves.gather(result, sizes, request.outputs[i]);

@@ -11,13 +11,13 @@
 
 namespace hvd {
 
-// What Adasum needs of a transport; all ranks call the same.
+// The communication that Adasum needs; all ranks make the same calls.
 struct AdasumMoves {
-  // Parts of each rank to each, also to itself.
+  // Alltoall of parts, including those that a rank sends to itself.
   std::function<void(const std::vector<Part>& sent, const std::vector<Part>& received)> exchange;
-  // As many numbers of each rank to all, rank by rank.
+  // Allgather of numbers, equally many from each rank.
   std::function<std::vector<double>(const std::vector<double>& mine)> numbers;
-  // Bytes of each rank to all, rank by rank.
+  // Allgather of bytes.
   std::function<void(const void* mine, const std::vector<int64_t>& sizes, void* all)> gather;
 };
 

@@ -1,27 +1,12 @@
 #include "core/math/layout.h"
 
-#include <map>
+#include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "core/request/collectives.h"
 
 namespace hvd {
-
-std::vector<DTypeGroup> by_dtype(const Request& request) {
-  std::vector<DTypeGroup> groups;
-  std::map<DType, size_t> places;
-  for (size_t i = 0; i < request.inputs.size(); ++i) {
-    const Input& input = request.inputs[i];
-    const int64_t n = elements(input.shape);
-    if (n == 0) continue;
-    const DType dtype = on_the_wire(request, input.dtype);
-    const auto [place, is_new] = places.emplace(dtype, groups.size());
-    if (is_new) groups.push_back({dtype, ByteCursor(dtype), ByteCursor(dtype)});
-    groups[place->second].in.add(input.data, input.dtype, n);
-    groups[place->second].out.add(request.outputs[i], input.dtype, n);
-  }
-  return groups;
-}
 
 Status allocate_gathered(Request& request, const std::vector<int64_t>& rows, int size,
                          std::vector<std::vector<int64_t>>* bytes) {

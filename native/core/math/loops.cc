@@ -6,7 +6,7 @@
 
 namespace hvd {
 
-std::vector<Loops> loops() {
+std::vector<Loops> all_loops() {
   std::vector<Loops> all = {baseline_loops()};
 #if defined(__x86_64__)
   // Not every compiler's __builtin_cpu_supports knows F16C.
@@ -15,6 +15,11 @@ std::vector<Loops> loops() {
   if (__builtin_cpu_supports("avx2") && (features & bit_F16C)) all.push_back(avx2_loops());
 #endif
   return all;
+}
+
+const Loops& loops() {
+  static const Loops fastest = all_loops().back();
+  return fastest;
 }
 
 }  // namespace hvd

@@ -16,7 +16,7 @@ class Hash {
  public:
   void add(uint64_t word) {
     state_ = (state_ ^ word) * 0x100000001b3ULL;
-    state_ ^= state_ >> 29;  // FNV alone never carries high bits down
+    state_ ^= state_ >> 29;  // FNV alone never mixes high bits into low ones
   }
   void add(double value) {
     uint64_t word;
@@ -57,7 +57,7 @@ std::string wrong_splits(const Input& tensor, const Input& splits, size_t size) 
          std::to_string(size) + " ranks.";
 }
 
-// What is left of a shape when what may differ by rank is taken away.
+// A shape with -1 for a dimension that may differ by rank.
 Shape agreed_shape(const Request& request, const Input& input) {
   Shape shape = input.shape;
   if (collective(request.kind).first_dim_free && !shape.empty()) shape[0] = -1;

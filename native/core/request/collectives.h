@@ -31,19 +31,19 @@ const Collective& collective(Kind kind);
 // Returns why this request cannot run among these ranks of the job, or "".
 std::string problem(const Request& request, const std::vector<int>& ranks);
 
-// The dtype in which the request's tensors of a dtype travel.
+// The dtype in which the request sends tensors of a dtype.
 DType on_the_wire(const Request& request, DType dtype);
 
-// Two requests with one identity are the same step of the program.
+// Kind and name. Requests of equal identity on different ranks belong together.
 std::string identity(const Request& request);
 
-// All that ranks must agree on, in words: equal texts can run together.
+// All that ranks must agree on, as text: requests with equal texts can run together.
 std::string describe(const Request& request);
 
 // A 64-bit hash of the same, and of the request's problem; never 0 or 1.
 uint64_t fingerprint(const Request& request, const std::string& problem);
 
-// All of a request but its tensors' values, for a rank that will not submit it itself.
+// Everything about a request but its tensors' values, for a rank that will not submit it itself.
 std::string encode_header(const Request& request);
 Request decode_header(const std::string& bytes);
 

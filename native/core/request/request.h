@@ -34,7 +34,7 @@ inline int64_t elements(const Shape& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<int64_t>());
 }
 
-// Whether this input or output tells how many rows go where.
+// Whether this input or output holds the number of rows per rank.
 inline bool is_splits(Kind kind, size_t index) { return kind == Kind::alltoall && index % 2 == 1; }
 
 struct Input {
@@ -57,9 +57,9 @@ struct Request {
   std::vector<void*> outputs;
   std::function<Status(size_t index, const Shape& shape, void** data)> allocate;
 
-  // The memory of all inputs and outputs, but for splits, which are always the host's. On a device:
-  // the CUDA stream that makes the inputs and will use the outputs, and, set on arrival, the event
-  // after which they may be used.
+  // Where all inputs and outputs are, except splits, which are always in the host's memory. On a
+  // device: the CUDA stream that makes the inputs and will use the outputs, and the event after
+  // which the inputs may be read (set by Transport::prepare).
   int device = kOnHost;
   void* stream = nullptr;
   std::shared_ptr<void> ready;
@@ -67,12 +67,12 @@ struct Request {
   Reduction reduction = Reduction::sum;  // of those that reduce
   double prescale = 1.0;                 // factor on every rank's input
   double postscale = 1.0;                // factor on the result
-  // The widest floating-point dtype that travels: tensors of wider ones are rounded to it on their
-  // way out and summed as it is. Of an allreduce, but not Adasum.
+  // The widest floating-point dtype that is sent: tensors of wider dtypes are rounded to it before
+  // they are sent and summed. For allreduce, except Adasum.
   DType wire = DType::float64;
   int root = 0;  // broadcast: a rank of the job; join: the last to join, set by the engine
 
-  std::string note;  // what else must be equal on all ranks, in words
+  std::string note;  // text that must be equal on all ranks, too
 
   // Called exactly once, on the engine's thread (or in submit, if the engine has stopped).
   std::function<void(const Status&)> done;

@@ -19,8 +19,8 @@ namespace hvd {
 // it.
 using Waiting = std::function<std::string(double seconds, const std::vector<int>& missing)>;
 
-// A rank has aborted the transport, for this reason. It cannot be used any more, since messages are
-// still in flight.
+// A rank has aborted the transport, for this reason. The transport cannot be used any more, since
+// messages are still in flight.
 class Aborted : public std::exception {
  public:
   explicit Aborted(std::string why) : why_(std::move(why)) {}
@@ -31,11 +31,11 @@ class Aborted : public std::exception {
 };
 
 // What a rank has done since the previous agreement, summed over the requests that it served (the
-// same ones on all ranks). The rank that waited least came last.
+// same ones on all ranks). The rank that waited least arrived last.
 struct WaitTimes {
   uint64_t waited_ns = 0;  // from when it was ready for a request until all ranks agreed on it
   uint64_t ran_ns = 0;
-  uint64_t bytes = 0;  // that it gave
+  uint64_t bytes = 0;  // of its inputs
 };
 
 // What a rank proposes to run next.

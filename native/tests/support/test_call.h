@@ -72,14 +72,14 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
 }
 
 // By name: all over MPI; one host, with or without GPUs; or as if ranks 0 and 1 were one host, 2
-// and 3 another, and so on, by one of the ways to cross between them.
+// and 3 another, and so on, with one of the algorithms between them.
 inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks,
                                                 Settings settings = {}) {
-  static const std::map<std::string, Allreduce> ways = {
+  static const std::map<std::string, Allreduce> algorithms = {
       {"cluster", Allreduce::direct}, {"ring", Allreduce::ring}, {"cluster-mpi", Allreduce::mpi}};
   auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks));
-  const auto way = ways.find(transport);
-  const auto host_of = [&](int of_rank) { return way == ways.end() ? 0 : of_rank / 2; };
+  const auto algorithm = algorithms.find(transport);
+  const auto host_of = [&](int of_rank) { return algorithm == algorithms.end() ? 0 : of_rank / 2; };
   std::unique_ptr<Transport> found;
   if (transport == "mpi" || mpi->size() == 1) {
     found = std::move(mpi);
@@ -89,7 +89,7 @@ inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vect
     MPI_Comm host;
     MPI_Comm_split(communicator, host_of(rank), rank, &host);
     // What the others ask for does not count.
-    const Allreduce asked = mpi->rank() == 0 ? way->second : Allreduce::direct;
+    const Allreduce asked = mpi->rank() == 0 ? algorithm->second : Allreduce::direct;
     found = std::make_unique<ClusterTransport>(&mpi, host, asked);
     MPI_Comm_free(&host);
   }
@@ -111,11 +111,11 @@ inline Engine::LeaveResult leave(Engine& engine, const std::string& reason, doub
   return engine.leave(seconds);
 }
 
-// Runs a test with an engine of its own, and leaves with all ranks.
+// Runs a test with its own engine, and leaves with all ranks.
 inline void with_engine(const std::function<void(Engine&)>& body) {
   const auto engine = new_engine();
   body(*engine);
-  CHECK_EQ(leave(*engine, "the test is over", -1), Engine::LeaveResult::together);
+  CHECK_EQ(leave(*engine, "the test is over", -1), Engine::LeaveResult::all_left);
 }
 
 class Call {

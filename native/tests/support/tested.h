@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 #include "tests/support/check.h"
 
 namespace hvd::test {
@@ -12,7 +12,7 @@ namespace hvd::test {
 inline Loops tested;
 
 inline int run_for_each_kind(const std::vector<Test>& tests) {
-  for (const Loops& kind : loops()) {
+  for (const Loops& kind : all_loops()) {
     tested = kind;
     std::printf("compiled for: %s\n", kind.kind);
     if (const int status = run(tests)) return status;

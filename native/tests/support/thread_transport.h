@@ -10,13 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "core/math/byte_cursor.h"
 #include "core/math/layout.h"
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 #include "core/request/transport.h"
 
 namespace hvd::test {
 
-// Where the ranks of one set meet.
+// The memory through which the ranks of one set communicate.
 class Hub {
  public:
   explicit Hub(int size) : size_(size), slots_(size) {}
@@ -105,8 +106,8 @@ class ThreadTransport : public Transport {
         std::vector<const void*> sources;
         for (const Request* other : all) sources.push_back(other->inputs[i].data);
         std::vector<char> result(input.bytes());
-        reduce(input.dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
-               elements(input.shape), result.data());
+        loops().reduce(input.dtype, request.reduction, factors_of(request, size()), sources.data(),
+                       size(), elements(input.shape), result.data());
         hub_->exchange(rank_, nullptr, waiting);  // all have read before any writes, maybe in place
         std::memcpy(request.outputs[i], result.data(), result.size());
       } else {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "core/gpu/nccl_api.h"
-#include "core/math/reduce.h"
+#include "core/math/loops.h"
 #include "fake_cuda.h"
 #include "wire.h"
 
@@ -84,7 +84,7 @@ double number_at(DType dtype, const void* data) {
   if (dtype == DType::float32) one = &single;
   if (dtype == DType::float16) one = &half;
   if (dtype == DType::bfloat16) one = &brain;
-  return hvd::dot(dtype, data, one, 1);
+  return hvd::loops().dot(dtype, data, one, 1);
 }
 
 // What all ranks of a communicator must enqueue alike.
@@ -104,14 +104,14 @@ void compare(const Comm& comm, const std::vector<Op>& ops) {
   const size_t hash = std::hash<std::string>()(mine);
   char* text = comm.wire->text(comm.rank);
   std::snprintf(text, Wire::kTextBytes, "%zx %s", hash, mine.c_str());
-  comm.wire->meet();
+  comm.wire->barrier();
   for (int r = 0; r < comm.size; ++r) {
     if (std::strcmp(comm.wire->text(r), text) != 0) {
       violation("ranks enqueue different collectives. Rank " + std::to_string(comm.rank) + ": " +
                 text + " Rank " + std::to_string(r) + ": " + comm.wire->text(r));
     }
   }
-  comm.wire->meet();
+  comm.wire->barrier();
 }
 
 // `root` < 0: to all.
@@ -122,13 +122,13 @@ void reduce(const Comm& comm, const Op& op, const char* in, char* out, int root)
   for (int64_t start = 0; start < op.bytes; start += Wire::kSlotBytes) {
     const int64_t bytes = std::min(Wire::kSlotBytes, op.bytes - start);
     std::memcpy(comm.wire->slot(comm.rank), in + start, bytes);
-    comm.wire->meet();
+    comm.wire->barrier();
     if (root < 0 || root == comm.rank) {
       const double divisor = op.reduction == hvd::Reduction::average ? comm.size : 1.0;
-      hvd::reduce(op.dtype, op.reduction, {op.factor, divisor, 1}, sources.data(), comm.size,
-                  bytes / width, out + start);
+      hvd::loops().reduce(op.dtype, op.reduction, {op.factor, divisor, 1}, sources.data(),
+                          comm.size, bytes / width, out + start);
     }
-    comm.wire->meet();
+    comm.wire->barrier();
   }
 }
 
@@ -136,9 +136,9 @@ void broadcast(const Comm& comm, const Op& op, const char* in, char* out, int ro
   for (int64_t start = 0; start < op.bytes; start += Wire::kSlotBytes) {
     const int64_t bytes = std::min(Wire::kSlotBytes, op.bytes - start);
     if (root == comm.rank) std::memcpy(comm.wire->slot(root), in + start, bytes);
-    comm.wire->meet();
+    comm.wire->barrier();
     std::memcpy(out + start, comm.wire->slot(root), bytes);
-    comm.wire->meet();
+    comm.wire->barrier();
   }
 }
 
@@ -155,22 +155,22 @@ void exchange(const Comm& comm, const std::vector<Op>& ops) {
     mine[r] = static_cast<int64_t>(to[r].size());
     mine[size + r] = static_cast<int64_t>(from[r].size());
   }
-  comm.wire->meet();
-  const auto told = [&](size_t rank, size_t at) {
+  comm.wire->barrier();
+  const auto count_of = [&](size_t rank, size_t at) {
     return reinterpret_cast<int64_t*>(comm.wire->slot(static_cast<int>(rank)))[at];
   };
   int64_t longest = 0;
   for (size_t a = 0; a < size; ++a) {
     for (size_t b = 0; b < size; ++b) {
-      if (told(a, b) != told(b, size + a)) {
-        violation("rank " + std::to_string(a) + " sends " + std::to_string(told(a, b)) +
+      if (count_of(a, b) != count_of(b, size + a)) {
+        violation("rank " + std::to_string(a) + " sends " + std::to_string(count_of(a, b)) +
                   " bytes to rank " + std::to_string(b) + ", which expects " +
-                  std::to_string(told(b, size + a)));
+                  std::to_string(count_of(b, size + a)));
       }
-      longest = std::max(longest, told(a, b));
+      longest = std::max(longest, count_of(a, b));
     }
   }
-  comm.wire->meet();
+  comm.wire->barrier();
   const int64_t part = Wire::kSlotBytes / comm.size;
   const auto piece = [&](const std::string& all, int64_t start) {
     return std::clamp<int64_t>(static_cast<int64_t>(all.size()) - start, 0, part);
@@ -180,12 +180,12 @@ void exchange(const Comm& comm, const std::vector<Op>& ops) {
       const int64_t n = piece(to[r], start);
       if (n > 0) std::memcpy(comm.wire->slot(comm.rank) + r * part, to[r].data() + start, n);
     }
-    comm.wire->meet();
+    comm.wire->barrier();
     for (int r = 0; r < comm.size; ++r) {
       const int64_t n = piece(from[r], start);
       if (n > 0) std::memcpy(from[r].data() + start, comm.wire->slot(r) + comm.rank * part, n);
     }
-    comm.wire->meet();
+    comm.wire->barrier();
   }
   std::vector<int64_t> taken(comm.size, 0);
   for (const Op& op : ops) {
@@ -341,7 +341,7 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
   ++fake_cuda::living()["communicator"];
   std::thread([comm] {
     try {
-      comm->wire->meet();
+      comm->wire->barrier();
       comm->wire->remove_name();
       comm->state = hvd::kNcclSuccess;
     } catch (const fake_cuda::Aborted&) {

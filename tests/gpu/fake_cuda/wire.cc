@@ -39,7 +39,7 @@ Wire::~Wire() {
 
 void Wire::remove_name() { shm_unlink(name_.c_str()); }
 
-void Wire::meet() {
+void Wire::barrier() {
   auto& arrived = reinterpret_cast<Header*>(block_)->arrived;
   while (stopped && !aborted) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   if (aborted) throw Aborted();

@@ -22,7 +22,7 @@ class Wire {
   ~Wire();
 
   // All ranks come to the next step; what was written before can be read after it.
-  void meet();
+  void barrier();
   void remove_name();  // when all are there
 
   char* slot(int rank) const;

@@ -1,0 +1,92 @@
+"""Sums and averages of ``tf.IndexedSlices``, such as the gradients of embeddings."""
+
+import tensorflow as tf
+
+from hvd_keras.compression import Compressor
+from hvd_keras.ops import validate
+from hvd_keras.ops.reduce_op import Average, ReduceOp
+from hvd_keras.process_sets import ProcessSet
+
+
+def name_of_slices(name: str) -> str:
+    """The name under which the slices of an allreduce are gathered."""
+    return f"{name}.slices"
+
+
+def reduce_slices(
+    slices: list[tf.IndexedSlices],
+    compression: type[Compressor],
+    reduction: ReduceOp,
+    factor: float,
+    name: str,
+    process_set: ProcessSet,
+) -> list[tf.IndexedSlices]:
+    """Gathers the rows of all ranks and scales them.
+
+    Rows that occur twice stay two, unless all ranks have looked up the same: Keras's adaptive
+    optimizers square each by itself, so that the result must have the rows that one process has.
+
+    Args:
+        slices: of this rank; any number of rows in each.
+        compression: how the values are sent.
+        reduction: ``Average`` or ``Sum``.
+        factor: multiplies the values, besides the division of an average.
+        name: of the allreduce.
+        process_set: the ranks that take part.
+    """
+    scale = factor / process_set.size() if reduction is Average else factor
+    parts, contexts = [], []
+    for one in slices:
+        values, context = compression.compress(one.values)
+        parts += [values, one.indices, tf.shape(one.indices, tf.int64)]
+        contexts.append(context)
+    gathered = validate.raw.hvd_allgather(
+        parts,
+        note=f"{reduction.value} factor={scale!r}",
+        tensor_name=name_of_slices(name),
+        process_set=process_set.id(),
+    )
+    results = []
+    for i, one in enumerate(slices):
+        values, indices, rows = gathered[3 * i : 3 * i + 3]
+        values = compression.decompress(values, contexts[i])
+        if scale != 1.0:
+            values *= tf.constant(scale, values.dtype)
+        values, indices = _sum_equal_lookups(values, indices, rows)
+        results.append(tf.IndexedSlices(values, indices, one.dense_shape))
+    return results
+
+
+def _sum_equal_lookups(
+    values: tf.Tensor, indices: tf.Tensor, rows: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sums the ranks' rows if all ranks have looked up the same, as embeddings of positions do.
+
+    Such a lookup does not depend on the batch, so that one process has it once, with the sum.
+    Ranks with shorter sequences have looked up the first of the others' indices.
+
+    Args:
+        values: ``[sum of rows, ...]``, in the order of the ranks.
+        indices: int64 ``[sum of rows]``.
+        rows: int64 ``[ranks]``, how many are each rank's.
+
+    Returns:
+        Values and indices of the same shapes; rows that are not needed any more are 0.
+    """
+    number = tf.range(tf.size(indices, tf.int64))
+    ends = tf.cumsum(rows)
+    rank = tf.searchsorted(ends, number, side="right", out_type=tf.int64)
+    place = number - tf.gather(ends - rows, rank)  # of a row among those of its rank
+    longest = tf.argmax(rows)
+    first = tf.gather(ends - rows, longest)
+    same = tf.reduce_all(tf.equal(indices, tf.gather(indices, first + place)))
+    # One row may well be the same by chance, where each rank has one example.
+    same = tf.logical_and(same, tf.gather(rows, longest) > 1)
+
+    def summed() -> tuple[tf.Tensor, tf.Tensor]:
+        needed = number < tf.gather(rows, longest)
+        whole = tf.gather(indices, first + tf.where(needed, number, tf.zeros_like(number)))
+        return tf.math.unsorted_segment_sum(values, place, tf.size(indices)), whole
+
+    chosen: tuple[tf.Tensor, tf.Tensor] = tf.cond(same, summed, lambda: (values, indices))
+    return chosen

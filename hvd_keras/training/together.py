@@ -1,0 +1,102 @@
+"""Which ranks train a model together, and which variables belong to one rank alone.
+
+Callbacks and patches of Keras ask here. The answers come from the ``GradientReducer`` of the
+model's optimizers, which is their attribute ``_hvd_reducer``.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras._keras import is_legacy, keras
+from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training.exchange import variable_id
+from hvd_keras.training.reducer import GradientReducer
+
+
+def of_optimizer(optimizer: Any) -> GradientReducer | None:
+    """The reducer of an optimizer that is distributed, also inside a LossScaleOptimizer."""
+    optimizer = innermost(optimizer)
+    return getattr(optimizer, "_hvd_reducer", None)
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside a LossScaleOptimizer; another one itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizers of a model: that of ``compile``, and those in attributes, as GANs have."""
+    values: list[Any] = [getattr(model, "optimizer", None)]
+    for value in list(vars(model).values()):
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, (list, tuple)):
+            values += value
+        else:
+            values.append(value)
+    classes: tuple[type, ...] = (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
+    if is_legacy:
+        classes += (keras.optimizers.legacy.Optimizer,)
+    found = {id(value): value for value in values if isinstance(value, classes)}
+    return list(found.values())
+
+
+def reducers_of(model: Any) -> list[GradientReducer]:
+    """Those of a model's distributed optimizers."""
+    reducers = map(of_optimizer, optimizers_of(model))
+    return list({id(r): r for r in reducers if r is not None}.values())
+
+
+_together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
+
+
+def mark_together(model: Any, process_set: ProcessSet) -> None:
+    """Notes that a callback of hvd_keras accompanies this model's training on these ranks."""
+    _together[model] = process_set
+
+
+def process_set_of(model: Any) -> ProcessSet | None:
+    """The ranks that train a model together; None if this rank trains it alone.
+
+    They are those of its distributed optimizers. A model without one, whose ``train_step`` uses a
+    ``hvd.DistributedGradientTape``, is known by a callback of hvd_keras in ``fit``.
+
+    Raises:
+        ValueError: its optimizers have different process sets.
+    """
+    sets = {r.process_set.id(): r.process_set for r in reducers_of(model)}
+    if len(sets) > 1:
+        raise ValueError(
+            f"the optimizers of model {model.name!r} have different process sets: "
+            f"{', '.join(map(str, sets.values()))}. Give them the same."
+        )
+    if sets:
+        return next(iter(sets.values()))
+    return _together.get(model)
+
+
+def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
+    """The variables that all ranks have in common."""
+    reducers = reducers_of(model)
+    return [v for v in variables if not any(is_local(reducer, v) for reducer in reducers)]
+
+
+def is_local(reducer: GradientReducer, variable: Any) -> bool:
+    """Whether a model's or an optimizer's variable belongs to this rank alone.
+
+    An optimizer's variable (a momentum, say) belongs to the model's variable after whose path
+    Keras has named it.
+    """
+    if variable_id(variable) in reducer.local:
+        return True
+    name = getattr(variable, "name", "")
+    for local in reducer.local.values():
+        path = getattr(local, "path", None)
+        if path is not None and name.startswith(path.replace("/", "_") + "_"):
+            return tuple(local.shape) == tuple(variable.shape)
+        if path is None and f"/{local.name.partition(':')[0]}" in name:  # tf_keras
+            return tuple(local.shape) == tuple(variable.shape)
+    return False

@@ -1,0 +1,196 @@
+// The part of the engine for when the ranks' next requests differ, and for waits that take long.
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "core/base/log.h"
+#include "core/engine/engine.h"
+#include "core/engine/neutral_request.h"
+#include "core/request/collectives.h"
+
+namespace hvd {
+namespace {
+
+// Ranks whose queues have no request in common report again after this time, or at the next
+// request: short enough not to slow down a step, long enough to cost under 1 % of a core.
+constexpr double kRetrySeconds = 0.01;
+
+// The first requests of an engine, to which HVD_FIRST_TIMEOUT_SECONDS applies.
+constexpr uint64_t kFirstRequests = 10;
+
+}  // namespace
+
+bool Engine::negotiate() {
+  const std::vector<std::string> encoded = transport_->gather(
+      encode(report()), [&](double seconds, const std::vector<int>& missing) -> std::string {
+        return watch(seconds,
+                     [&] { return who(missing) + " does not take part in a negotiation."; });
+      });
+  std::vector<Report> reports;
+  for (const std::string& bytes : encoded) reports.push_back(decode(bytes));
+
+  const Decision decision = decide(reports);
+  if (logs(LogLevel::debug)) log(LogLevel::debug, "negotiates:" + summary(reports));
+  for (const Refusal& refusal : decision.refuse) {
+    note_progress();
+    Entry entry;
+    if (take(refusal.identity, &entry))
+      entry.request.done(Status::error(refusal.code, refusal.message));
+    history_.free();
+  }
+  for (const Step& step : decision.run) {
+    Entry entry;
+    if (!take(step.identity, &entry)) entry.request = neutral_request(step.header);
+    serve(std::move(entry));
+  }
+  if (!decision.mismatch.empty()) {
+    note_progress();
+    fail_first(reports[transport_->rank()].queue.size(),
+               Status::error(Code::failed_precondition, decision.mismatch));
+    joined_.assign(joined_.size(), false);
+    return true;
+  }
+  if (!decision.left.empty()) {
+    const bool leaving = reports[transport_->rank()].leaving;
+    stop(leaving ? LeaveResult::left_early : LeaveResult::peer_left, Code::aborted, decision.left);
+    return false;
+  }
+  if (!decision.stuck.empty()) {
+    stop(LeaveResult::aborted, Code::deadline_exceeded, decision.stuck);
+    return false;
+  }
+  std::vector<bool> joined;
+  for (const Report& report : reports) joined.push_back(report.joined());
+  note_joined(joined);
+  if (!decision.nothing()) return true;
+  if (!idle_since_) idle_since_ = Clock::now();
+  watch(idle_seconds(),
+        [&] { return "the ranks wait for different collectives:" + summary(reports); });
+  std::unique_lock<std::mutex> lock(mutex_);
+  const size_t known = queue_.size();
+  changed_.wait_for(lock, std::chrono::duration<double>(kRetrySeconds), [&] {
+    return queue_.size() != known || (leaving_ && !reports[transport_->rank()].leaving);
+  });
+  return true;
+}
+
+// Requests that came after the last report are not among them.
+void Engine::fail_first(size_t count, const Status& status) {
+  std::vector<Entry> failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto end = queue_.begin() + static_cast<std::ptrdiff_t>(count);
+    std::move(queue_.begin(), end, std::back_inserter(failed));
+    queue_.erase(queue_.begin(), end);
+  }
+  for (Entry& entry : failed) {
+    entry.request.done(
+        Status::error(status.code, identity(entry.request) + " cannot run: " + status.message));
+  }
+  history_.free();
+}
+
+bool Engine::take(const std::string& name, Entry* entry) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const Entry& pending) {
+    return identity(pending.request) == name;
+  });
+  if (found == queue_.end()) return false;
+  *entry = std::move(*found);
+  queue_.erase(found);
+  return true;
+}
+
+Report Engine::report() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Report report;
+  report.rank = ranks()[transport_->rank()];
+  report.host = transport_->host(transport_->rank());
+  for (const Entry& entry : queue_) {
+    const Collective& row = collective(entry.request.kind);
+    Pending pending;
+    pending.identity = identity(entry.request);
+    pending.signature = describe(entry.request);
+    pending.problem = entry.problem;
+    pending.header = encode_header(entry.request);
+    pending.joins = row.joins;
+    if (row.has_root) pending.needs = entry.request.root;
+    if (row.needs_all) pending.needs = Pending::everybody;
+    report.queue.push_back(std::move(pending));
+  }
+  report.leaving = leaving_;
+  report.reason = reason_;
+  const double unchanged =
+      std::chrono::duration<double>(Clock::now() - std::max(queue_changed_, last_progress_))
+          .count();
+  if (settings_.mismatch_seconds > 0 && unchanged >= settings_.mismatch_seconds)
+    report.unchanged = unchanged;
+  if (timeout() > 0 && idle_seconds() >= timeout()) report.waited = idle_seconds();
+  return report;
+}
+
+// Of the ranks that have joined since the last negotiation, the highest counts as the last.
+void Engine::note_joined(const std::vector<bool>& joined) {
+  for (size_t r = 0; r < joined.size(); ++r) {
+    if (joined[r] && !joined_[r]) last_joined_ = ranks()[r];
+  }
+  joined_ = joined;
+}
+
+// The last request of all ranks is a join.
+void Engine::end_joining(Request& request) {
+  note_joined(std::vector<bool>(joined_.size(), true));
+  request.root = last_joined_;
+  joined_.assign(joined_.size(), false);
+}
+
+std::string Engine::head_waits_for(const std::vector<int>& missing) {
+  std::string head;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    head = identity(queue_.front().request);
+  }
+  return "rank " + std::to_string(ranks()[transport_->rank()]) + " waits for " + head + ", which " +
+         who(missing) +
+         " has not submitted. Do all ranks take the same steps (the same number of batches, the "
+         "same branches)?";
+}
+
+// Names ranks and their hosts.
+std::string Engine::who(const std::vector<int>& missing) const {
+  std::string text;
+  for (int rank : missing) {
+    const auto index = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
+    text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (on " +
+            transport_->host(static_cast<int>(index)) + ")";
+  }
+  return text.empty() ? "at least one other rank" : text;
+}
+
+void Engine::note_progress() {
+  last_progress_ = Clock::now();
+  idle_since_.reset();
+  warned_ = false;
+}
+
+// Seconds since negotiations began to find nothing to run.
+double Engine::idle_seconds() const {
+  if (!idle_since_) return 0;
+  return std::chrono::duration<double>(Clock::now() - *idle_since_).count();
+}
+
+// Warns once, and returns the text if the deadline has passed. The text is made only if needed.
+std::string Engine::watch(double seconds, const std::function<std::string()>& text) {
+  if (!warned_ && settings_.stall_warning_seconds > 0 &&
+      seconds >= settings_.stall_warning_seconds) {
+    warned_ = true;
+    log(LogLevel::warning,
+        "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text());
+  }
+  if (timeout() == 0 || seconds < timeout()) return "";
+  return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text();
+}
+
+double Engine::timeout() const { return settings_.timeout(served_ < kFirstRequests); }
+
+}  // namespace hvd

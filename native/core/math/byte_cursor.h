@@ -1,0 +1,137 @@
+// The tensors of a request as streams of bytes, one per dtype, and the factors of a reduction.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/math/loops.h"
+#include "core/request/collectives.h"
+#include "core/request/request.h"
+
+namespace hvd {
+
+// Of a request that is reduced in one go over so many ranks.
+inline Factors factors_of(const Request& request, int ranks) {
+  return {request.prescale, request.reduction == Reduction::average ? ranks : 1.0,
+          request.postscale};
+}
+
+// The memory of one or more tensors as one stream, read or written from its start to its end. The
+// tensors may have a wider dtype than the stream: they are rounded when read and widened when
+// written.
+class ByteCursor {
+ public:
+  // The dtype of the stream; bytes, if dtypes do not matter.
+  explicit ByteCursor(DType travels = DType::uint8)
+      : travels_(travels), width_(static_cast<int64_t>(size_of(travels))) {}
+
+  void add(const void* data, DType dtype, int64_t elements) {
+    if (elements == 0) return;
+    pieces_.push_back({static_cast<char*>(const_cast<void*>(data)), dtype, elements});
+    left_ += elements * width_;
+  }
+
+  void add(const void* data, int64_t bytes) { add(data, travels_, bytes / width_); }
+
+  // Bytes of the stream, as in all of these methods: whole elements.
+  int64_t left() const { return left_; }
+
+  void copy_to(char* target, int64_t bytes) {
+    walk(bytes, [&](char* piece, DType dtype, int64_t at, int64_t n) {
+      if (dtype == travels_) {
+        std::memcpy(target + at, piece, n * width_);
+      } else {
+        loops().convert(dtype, piece, travels_, target + at, n);
+      }
+    });
+  }
+
+  void copy_from(const char* source, int64_t bytes) {
+    walk(bytes, [&](char* piece, DType dtype, int64_t at, int64_t n) {
+      if (dtype == travels_) {
+        std::memcpy(piece, source + at, n * width_);
+      } else {
+        loops().convert(travels_, source + at, dtype, piece, n);
+      }
+    });
+  }
+
+  // The next bytes as a stream of their own.
+  ByteCursor take(int64_t bytes) {
+    ByteCursor taken(travels_);
+    walk(bytes, [&](char* piece, DType dtype, int64_t, int64_t n) { taken.add(piece, dtype, n); });
+    return taken;
+  }
+
+  // The next bytes that are contiguous: where they are, or rounded into `room`.
+  const char* read(char* room) {
+    const Piece& piece = pieces_[piece_];
+    const int64_t n = piece.elements - offset_;
+    if (piece.dtype != travels_) {
+      copy_to(room, n * width_);
+      return room;
+    }
+    const char* data = piece.data + offset_ * width_;
+    walk(n * width_, [](char*, DType, int64_t, int64_t) {});
+    return data;
+  }
+
+ private:
+  struct Piece {
+    char* data;
+    DType dtype;
+    int64_t elements;
+  };
+
+  // Calls copy(memory, its dtype, byte of the stream, elements) for each contiguous piece.
+  template <typename Copy>
+  void walk(int64_t bytes, const Copy& copy) {
+    left_ -= bytes;
+    for (int64_t done = 0; done < bytes;) {
+      const Piece& piece = pieces_[piece_];
+      const int64_t n = std::min(piece.elements - offset_, (bytes - done) / width_);
+      copy(piece.data + offset_ * static_cast<int64_t>(size_of(piece.dtype)), piece.dtype, done, n);
+      done += n * width_;
+      offset_ += n;
+      if (offset_ == piece.elements) {
+        ++piece_;
+        offset_ = 0;
+      }
+    }
+  }
+
+  DType travels_;
+  int64_t width_;  // of an element that travels
+  std::vector<Piece> pieces_;
+  int64_t left_ = 0;
+  size_t piece_ = 0;
+  int64_t offset_ = 0;  // elements of the piece
+};
+
+// The inputs and outputs of an allreduce that travel in one dtype.
+struct DTypeGroup {
+  DType dtype;
+  ByteCursor in, out;
+};
+
+// In the order in which the dtypes first occur; none without elements.
+inline std::vector<DTypeGroup> by_dtype(const Request& request) {
+  std::vector<DTypeGroup> groups;
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    const Input& input = request.inputs[i];
+    const int64_t n = elements(input.shape);
+    if (n == 0) continue;
+    const DType dtype = on_the_wire(request, input.dtype);
+    auto group = std::find_if(groups.begin(), groups.end(),
+                              [&](const DTypeGroup& known) { return known.dtype == dtype; });
+    if (group == groups.end())
+      group = groups.insert(group, {dtype, ByteCursor(dtype), ByteCursor(dtype)});
+    group->in.add(input.data, input.dtype, n);
+    group->out.add(request.outputs[i], input.dtype, n);
+  }
+  return groups;
+}
+
+}  // namespace hvd

@@ -1,0 +1,79 @@
+#include "core/process_sets.h"
+
+#include <string>
+#include <utility>
+
+#include "core/kernel_api.h"
+#include "core/request/collectives.h"
+
+namespace hvd {
+
+ProcessSets& process_sets() {
+  // Never destroyed: an engine that could not leave still has its thread in MPI when the process
+  // ends.
+  static auto* sets = new ProcessSets;
+  return *sets;
+}
+
+void submit(Request request) { process_sets().submit(std::move(request)); }
+
+void ProcessSets::submit(Request request) const {
+  ProcessSet set;
+  Status status = find(request.process_set, &set);
+  if (set.engine) return set.engine->submit(std::move(request));
+  if (status.ok()) {
+    status = Status::error(Code::invalid_argument, identity(request) +
+                                                       ": this rank is not in process set " +
+                                                       std::to_string(request.process_set) + ".");
+  }
+  request.done(status);
+}
+
+Status ProcessSets::find(int id, ProcessSet* set) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (sets_.empty()) {
+    return Status::error(Code::failed_precondition,
+                         "hvd_keras is not initialised in this process. Call hvd.init() first.");
+  }
+  const auto found = sets_.find(id);
+  if (found == sets_.end()) {
+    return Status::error(Code::failed_precondition,
+                         "there is no process set " + std::to_string(id) +
+                             ". Add it first (hvd.add_process_set), on every rank.");
+  }
+  *set = found->second;
+  return {};
+}
+
+void ProcessSets::add(int id, const ProcessSet& set) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  sets_[id] = set;
+}
+
+// Engines end without the lock: the last reference joins a thread, which may be in a callback of
+// the framework that submits.
+void ProcessSets::remove(int id) {
+  std::shared_ptr<Engine> removed;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = sets_.find(id);
+  if (found == sets_.end()) return;
+  removed.swap(found->second.engine);
+  sets_.erase(found);
+}
+
+void ProcessSets::clear() {
+  std::map<int, ProcessSet> removed;
+  std::lock_guard<std::mutex> lock(mutex_);
+  removed.swap(sets_);
+}
+
+std::vector<std::shared_ptr<Engine>> ProcessSets::engines() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<Engine>> engines;
+  for (const auto& [id, set] : sets_) {
+    if (set.engine) engines.push_back(set.engine);
+  }
+  return engines;
+}
+
+}  // namespace hvd
