@@ -285,4 +285,4 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
     alone = run(copy.name, 1)  # twice as many batches an epoch
     assert alone.status == 0, alone.output
     assert "begins with epoch 2" in alone.output, alone.output
-    assert "batches come again" not in alone.output, alone.output
+    assert "are used again" not in alone.output, alone.output

@@ -298,7 +298,7 @@ def test_states_that_are_no_sums_are_averaged_with_one_warning(metric) -> None:
         logs = fit(model, train(RANK)[:2], val(RANK)[:2], averaged(), epochs=3)
     told = [str(w.message) for w in caught if "MetricAverageCallback" in str(w.message)]
     assert len(told) == (1 if RANK == 0 and SIZE > 1 else 0)
-    assert all(f"logged of {name}, val_{name} is the mean" in text for text in told)
+    assert all(f"for {name}, val_{name} the unweighted mean" in text for text in told)
     assert all(metric.__name__ in text for text in told)
     for key in (name, f"val_{name}"):
         mean = np.mean(agree.gather_json("fallback", plain(local)[key]), axis=0)
@@ -398,7 +398,7 @@ def test_logs_that_are_not_of_the_metrics_are_averaged_with_a_warning(ahead: str
     assert_equal(logs, {key: np.mean([t[key] for t in everyone], axis=0) for key in local})
     told = [str(w.message) for w in caught if "train_step of your own" in str(w.message)]
     assert len(told) == (1 if RANK == 0 else 0)
-    assert all("logged of loss, mae is the mean" in text for text in told)
+    assert all("for loss, mae the unweighted mean" in text for text in told)
 
 
 def test_numbers_of_a_train_step_that_are_no_metrics_are_averaged() -> None:
