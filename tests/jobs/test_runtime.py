@@ -244,7 +244,7 @@ def test_ranks_that_wait_for_different_things_are_reported(tmp_path: pathlib.Pat
     ("name", "value", "expected"),
     [
         ("HVD_STALL_WARNING_SECONDS", "soon", "'soon', expected a number of seconds"),
-        ("HVD_BUCKET_BYTES", "0", "'0', expected a number of bytes"),
+        ("HVD_BUCKET_BYTES", "0", "'0', expected a positive number of bytes"),
     ],
 )
 def test_bad_settings(tmp_path: pathlib.Path, name: str, value: str, expected: str) -> None:

@@ -348,9 +348,7 @@ def test_data_that_ends_before_the_saved_batch(directory) -> None:
     interrupt(build(adam), hvd.callbacks.Checkpoint(directory, save_freq=4), 4)
     model = build(adam)
     less = hvd.data.shard(rows(), batch_size=2 * BATCH)
-    with pytest.raises(
-        ValueError, match="3 batches of epoch 0, but the model had seen 4"
-    ):
+    with pytest.raises(ValueError, match="3 batches of epoch 0, but the model had seen 4"):
         model.fit(less, verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory)])
     history = model.fit(less, verbose=0).history
     assert history["loss"][0] > 0, "does not train any more"
