@@ -25,8 +25,8 @@ class RankInfo(NamedTuple):
 # By rank of the job; empty: the job has all ranks of MPI_COMM_WORLD, in their order.
 _world_ranks: list[int] = []
 
-# A rank that did not leave together with the others keeps its engine, so the core still says that it
-# is initialised.
+# A rank that did not leave together with the others keeps its engine, so the core still says that
+# it is initialised.
 _left_alone = False
 
 

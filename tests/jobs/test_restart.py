@@ -134,9 +134,9 @@ def test_damage_is_named(tmp_path: pathlib.Path) -> None:
         file["x"] = 1
     for data, reason in [
         (b"", "empty"),
-        (b"a text", "does not begin as checkpoints"),
-        ((tmp_path / "other.h5").read_bytes(), "does not begin as checkpoints"),
-        (whole[:-9], f"has {len(whole) - 9} bytes, {len(whole)} were written"),
+        (b"a text", "does not begin like a checkpoint"),
+        ((tmp_path / "other.h5").read_bytes(), "does not begin like a checkpoint"),
+        (whole[:-9], f"has {len(whole) - 9} bytes, but {len(whole)} were written"),
         (whole[:-1] + b"?", "SHA-256"),
     ]:
         path.write_bytes(data)

@@ -180,7 +180,7 @@ def test_state_that_a_rank_cannot_take_is_an_error_on_all() -> None:
     assert "rank 0: None; rank 1: ValueError" in error_of(hvd.broadcast_preprocessing, lookup)
     layer = keras.layers.StringLookup() if RANK == 0 else keras.layers.Normalization()
     text = error_of(hvd.broadcast_preprocessing, layer)
-    assert "got the layers ['Normalization'], the root has ['StringLookup']" in text
+    assert "got layers ['Normalization'], the root has ['StringLookup']" in text
 
 
 def test_one_rank_alone_does_nothing() -> None:
