@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-# Must be set before TensorFlow is imported, which on a machine without GPUs logs their absence as an
-# error. Later errors reach Python as exceptions anyway.
+# Must be set before TensorFlow is imported, which logs an error on machines without GPUs. Other
+# errors reach Python as exceptions anyway.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras

@@ -2,12 +2,12 @@
 
     hvdrun -np 2 python examples/keras_text_embedding.py
 
-The model predicts from which library a paragraph of documentation comes. The texts are docstrings of
-Python and of packages that hvd_keras itself needs, so nothing is downloaded.
+The model predicts from which library a paragraph of documentation comes. The texts are docstrings
+of Python and of packages that hvd_keras itself needs, so nothing is downloaded.
 
 The gradient of an embedding is a tf.IndexedSlices: rows for the words of the batch, none for the
-rest of the vocabulary. Since each rank sees different words, hvd_keras gathers the rows of all ranks
-instead of summing whole tables. The script does nothing special for it.
+rest of the vocabulary. Since each rank sees different words, hvd_keras gathers the rows of all
+ranks instead of summing whole tables. The script needs no special code for this.
 """
 
 import argparse
@@ -20,8 +20,8 @@ import time
 import zlib
 from pathlib import Path
 
-# Must be set before TensorFlow is imported, which on a machine without GPUs logs their absence as an
-# error. Later errors reach Python as exceptions anyway.
+# Must be set before TensorFlow is imported, which logs an error on machines without GPUs. Other
+# errors reach Python as exceptions anyway.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
@@ -134,7 +134,7 @@ def main():
     (texts, y), (test_texts, y_test) = load_texts()
     check_same_texts(texts + test_texts)
 
-    # The vocabulary must be the same on all ranks, so it is made from the texts of all ranks.
+    # The vocabulary must be the same on all ranks, so it is made before the texts are sharded.
     vectorize = keras.layers.TextVectorization(VOCABULARY, output_sequence_length=WORDS)
     vectorize.adapt(texts)
     x, x_test = np.asarray(vectorize(texts)), np.asarray(vectorize(test_texts))
