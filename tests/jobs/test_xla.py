@@ -1,4 +1,4 @@
-"""Compiled by XLA: what ends a job, and what becomes of one where XLA cannot compile."""
+"""XLA: failures in compiled functions, and jobs in which XLA cannot compile collectives."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Rules of this repository that a machine can check."""
+"""Rules of this repository that can be checked automatically."""
 
 import collections
 import pathlib
