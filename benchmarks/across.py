@@ -1,7 +1,7 @@
-"""One job of hosts.py: sums that cross slow links. Run under mpirun, by hosts.py.
+"""One job of hosts.py: sums over slow links. hosts.py runs it under mpirun.
 
-Prints, from rank 0, a line of JSON: for each size, seconds of the slowest rank by repeat, and the
-bytes that this host sent through its network in each.
+Rank 0 prints a line of JSON with, for each size, the seconds of the slowest rank and the bytes that
+this host has sent through its network, by repeat.
 """
 
 import argparse
@@ -19,7 +19,7 @@ NETWORK = "eth0"
 
 
 def sent() -> int:
-    """Bytes that this host has sent to others."""
+    """Returns the bytes that this host has sent to others."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == NETWORK:
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--raw", action="store_true", help="MPI_Allreduce in place of ours")
+    parser.add_argument("--raw", action="store_true", help="MPI_Allreduce instead of hvd.allreduce")
     parser.add_argument("--fp16", action="store_true")
     options = parser.parse_args()
     compression = hvd.Compression.fp16 if options.fp16 else hvd.Compression.none

@@ -1,4 +1,4 @@
-"""Taking times on several ranks, in turn. Import it first: TensorFlow shall have one thread."""
+"""Measures times on several ranks, in turn. Import it first: it limits TensorFlow to one thread."""
 
 import argparse
 import os
@@ -17,11 +17,11 @@ import hvd_keras as hvd
 
 mpi4py.rc.initialize = False
 hvd.init()
-from mpi4py import MPI  # noqa: E402  the one that hvd_keras has started
+from mpi4py import MPI  # noqa: E402  hvd_keras has initialised it
 
 
 def options(description: str, repeats: int) -> argparse.Namespace:
-    """The command line of a benchmark: ``repeats``, ``json`` and ``smoke``."""
+    """Parses the command line of a benchmark: ``repeats``, ``json`` and ``smoke``."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--repeats", type=int, help=f"of each measurement (default {repeats})")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
@@ -32,7 +32,7 @@ def options(description: str, repeats: int) -> argparse.Namespace:
 
 
 def seconds(call: Callable[[], object], times: int = 1) -> float:
-    """Of one call, on this rank."""
+    """Measures the seconds of one call on this rank, as a mean of ``times`` calls."""
     start = time.perf_counter()
     for _ in range(times):
         call()
@@ -42,10 +42,10 @@ def seconds(call: Callable[[], object], times: int = 1) -> float:
 def together(
     call: Callable[[], object], times: int = 1, group: MPI.Comm = MPI.COMM_WORLD
 ) -> Callable[[], float]:
-    """Measures a call that all ranks of a group make, from when all are ready."""
+    """Measures a call that all ranks of a group make, from the time when all are ready."""
 
     def measured() -> float:
-        if group == MPI.COMM_NULL:  # this rank has no part in it
+        if group == MPI.COMM_NULL:  # this rank does not take part
             return 0.0
         group.Barrier()
         return seconds(call, times)
@@ -54,12 +54,12 @@ def together(
 
 
 def alone(call: Callable[[], object]) -> Callable[[], float]:
-    """Measures a call of rank 0, while the others sleep."""
+    """Measures a call on rank 0 while the others sleep."""
     return lambda: seconds(call) if hvd.rank() == 0 else 0.0
 
 
 def interleaved(measured: dict[str, Callable[[], float]], repeats: int) -> dict[str, np.ndarray]:
-    """Measures all in turn, ``repeats`` times, after once to warm up.
+    """Measures all calls in turn, ``repeats`` times after one warm-up.
 
     Returns:
         Seconds of the slowest rank, float64 of shape (repeats,), the same on all ranks.
@@ -68,12 +68,12 @@ def interleaved(measured: dict[str, Callable[[], float]], repeats: int) -> dict[
     for row in table:
         for i, measure in enumerate(measured.values()):
             row[i] = measure()
-            hvd.barrier()  # a rank that has no part in it sleeps here
+            hvd.barrier()  # ranks that do not take part sleep here
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, table, MPI.MAX)
     return dict(zip(measured, table[1:].T, strict=True))
 
 
 def expect(condition: object, what: str) -> None:
-    """Ends the job on all ranks if a result is wrong: its time would mean nothing."""
+    """Ends the job if a result is wrong, since its time would be meaningless."""
     if not condition:
         raise SystemExit(f"rank {hvd.rank()}: wrong values: {what}")

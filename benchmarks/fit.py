@@ -1,11 +1,11 @@
-"""Steps of Keras's fit on all ranks, against one process with the batch of one rank.
+"""Steps of Keras's fit on all ranks, compared with one process with the batch of one rank.
 
     hvdrun -np 2 python benchmarks/fit.py
 
-In turn, in one job: all ranks train together; each trains a model of its own at the same time, so
-that they share the machine but exchange nothing; rank 0 trains alone while the others sleep,
-without XLA as in all of these, and once more with it. Taken is the time of the second epoch of each
-fit. The input is one batch in memory, repeated.
+In turn, in one job: all ranks train together; each rank trains a separate model at the same time,
+so that they share the machine but exchange nothing; rank 0 trains alone while the others sleep,
+without XLA (like all of the above) and with XLA. The time is that of the second epoch of each fit.
+The input is one batch in memory, repeated.
 """
 
 import time

@@ -1,15 +1,15 @@
-"""The gradients of known models, averaged as DistributedOptimizer does, against raw MPI and memcpy.
+"""Averaging the gradients of known models as DistributedOptimizer does, against MPI and memcpy.
 
     hvdrun -np 2 --oversubscribe python benchmarks/gradients.py
 
 Ours: one tensor per trainable variable, all in one tf.function, packed, summed, divided and
-unpacked. As in training, the gradients are made inside the function, so that their memory can be
-used again for the averages, and the function returns one number that depends on all. The same
-function with tf.identity in place of the exchange is measured in turn, and its time subtracted,
-pair by pair: it makes the gradients, too, and is called, which training does anyway.
+unpacked. As in training, the gradients are computed inside the function, so that their memory can
+be reused for the averages, and the function returns one number that depends on all of them. The
+same function with tf.identity in place of the exchange is measured in turn, and its time is
+subtracted, pair by pair: training computes the gradients and calls the function anyway.
 
-MPI: one MPI_Allreduce in place of as many float32 in one buffer, nothing packed or divided. Memcpy:
-one core copies as many bytes twice, while the other ranks sleep.
+MPI: one in-place MPI_Allreduce of equally many float32 in one buffer, without packing or dividing.
+Memcpy: one core copies the same bytes twice while the other ranks sleep.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ SYNTHETIC = [(3, 3, 16, 32), (32,), (512, 64), (64,), (64, 10), (10,)]
 
 
 def shapes_of(model: str) -> list[tuple[int, ...]]:
-    """Of the trainable variables; rank 0 builds the model, for all ranks."""
+    """Returns the shapes of the trainable variables; rank 0 builds the model for all ranks."""
     shapes = None
     if hvd.rank() == 0:
         import keras
@@ -42,7 +42,7 @@ def shapes_of(model: str) -> list[tuple[int, ...]]:
 
 
 def gradient(shape: tuple[int, ...]) -> tf.Tensor:
-    """Small integers that differ by element and rank: sums are exact."""
+    """Returns small integers that differ by element and rank, so that sums are exact."""
     values = np.full(int(np.prod(shape)), hvd.rank(), np.float32)
     values[::3] += 1
     values[::7] += 2
@@ -53,7 +53,7 @@ Exchange = Callable[[Sequence[tf.Tensor]], Sequence[tf.Tensor]]
 
 
 def step(exchange: Exchange, values: list[tf.Tensor], whole: bool) -> Callable[[], object]:
-    """Makes gradients and exchanges them; returns all, or a number that needs all."""
+    """Computes gradients and exchanges them; returns all, or a number that depends on all."""
     scale = tf.Variable(1.0)
 
     @tf.function(autograph=False)
@@ -90,21 +90,21 @@ def rows_of(model: str, shapes: list[tuple[int, ...]], repeats: int) -> list[rep
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat)
 
     def raw() -> float:
-        fill()  # in place it grows otherwise
+        fill()  # otherwise the in-place sums would grow with each call
         return clock.together(allreduce)()
 
     def copy_twice() -> None:
         np.copyto(spare, flat)
         np.copyto(flat, spare)
 
-    # Others' mean less this rank's own.
+    # The mean over all ranks, less this rank's value.
     shift = (hvd.size() - 1) / 2 - hvd.rank()
     for mine, result in zip(gradients, step(average, gradients, True)(), strict=True):
         error = result.numpy() - mine.numpy()
         error -= shift
         clock.expect(max(error.max(), -error.min()) < 1e-5, f"{model}: averages")
     del result, error
-    # Both functions return the first values' sum, which tells that they have done their work.
+    # Both functions return the sum of the first values, which shows that they have run.
     first = sum(float(tf.reshape(mine, [-1])[0]) for mine in gradients)
     clock.expect(abs(float(alone()) - first) < 1e-2, f"{model}: without exchange")
     clock.expect(abs(float(ours()) - first - shift * len(shapes)) < 1e-2, f"{model}: all averages")

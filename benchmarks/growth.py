@@ -1,10 +1,10 @@
-"""How the time grows with the number of ranks, the bytes of each rank being the same.
+"""How the time grows with the number of ranks, with constant bytes per rank.
 
     hvdrun -np 8 --oversubscribe python benchmarks/growth.py
 
-Process sets of 2, 4, … ranks of one job take turns, against the set of 2 and against
-MPI_Allreduce on a communicator of the same ranks. Ranks that have no part in it sleep. With more
-ranks than cores the cores' work grows with the ranks.
+Process sets of 2, 4, … ranks of one job take turns. They are compared with the set of 2 and with
+MPI_Allreduce on a communicator of the same ranks. Ranks that do not take part sleep. If there are
+more ranks than cores, the work per core grows with the ranks.
 """
 
 import clock  # first
@@ -19,7 +19,7 @@ BYTES = 102_400_000
 
 
 def groups() -> dict[int, tuple[hvd.ProcessSet, MPI.Comm]]:
-    """By size: the first ranks, as a process set and as a communicator."""
+    """Returns, by size, the first ranks as a process set and as a communicator."""
     found = {}
     size = 2
     while size <= hvd.size():

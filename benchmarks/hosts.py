@@ -1,12 +1,12 @@
-"""Sums and steps that cross slow links, on three hosts; starts its jobs itself.
+"""Sums and training steps over slow links, on three hosts; starts its jobs itself.
 
     python benchmarks/hosts.py
 
-The hosts are namespaces of this machine (tests/harness/hosts.py; root alone can make them), and
-each sends 100 Mbit/s at most. The least possible time for a sum over N hosts is 2(N-1)/N of its
-bytes over that bandwidth, which leaves out the headers of Ethernet, IP and TCP: 5 %. Where rows
-compare ways to cross, each way is a job of its own, for it is chosen at the start; the links are
-what takes the time, not the shared machine.
+The hosts are namespaces of this machine (tests/harness/hosts.py; needs root), and each sends at
+most 100 Mbit/s. The minimum time of a sum over N hosts is 2(N-1)/N of its bytes over that
+bandwidth; headers of Ethernet, IP and TCP, about 5 %, are not included. Each setting of
+HVD_ALLREDUCE needs a separate job, because it is read at the start. The links, not the shared
+machine, determine the times.
 """
 
 import argparse
@@ -29,12 +29,12 @@ LIMIT = 300  # seconds for a job
 
 
 def least_seconds(size: int, megabits: float) -> float:
-    """For a sum of as many bytes on each host."""
+    """Returns the minimum time of a sum of ``size`` bytes per host."""
     return 2 * (COUNT - 1) / COUNT * size * 8 / (megabits * 1e6)
 
 
 def job(hosts: Hosts, script: str, *options: object, per_host: int = 1, **settings: str) -> dict:
-    """What a script prints on rank 0.
+    """Runs a job and returns the JSON that the script prints on rank 0.
 
     Raises:
         SystemExit: the job fails.
@@ -44,7 +44,7 @@ def job(hosts: Hosts, script: str, *options: object, per_host: int = 1, **settin
     command += ["--no-prefix", "--oversubscribe"]
     command += [sys.executable, HERE / script, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings
-    environment.pop("TF_NUM_INTEROP_THREADS", None)  # as hvdrun chooses
+    environment.pop("TF_NUM_INTEROP_THREADS", None)  # let hvdrun choose
     done = hosts[0].run(list(map(str, command)), timeout=LIMIT, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"{script} {settings} failed:\n{done.stdout}{done.stderr}")
@@ -62,7 +62,7 @@ def sums(hosts: Hosts, megabits: float, size: int, repeats: int, smoke: bool) ->
 
     plain = taken()
     least = [least_seconds(size, megabits)] * repeats
-    rows = [report.compare(what, ranks, "the least possible", plain["seconds"], least)]
+    rows = [report.compare(what, ranks, "the minimum", plain["seconds"], least)]
     half = taken("--fp16")
     rows.append(
         report.compare(f"{what}, fp16", ranks, "uncompressed", half["seconds"], plain["seconds"])
@@ -72,13 +72,13 @@ def sums(hosts: Hosts, megabits: float, size: int, repeats: int, smoke: bool) ->
     for way in ("ring", "mpi"):
         one = taken(HVD_ALLREDUCE=way)
         label = f"{what}, HVD_ALLREDUCE={way}"
-        rows.append(report.compare(label, ranks, "the least possible", one["seconds"], least))
+        rows.append(report.compare(label, ranks, "the minimum", one["seconds"], least))
     raw = taken("--raw")
     label = f"{what}, MPI_Allreduce alone"
-    rows.append(report.compare(label, ranks, "the least possible", raw["seconds"], least))
+    rows.append(report.compare(label, ranks, "the minimum", raw["seconds"], least))
     two = taken(per_host=2)
     label = f"{what} with 2 ranks each"
-    rows.append(report.compare(label, 2 * ranks, "the least possible", two["seconds"], least))
+    rows.append(report.compare(label, 2 * ranks, "the minimum", two["seconds"], least))
     rows.append(
         report.compare(
             f"{what} with 2 ranks each: what a host sends, as time on its link",
@@ -90,12 +90,12 @@ def sums(hosts: Hosts, megabits: float, size: int, repeats: int, smoke: bool) ->
     large = job(hosts, "across.py", "--bytes", 10 * size, "--repeats", 2)[str(10 * size)]
     label = f"a sum of {size / 1e5:g} MB over {ranks} hosts"
     least = [least_seconds(10 * size, megabits)] * 2
-    rows.append(report.compare(label, ranks, "the least possible", large["seconds"], least))
+    rows.append(report.compare(label, ranks, "the minimum", large["seconds"], least))
     return rows
 
 
 def picture(timeline: Path, compute: float, path: Path) -> None:
-    """The last step of a job: when which bucket crossed, on rank 0."""
+    """Draws the last step of a job: when each bucket was exchanged, on rank 0."""
     if importlib.util.find_spec("matplotlib") is None:
         return
     import matplotlib
@@ -112,14 +112,14 @@ def picture(timeline: Path, compute: float, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(9, 2.2), layout="constrained")
     axes.broken_barh([(0, compute)], (1.6, 0.8), color="#c0c0c0")
     axes.broken_barh(buckets, (0.6, 0.8), facecolors=["#5b8db8", "#2f5d85"] * len(buckets))
-    axes.set_yticks([2, 1], ["a step that exchanges nothing", "buckets of a step that does"])
+    axes.set_yticks([2, 1], ["a step without exchange", "buckets of a step with exchange"])
     axes.set_xlabel("seconds since the step began")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
 def steps(hosts: Hosts, repeats: int, folder: Path) -> list[report.Row]:
-    """A step whose gradients cross while backpropagation goes on."""
+    """Measures steps whose gradients are exchanged while backpropagation continues."""
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         timeline = Path(temporary) / "timeline.json"
@@ -138,8 +138,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, help="of each measurement (default 5)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works")
-    parser.add_argument("--output", type=Path, default=Path(), help="where the picture goes")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, as a quick check")
+    parser.add_argument("--output", type=Path, default=Path(), help="folder for the picture")
     options = parser.parse_args()
     rows: list[report.Row] = []
     if why := missing():

@@ -1,4 +1,4 @@
-"""What a call costs besides its bytes, against the same tf.function with tf.identity in its place.
+"""The latency of a call, compared with the same tf.function with tf.identity in its place.
 
 hvdrun -np 2 python benchmarks/latency.py
 """
@@ -16,7 +16,7 @@ def one() -> tuple[str, list[tf.Tensor]]:
 
 
 def many(count: int) -> tuple[str, list[tf.Tensor]]:
-    """Tensors of 1 KB that differ by rank, element and place."""
+    """Returns tensors of 1 KB that differ by rank, element and position."""
     values = np.arange(256, dtype="float32") + hvd.rank()
     tensors = [tf.constant(values + i) for i in range(count)]
     return f"a grouped allreduce of {count} tensors of 1 KB", tensors
@@ -32,7 +32,7 @@ def row_of(what: str, tensors: list[tf.Tensor], times: int, repeats: int) -> rep
         return [tf.identity(tensor) for tensor in inputs]
 
     ours, identity = (tf.function(f, autograph=False) for f in (ours, identity))
-    # The sum of all ranks' inputs, which are this rank's, but for the rank.
+    # The ranks' inputs differ only by the rank, so the sum is known.
     others = sum(range(hvd.size())) - hvd.size() * hvd.rank()
     for mine, result in zip(tensors, ours(tensors), strict=True):
         clock.expect(np.array_equal(result, mine.numpy() * hvd.size() + others), what)

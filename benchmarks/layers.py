@@ -1,6 +1,6 @@
-"""What the gradients of known networks weigh, and when they are ready.
+"""The sizes of the gradients of known networks, and the times at which they are ready.
 
-python benchmarks/layers.py   # makes layers.json again, with Keras
+python benchmarks/layers.py   # recreates layers.json, with Keras
 """
 
 import dataclasses
@@ -23,27 +23,27 @@ class Network:
     work: Sequence[float]
 
     def ready(self, forward: float, backward: float) -> list[float]:
-        """Seconds from the start of the step at which each gradient is there, last variable
-        first."""
+        """Returns when each gradient is ready, in seconds from the start of the step; last
+        variable first."""
         work = np.cumsum(np.asarray(self.work, float)[::-1])
         return (forward + backward * work / work[-1]).tolist()
 
 
 def network(name: str) -> Network:
-    """Of keras.applications, for its usual images."""
+    """Returns a network of keras.applications with its default image size."""
     stored = json.loads(STORED.read_text())[name]
     return Network(stored["bytes"], stored["work"])
 
 
 def layers_of(name: str) -> dict[str, list[int]]:
-    """A network's bytes and multiplications by variable, from Keras."""
+    """Computes a network's bytes and multiplications per variable, with Keras."""
     import keras
 
     sizes, work = [], []
     for layer in getattr(keras.applications, name)(weights=None).layers:
         for variable in layer.trainable_variables:
             shape = variable.shape
-            # A kernel is used at each place of its layer's output; other variables cost nothing.
+            # A kernel is used at each position of its layer's output; other variables cost nothing.
             places = math.prod(layer.output.shape[1:-1]) if len(shape) > 1 else 0
             sizes.append(4 * math.prod(shape))
             work.append(math.prod(shape) * places)

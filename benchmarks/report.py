@@ -1,4 +1,4 @@
-"""Rows of results: how two things that were measured in turn compare, as JSON or a table."""
+"""Rows of results: compares two things that were measured in turn, as JSON or a table."""
 
 import json
 import statistics
@@ -13,10 +13,10 @@ Row = dict[str, Any]
 def compare(
     what: str, ranks: int, against: str, ours: Sequence[float], theirs: Sequence[float]
 ) -> Row:
-    """One row; ``ours[i]`` and ``theirs[i]`` are seconds measured one after the other.
+    """Makes one row. ``ours[i]`` and ``theirs[i]`` are seconds, measured one after the other.
 
-    The ratio is the median of the pairs' ratios, so that a slow minute of the machine falls on both
-    sides; its quartiles tell the spread.
+    The ratio is the median of the pairs' ratios, so that a slow minute of the machine affects both
+    sides; the quartiles show the spread.
     """
     pairs = list(zip(map(float, ours), map(float, theirs), strict=True))
     ratios = [a / b for a, b in pairs]
@@ -35,7 +35,7 @@ def compare(
 
 
 def duration(seconds: float) -> str:
-    """Three digits and a unit."""
+    """Formats a duration with three digits and a unit."""
     for unit, factor in (("s", 1), ("ms", 1e3)):
         if abs(seconds) * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """In Markdown."""
+    """Formats the rows as a Markdown table."""
     lines = [
         "| what | ranks | compared with | hvd_keras | the other | difference | ratio | quartiles "
         "| repeats |",
@@ -61,7 +61,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def show(rows: Sequence[Row], as_json: bool) -> None:
-    """Prints the rows: a line of JSON for run.py, or a table for a reader."""
+    """Prints the rows: as a line of JSON for run.py, or as a table."""
     if as_json:
         print(json.dumps({"benchmark": Path(sys.argv[0]).stem, "rows": rows}), flush=True)
     else:

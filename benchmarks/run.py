@@ -1,12 +1,12 @@
-"""Runs all benchmarks and writes their results: JSON, a table in Markdown, and plots.
+"""Runs all benchmarks and writes their results as JSON, as Markdown tables, and as plots.
 
     make bench
     python benchmarks/run.py --smoke
     python benchmarks/run.py --peer-python /path/to/environment/of/horovod/bin/python
 
 Every benchmark compares two things that it measures in turn in one job, with one thread per
-process, and checks their values. Horovod, which needs another TensorFlow, has a job of its own that
-takes turns with ours; see peer.py for what its environment must have.
+process, and verifies their values. Horovod needs another TensorFlow, so it runs in a separate job
+that takes turns with that of hvd_keras; see peer.py for its environment.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from typing import Any
 import report
 
 HERE = Path(__file__).parent
-LIMIT = 600  # seconds; none takes nearly as long
+LIMIT = 600  # seconds; far more than any benchmark takes
 
-# Which benchmarks run on how many ranks; startup and hosts start their ranks themselves.
+# The numbers of ranks for each benchmark; startup and hosts start their ranks themselves.
 FULL = {
     "startup": [None],
     "latency": [2],
@@ -44,7 +44,7 @@ def measured(name: str, ranks: int | None, smoke: bool, *more: str) -> list[repo
     """The rows that one benchmark prints.
 
     Raises:
-        SystemExit: it fails, or takes longer than LIMIT.
+        SystemExit: the benchmark fails, or takes longer than LIMIT.
     """
     command = [sys.executable, str(HERE / f"{name}.py"), "--json", *["--smoke"] * smoke, *more]
     if ranks is not None:
@@ -68,7 +68,7 @@ def measured(name: str, ranks: int | None, smoke: bool, *more: str) -> list[repo
 
 
 def machine() -> dict[str, Any]:
-    """What the results depend on."""
+    """Describes the machine and the versions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     packages = ("hvd_keras", "tensorflow", "keras", "mpi4py")
@@ -82,15 +82,15 @@ def machine() -> dict[str, Any]:
 
 
 def in_words(results: dict[str, Any]) -> str:
-    # One's own ranks load the machine, too; much more than that were others.
+    # The benchmarks' ranks load the machine, too; a much higher load comes from other jobs.
     load = f"load average {results['load_before']:.1f} before, {results['load_after']:.1f} after"
     facts = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
-    size = "Tiny sizes, which say nothing. " if results["smoke"] else ""
+    size = "Tiny sizes, not meaningful. " if results["smoke"] else ""
     return f"{size}Measured {results['date']}; {facts}; {load}."
 
 
 def sections(rows: list[report.Row]) -> dict[str, list[report.Row]]:
-    """The rows by benchmark."""
+    """Groups the rows by benchmark."""
     found: dict[str, list[report.Row]] = {}
     for row in rows:
         found.setdefault(row["benchmark"], []).append(row)
@@ -98,7 +98,7 @@ def sections(rows: list[report.Row]) -> dict[str, list[report.Row]]:
 
 
 def plot(rows: list[report.Row], path: Path) -> None:
-    """Ratios as bars, with their quartiles, beside a line at 1."""
+    """Plots ratios as bars with quartiles, and a line at 1."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -123,14 +123,14 @@ def plot(rows: list[report.Row], path: Path) -> None:
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
-    """results.json, results.md and, with matplotlib, a plot for each benchmark."""
+    """Writes results.json, results.md and, with matplotlib, a plot for each benchmark."""
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     parts = [f"# Benchmarks\n\n{in_words(results)}\n"]
     by_name = sections(results["rows"])
     parts += [f"\n## {name}\n\n{report.table(rows)}\n" for name, rows in by_name.items()]
     (folder / "results.md").write_text("".join(parts))
     if importlib.util.find_spec("matplotlib") is None:
-        print("No plots, for matplotlib is missing: pip install 'hvd_keras[bench]'")
+        print("No plots, because matplotlib is missing: pip install 'hvd_keras[bench]'")
         return
     for name, rows in by_name.items():
         plot(rows, folder / f"{name}.png")
@@ -138,16 +138,16 @@ def write(results: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that all works")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, as a quick check")
     parser.add_argument("--only", nargs="+", choices=FULL, metavar="NAME", default=list(FULL))
     parser.add_argument("--output", type=Path, default=HERE / "results", help="a folder")
-    parser.add_argument("--peer-python", help="of an environment with Horovod, to compare with")
+    parser.add_argument("--peer-python", help="Python of an environment with Horovod")
     options = parser.parse_args()
     plan = SMOKE if options.smoke else FULL
     jobs: list[Any] = [(name, ranks) for name in options.only for ranks in plan[name]]
     options.output.mkdir(parents=True, exist_ok=True)
     jobs = [(*job, "--output", str(options.output)) if job[0] == "hosts" else job for job in jobs]
-    if options.peer_python:  # first, for its environment may not be what it should
+    if options.peer_python:  # first, because its environment may be unusable
         jobs.insert(0, ("peer", None, "--peer-python", options.peer_python))
     results = {
         "date": time.strftime("%Y-%m-%d"),

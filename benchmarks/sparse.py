@@ -1,16 +1,16 @@
-"""An embedding's gradient: sent as rows or as a whole table, which is faster?
+"""Exchanges an embedding's gradient as rows and as a whole table: which is faster?
 
     hvdrun -np 2 python benchmarks/sparse.py
 
-Each rank uses other rows of a table of ROWS x WIDTH float32, a fraction k / ROWS of them. The
-gradient travels as rows (what hvd does with tf.IndexedSlices) and as a table, made of the same rows
-(what sparse_as_dense=True does). Both are measured in turn, in one run, and compared element by
-element: first the exchange alone, then with the update of the table that follows, by plain
-subtraction. Printed are medians of the slowest rank, and the fraction at which both take as long.
+Each rank uses different rows of a ROWS x WIDTH float32 table, a fraction k / ROWS of them. The
+gradient is exchanged as rows (as hvd does with tf.IndexedSlices) and as a table built from the same
+rows (as with sparse_as_dense=True). Both are measured in turn, in one run, and compared element by
+element: the exchange alone, and the exchange with an update of the table by plain subtraction.
+Printed are medians of the slowest rank, and the fraction at which both take the same time.
 
-Last, USED rows of a larger table: a tf.function that exchanges them, less the same with tf.identity
-in place of the exchange, against two MPI_Allgatherv of as many values and indices between buffers
-that are there already.
+Last, USED rows of a larger table: a tf.function that exchanges them, less the same function with
+tf.identity in place of the exchange, is compared with two MPI_Allgatherv of equally many values and
+indices between existing buffers.
 """
 
 import argparse
@@ -29,7 +29,7 @@ FRACTIONS = (0.001, 0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 1.0)
 
 
 def ways(table):
-    """The two ways, without and with the update of the table."""
+    """Returns the two ways of exchange, each with an optional update of the table."""
 
     def as_rows(values, indices, update):
         slices = tf.IndexedSlices(values, indices, tf.shape(table, tf.int64))
@@ -45,7 +45,7 @@ def ways(table):
 
 
 def seconds(function, *arguments):
-    """Of one call, from the moment at which all ranks are ready."""
+    """Measures one call, from the time when all ranks are ready."""
     hvd.allreduce(0.0, name="ready")
     start = time.perf_counter()
     function(*arguments)
@@ -53,11 +53,11 @@ def seconds(function, *arguments):
 
 
 def measured(table, used, repeats):
-    """Seconds of the slowest rank: rows and table without update, and both with it; by repeat."""
+    """Returns the slowest rank's seconds by repeat: rows, table, rows and table with update."""
     as_rows, as_table = ways(table)
     random = np.random.default_rng(hvd.rank())
     indices = tf.constant(random.choice(table.shape[0], used, replace=False).astype("int64"))
-    # Small integers, whose sums are exact: the two ways must give equal bits.
+    # Small integers, whose sums are exact, so that both ways must give equal bits.
     values = tf.constant(random.integers(-9, 10, (used, table.shape[1])).astype("float32"))
     sparse, dense = (way(values, indices, False) for way in (as_rows, as_table))
     if not np.array_equal(tf.convert_to_tensor(sparse), dense):
@@ -71,7 +71,7 @@ def measured(table, used, repeats):
 
 
 def beside_mpi(rows, used, width, repeats):
-    """The row that compares with MPI_Allgatherv."""
+    """Measures the row that compares with MPI_Allgatherv."""
     random = np.random.default_rng(hvd.rank())
     mine = random.integers(rows, size=used)
     values = random.integers(-9, 10, (used, width)).astype("float32")
@@ -107,7 +107,7 @@ def beside_mpi(rows, used, width, repeats):
 
 
 def break_even(fractions, ratios):
-    """Where the ratio passes 1, between its neighbours, or None."""
+    """Interpolates the fraction at which the ratio passes 1; None if it does not."""
     for i in range(1, len(ratios)):
         if ratios[i - 1] < 1 <= ratios[i]:
             share = (1 - ratios[i - 1]) / (ratios[i] - ratios[i - 1])
@@ -121,7 +121,7 @@ def main():
     parser.add_argument("--width", type=int, default=64, help="of a row (default 64)")
     parser.add_argument("--repeats", type=int, default=30, help="of each measurement (default 30)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, as a quick check")
     options = parser.parse_args()
     if options.smoke:
         options.rows, options.repeats = 1000, 2

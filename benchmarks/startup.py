@@ -1,9 +1,9 @@
-"""What importing and starting hvd_keras takes, beside importing TensorFlow and Keras.
+"""The time to import and start hvd_keras, compared with importing TensorFlow and Keras.
 
     python benchmarks/startup.py
 
-Starts fresh processes by itself, one rank and two ranks in turn; both times are taken in the same
-process. Of two ranks the one that waits least counts: it came last.
+Starts new processes itself, one rank and two ranks in turn. Both times are measured in the same
+process. Of two ranks, the shorter time counts: that rank came last and did not wait.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import report
 
 
 def child() -> None:
-    """One rank: prints the seconds of its imports and of the start."""
+    """Runs one rank: prints the seconds of the start and of the imports."""
     before = time.perf_counter()
     import keras  # noqa: F401
     import tensorflow as tf
@@ -36,7 +36,7 @@ def child() -> None:
 
 
 def seconds(ranks: int) -> tuple[float, float]:
-    """Of the start and of the imports, in fresh processes."""
+    """Measures the start and the imports in new processes."""
     job = [sys.executable, "-m", "hvd_keras.launch", "-np", str(ranks), "--oversubscribe"]
     command = [*job, "--no-prefix", sys.executable, __file__, "--child"]
     environment = os.environ | {"EXPECTED_SIZE": str(ranks), "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, help="of each measurement (default 7)")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
-    parser.add_argument("--smoke", action="store_true", help="once, to see that it works")
+    parser.add_argument("--smoke", action="store_true", help="once, as a quick check")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

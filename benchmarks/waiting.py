@@ -1,4 +1,4 @@
-"""What waiting for another rank costs: CPU seconds over seconds, of a rank that waits.
+"""The CPU time of a rank that waits for another one, as a share of a core.
 
 hvdrun -np 2 python benchmarks/waiting.py
 """
@@ -17,13 +17,13 @@ import hvd_keras as hvd
 
 
 def cpu_seconds() -> float:
-    """Of all threads of this process."""
+    """Returns the CPU time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def share_of_a_core(wait, late_by: float) -> float:
-    """All ranks call ``wait``, the last one late. Of rank 0."""
+    """Calls ``wait``, on the last rank late; returns this rank's CPU time per second."""
     hvd.barrier()
     cpu, start = cpu_seconds(), time.monotonic()
     if hvd.rank() == hvd.size() - 1:
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10, help="how late a rank comes")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no text")
-    parser.add_argument("--smoke", action="store_true", help="one second, to see that it works")
+    parser.add_argument("--smoke", action="store_true", help="one second, as a quick check")
     options = parser.parse_args()
     seconds = 1.0 if options.smoke else options.seconds
     hvd.init()
@@ -44,7 +44,7 @@ def main() -> None:
     from mpi4py import MPI
 
     if hvd.size() < 2:
-        raise SystemExit("One rank waits for nobody: start it with hvdrun -np 2.")
+        raise SystemExit("This needs at least two ranks: start it with hvdrun -np 2.")
     ours = share_of_a_core(lambda: hvd.allreduce(1.0), seconds)
     mpi = share_of_a_core(MPI.COMM_WORLD.Barrier, seconds)
     if hvd.rank() == 0 and options.json:

@@ -1,13 +1,14 @@
 """Keras callbacks for training on several processes.
 
-Imported as ``hvd_keras.callbacks``. Order matters in ``fit``: first
-``BroadcastGlobalVariablesCallback``, then ``MetricAverageCallback``, then those that read metrics.
+Imported as ``hvd_keras.callbacks``. Their order in ``fit`` matters: first
+``BroadcastGlobalVariablesCallback``, then ``MetricAverageCallback``, then callbacks that read
+metrics.
 """
 
 if __name__ != "hvd_keras.callbacks":
     raise ImportError(
         f"This package is hvd_keras.callbacks, but was imported as {__name__!r} from its source "
-        "folder, which would make second copies of its classes. Use 'import hvd_keras as hvd' and "
+        "folder, which would create a second copy of each class. Use 'import hvd_keras as hvd' and "
         "hvd.callbacks."
     )
 

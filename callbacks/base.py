@@ -1,4 +1,4 @@
-"""What the callbacks have in common: they know which ranks train the model."""
+"""Base class of the callbacks: knows which ranks train the model."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from hvd_keras.training import together
 class Callback(keras.callbacks.Callback):  # type: ignore[misc]
     """A Keras callback that takes part on every rank of the model's process set."""
 
-    # Of a model without a distributed optimizer: its train_step uses hvd.DistributedGradientTape.
+    # For a model without a distributed optimizer, whose train_step uses a DistributedGradientTape.
     _hvd_process_set: ProcessSet = process_sets.global_process_set
 
     def set_model(self, model: Any) -> None:
-        """From Keras."""
+        """Called by Keras; registers the process set of a model without one."""
         super().set_model(model)
         if model is not None:
             together.mark_together(model, self._hvd_process_set)

@@ -1,4 +1,4 @@
-"""Same state on all ranks."""
+"""``BroadcastGlobalVariablesCallback``: the same state on all ranks."""
 
 import functools
 from typing import Any
@@ -11,42 +11,44 @@ from hvd_keras.training import building, exchange, fitting, preprocessing, toget
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
-    """Gives all ranks the root's model and optimizer state before the first step.
+    """Gives all ranks the root rank's model and optimizer state before the first step.
 
-    Weights, moving statistics, optimizer slots, iteration counts and the learning rate become
-    equal. Random generators (dropout, augmentation) get the root's seed mixed with the rank: every
-    rank draws other masks, and a rerun draws the same ones again.
+    It broadcasts weights, moving statistics, optimizer slots, iteration counts and the learning
+    rate. Random generators (dropout, augmentation) get the root's seed mixed with the rank, so that
+    masks differ between ranks and a rerun repeats them.
 
-    A model that has no variables before its first step (a Sequential without ``Input``, a subclass
-    of ``keras.Model``) gets them first: its step is traced once more, into a graph that never runs.
+    If the model has no variables before its first step (a Sequential without ``Input``, a subclass
+    of ``keras.Model``), they are created first, by tracing a step into a graph that never runs.
 
-    Preprocessing layers: what ``Normalization`` derives from its variables is computed again. A
-    vocabulary or the like is no variable; if the ranks' differ, an error names the layer.
+    Preprocessing layers: ``Normalization`` recomputes the values that it derives from its
+    variables. Vocabularies and the like are not variables; if they differ between ranks, an error
+    names the layer.
 
-    Layers of one rank alone (``hvd.PartialDistributedOptimizer``, ``register_local_var``) keep
-    their values.
+    Layers that belong to one rank (``hvd.PartialDistributedOptimizer``, ``register_local_var``)
+    keep their values.
 
     At the end of each epoch, before validation and checkpoints, the moving statistics of batch
-    normalisation become the mean over the ranks; until then each rank's are those of its own
-    batches. Use ``hvd.SyncBatchNormalization`` for statistics that are those of one process.
+    normalisation are averaged over the ranks; during the epoch each rank's cover its own batches
+    only. ``hvd.SyncBatchNormalization`` computes the statistics of one process.
 
-    Where XLA cannot compile the collectives (``libhvd_xla.so`` is missing or does not load), the
-    model trains without it, with a warning: ``jit_compile``, which Keras turns on by itself on
-    machines with GPUs, is turned off. Elsewhere it stays as it is, on GPUs too, where the
-    collectives in XLA's programs have been tested with a stand-in for CUDA and NCCL only
-    (docs/gpu.md); ``model.compile(jit_compile=False)`` does without XLA.
+    If XLA cannot compile the collectives (``libhvd_xla.so`` is missing or does not load), the
+    callback turns the model's ``jit_compile`` off and warns. Otherwise it leaves ``jit_compile``
+    alone, which Keras turns on by itself on machines with GPUs. There, compiled collectives have
+    been tested with a fake of CUDA and NCCL only (docs/gpu.md);
+    ``model.compile(jit_compile=False)`` avoids them.
 
-    What ``Checkpoint`` has restored stays as it is, whichever of the two comes first.
+    A state that ``Checkpoint`` has restored is not overwritten, in whatever order the two callbacks
+    are given.
 
-    Each ``fit`` begins with a broadcast; one instance may serve several models.
+    Each ``fit`` begins with a broadcast. One instance can be used for several models.
 
     Args:
-        root_rank: the rank whose state all get.
+        root_rank: the rank whose state all ranks get.
 
     Raises:
-        ValueError: (in ``fit``) there is no such rank among those that train the model, or the
-            model's step cannot be traced to make its variables, or the ranks' models or
-            vocabularies differ; on every rank.
+        ValueError: (in ``fit``, on every rank) ``root_rank`` is not among the ranks that train the
+            model; or a step of the model cannot be traced to create its variables; or the ranks'
+            models or vocabularies differ.
 
     Example:
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
@@ -65,7 +67,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             _warn_once(problem)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """After the model got its variables."""
+        """Broadcasts. The model has its variables by now."""
         process_set = self.process_set
         check_root(self.root_rank, process_set)
         if variables.is_restored(self.model):
@@ -77,37 +79,37 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         fitting.check_built(self.model)
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
-        # Without the optimizer's, whose names contain Keras's numbers in other places.
+        # Not the optimizer's variables: Keras's counters occur elsewhere in their names.
         specs = map(exchange.spec_of, together.without_local(self.model, self.model.variables))
         exchange.check_specs("broadcast", list(specs), process_set)
         shared = variables.shared_of_training(self.model)
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
-            fitting.forget_functions(self.model)  # in which the old values are constants
+            fitting.forget_functions(self.model)  # they hold the old values as constants
         seeds = variables.seed_states(layers)
         seeds = together.without_local(self.model, seeds)
         variables.give_each_rank_its_own_randomness(seeds, process_set)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+        """Called by Keras."""
         self._epoch_runs = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """At the last batch of an epoch: before other callbacks save or evaluate the model."""
+        """Averages at the last batch, before other callbacks save or evaluate the model."""
         steps = self.params.get("steps")
-        if steps is not None and batch + 1 >= steps:  # steps_per_execution may count beyond
+        if steps is not None and batch + 1 >= steps:  # steps_per_execution may overshoot
             self._average_moving_statistics()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """For data of unknown length, where this rank has a validation."""
+        """Averages, if the data's length is unknown and this rank validates."""
         self._average_moving_statistics()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """For data of unknown length, where this rank has no validation."""
+        """Averages, if the data's length is unknown and this rank does not validate."""
         self._average_moving_statistics()
 
     def _average_moving_statistics(self) -> None:
-        """Once per epoch on each rank, whether it knows its end beforehand or not."""
+        """Runs once per epoch on each rank."""
         if not self._epoch_runs:
             return
         self._epoch_runs = False

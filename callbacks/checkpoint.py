@@ -1,4 +1,4 @@
-"""Checkpoints by rank 0, never half written."""
+"""``ModelCheckpoint``: rank 0 writes, and no file is ever half written."""
 
 import os
 from collections.abc import Callable
@@ -13,18 +13,23 @@ from hvd_keras.training import checkpoint
 
 
 class ModelCheckpoint(Callback):  # type: ignore[misc]
-    """``keras.callbacks.ModelCheckpoint`` on the first rank, for all ranks.
+    """``keras.callbacks.ModelCheckpoint`` for several ranks: the first one writes.
 
     Takes the same arguments. The first rank of the model's process set, usually rank 0, writes to a
-    temporary file beside the target and renames it when it is complete and on the disk, so that a
-    crash at any time leaves the last checkpoint whole. An error of writing (a full disk) is raised
-    on all ranks.
+    temporary file beside the target, syncs it to disk and renames it. So a crash at any time
+    leaves the last checkpoint intact. If writing fails (a full disk), all ranks raise.
 
-    With ``monitor``, put it behind ``MetricAverageCallback``, to choose by all ranks' metrics.
+    With ``monitor``, put it after ``MetricAverageCallback``, so that it sees the metrics over all
+    ranks.
+
+    Args:
+        filepath, args, kwargs: as in ``keras.callbacks.ModelCheckpoint``.
 
     Raises:
-        RuntimeError: (in ``fit``, on the other ranks) rank 0 could not write; there the error
-            itself is raised.
+        ValueError, TypeError: as ``keras.callbacks.ModelCheckpoint``.
+        OSError: (in ``fit``, on the rank that writes) the file cannot be written.
+        RuntimeError: (in ``fit``, on the other ranks) that rank could not write; the text contains
+            its error.
 
     Example:
         hvd.callbacks.ModelCheckpoint("checkpoints/{epoch:02d}.keras")
@@ -32,42 +37,42 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
 
     def __init__(self, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         super().__init__()
-        # Made on all ranks, so that wrong arguments fail on all.
+        # Created on all ranks, so that wrong arguments fail on all of them.
         self._keras = keras.callbacks.ModelCheckpoint(filepath, *args, **kwargs)
         self._epoch = 0
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """From Keras."""
+        """Called by Keras."""
         super().set_params(params)
         self._keras.set_params(params)
 
     def set_model(self, model: Any) -> None:
-        """From Keras."""
+        """Called by Keras."""
         super().set_model(model)
         self._keras.set_model(_SavesWhole(model))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """For a ``save_freq`` in batches."""
+        """Saves, if ``save_freq`` is a number of batches."""
         if self._keras.save_freq == "epoch":
             return
-        if self._keras._should_save_on_batch(batch):  # so that the ranks talk only when it is due
+        if self._keras._should_save_on_batch(batch):  # no communication otherwise
             on_leader(
                 self.process_set,
                 lambda: self._keras._save_model(epoch=self._epoch, batch=batch, logs=logs),
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+        """Called by Keras."""
         self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """For ``save_freq="epoch"``."""
+        """Saves, if ``save_freq`` is "epoch"."""
         if self._keras.save_freq == "epoch":
             on_leader(self.process_set, lambda: self._keras.on_epoch_end(epoch, logs))
 
 
 class _SavesWhole:
-    """A model whose ``save`` and ``save_weights`` replace the file in one step."""
+    """A model whose ``save`` and ``save_weights`` replace the file atomically."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -83,10 +88,11 @@ class _SavesWhole:
 
 
 def on_leader(process_set: ProcessSet, write: Callable[[], None]) -> None:
-    """Lets the first rank of a process set write; all its ranks wait for that.
+    """Calls ``write`` on the first rank of a process set; the other ranks wait for it.
 
     Raises:
-        RuntimeError: (on the other ranks) it could not write; there the error itself is raised.
+        Exception: (on the first rank) what ``write`` raised.
+        RuntimeError: (on the other ranks) the first rank could not write.
     """
     error: Exception | None = None
     if process_set.rank() == 0:

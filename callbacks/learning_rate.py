@@ -12,7 +12,7 @@ _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
 
 class _LearningRateCallback(Callback):  # type: ignore[misc]
-    """What both recipes share: the place in training, and how the rate is set and logged."""
+    """Shared by both callbacks: the position in training, and how the rate is set and logged."""
 
     def __init__(self, momentum_correction: bool, steps_per_epoch: int | None) -> None:
         super().__init__()
@@ -27,17 +27,17 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
         steps = self._known_steps()
         if not steps:
             raise ValueError(
-                f"{type(self).__name__}: the data does not tell how many batches an epoch has. "
-                "Give steps_per_epoch."
+                f"{type(self).__name__}: the number of batches in an epoch is unknown. Pass "
+                "steps_per_epoch."
             )
         return steps
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the epoch, for batches know theirs only within it."""
+        """Remembers the epoch; Keras tells only the batch's number within it."""
         self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs the rate."""
+        """Writes the rate to ``logs["lr"]``."""
         if logs is not None:
             logs["lr"] = self._get()
 
@@ -52,12 +52,12 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
         except TypeError as error:
             raise ValueError(
                 f"{type(self).__name__}: the optimizer's learning rate is a schedule, which cannot "
-                "be set. Give the optimizer a number, or leave this callback out."
+                "be set. Give the optimizer a number, or remove this callback."
             ) from error
         except AttributeError as error:
             raise ValueError(
                 f"{type(self).__name__}: a {type(optimizer).__name__} has no learning rate of its "
-                "own that could be set. Set those of its optimizers, or leave this callback out."
+                "own. Set the rates of its optimizers, or remove this callback."
             ) from error
         if self.momentum_correction and old > 0 and new != old:
             for buffer in _momentum_buffers(together.innermost(optimizer)):
@@ -70,20 +70,20 @@ class LearningRateScheduleCallback(_LearningRateCallback):
     Writes the learning rate to ``logs["lr"]`` at the end of each epoch.
 
     Args:
-        initial_lr: the learning rate that the multiplier multiplies.
-        multiplier: a number, or a function of the epoch (counted from 0; with fractions if
-            ``staircase`` is False).
-        start_epoch: the first epoch in which it acts.
-        end_epoch: the first epoch in which it acts no more. Default: never.
-        staircase: change the rate at the start of each epoch only, not at each batch.
-        momentum_correction: when the rate changes, scale the optimizer's momentum buffers with it,
-            as section 3 of the paper advises. Of effect for optimizers whose buffers contain the
+        initial_lr: the learning rate that is multiplied.
+        multiplier: a number, or a function of the epoch, which counts from 0 and has a fractional
+            part if ``staircase`` is False.
+        start_epoch: the first epoch of the range.
+        end_epoch: the first epoch after the range. Default: no end.
+        staircase: change the rate only at the start of an epoch; False: at each batch.
+        momentum_correction: scale the optimizer's momentum buffers when the rate changes, as
+            section 3 of the paper advises. This affects optimizers whose buffers contain the
             learning rate: SGD and RMSprop with ``momentum``.
-        steps_per_epoch: batches per epoch, for ``staircase=False``. Default: what ``fit`` knows.
+        steps_per_epoch: batches per epoch, for ``staircase=False``. Default: as ``fit`` knows.
 
     Raises:
-        ValueError: (in ``fit``) the number of steps is needed and not known, or the optimizer's
-            learning rate is a schedule, which cannot be set.
+        ValueError: (in ``fit``) the number of steps is needed and unknown, or the optimizer's
+            learning rate is a schedule or does not exist (``MultiOptimizer``).
 
     Example:
         hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.1 ** (epoch // 30))
@@ -107,7 +107,7 @@ class LearningRateScheduleCallback(_LearningRateCallback):
         self.staircase = staircase
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adjusts the rate where it is due."""
+        """Sets the rate."""
         if self._epoch < self.start_epoch:
             return
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
@@ -121,26 +121,26 @@ class LearningRateScheduleCallback(_LearningRateCallback):
 class LearningRateWarmupCallback(_LearningRateCallback):
     """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` as training begins.
 
-    Linearly, batch by batch, as Goyal et al. do, to get through the first epochs in which a rate
-    scaled by ``size()`` would make training diverge.
+    The rate grows linearly, batch by batch (Goyal et al.). In the first epochs a rate scaled by
+    ``size()`` would make training diverge.
 
-    The rate is a function of the epoch and the batch: a restart with ``initial_epoch`` goes on
-    where warm-up was. With ``warmup_steps`` and data of unknown length it is a function of the
-    optimizer's count of steps instead, which a restored optimizer carries along, and to which Keras
-    adds one per epoch, for the batch that it looks for in vain.
+    The rate is a function of the epoch and the batch, so a restart with ``initial_epoch`` continues
+    the warm-up. With ``warmup_steps`` and data of unknown length it is a function of the
+    optimizer's step count instead, which a restored optimizer keeps. Keras adds one to that count
+    per epoch, when it looks for a batch after the last one.
 
     Writes the learning rate to ``logs["lr"]`` at the end of each epoch.
 
     Args:
         initial_lr: the learning rate after warm-up, already scaled by ``hvd.size()``.
-        warmup_epochs: how many epochs it takes.
+        warmup_epochs: the length of warm-up in epochs.
         momentum_correction, steps_per_epoch: as in ``LearningRateScheduleCallback``.
-        verbose: above 0, rank 0 says when warm-up ends.
-        warmup_steps: how many batches of a rank it takes, instead of ``warmup_epochs``. Each batch
-            counts, also those whose gradients are only accumulated.
+        verbose: above 0, rank 0 prints when warm-up ends.
+        warmup_steps: the length of warm-up in batches of one rank, instead of ``warmup_epochs``.
+            Batches whose gradients are only accumulated count, too.
 
     Raises:
-        ValueError: ``warmup_steps`` is no positive integer; (in ``fit``) as
+        ValueError: ``warmup_steps`` is not a positive integer; (in ``fit``) as
             ``LearningRateScheduleCallback``.
 
     Example:
@@ -164,33 +164,33 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         self.warmup_epochs = warmup_epochs
         self.warmup_steps = warmup_steps
         self.verbose = verbose
-        self._ends = False  # in this epoch
+        self._ends = False  # whether warm-up ends in this epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate of the batches that follow."""
+        """Sets the rate of the next batches."""
         seen = self._seen(batch)
         length = self.warmup_steps or self.warmup_epochs * self._steps()
         if seen >= length:
             return
-        # Counted to the end of what Keras runs at once, so that the last of warm-up trains at the
-        # full rate.
+        # Counts to the end of the steps that Keras executes at once, so that the last batch of
+        # warm-up trains at the full rate.
         done = min(1.0, (seen + int(getattr(self.model, _STEPS_AT_ONCE))) / length)
         size = self.process_set.size()
         self._set(self.initial_lr * (1 + done * (size - 1)) / size)
         self._ends = done == 1.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs the rate, and tells of the end of warm-up."""
+        """Logs the rate, and prints the end of warm-up."""
         super().on_epoch_end(epoch, logs)
         if self._ends and self.verbose > 0 and self.process_set.rank() == 0:
             print(f"Epoch {epoch + 1}: learning rate is {self._get():g}, warm-up is over.")
         self._ends = False
 
     def _seen(self, batch: int) -> int:
-        """The batches before this one, in all epochs."""
+        """The number of batches before this one, over all epochs."""
         if self.warmup_steps is None or self._known_steps():
             return self._epoch * self._steps() + batch
-        # Not ``iterations``, which with accumulation counts the updates.
+        # Not ``iterations``, which counts updates if gradients are accumulated.
         return int(together.innermost(self.model.optimizer)._iterations)
 
 

@@ -1,4 +1,4 @@
-"""Same metrics on all ranks."""
+"""``MetricAverageCallback``: the same metrics on all ranks."""
 
 import warnings
 from typing import Any
@@ -13,28 +13,29 @@ _RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_res
 
 
 class MetricAverageCallback(Callback):  # type: ignore[misc]
-    """Replaces a rank's metrics by those of all ranks' samples.
+    """Logs the metrics over all ranks' samples instead of this rank's.
 
     The loss and the metrics of training and validation are computed from the sum of the ranks'
     metric states (totals, counts, confusion matrices). So they are what one process would log that
-    had seen all ranks' batches: also AUC, Precision, F1Score, RootMeanSquaredError and the like,
-    and when ranks have different numbers of samples. The metrics themselves keep this rank's state.
+    had seen all ranks' batches. This includes AUC, Precision, F1Score and RootMeanSquaredError, and
+    holds if ranks have different numbers of samples. The metric objects keep this rank's state.
 
-    Metrics of your own are covered if they derive from one of Keras's (``keras.metrics.Mean``) and
-    add no variables. Of others the mean of the ranks' values is logged, in which each rank counts
-    the same; rank 0 warns once. So it is for numbers that other callbacks have put into the logs.
+    A metric of your own is included if its class derives from one of Keras's
+    (``keras.metrics.Mean``) and adds no variables. For other metrics, and for numbers that other
+    callbacks put into the logs, the unweighted mean of the ranks' values is logged; for metrics,
+    rank 0 warns once.
 
-    Put it before callbacks that read metrics (``ReduceLROnPlateau``, ``EarlyStopping``, loggers):
-    they then see the same values, and decide the same, on all ranks. Put it also before callbacks
+    Put it before callbacks that read metrics (``ReduceLROnPlateau``, ``EarlyStopping``, loggers),
+    so that these see the same values, and decide alike, on all ranks. Put it also before callbacks
     that change a metric in the logs or call ``model.evaluate`` at the end of an epoch.
 
-    Shard the validation data by rank, like the training data. ``model.evaluate`` returns all ranks'
-    metrics if it gets this callback, too; all ranks must call it then. Without the callback it
-    returns this rank's.
+    Shard the validation data by rank, like the training data. ``model.evaluate`` returns the
+    metrics over all ranks if it gets this callback and all ranks call it; otherwise it returns this
+    rank's.
 
     Raises:
-        ValueError: (in ``fit`` and ``evaluate``) the ranks log different metrics, such as
-            ``val_loss`` on one rank only; on every rank.
+        ValueError: (in ``fit`` and ``evaluate``, on every rank) the ranks log different metrics,
+            such as ``val_loss`` on one rank only.
 
     Example:
         average = hvd.callbacks.MetricAverageCallback()
@@ -50,17 +51,17 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         self._warned: set[str] = set()
 
     def set_model(self, model: Any) -> None:
-        """At the start of every ``fit`` and every ``evaluate`` that is not part of one."""
+        """Called by Keras at the start of ``fit``, and of ``evaluate`` outside of ``fit``."""
         super().set_model(model)
         self._in_epoch = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+        """Called by Keras."""
         self._in_epoch = True
         self._states = {}
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Keeps the training's metrics, which validation is about to reset."""
+        """Saves the training metrics before validation resets them."""
         if self.process_set.size() == 1:
             return
         if self._in_epoch:
@@ -69,9 +70,9 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
             self._reduce_what_evaluate_returns()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Keeps the validation's metrics.
+        """Saves the validation metrics.
 
-        They are not exchanged yet: if only some ranks validate, the others would not answer.
+        They are not exchanged yet: if only some ranks validate, the others would not take part.
         """
         if self._in_epoch and self.process_set.size() > 1:
             self._states["val_"] = metrics.states(self.model)
@@ -94,18 +95,18 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
             for reason in dict.fromkeys(new.values()):
                 keys = ", ".join(key for key in new if new[key] == reason)
                 warnings.warn(
-                    f"MetricAverageCallback: what is logged of {keys} is the mean of the ranks' "
-                    f"values, in which each rank counts the same, because {reason}.",
+                    f"MetricAverageCallback: for {keys} the unweighted mean of the ranks' values "
+                    f"is logged, because {reason}.",
                     stacklevel=2,
                 )
 
     def _reduce_what_evaluate_returns(self) -> None:
-        """For the next end of ``evaluate`` only.
+        """Reduces the result of the current ``evaluate``, once.
 
-        Keras returns what its model's method gives, whatever callbacks do to the logs, so that the
-        method is replaced until it has been called. Should the evaluation break off, then the next
-        one or the next epoch, which begin with ``reset_metrics``, put it back: they may well be
-        this rank's alone.
+        ``evaluate`` returns the result of a method of the model, whatever callbacks do to the logs,
+        so the method is replaced until it has been called. If the evaluation breaks off, the next
+        one or the next epoch restores the method when it calls ``reset_metrics``, because this rank
+        may run that alone.
         """
         model = self.model
         names = (_RESULT, "reset_metrics")

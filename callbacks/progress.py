@@ -1,4 +1,4 @@
-"""Progress of all ranks, shown by one."""
+"""``ProgressLogger``: one progress bar for all ranks."""
 
 import sys
 import time
@@ -14,29 +14,29 @@ from hvd_keras._keras import is_legacy, keras
 class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[misc]
     """Keras's progress bar on rank 0, with the samples per second of all ranks.
 
-    In a terminal a bar that moves; elsewhere (a file, a pipe, ``hvdrun``) one line per epoch::
+    In a terminal it is a moving bar; elsewhere (a file, a pipe, ``hvdrun``) one line per epoch::
 
         Epoch 2/40: 23/23 - 0s - 15ms/step - 11938 samples/s - loss: 0.0186 - val_loss: 0.0394
 
-    ``fit`` uses it instead of the bar that it would make itself, whatever its ``verbose`` is; the
-    other ranks print nothing.
+    ``fit`` uses it instead of its own bar, whatever ``verbose`` is passed to ``fit``; the other
+    ranks print nothing.
 
-    The samples are those that the ranks have really trained on, so that ranks and batches may have
+    The rate counts the samples that the ranks have trained on, so ranks and batches may have
     different sizes. The ranks add them up once per epoch. The time is that of training, without
-    validation; in the first epoch it contains the tracing of the model. While an epoch runs, the
-    bar shows rank 0's own metrics, and the rate that the number of samples in the epoch before
-    makes likely. Where a rank cannot tell its samples it is ``steps/s`` instead: with a
-    ``train_step`` of your own that does not weigh the loss by them as Keras's does, and with
-    batches of one sample, which look the same.
+    validation; in the first epoch it includes tracing. While an epoch runs, the bar shows rank 0's
+    own metrics, and a rate that is estimated from the number of samples of the epoch before. If a
+    rank cannot count its samples, the bar shows ``steps/s``: with a custom ``train_step`` that does
+    not weight the loss by the number of samples as Keras's does, and with batches of one sample,
+    which cannot be told apart from that.
 
-    Give it to all ranks, behind ``MetricAverageCallback``, so that the epoch's metrics are those of
+    Pass it to all ranks, after ``MetricAverageCallback``, so that the epoch's metrics are those of
     all ranks.
 
     Args:
-        verbose: 1 is the bar, 2 one line per epoch. Default: 1 in a terminal, else 2.
+        verbose: 1 for the bar, 2 for one line per epoch. Default: 1 in a terminal, otherwise 2.
 
     Raises:
-        ValueError: ``verbose`` is something else, or Keras is tf_keras.
+        ValueError: ``verbose`` has another value, or tf_keras is in use.
 
     Example:
         average, progress = hvd.callbacks.MetricAverageCallback(), hvd.callbacks.ProgressLogger()
@@ -46,7 +46,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
     def __init__(self, verbose: int | None = None) -> None:
         if is_legacy:
             raise ValueError(
-                "ProgressLogger needs Keras 3, and TF_USE_LEGACY_KERAS chose tf_keras. "
+                "ProgressLogger needs Keras 3, but tf_keras is in use (TF_USE_LEGACY_KERAS). "
                 "Use fit(verbose=hvd.rank() == 0) instead."
             )
         super().__init__()
@@ -56,26 +56,26 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._steps: int | None = None  # batches in an epoch, if known
         self._start = 0.0
         self._seconds = 0.0
-        # This rank's in the epoch; None until its last batch is over.
+        # Of this rank in this epoch; None until its last batch has ended.
         self._samples: float | None = None
-        # Of all ranks, in the last epoch; None if a rank cannot tell.
+        # Of all ranks in the last epoch; None if a rank cannot count its samples.
         self._samples_per_step: float | None = None
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Its own ``verbose`` counts, not that of ``fit``."""
+        """Replaces the ``verbose`` of ``fit`` by this callback's."""
         verbose = self._verbose or (1 if sys.stdout.isatty() else 2)
-        # Keras tells the model first.
+        # Keras has called set_model before, so process_set is known.
         super().set_params({**params, "verbose": verbose if self.process_set.rank() == 0 else 0})
         self._steps = params["steps"]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+        """Called by Keras."""
         super().on_train_begin(logs)
         self._samples_per_step = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Starts the clock."""
-        self.target = self._steps  # where it is unknown, Keras keeps that of the first epoch
+        self.target = self._steps  # if it is unknown, Keras would keep that of the first epoch
         self._samples = None
         self._reset_progbar()
         self._maybe_init_progbar()
@@ -86,7 +86,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Moves the bar."""
         if self._steps is not None:
-            batch = min(batch, self._steps - 1)  # steps_per_execution may count beyond
+            batch = min(batch, self._steps - 1)  # steps_per_execution may overshoot
         if self._samples_per_step is not None:
             seconds = time.monotonic() - self._start
             self._show(self._samples_per_step * (batch + 1) / seconds)
@@ -95,7 +95,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
             self._end_of_training()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Validation begins: what was counted in training is about to be reset."""
+        """Counts the training samples before validation resets them."""
         if self._called_in_fit:
             self._end_of_training()
         super().on_test_begin(logs)
@@ -116,7 +116,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
             self._show(self.seen / self._seconds, "steps")
         else:
             self._show(total / self._seconds)
-        # Where training stopped in the middle, the bar stays there.
+        # If training stopped in the middle of the epoch, the bar stays there.
         self.progbar.target = self._steps or self.seen
         self.target = self.seen
         if self.verbose == 2:
@@ -124,7 +124,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         super().on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """From here on ``evaluate`` has a bar of its own again."""
+        """Lets a later ``evaluate`` show its own bar again."""
         self._called_in_fit = False
 
     def _end_of_training(self) -> None:
@@ -138,17 +138,17 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
 
 
 def _print(text: str) -> None:
-    """As the bar does, unless Keras shall write to the log."""
+    """Prints as the bar does, unless Keras is configured to write to its log."""
     if keras.config.is_interactive_logging_enabled():
         print(text, end="", flush=True)
 
 
 def _samples(model: Any, steps: int) -> float:
-    """How many samples the model has trained on since its metrics were reset, or NaN.
+    """Returns how many samples the model has trained on since its metrics were reset, or NaN.
 
-    Keras's ``train_step`` weighs the loss by the number of samples, so that they add up in the
-    metric's ``count``. If that is the number of steps, then a ``train_step`` may have left the
-    weight out.
+    Keras's ``train_step`` weights the loss by the number of samples, so the loss metric's ``count``
+    is their sum. If it equals the number of steps, a custom ``train_step`` may have omitted the
+    weight.
     """
     count = getattr(getattr(model, "_loss_tracker", None), "count", None)
     samples = np.nan if count is None else float(count)

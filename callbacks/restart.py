@@ -1,4 +1,4 @@
-"""Checkpoints of a whole training, from which it goes on as if it had not been interrupted."""
+"""``Checkpoint``: saves the whole state of a training, and restores it after a restart."""
 
 import hashlib
 import itertools
@@ -23,55 +23,55 @@ from hvd_keras.training import checkpoint, fitting, variables
 
 
 class Checkpoint(Callback):  # type: ignore[misc]
-    """Saves the whole state of the training, and goes on from the last good checkpoint.
+    """Saves the whole state of the training, and restores the last intact checkpoint.
 
-    Start the script again, unchanged, after a crash: ``fit`` continues at the epoch and batch of
-    the last checkpoint, or does nothing if all epochs are done. On the same number of ranks the
+    After a crash, start the script again, unchanged: ``fit`` continues at the epoch and batch of
+    the last checkpoint, or returns at once if all epochs are done. On the same number of ranks the
     final weights are, bit for bit, those of a run without the crash.
 
-    Rank 0 writes one file per checkpoint, in one step, with a SHA-256 of all of it, and removes
-    older ones when it is on the disk. Rank 0 alone reads, too, so that the ranks need no common
-    file system. A damaged file is reported, and the one before it is used.
+    Rank 0 writes one file per checkpoint, atomically and with a SHA-256 of its content, and then
+    removes older ones. Rank 0 alone reads, too, so the ranks need no shared file system. A damaged
+    file is reported, and the one before it is used.
 
-    Saved are weights, moving statistics, optimizer variables with the learning rate, epoch and
-    batch, and the states of random generators: of the layers (dropout) and the global ones of
-    Python and NumPy. What differs between ranks is saved for each rank.
+    Saved are weights, moving statistics, optimizer variables including the learning rate, epoch and
+    batch, and the states of random generators: those of layers (dropout) and the global ones of
+    Python and NumPy. Values that differ between ranks are saved for each rank.
 
-    Data: what you give to ``fit`` must begin with epoch ``initial_epoch``, see the example; of that
-    epoch, the batches that were seen are read and left out. Training continues exactly where an
-    epoch's order depends on its number only: ``hvd.data.shard(…, start_epoch=…)``, or no shuffling;
-    with ``dataset.repeat()`` and ``steps_per_epoch``, add ``.skip(initial_epoch * steps)``.
-    Arrays that ``fit`` itself shuffles get a new order.
+    Data: what you pass to ``fit`` must begin with epoch ``initial_epoch``, see the example; the
+    batches of that epoch that the model has seen are read and skipped. Training continues exactly
+    if the order of an epoch depends on its number only: ``hvd.data.shard(…, start_epoch=…)``, or no
+    shuffling; with ``dataset.repeat()`` and ``steps_per_epoch``, add ``.skip(initial_epoch *
+    steps)``. Arrays that ``fit`` shuffles get a new order.
 
-    On another number of ranks: what was equal on all ranks is restored; dropout's generators derive
-    from rank 0's, as after ``BroadcastGlobalVariablesCallback``; moving statistics become their
-    mean; the learning rate is that of the checkpoint, times what the script's own rate has changed
-    by (so scale it by ``hvd.size()`` or not, as ever); and of an epoch begun the rows that all
-    ranks had seen together are left out, to less than one step, if a rank's batch has as many rows
-    as before. Variables of layers that belong to one rank cannot be divided anew and are refused.
+    On another number of ranks, values that were equal on all ranks are restored; the generators of
+    dropout are derived from rank 0's, as ``BroadcastGlobalVariablesCallback`` does it; moving
+    statistics become their mean; the learning rate is the checkpoint's, multiplied by the change of
+    the rate that the script sets. In an interrupted epoch the rows that the ranks have seen are
+    skipped to within one step, if a rank's batch has as many rows as before. Variables of layers
+    that belong to one rank cannot be redistributed and are an error.
 
-    Not saved: the Python state of other callbacks (``EarlyStopping``'s patience and best value), so
-    they start afresh; metrics, so that those of an interrupted epoch are of its remaining batches;
-    TensorFlow's own random generators.
+    Not saved: the Python state of other callbacks (``EarlyStopping``'s patience and best value);
+    metrics, so those of an interrupted epoch cover its remaining batches only; TensorFlow's own
+    random generators.
 
-    In ``fit``, put it behind the callbacks that change the model or the optimizer. Restores once; a
-    later ``fit`` with the same instance only saves. More is told in docs/checkpoints.md.
+    In ``fit``, put it after the callbacks that change the model or the optimizer. It restores once;
+    a later ``fit`` with the same instance only saves. See docs/checkpoints.md.
 
     Args:
-        directory: where the files are, on rank 0; for this training alone.
-        keep: how many of the last checkpoints are kept, 1 or more. A damaged last one is survived
-            from 2 on.
-        save_freq: "epoch", or after how many batches of an epoch to save, besides its end.
-        restore: False trains from scratch. Its first checkpoint replaces all that are there.
+        directory: the folder of the files, on rank 0; use it for one training only.
+        keep: the number of checkpoints to keep, 1 or more. With 2 or more, a damaged last one can
+            be replaced by the one before.
+        save_freq: "epoch", or the number of batches after which to save, besides the epoch's end.
+        restore: False trains from scratch; the first checkpoint then replaces all existing ones.
         process_set: the ranks that train the model; the first of them reads and writes.
 
     Raises:
-        ValueError: an argument is impossible. And in ``fit``, on every rank: the model has no
-            variables and its step cannot be traced to make them; the checkpoint is another model's;
-            or the ranks' arguments differ.
-        RuntimeError: (in ``fit``, on every rank) there are checkpoints, but all are damaged.
+        ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: the
+            model has no variables and its step cannot be traced to create them; the checkpoint
+            belongs to another model; or the ranks' arguments differ.
+        RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged.
         OSError: (in ``fit``, on rank 0; RuntimeError on the others) a checkpoint cannot be written,
-            say because the disk is full. The ones before stay.
+            for example because the disk is full. Earlier ones remain.
 
     Example:
         checkpoint = hvd.callbacks.Checkpoint("checkpoints", save_freq=100)
@@ -93,14 +93,14 @@ class Checkpoint(Callback):  # type: ignore[misc]
         super().__init__()
         if is_legacy:
             raise ValueError(
-                "Checkpoint is for Keras 3, and tf_keras is in force. Unset TF_USE_LEGACY_KERAS "
-                "or use ModelCheckpoint."
+                "Checkpoint needs Keras 3, but tf_keras is in use. Unset TF_USE_LEGACY_KERAS, or "
+                "use ModelCheckpoint."
             )
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"Checkpoint: keep is {keep!r}, expected a positive integer.")
         if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
             raise ValueError(
-                f"Checkpoint: save_freq is {save_freq!r}, expected 'epoch' or a number of batches."
+                f"Checkpoint: save_freq is {save_freq!r}, expected 'epoch' or a positive integer."
             )
         self._hvd_process_set = process_set
         self.directory = pathlib.Path(directory)
@@ -112,21 +112,21 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._skipping: _Skipping | None = None
         self._epoch = 0
         self._batches = 0  # done in this epoch
-        self._rate: float | None = None  # of the script, before it is restored
+        self._rate: float | None = None  # the learning rate that the script sets
 
     @property
     def initial_epoch(self) -> int:
-        """The epoch in which ``fit`` will go on: 0 unless there is something to restore.
+        """The epoch at which ``fit`` will continue; 0 if there is no checkpoint to restore.
 
-        The first use reads the checkpoint, so let all ranks do it.
+        The first access reads the checkpoint and needs all ranks.
         """
         self._find()
         return self._initial_epoch or 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Restores, after Keras has built the model."""
+        """Restores the state, after Keras has built the model."""
         self._check()
-        self._stop_skipping()  # should an earlier fit have broken off in it
+        self._stop_skipping()  # in case an earlier fit broke off while skipping
         found = self._find()
         self._found = None
         self._rate = _rate(self.model.optimizer)
@@ -134,12 +134,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._restore(found)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+        """Called by Keras."""
         self._epoch, self._batches = epoch, 0
         self._end_restart()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """For a ``save_freq`` in batches."""
+        """Saves, if ``save_freq`` is a number of batches."""
         before, self._batches = self._batches, batch + 1
         if self._skipping is not None:
             if self._batches >= self._skipping.batches:
@@ -159,14 +159,14 @@ class Checkpoint(Callback):  # type: ignore[misc]
             expected = self._skipping.batches
             self._stop_skipping()
             raise ValueError(
-                f"Checkpoint: the data ended after {self._batches} batches of epoch {epoch}, of "
-                f"which {expected} had been seen when the checkpoint was written. "
-                "Give fit the same data, or train from scratch with restore=False."
+                f"Checkpoint: the data ended after {self._batches} batches of epoch {epoch}, but "
+                f"the model had seen {expected} when the checkpoint was written. "
+                "Pass the same data to fit, or train from scratch with restore=False."
             )
         self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Also where no epoch was left to train."""
+        """Ends the restart, also if no epoch was left to train."""
         self._end_restart()
 
     def _stop_skipping(self) -> None:
@@ -175,7 +175,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._skipping = None
 
     def _end_restart(self) -> None:
-        self.model._initial_epoch = None  # or a later fit would start there as well
+        self.model._initial_epoch = None  # otherwise a later fit would start there, too
         variables.mark_restored(self.model, False)
 
     def _check(self) -> None:
@@ -183,8 +183,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         ranks = self._hvd_process_set.ranks
         if self.process_set is not self._hvd_process_set:
             raise ValueError(
-                f"Checkpoint: the model is trained by {self.process_set}, expected "
-                f"{self._hvd_process_set}. Give Checkpoint the optimizer's process_set."
+                f"Checkpoint: got {self._hvd_process_set}, but {self.process_set} trains the "
+                "model. Pass the optimizer's process_set to Checkpoint."
             )
         problem = None
         if not self.model.variables:
@@ -203,7 +203,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             raise ValueError(f"Checkpoint: the ranks' arguments differ: {told}.")
 
     def _find(self) -> "_Found | None":
-        """What rank 0 finds, on all ranks. Looks once."""
+        """Returns what rank 0 has found, on all ranks. Reads the directory once."""
         if self._initial_epoch is not None:
             return self._found
         seen: dict[str, Any] = {}
@@ -226,8 +226,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         damaged = "; ".join(seen["damaged"])
         if seen["damaged"] and seen["facts"] is None:
             raise RuntimeError(
-                f"Checkpoint: all checkpoints are damaged: {damaged}. Delete them, or give "
-                "restore=False, to train from scratch."
+                f"Checkpoint: all checkpoints are damaged: {damaged}. To train from scratch, "
+                "delete them or pass restore=False."
             )
         if seen["facts"] is None:
             self._initial_epoch = 0
@@ -267,7 +267,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self.model._initial_epoch = found.facts["epoch"]
         variables.mark_restored(self.model, True)
         if not same_ranks and self._rate and found.facts.get("rate"):
-            # As much warmed up, decayed or reduced as it was.
+            # Keeps the warm-up, decay or reduction that it had.
             saved = float(self.model.optimizer.learning_rate)
             self.model.optimizer.learning_rate = saved * self._rate / found.facts["rate"]
         batches = self._batches_seen(found)
@@ -275,7 +275,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._skipping = _Skipping(self.model, own, batches)
 
     def _batches_seen(self, found: "_Found") -> int:
-        """How many of this epoch's batches are to be left out."""
+        """Returns how many batches of this epoch to skip."""
         then, now, batch = found.facts["ranks"], self._hvd_process_set.size(), found.facts["batch"]
         calls = self.model.steps_per_execution
         batches = batch if then == now else batch * then // now // calls * calls
@@ -283,8 +283,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if again and self._hvd_process_set.rank() == 0:
             warnings.warn(
                 f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
-                f"epoch {found.facts['epoch']}, and now there are {now}: after {batches} of their "
-                f"batches, the rows of {again} batch{'es' * (again > 1)} come again.",
+                f"epoch {found.facts['epoch']}; now there are {now} ranks. {batches} batches are "
+                f"skipped, and the rows of {again} batch{'es' * (again > 1)} are used again.",
                 stacklevel=3,
             )
         return int(batches)
@@ -295,8 +295,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
             differences += [
-                f"{path} differs between the {found.facts['ranks']} ranks of the checkpoint, now "
-                f"there are {self._hvd_process_set.size()}"
+                f"{path} differs between the {found.facts['ranks']} ranks of the checkpoint, but "
+                f"now there are {self._hvd_process_set.size()} ranks"
                 for (path, _, _, by_rank), variable in zip(found.stored, own, strict=False)
                 if by_rank and not any(variable is other for other in divisible)
             ]
@@ -311,8 +311,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             if theirs:
                 raise ValueError(
                     f"Checkpoint: {found.path} does not fit this model and optimizer on rank "
-                    f"{rank}: {'; '.join(theirs)}. Give this training a directory of its own, or "
-                    "restore=False."
+                    f"{rank}: {'; '.join(theirs)}. Use another directory for this training, or "
+                    "pass restore=False."
                 )
 
     def _save(self, epoch: int, batch: int) -> None:
@@ -339,7 +339,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
 
 class _Found:
-    """A checkpoint, as all ranks know it. The values are on rank 0 only."""
+    """A checkpoint as all ranks know it; only rank 0 has the values."""
 
     def __init__(self, path: str, facts: dict[str, Any], stored: list[Any], content: Any) -> None:
         self.path = path
@@ -349,10 +349,10 @@ class _Found:
 
 
 class _Skipping:
-    """Lets ``fit`` pass the batches that were seen before, without training.
+    """Lets ``fit`` read the batches that the model has seen, without training on them.
 
-    Other callbacks see these batches, so that they count right; what they change of the model is
-    put back at the point at which the checkpoint was written.
+    Other callbacks are called for these batches, so that their counters are right. Their changes to
+    the model are undone when the position of the checkpoint is reached.
     """
 
     def __init__(self, model: Any, own: list[Any], batches: int) -> None:
@@ -366,7 +366,7 @@ class _Skipping:
         model.train_function = self._skip
 
     def _skip(self, iterator: Any) -> Any:
-        if self._read >= self.batches:  # a fit that broke off before stop()
+        if self._read >= self.batches:  # an earlier fit broke off before stop()
             return self._train_function(iterator)
         self._read += self._model.steps_per_execution
         next(iterator)  # raises at the end of the data, as Keras's function does
@@ -375,18 +375,18 @@ class _Skipping:
         return {}
 
     def put_back(self) -> None:
-        """The state of the checkpoint."""
+        """Restores the state of the checkpoint."""
         for variable, value in zip(self._own, self._values, strict=True):
             variable.assign(value)
         variables.set_random_state(self._random)
 
     def stop(self) -> None:
-        """From now on, train."""
+        """Lets ``fit`` train from now on."""
         self._model.train_function = self._train_function
 
 
 def _rate(optimizer: Any) -> float | None:
-    """The learning rate that the script has set; None if it is a schedule, or there is none."""
+    """Returns the optimizer's learning rate; None if it is a schedule or does not exist."""
     try:
         rate = optimizer.learning_rate
     except AttributeError:  # a MultiOptimizer has none of its own
@@ -395,7 +395,7 @@ def _rate(optimizer: Any) -> float | None:
 
 
 def _random_states(process_set: ProcessSet) -> list[Any]:
-    """Every rank's. They are large, and travel only if they differ."""
+    """Returns every rank's state. States are large, so they are exchanged only if they differ."""
     mine = variables.random_state()
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     digests = agree.gather_json("checkpoint random digests", digest, process_set)
@@ -405,7 +405,7 @@ def _random_states(process_set: ProcessSet) -> list[Any]:
 
 
 def _without_numbers(path: str) -> str:
-    """Keras counts layers of a name through a process's life, and optimizers repeat these names."""
+    """Removes the numbers by which Keras makes names unique in a process."""
     return re.sub(r"_\d+(?=[_/]|$)", "", path)
 
 
@@ -425,7 +425,7 @@ def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) 
     for variable, value, (_, _, _, by_rank) in zip(own, values, found.stored, strict=True):
         if by_rank:
             stack = _to_all_ranks(variable, value, found.facts["ranks"], process_set)
-            # On another number of ranks only moving statistics and seeds, set below, come here.
+            # On another number of ranks, only moving statistics and seeds (set below) get here.
             same_ranks = len(stack) == process_set.size()
             variable.assign(stack[process_set.rank()] if same_ranks else _mean(stack))
         else:
@@ -443,7 +443,7 @@ def _mean(stack: Any) -> Any:
 
 
 def _to_all_ranks(variable: Any, value: Any, ranks: int, process_set: ProcessSet) -> Any:
-    """Rank 0's stack of all ranks' values, as bytes, which travel whatever the dtype."""
+    """Broadcasts rank 0's stack of all ranks' values; as bytes, so any dtype works."""
     dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
     shape = (ranks, *variable.shape)
     if value is None:
@@ -455,7 +455,7 @@ def _to_all_ranks(variable: Any, value: Any, ranks: int, process_set: ProcessSet
 
 
 def _of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
-    """Of the variables that differ between ranks, by their place: all ranks' values, stacked."""
+    """Returns the stacked values of all ranks, by index, for variables that differ by rank."""
     if process_set.size() == 1:
         return {}
     mine = b"".join(hashlib.sha256(np.asarray(v).tobytes()).digest() for v in own)

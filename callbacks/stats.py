@@ -1,4 +1,4 @@
-"""What the ranks exchange, in TensorBoard."""
+"""``StatsLogger``: communication statistics in TensorBoard."""
 
 import os
 from typing import Any
@@ -12,17 +12,17 @@ from hvd_keras import observe
 class StatsLogger(Callback):  # type: ignore[misc]
     """Writes ``hvd.stats()`` of each epoch for TensorBoard, on the first rank of the process set.
 
-    Under ``hvd/``: ``waiting_seconds`` and ``moving_seconds`` of rank 0, its ``requests`` and
-    ``bytes``, all collectives together; and for each rank, under ``hvd/rank_1`` and so on,
-    ``awaited_seconds``, how long the others waited for it, and ``last``, how many times it came
-    last. Each number is that of the one epoch. A rank that the others wait for in every epoch has
-    more to do than they, or a slower machine.
+    Scalars under ``hvd/``: ``waiting_seconds``, ``moving_seconds``, ``requests`` and ``bytes`` of
+    this rank, summed over the collectives. For each rank, under ``hvd/rank_1`` and so on:
+    ``awaited_seconds``, the time that the others waited for it, and ``last``, how many times it
+    came last. All numbers are per epoch. A rank that the others wait for in every epoch has more
+    work, or a slower machine.
 
-    There is no communication: rank 0 knows all this. Give it to ``fit`` on every rank or on rank 0
-    alone.
+    It does not communicate. Pass it to ``fit`` on every rank, or only on the one that writes.
 
     Args:
-        log_dir: the folder, such as that of ``keras.callbacks.TensorBoard``. Only rank 0's counts.
+        log_dir: the folder, such as that of ``keras.callbacks.TensorBoard``; only used on the rank
+            that writes.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
@@ -32,13 +32,13 @@ class StatsLogger(Callback):  # type: ignore[misc]
         self._before: dict[str, float] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+        """Called by Keras."""
         if self.process_set.rank() == 0:
             self._writer = tf.summary.create_file_writer(self._log_dir)
             self._before = _numbers(observe.stats())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+        """Called by Keras."""
         if self._writer is None:
             return
         numbers = _numbers(observe.stats())
@@ -49,14 +49,14 @@ class StatsLogger(Callback):  # type: ignore[misc]
         self._before = numbers
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+        """Called by Keras."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
 
 def _numbers(stats: dict[str, Any]) -> dict[str, float]:
-    """The sums over the collectives, and each rank's lateness."""
+    """Returns the sums over all collectives, and each rank's lateness."""
     numbers = {
         name: sum(kind[name] for kind in stats["collectives"].values())
         for name in ("requests", "bytes", "waiting_seconds", "moving_seconds")

@@ -1,9 +1,9 @@
-"""Train the well-known convolutional network for handwritten digits on several processes.
+"""Train a convolutional network on handwritten digits, on several processes.
 
     hvdrun -np 2 python examples/keras_mnist.py
 
-Without the lines marked "hvd" this is an ordinary Keras script for one process. By default it reads
-the 8x8 digits that scikit-learn brings along (pip install scikit-learn), so nothing is downloaded.
+Without the lines marked "hvd" this is an ordinary Keras script for one process. By default it uses
+the 8x8 digits of scikit-learn (pip install scikit-learn), so nothing is downloaded.
 """
 
 import argparse
@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-# To be set before TensorFlow is imported: on a machine without GPUs it logs their absence as an
-# error. What goes wrong later reaches Python as an exception anyway.
+# Must be set before TensorFlow is imported, which logs an error on machines without GPUs. Other
+# errors reach Python as exceptions anyway.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
@@ -30,7 +30,7 @@ def load_digits():
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    # Neighbours are by one writer; a fixed permutation gives every rank the same mixed split.
+    # Neighbouring digits are by one writer, so they are permuted; the same on every rank.
     order = np.random.default_rng(0).permutation(len(digits.images))
     test, train = order[:360], order[360:]
     return tuple((digits.images[part], digits.target[part]) for part in (train, test))
@@ -42,7 +42,9 @@ def load_fashion():
         if not path.exists():
             sys.exit(f"{path} is missing. On Debian: apt-get install dataset-fashion-mnist")
         data = gzip.decompress(path.read_bytes())
-        dimensions = data[3]  # after two zero bytes and the type; then 4 bytes for each dimension
+        dimensions = data[
+            3
+        ]  # the header: two zero bytes, the type, the number of dimensions, 4 bytes per dimension
         shape = np.frombuffer(data, ">i4", dimensions, offset=4)
         return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape)
 
@@ -53,7 +55,7 @@ def load_fashion():
 
 
 def load_mnist():
-    # A file of its own for each rank, because the ranks may download at the same time.
+    # A separate file for each rank, because the ranks may download at the same time.
     return keras.datasets.mnist.load_data(path=f"mnist-{hvd.rank()}.npz")
 
 
@@ -64,8 +66,8 @@ def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", choices=LOADERS, default="digits")
     parser.add_argument("--epochs", type=int, help="default: 40 for the few digits, else 12")
-    parser.add_argument("--batch-size", type=int, default=32, help="of one rank, default: 32")
-    parser.add_argument("--learning-rate", type=float, default=0.001, help="of one rank alone")
+    parser.add_argument("--batch-size", type=int, default=32, help="per rank, default: 32")
+    parser.add_argument("--learning-rate", type=float, default=0.001, help="for one rank")
     parser.add_argument("--checkpoint", default="checkpoints/mnist.keras")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -91,7 +93,7 @@ def build_model(image_shape):
 
 
 class Stopwatch(keras.callbacks.Callback):
-    """Take the time of each epoch, from its first to its last training step."""
+    """Measure the time of each epoch, from its first to its last training step."""
 
     def on_train_begin(self, logs=None):
         self.seconds = []
@@ -107,24 +109,21 @@ class Stopwatch(keras.callbacks.Callback):
 def main():
     args = parse_arguments()
 
-    # hvd 1: start. Each process is one rank; if there are GPUs, it uses one of them.
+    # hvd 1: start. Each process is one rank, and gets one GPU if there are any.
     hvd.init()
-    gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
-        tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
 
     keras.utils.set_random_seed(args.seed)
     (x, y), (x_test, y_test) = LOADERS[args.dataset]()
     brightest = x.max()
     x, x_test = (images[..., None].astype("float32") / brightest for images in (x, x_test))
 
-    # hvd 2: each rank trains on its own share, every hvd.size()-th sample. All shares are equally
-    # long, so all ranks make the same number of steps; the few samples that remain are left out.
+    # hvd 2: each rank trains on its own share, every hvd.size()-th sample. All shares have the same
+    # length, so all ranks make the same number of steps; the few remaining samples are left out.
     share = len(x) // hvd.size()
     mine = slice(hvd.rank(), share * hvd.size(), hvd.size())
 
-    # hvd 3: average the gradients of all ranks. The batch is hvd.size() times as large as that of
-    # one rank, so the learning rate grows with it.
+    # hvd 3: average the gradients of all ranks. The total batch is hvd.size() times that of one
+    # rank, and the learning rate grows with it.
     learning_rate = args.learning_rate * hvd.size()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(learning_rate))
 
@@ -134,7 +133,7 @@ def main():
     stopwatch = Stopwatch()
     callbacks = [
         # hvd 4: all ranks start from rank 0's weights, log the metrics over all ranks' samples,
-        # reach the large learning rate gradually, and leave the writing of the model to rank 0.
+        # reach the large learning rate gradually, and let rank 0 alone write the model.
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
         hvd.callbacks.LearningRateWarmupCallback(initial_lr=learning_rate, warmup_epochs=3),
@@ -142,9 +141,9 @@ def main():
         stopwatch,
     ]
 
-    is_first = hvd.rank() == 0  # it alone talks
+    is_first = hvd.rank() == 0  # only this rank prints
     if is_first:
-        device = "GPU" if gpus else "CPU"
+        device = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
         print(f"Ranks: {hvd.size()} on {device}, {share} samples each, {args.batch_size} a step")
     model.fit(
         x[mine],
@@ -157,7 +156,7 @@ def main():
     )
 
     if is_first:
-        seconds = stopwatch.seconds[1:]  # the first epoch compiles
+        seconds = stopwatch.seconds[1:]  # the first epoch includes tracing
         if seconds:
             rate = share * hvd.size() * len(seconds) / sum(seconds)
             print(f"Rate: {rate:.0f} samples/s over all ranks, from the second epoch on")

@@ -1,13 +1,13 @@
-"""Train a text classifier with an embedding on several processes: sparse gradients.
+"""Train a text classifier with an embedding, whose gradients are sparse, on several processes.
 
     hvdrun -np 2 python examples/keras_text_embedding.py
 
-It learns to tell from which library a paragraph of documentation comes. The texts are docstrings of
-Python and of packages that hvd_keras itself needs, so nothing is downloaded.
+The model predicts from which library a paragraph of documentation comes. The texts are docstrings
+of Python and of packages that hvd_keras itself needs, so nothing is downloaded.
 
 The gradient of an embedding is a tf.IndexedSlices: rows for the words of the batch, none for the
-rest of the vocabulary. As each rank sees other words, hvd gathers the rows of all ranks instead of
-summing whole tables. The script need not do anything for it.
+rest of the vocabulary. Since each rank sees different words, hvd_keras gathers the rows of all
+ranks instead of summing whole tables. The script needs no special code for this.
 """
 
 import argparse
@@ -20,8 +20,8 @@ import time
 import zlib
 from pathlib import Path
 
-# To be set before TensorFlow is imported: on a machine without GPUs it logs their absence as an
-# error. What goes wrong later reaches Python as an exception anyway.
+# Must be set before TensorFlow is imported, which logs an error on machines without GPUs. Other
+# errors reach Python as exceptions anyway.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import keras
@@ -31,7 +31,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 
 LIBRARIES = ("python", "numpy", "keras", "tensorflow")
-WORDS = 40  # of each paragraph that count; longer ones are cut off
+WORDS = 40  # words per paragraph; longer ones are truncated
 VOCABULARY = 20_000
 
 
@@ -40,10 +40,10 @@ def source_files(library):
         folder = Path(sysconfig.get_paths()["stdlib"])
     else:
         folder = Path(importlib.util.find_spec(library).origin).parent
-    if library == "tensorflow":  # this part of it is as large as the other libraries
+    if library == "tensorflow":  # this part is as large as the other libraries
         folder = folder / "python" / "ops"
     others = {"site-packages", "dist-packages", "test", "tests"}
-    # Sorted, because a file system lists its files in any order.
+    # Sorted, because the order of a directory listing differs between hosts.
     return [
         file
         for file in sorted(folder.rglob("*.py"))
@@ -53,22 +53,21 @@ def source_files(library):
 
 def paragraphs(file):
     source = file.read_text("utf-8", "replace")
-    # What stands between triple quotes is a docstring nearly always, and found much faster than by
-    # parsing the file.
+    # Text in triple quotes is nearly always a docstring; this is much faster than parsing the file.
     for text in re.findall(r'"""(.+?)"""', source, re.DOTALL):
         yield from re.split(r"\n\s*\n", text)
 
 
 def load_texts():
-    """Return (texts, labels) to train on, and the same to test with, equal on all ranks."""
+    """Return (texts, labels) for training and for testing, the same on all ranks."""
     train, test = ([], []), ([], [])
     seen = set()
     for label, library in enumerate(LIBRARIES):
         for number, file in enumerate(source_files(library)):
-            # By file, so that no docstring has paragraphs on both sides.
+            # Split by file, so that no docstring has paragraphs in both sets.
             texts, labels = train if number % 5 else test
             for text in paragraphs(file):
-                # Copies count once; a few words, or a table of numbers, do not tell anything.
+                # Skip copies, and texts with too few words.
                 if text not in seen and len(re.findall("[a-z]{2,}", text)) >= 8:
                     seen.add(text)
                     texts.append(text)
@@ -79,15 +78,15 @@ def load_texts():
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=128, help="of one rank, default: 128")
-    parser.add_argument("--learning-rate", type=float, default=0.001, help="of one rank alone")
+    parser.add_argument("--batch-size", type=int, default=128, help="per rank, default: 128")
+    parser.add_argument("--learning-rate", type=float, default=0.001, help="for one rank")
     parser.add_argument("--checkpoint", default="checkpoints/text_embedding.keras")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def check_same_texts(texts):
-    """End the run if the ranks read different texts: a word's number must mean the same to all."""
+    """Exit if the ranks read different texts: a word must have the same number on all ranks."""
     fingerprint = zlib.crc32("".join(texts).encode())
     total = hvd.allreduce(tf.constant(fingerprint, tf.int64), op=hvd.Sum, name="fingerprint")
     if int(total) != fingerprint * hvd.size():
@@ -112,7 +111,7 @@ def build_model():
 
 
 class Stopwatch(keras.callbacks.Callback):
-    """Take the time of each epoch, from its first to its last training step."""
+    """Measure the time of each epoch, from its first to its last training step."""
 
     def on_train_begin(self, logs=None):
         self.seconds = []
@@ -128,28 +127,25 @@ class Stopwatch(keras.callbacks.Callback):
 def main():
     args = parse_arguments()
 
-    # hvd 1: start. Each process is one rank; if there are GPUs, it uses one of them.
+    # hvd 1: start. Each process is one rank, and gets one GPU if there are any.
     hvd.init()
-    gpus = tf.config.list_physical_devices("GPU")
-    if gpus:
-        tf.config.set_visible_devices(gpus[hvd.local_rank() % len(gpus)], "GPU")
 
     keras.utils.set_random_seed(args.seed)
     (texts, y), (test_texts, y_test) = load_texts()
     check_same_texts(texts + test_texts)
 
-    # The vocabulary is made of all ranks' texts, before they are shared out: it must be the same.
+    # The vocabulary must be the same on all ranks, so it is made before the texts are sharded.
     vectorize = keras.layers.TextVectorization(VOCABULARY, output_sequence_length=WORDS)
     vectorize.adapt(texts)
     x, x_test = np.asarray(vectorize(texts)), np.asarray(vectorize(test_texts))
 
-    # hvd 2: each rank trains on its own share, every hvd.size()-th sample. All shares are equally
-    # long, so all ranks make the same number of steps; the few samples that remain are left out.
+    # hvd 2: each rank trains on its own share, every hvd.size()-th sample. All shares have the same
+    # length, so all ranks make the same number of steps; the few remaining samples are left out.
     share = len(x) // hvd.size()
     mine = slice(hvd.rank(), share * hvd.size(), hvd.size())
 
-    # hvd 3: average the gradients of all ranks. The batch is hvd.size() times as large as that of
-    # one rank, so the learning rate grows with it.
+    # hvd 3: average the gradients of all ranks. The total batch is hvd.size() times that of one
+    # rank, and the learning rate grows with it.
     learning_rate = args.learning_rate * hvd.size()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(learning_rate))
 
@@ -159,7 +155,7 @@ def main():
     stopwatch = Stopwatch()
     callbacks = [
         # hvd 4: all ranks start from rank 0's weights, log the metrics over all ranks' samples,
-        # reach the large learning rate gradually, and leave the writing of the model to rank 0.
+        # reach the large learning rate gradually, and let rank 0 alone write the model.
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.MetricAverageCallback(),
         hvd.callbacks.LearningRateWarmupCallback(initial_lr=learning_rate, warmup_epochs=3),
@@ -167,9 +163,9 @@ def main():
         stopwatch,
     ]
 
-    is_first = hvd.rank() == 0  # it alone talks
+    is_first = hvd.rank() == 0  # only this rank prints
     if is_first:
-        device = "GPU" if gpus else "CPU"
+        device = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
         print(f"Ranks: {hvd.size()} on {device}, {share} samples each, {args.batch_size} a step")
     model.fit(
         x[mine],
@@ -182,7 +178,7 @@ def main():
     )
 
     if is_first:
-        seconds = stopwatch.seconds[1:]  # the first epoch compiles
+        seconds = stopwatch.seconds[1:]  # the first epoch includes tracing
         if seconds:
             rate = share * hvd.size() * len(seconds) / sum(seconds)
             print(f"Rate: {rate:.0f} samples/s over all ranks, from the second epoch on")

@@ -1,13 +1,14 @@
-"""Data-parallel training for Keras: Horovod's API on today's TensorFlow and Keras.
+"""Data-parallel training for Keras 3 on TensorFlow, with Horovod's API.
 
-Four lines make a Keras script train on several processes::
+A Keras script trains on several processes with these lines::
 
     import hvd_keras as hvd
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
     model.compile(optimizer=optimizer, loss=...)
-    model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    data = hvd.data.shard((x, y), batch_size=32)
+    model.fit(data, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 Start it with ``hvdrun -np 4 python train.py``.
 """
@@ -22,7 +23,7 @@ __version__ = "0.1.0"
 
 
 def _homes() -> dict[str, str]:
-    """Maps each public name to its module, or a public module to "", as ``__init__.pyi`` has it."""
+    """Maps each public name to its module, and each public module to "", as in ``__init__.pyi``."""
     stub = ast.parse(pathlib.Path(__file__).with_suffix(".pyi").read_text("utf-8"))
     return {
         name.name: "" if statement.module == __name__ else str(statement.module)
@@ -32,14 +33,14 @@ def _homes() -> dict[str, str]:
     }
 
 
-# Loaded when first used, so that hvdrun, which is part of this package, starts without TensorFlow.
+# Names are loaded when first used, so that hvdrun, a part of this package, needs no TensorFlow.
 _HOMES = _homes()
 
 __all__ = list(_HOMES)
 
 if importlib.util.find_spec("hvd_keras.callbacks") is None:
     raise ImportError(
-        f"hvd_keras was imported from its source folder, {__path__[0]}, where it is not complete. "
+        f"hvd_keras was imported from its source folder, {__path__[0]}, which is incomplete. "
         "Run 'pip install -e .' there, or start Python from another directory."
     )
 
@@ -51,7 +52,7 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(home or f"hvd_keras.{name}")
     except ImportError as error:
-        # Many programs take an ImportError for "not installed", and then train without the others.
+        # Many programs take an ImportError for "not installed" and then train without other ranks.
         raise RuntimeError(
             f"hvd_keras is installed, but hvd_keras.{name} does not load: {error}"
         ) from error

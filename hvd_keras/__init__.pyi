@@ -1,4 +1,4 @@
-"""The public names and their modules: read by type checkers, by editors and by ``__init__.py``."""
+"""The public names and their modules, for type checkers, editors and ``__init__.py``."""
 
 from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined]
 from hvd_keras import data as data

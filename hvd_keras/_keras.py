@@ -1,6 +1,6 @@
-"""The Keras in force: Keras 3, or tf_keras where ``tf.keras`` is that (``TF_USE_LEGACY_KERAS=1``).
+"""The Keras in use: Keras 3, or tf_keras if ``tf.keras`` is that (``TF_USE_LEGACY_KERAS=1``).
 
-TensorFlow decides, so that scripts and hvd_keras mean the same classes.
+TensorFlow decides, so that scripts and hvd_keras use the same classes.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ if is_legacy:
 else:
     import keras
 
-# What wraps a tf.Variable, for isinstance(): nothing does in tf_keras.
+# For isinstance(): the class that wraps a tf.Variable. tf_keras has none.
 Variable = () if is_legacy else keras.Variable
 
 __all__ = ["Variable", "is_legacy", "keras", "require"]

@@ -1,6 +1,6 @@
 """Gathers small values from all ranks, so that every rank can make the same decision.
 
-Lies below the public collectives, whose process sets are made with it.
+Below the public collectives, because process sets are created with it.
 """
 
 import json
@@ -14,7 +14,7 @@ from hvd_keras import _library, rank_info
 
 
 class Group(Protocol):
-    """The part of a ``ProcessSet`` that is needed here."""
+    """The part of a ``ProcessSet`` that this module needs."""
 
     def id(self) -> int:
         """Its number, the same on all ranks."""
@@ -72,10 +72,10 @@ def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> li
 
 
 def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
-    """Runs a collective at once, also while a function is traced or a graph is built.
+    """Runs a collective immediately, also while a function is traced or a graph is built.
 
     Args:
-        collective: makes one tensor from values, not from tensors.
+        collective: returns one tensor; its inputs must be values, not tensors.
 
     Returns:
         The tensor's values.
@@ -84,14 +84,15 @@ def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
         if tf.executing_eagerly():
             with tf.device("/cpu:0"):  # the values are needed on the host
                 return np.asarray(collective())
-    # TensorFlow 1: the user's graph runs later, and may be finalised.
+    # TensorFlow 1: the user's graph runs later and may be finalised.
     with tf.Graph().as_default(), tf.compat.v1.Session(config=_separate()) as session:
         return np.asarray(session.run(collective()))
 
 
 def _separate() -> tf.compat.v1.ConfigProto:
-    """A session's configuration that decides nothing for the user's sessions.
+    """A session configuration without side effects on the user's sessions.
 
-    The first session of a process chooses its GPUs and makes the threads of all later sessions.
+    By default, the first session of a process selects its GPUs and creates the threads of all later
+    sessions.
     """
     return tf.compat.v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)

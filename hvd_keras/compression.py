@@ -1,4 +1,4 @@
-"""Compression: gradients are sent in half precision."""
+"""Compression: sends gradients in half precision."""
 
 from typing import Any
 
@@ -6,19 +6,19 @@ import tensorflow as tf
 
 
 class Compressor:
-    """Turns a tensor into one that is sent, and back. Derive your own compression from it.
+    """Converts a tensor into the one that is sent, and back. Base class for your own compression.
 
-    Both methods run on every rank, for each dense gradient, and for the values of sparse ones.
+    Both methods run on every rank, for each dense gradient and for the values of sparse gradients.
     """
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns the tensor to send, and a context for ``decompress``."""
+        """Returns the tensor to send, of the same shape, and a context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        """Returns a tensor of the dtype that ``compress`` was given."""
+        """Returns a tensor of the dtype that ``compress`` has received."""
         raise NotImplementedError
 
 
@@ -54,18 +54,21 @@ class _BF16Compressor(_FP16Compressor):
 
 
 class Compression:
-    """How gradients are sent.
+    """The choices for the argument ``compression``.
 
-    ``none``: unchanged. ``fp16``: as float16, 11 significant bits, from 6e-8 to 65504: gradients
-    beyond overflow to infinity, on all ranks. ``bf16``: as bfloat16, 8 significant bits and
-    float32's range. float16, bfloat16 and integers are sent unchanged.
+    - ``none``: gradients are sent unchanged.
+    - ``fp16``: sent as float16, with 11 significant bits and a range from 6e-8 to 65504. Larger
+      gradients become infinite, on all ranks.
+    - ``bf16``: sent as bfloat16, with 8 significant bits and float32's range.
 
-    Values are rounded twice: before each rank sends its own, and in the result. So an average errs
-    by at most 2**-11 (fp16) or 2**-8 (bf16) of the mean magnitude of the ranks' values, and as much
-    of the average: where the ranks' signs agree, 2**-10 or 2**-7 of it. Below float16's least
-    normal number, 6.1e-5, each rounding errs by at most 2**-25 (3e-8). The sum is computed in
-    float32. Between hosts, each host's sum is rounded once more before it is sent (with
-    ``HVD_ALLREDUCE=ring`` once for every host).
+    float16, bfloat16 and integers are sent unchanged. Sums are computed in float32.
+
+    Values are rounded twice: before a rank sends them, and in the result. So the error of an
+    average is at most 2**-11 (fp16) or 2**-8 (bf16) of the mean magnitude of the ranks' values,
+    plus the same fraction of the average itself: 2**-10 or 2**-7 of it in total, if the ranks'
+    signs agree. Below float16's smallest normal number, 6.1e-5, each rounding error is at most
+    2**-25 (3e-8). Between hosts, each host's sum is rounded once more before it is sent (with
+    ``HVD_ALLREDUCE=ring`` once per host).
     """
 
     none = _NoneCompressor
@@ -74,9 +77,9 @@ class Compression:
 
 
 def wire_dtype(compression: type[Compressor]) -> tf.DType | None:
-    """The dtype in which the core sends wider ones; None for the user's own compressors."""
+    """The dtype to which the core rounds wider ones; None for the user's own compressors."""
     wires = {
-        Compression.none: tf.float64,  # unchanged: no dtype is wider
+        Compression.none: tf.float64,  # no dtype is wider, so nothing is rounded
         Compression.fp16: tf.float16,
         Compression.bf16: tf.bfloat16,
     }

@@ -1,4 +1,4 @@
-"""This process's GPU: which it is, and where the libraries for it are."""
+"""Selects this process's GPU, and finds the libraries for it."""
 
 import pathlib
 import sys
@@ -9,7 +9,7 @@ from hvd_keras import _library, settings
 
 
 def find_libraries() -> None:
-    """Tells the core of the folders in which NVIDIA's wheels put libcudart and libnccl."""
+    """Tells the core in which folders NVIDIA's wheels have installed libcudart and libnccl."""
     folders = {
         str(folder)
         for path in sys.path
@@ -20,7 +20,13 @@ def find_libraries() -> None:
 
 
 def pin(local_rank: int, local_size: int) -> None:
-    """Gives this process the GPU of its local rank, with memory growth, unless the user chose.
+    """Gives this process the GPU of its local rank, with memory growth.
+
+    Does nothing if the user has called ``tf.config.set_visible_devices``.
+
+    Args:
+        local_rank: this process's number on its host.
+        local_size: the number of the job's processes on this host.
 
     Raises:
         RuntimeError: the host has fewer GPUs than processes, or TensorFlow has already taken all.
@@ -37,9 +43,9 @@ def pin(local_rank: int, local_size: int) -> None:
         except RuntimeError as error:
             if len(gpus) > 1:
                 raise RuntimeError(
-                    "hvd.init: TensorFlow has already taken all GPUs, and this process needs one "
-                    "alone. Call hvd.init() before anything that makes a tensor, or choose with "
-                    f"tf.config.set_visible_devices. ({error})"
+                    "hvd.init: TensorFlow has already taken all GPUs, but each process needs its "
+                    "own. Call hvd.init() before anything that creates a tensor, or select one "
+                    f"with tf.config.set_visible_devices. ({error})"
                 ) from error
         visible = [gpu]
     if visible:
@@ -47,12 +53,12 @@ def pin(local_rank: int, local_size: int) -> None:
 
 
 def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Settings) -> int:
-    """The number of the GPU of a process, among those that it sees.
+    """Returns the index of a process's GPU among those that it sees.
 
     Args:
-        gpus: how many it sees, at least 1.
-        local_rank: its number among the processes of its host.
-        local_size: how many they are.
+        gpus: the number of GPUs that the process sees, at least 1.
+        local_rank: the process's number on its host.
+        local_size: the number of processes on its host.
         chosen: the settings.
 
     Raises:
@@ -61,18 +67,18 @@ def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Setting
     if gpus >= local_size:
         return local_rank
     if gpus == 1 and chosen.some_gpus_hidden:
-        return 0  # each process sees its own; if not, NCCL's first use says so
+        return 0  # each process sees its own; otherwise NCCL's first use is an error
     if chosen.gpus_by_mpi:
         return local_rank % gpus
     raise RuntimeError(
-        f"hvd.init: this host has {gpus} GPUs for {local_size} processes. Start as many processes "
-        "as there are GPUs (hvdrun -np), or set HVD_GPU_OPERATIONS=MPI to share "
-        "them: collectives then go through the host's memory."
+        f"hvd.init: this host has {gpus} GPUs for {local_size} processes. Start one process per "
+        "GPU (hvdrun -np), or set HVD_GPU_OPERATIONS=MPI to share GPUs: collectives then go "
+        "through the host's memory."
     )
 
 
 def facts() -> dict[str, str]:
-    """What there is of CUDA and NCCL, and what is missing, in words."""
+    """Describes the CUDA and NCCL libraries that were found, or what is missing."""
     find_libraries()
     core = _library.core()
     return {"CUDA": core.hvd_cuda().decode(), "NCCL": core.hvd_nccl().decode()}

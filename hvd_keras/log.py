@@ -1,4 +1,4 @@
-"""Lines on stderr for people: Python's ``logging``, in the form of the core's."""
+"""Messages on stderr through Python's ``logging``, in the same format as the core's."""
 
 import functools
 import logging
@@ -14,10 +14,12 @@ class _WithRank(logging.Formatter):
 
 
 def start(rank: int) -> None:
-    """Shows lines from ``HVD_LOG_LEVEL`` on, with the rank, unless the script set a handler.
+    """Shows messages of ``HVD_LOG_LEVEL`` and above, with the rank.
+
+    If the script has installed a handler, only the level is set.
 
     Args:
-        rank: of this process.
+        rank: this process's rank.
     """
     logger.setLevel(settings.read().log_level)
     if not logger.hasHandlers():
@@ -29,5 +31,5 @@ def start(rank: int) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Writes a warning that this process has not written before."""
+    """Writes a warning, unless this process has already written it."""
     logger.warning(text)

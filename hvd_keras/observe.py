@@ -1,4 +1,4 @@
-"""What the job does, and who waits for whom: counters and a timeline."""
+"""Statistics and timelines of the job's communication."""
 
 import json
 import os
@@ -8,45 +8,45 @@ from hvd_keras import _library, agree, ops, rank_info
 
 
 def stats() -> dict[str, Any]:
-    """What this process has exchanged since ``init()``, and how long the ranks waited.
+    """Returns what this process has exchanged since ``init()``, and how long the ranks waited.
 
-    Costs microseconds and no communication: the ranks tell each other of their waiting with every
-    request. (What concerns the latest request is known with the next one.)
+    Takes microseconds and does not communicate: the ranks tell each other their waiting times with
+    every request. The times of the latest request are known after the next one.
 
     Returns:
         A new dict:
 
-        - ``"rank"``: of this process,
-        - ``"seconds"``: since ``init()``,
-        - ``"collectives"``: by kind, such as ``"allreduce"``: a dict of ``"requests"``, ``"bytes"``
-          (that this rank gave), ``"waiting_seconds"`` (until all other ranks had come) and
-          ``"moving_seconds"`` (while the data moved). Both pass beside the script: TensorFlow may
-          compute meanwhile.
-        - ``"ranks"``: for each rank of the job a dict of ``"last"``, how many times it came last,
-          at least 0.1 ms after the others, and ``"awaited_seconds"``, how long the others waited
-          for it then, on average. Of requests of process sets that this rank is in.
+        - ``"rank"``: this process's rank.
+        - ``"seconds"``: the time since ``init()``.
+        - ``"collectives"``: for each kind, such as ``"allreduce"``, a dict of ``"requests"``,
+          ``"bytes"`` (this rank's inputs), ``"waiting_seconds"`` (until all other ranks were
+          ready) and ``"moving_seconds"`` (while data moved). TensorFlow may compute meanwhile.
+        - ``"ranks"``: for each rank of the job, a dict of ``"last"``, the number of times it came
+          last, at least 0.1 ms after the others, and ``"awaited_seconds"``, the time that the
+          others then waited for it, on average. Counts requests of this rank's process sets.
 
     Raises:
         ValueError: ``init()`` was not called.
     """
-    rank_info.rank()  # says so, if init() was not called
+    rank_info.rank()  # raises if init() was not called
     counters: dict[str, Any] = json.loads(_library.core().hvd_stats())
     return counters
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Writes from now on what all ranks do, for https://ui.perfetto.dev or chrome://tracing.
+    """Starts a timeline of all ranks, for https://ui.perfetto.dev or chrome://tracing.
 
-    Call it on every rank. The file is one for the job, written by rank 0; it replaces one
-    that is there. To have all of a job, set ``HVD_TIMELINE`` or use
-    ``hvdrun --timeline`` instead. docs/observing.md tells what is in it.
+    Call it on every rank. Rank 0 writes one file for the job and replaces an existing one. To
+    record a whole job, use ``HVD_TIMELINE`` or ``hvdrun --timeline`` instead. docs/observing.md
+    describes the content.
 
     Args:
-        file_path: the file. Only rank 0's counts.
-        mark_cycles: for Horovod's sake. There are no cycles that could be marked.
+        file_path: the file; only rank 0's value is used.
+        mark_cycles: accepted for Horovod's scripts; has no effect, since there are no cycles.
 
     Raises:
-        ValueError: rank 0 cannot write there, or writes a timeline already; on every rank.
+        ValueError: ``init()`` was not called; or, on every rank, rank 0 cannot write the file or is
+            already writing a timeline.
     """
     del mark_cycles
     error = ""
@@ -60,13 +60,13 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Ends the timeline, with what the ranks have done until now. Call it on every rank.
+    """Ends the timeline. Call it on every rank.
 
-    Does nothing if there is none. Without it, the timeline ends with ``shutdown()``.
+    Does nothing if there is none. Otherwise the timeline ends with ``shutdown()``.
 
     Raises:
         ValueError: ``init()`` was not called.
     """
-    ops.barrier()  # what the ranks did is known with the next request
+    ops.barrier()  # the ranks' latest times are exchanged with the next request
     _library.core().hvd_stop_timeline()
-    ops.barrier()  # any rank may read the file now
+    ops.barrier()  # after this, any rank may read the file

@@ -1,4 +1,4 @@
-"""Process sets: some of the ranks, which call collectives among themselves."""
+"""Process sets: subsets of the ranks with their own collectives."""
 
 import ctypes
 from collections.abc import Iterable
@@ -10,22 +10,22 @@ from hvd_keras import _library, agree, rank_info
 class ProcessSet:
     """A set of ranks with its own collectives.
 
-    It takes effect when it is given to ``hvd.init(process_sets=...)`` or ``hvd.add_process_set``,
-    on every rank of the job. Sets do not wait for each other, even where they overlap.
+    To use it, pass it to ``hvd.init(process_sets=...)`` or ``hvd.add_process_set`` on every rank of
+    the job. Sets do not wait for each other, even if they overlap.
 
     Args:
         ranks_or_comm: ranks of the job, in any order; or an mpi4py communicator of them.
 
     Attributes:
-        process_set_id: its number, the same on all ranks; None until it takes effect.
+        process_set_id: its number, the same on all ranks; None until it is added.
 
     Raises:
-        ValueError: there are no ranks, or one occurs twice.
+        ValueError: ``ranks_or_comm`` is empty, or a rank occurs twice.
         TypeError: ``ranks_or_comm`` is neither ranks nor a communicator.
     """
 
     _ranks: list[int] | None
-    _world_ranks: list[int] | None  # those of a communicator: the job's are known after init()
+    _world_ranks: list[int] | None  # of a communicator; the job's ranks are known only after init()
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         self.process_set_id: int | None = None
@@ -35,61 +35,61 @@ class ProcessSet:
             return
         self._ranks = sorted(_integers(ranks_or_comm))
         if not self._ranks or len(set(self._ranks)) < len(self._ranks):
-            raise ValueError(f"got the ranks {self._ranks}, expected at least one, and each once.")
+            raise ValueError(f"got ranks {self._ranks}, expected at least one rank, each once.")
 
     @property
     def ranks(self) -> list[int]:
-        """Its ranks, as ranks of the job, in ascending order.
+        """The ranks of the set, as ranks of the job, in ascending order.
 
         Raises:
-            ValueError: it was made of a communicator, and ``hvd.init()`` was not called yet, or the
-                communicator has a process that is not in the job.
+            ValueError: the set was created from a communicator, and ``hvd.init()`` was not called
+                or the communicator has a process outside of the job.
         """
         if self._world_ranks is not None:
             return sorted(rank_info.from_world(rank) for rank in self._world_ranks)
         return list(range(rank_info.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """The number of its ranks."""
+        """The number of ranks in the set."""
         return len(self.ranks)
 
     def included(self) -> bool:
-        """Whether this process is in it."""
+        """Whether this process is in the set."""
         return rank_info.rank() in self.ranks
 
     def rank(self) -> int:
-        """This process's rank within the set, from 0.
+        """This process's rank within the set, from 0 to ``size() - 1``.
 
         Raises:
-            ValueError: this process is not in it.
+            ValueError: this process is not in the set, or the set was not added.
         """
         self.check_included("ProcessSet.rank")
         return self.ranks.index(rank_info.rank())
 
     def id(self) -> int:
-        """``process_set_id``.
+        """Returns ``process_set_id``.
 
         Raises:
-            ValueError: the set has not taken effect, or was removed.
+            ValueError: the set was not added, or was removed.
         """
         if self.process_set_id is None:
             raise ValueError(
-                f"{self} has not been added. Give it to hvd.init(process_sets=[…]) or to "
+                f"{self} has not been added. Pass it to hvd.init(process_sets=[…]) or to "
                 "hvd.add_process_set, on every rank."
             )
         return self.process_set_id
 
     def check_included(self, caller: str) -> None:
-        """Raises ValueError unless the set has taken effect and includes this process."""
+        """Raises ValueError unless the set was added and includes this process."""
         self.id()
         if not self.included():
             raise ValueError(
-                f"hvd.{caller}: rank {rank_info.rank()} is not in {self}. Call it only on those "
-                "ranks: if process_set.included(): ..."
+                f"hvd.{caller}: rank {rank_info.rank()} is not in {self}. Call it only on ranks "
+                "of the set: if process_set.included(): ..."
             )
 
     def text(self) -> str:
-        """The ranks in words."""
+        """The ranks as text, such as "0, 2" or "0 to 3"."""
         ranks = self.ranks
         if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
             return f"{ranks[0]} to {ranks[-1]}"
@@ -114,22 +114,23 @@ global_process_set: ProcessSet = _AllRanks()
 
 _added: dict[int, ProcessSet] = {0: global_process_set}
 
-# Numbers are never used again, because graphs may hold the number of a set that was removed.
+# Numbers are never reused, because graphs may hold the number of a set that was removed.
 _next_number = 1
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
-    """Makes a process set take effect. Every rank of the job calls it, in the set or not.
+    """Adds a process set. Every rank of the job must call it, in the set or not.
 
     Args:
-        process_set: a ``ProcessSet``, or what makes one: ranks, or an mpi4py communicator.
+        process_set: a ``ProcessSet``, or the argument for one: ranks, or an mpi4py communicator.
 
     Returns:
         The process set, ready for use.
 
     Raises:
-        ValueError: the ranks name different sets, a rank does not exist, or a set of the same ranks
-            was added before; on every rank.
+        ValueError: (on every rank) the ranks pass different sets, a rank does not exist, or a set
+            of the same ranks exists already.
+        TypeError: ``process_set`` is neither a set nor ranks nor a communicator.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
@@ -140,7 +141,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     asked = [ranks for ranks, _ in views]
     if any(ranks != asked[0] for ranks in asked):
         raise ValueError(
-            "hvd.add_process_set: the ranks ask for different process sets:"
+            "hvd.add_process_set: the ranks pass different process sets:"
             + "".join(f"\n  rank {r}: {ranks}" for r, ranks in enumerate(asked))
         )
     if process_set.ranks[-1] >= rank_info.size() or process_set.ranks[0] < 0:
@@ -156,16 +157,16 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a process set. Every rank of the job calls it, in the set or not.
+    """Removes a process set. Every rank of the job must call it, in the set or not.
 
     Args:
-        process_set: one that was added.
+        process_set: the set to remove.
 
     Returns:
-        Whether there was such a set.
+        True if it was removed; False if it was not added.
 
     Raises:
-        ValueError: it is the set of all ranks, or the ranks name different sets; on every rank.
+        ValueError: (on every rank) it is the set of all ranks, or the ranks pass different sets.
     """
     if process_set is global_process_set:
         raise ValueError(
@@ -174,7 +175,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     asked = agree.gather_json("remove_process_set", process_set.process_set_id)
     if any(number != asked[0] for number in asked):
         raise ValueError(
-            "hvd.remove_process_set: the ranks name different process sets:"
+            "hvd.remove_process_set: the ranks pass different process sets:"
             + "".join(f"\n  rank {r}: {number}" for r, number in enumerate(asked))
         )
     if process_set.process_set_id is None:
@@ -189,7 +190,7 @@ def of_id(process_set_id: int) -> ProcessSet:
 
 
 def added() -> list[ProcessSet]:
-    """All sets that have taken effect; the set of all ranks comes first."""
+    """All sets that were added; the set of all ranks comes first."""
     return list(_added.values())
 
 

@@ -1,12 +1,12 @@
-"""This process's rank, and its host's part of the job. Starts and ends nothing."""
+"""This process's rank and position in the job. Read-only: starts and ends nothing."""
 
 import ctypes
 from typing import NamedTuple
 
 from hvd_keras import _library, settings
 
-# mpi4py loads the first MPI that it finds. It must be this one, even if it is imported before
-# hvd.init().
+# mpi4py loads the first MPI library that it finds. It must find the one of hvd_keras, even if it is
+# imported before hvd.init().
 settings.point_mpi4py_at(_library.mpi_file())
 
 
@@ -25,26 +25,26 @@ class RankInfo(NamedTuple):
 # By rank of the job; empty: the job has all ranks of MPI_COMM_WORLD, in their order.
 _world_ranks: list[int] = []
 
-# A rank that did not leave together with the others keeps its engine, so that the core counts as
-# initialised.
+# A rank that did not leave together with the others keeps its engine, so the core still says that
+# it is initialised.
 _left_alone = False
 
 
 def set_world_ranks(ranks: list[int]) -> None:
-    """Records the members of the job: ranks of MPI_COMM_WORLD, by rank of the job; empty: all."""
+    """Records the ranks of MPI_COMM_WORLD that form the job, by rank of the job; empty: all."""
     _world_ranks[:] = ranks
 
 
 def from_world(world_rank: int) -> int:
-    """Returns the rank in the job of a rank of MPI_COMM_WORLD.
+    """Converts a rank of MPI_COMM_WORLD to the rank in the job.
 
     Raises:
-        ValueError: it is not in the job.
+        ValueError: the process is not in the job.
     """
     members = _world_ranks or list(range(size()))
     if world_rank not in members:
         raise ValueError(
-            f"MPI's rank {world_rank} is not in the job, which has MPI's ranks {members} "
+            f"MPI's rank {world_rank} is not in the job, which consists of MPI's ranks {members} "
             "(the comm of hvd.init). Use a communicator of these."
         )
     return members.index(world_rank)

@@ -1,6 +1,6 @@
-"""All of the Python side's dealings with the environment, in one place.
+"""The only module (but for the launcher) that reads or sets environment variables.
 
-The core reads its own settings (native/core/base/settings.h) in the same manner.
+The core reads its own settings in native/core/base/settings.h.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import pathlib
 import re
 from typing import Any
 
-#: As hvd_keras/launch/onhost/worker.py has it, which can import nothing.
+#: Equal to the constant in hvd_keras/launch/onhost/worker.py, which cannot import this module.
 SCRIPT_HAS_ENDED = "ended"
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -21,16 +21,16 @@ class Settings:
     """Settings of this process.
 
     Attributes:
-        bucket_bytes: ``HVD_BUCKET_BYTES``, the bytes of gradients that travel as one request.
-            More per request means fewer agreements; less means that a request can start earlier.
+        bucket_bytes: ``HVD_BUCKET_BYTES``, the bytes of gradients in one request. Larger buckets
+            need fewer agreements; smaller buckets can start earlier.
         log_level: ``HVD_LOG_LEVEL``: DEBUG, INFO, WARNING or ERROR, for the core as well.
-        gpus_by_mpi: ``HVD_GPU_OPERATIONS`` is MPI, so that processes may share a GPU.
-        some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which shows CUDA some GPUs only.
-        strict: ``HVD_STRICT`` is set and not 0: what would be a warning that the ranks train models
-            of their own is an error.
-        watched: ``HVDRUN_JOB`` is set: a hvdrun of several hosts hears of this process's end.
-        arrival: ``HVDRUN_ARRIVAL``, a file by which hvdrun sees that ``hvd.init()`` was called,
-            and, by ``SCRIPT_HAS_ENDED`` in it, that the script has ended by itself.
+        gpus_by_mpi: ``HVD_GPU_OPERATIONS`` is MPI, so processes may share a GPU.
+        some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which hides some GPUs from CUDA.
+        strict: ``HVD_STRICT`` is set and not 0: warnings that the ranks train separate models
+            become errors.
+        watched: ``HVDRUN_JOB`` is set: hvdrun runs on several hosts and follows this process.
+        arrival: ``HVDRUN_ARRIVAL``, a file that tells hvdrun that ``hvd.init()`` was called, and
+            with the content ``SCRIPT_HAS_ENDED`` that the script has ended by itself.
     """
 
     bucket_bytes: int = 16 << 20
@@ -43,22 +43,22 @@ class Settings:
 
     @property
     def log_number(self) -> int:
-        """The level as the core knows it."""
+        """The log level as the core numbers it."""
         return _LOG_LEVELS.index(self.log_level)
 
 
 @functools.cache
 def read() -> Settings:
-    """Reads the environment once.
+    """Reads the environment, once per process.
 
     Raises:
-        ValueError: a variable is set to something that it cannot be.
+        ValueError: a variable has an invalid value.
     """
     chosen: dict[str, Any] = {}
     if text := os.environ.get("HVD_BUCKET_BYTES"):
         if not text.isdecimal() or int(text) == 0:
             raise ValueError(
-                f"HVD_BUCKET_BYTES is {text!r}, expected a number of bytes, 1 or more. "
+                f"HVD_BUCKET_BYTES is {text!r}, expected a positive number of bytes. "
                 "Correct or unset it."
             )
         chosen["bucket_bytes"] = int(text)
@@ -79,16 +79,16 @@ def read() -> Settings:
 
 
 def point_mpi4py_at(mpi_library: str) -> None:
-    """Lets a later import of mpi4py take this MPI library, unless the user chose one."""
+    """Makes a later import of mpi4py use this MPI library, unless the user has chosen one."""
     os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
 
 
 def choose_transports(mpi_version: str) -> None:
-    """Leaves out transports of Open MPI 5 that are not needed, unless the user chose some.
+    """Turns off unneeded transports of Open MPI 5, unless the user has chosen some.
 
-    The one-sided transport over libfabric sleeps for a second in MPI_Init, looking for networks;
-    collectives here do not use it. A process that no launcher has started needs no transport to
-    others, and that over shared memory would leave a file in /dev/shm.
+    The one-sided transport over libfabric sleeps for a second in MPI_Init while it looks for
+    networks; hvd_keras does not use it. A process that no launcher has started needs no transport,
+    and the one over shared memory would leave a file in /dev/shm.
 
     Args:
         mpi_version: the version text of the MPI in use.

@@ -9,15 +9,15 @@ from hvd_keras import _library
 
 
 def problem() -> str:
-    """Why models cannot be compiled by XLA with their collectives, in words; empty if they can."""
+    """Returns why XLA cannot compile collectives here, or "" if it can."""
     return _library.why_no_xla()
 
 
 def is_compiling() -> bool:
-    """Whether what is being traced will be compiled by XLA.
+    """Whether XLA will compile the function that is being traced.
 
-    A ``tf.function`` without ``jit_compile`` of its own that was traced before it is called by one
-    with it is not traced again, so nothing is known of that.
+    A plain ``tf.function`` that was traced before a compiled one calls it is not traced again, so
+    it is not recognised.
     """
     return not tf.executing_eagerly() and bool(
         control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
@@ -29,13 +29,13 @@ def check(kind: str) -> None:
     why = _library.why_no_xla()
     if why and is_compiling():
         raise NotImplementedError(
-            f"hvd.{kind} cannot be compiled by XLA here: {why}. Use jit_compile=False, or, in "
-            "model.fit, hvd.callbacks.BroadcastGlobalVariablesCallback, which sees to that."
+            f"XLA cannot compile hvd.{kind} here: {why}. Use jit_compile=False. In model.fit, "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback turns XLA off by itself."
         )
 
 
 def function_of(graph: Any) -> Any:
-    """The function that a loop's or branch's graph stands in; another graph itself."""
+    """Returns the function that contains a loop's or branch's graph; other graphs unchanged."""
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
     return graph

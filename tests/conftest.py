@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.launcher import Launcher
 
-# No GPU, one thread a process: results do not depend on the machine, and ranks share it fairly.
+# No GPU and one thread per process: results do not depend on the machine, and ranks share it.
 for name, value in {
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -20,14 +20,14 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-# A shell that runs the tests in the background has it ignored, and so would jobs.
+# A shell that runs the tests in the background ignores it, and jobs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests in parallel/ are run by all ranks of a job at once; unit/test_parallel.py starts such jobs.
 collect_ignore = [] if "HVD_TEST_PARALLEL" in os.environ else ["parallel"]
 
-# Files that take minutes. They come first, so that none is left to run alone at the end; but for an
-# option in the Makefile, xdist would begin with those of most tests.
+# Files that take minutes run first, so that none of them runs alone at the end. Without an option
+# in the Makefile, xdist would start with the files that have the most tests.
 LONG = ["test_parallel.py", "test_soak.py", "test_restarts.py"]
 
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def hvdrun(tmp_path):
-    """A launcher; afterwards no process and no file of its jobs may be left."""
+    """Yields a launcher; afterwards no process or file of its jobs may be left."""
     launcher = Launcher(tmp_path)
     yield launcher
     for watchdog in launcher.watchdogs:

@@ -1,1 +1,1 @@
-"""For scripts written for TensorFlow 1, tf_keras or Horovod's build questions; nothing else."""
+"""Support for scripts for TensorFlow 1 and tf_keras, and Horovod's functions about its build."""

@@ -1,4 +1,4 @@
-"""Horovod's functions that tell what the library was built with."""
+"""Horovod's functions about the features of its build."""
 
 import tensorflow as tf
 
@@ -6,51 +6,51 @@ from hvd_keras import _library, gpu
 
 
 def mpi_built() -> bool:
-    """Whether MPI is there: always."""
+    """Whether MPI is available: always True."""
     return True
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI is used: always."""
+    """Whether MPI is used: always True."""
     return True
 
 
 def mpi_threads_supported() -> bool:
-    """Whether other threads may use MPI as well: always, ``init()`` requires it."""
+    """Whether other threads may use MPI, too: always True, because ``init()`` requires it."""
     return True
 
 
 def nccl_built() -> int:
-    """The version of the NCCL that was found, as NCCL numbers it (22703: 2.27.3); 0: none."""
+    """The version of the NCCL that was found, in NCCL's format (22703 is 2.27.3); 0: none."""
     gpu.find_libraries()
     return int(_library.core().hvd_nccl_version())
 
 
 def cuda_built() -> bool:
-    """Whether this TensorFlow can use GPUs of NVIDIA."""
+    """Whether this TensorFlow supports NVIDIA's GPUs."""
     return bool(tf.test.is_built_with_cuda())
 
 
 def gloo_built() -> bool:
-    """Whether Gloo is there: never, MPI and shared memory replace it."""
+    """Whether Gloo is available: always False; MPI and shared memory replace it."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Whether Gloo is used: never."""
+    """Whether Gloo is used: always False."""
     return False
 
 
 def ddl_built() -> bool:
-    """Whether IBM's DDL is there: never."""
+    """Whether IBM's DDL is available: always False."""
     return False
 
 
 def ccl_built() -> bool:
-    """Whether oneCCL is there: never."""
+    """Whether oneCCL is available: always False."""
     return False
 
 
 def rocm_built() -> bool:
-    """Whether AMD's GPUs are supported: no."""
+    """Whether AMD's GPUs are supported: always False."""
     return False

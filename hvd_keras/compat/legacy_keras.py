@@ -1,10 +1,10 @@
-"""Optimizers of tf_keras (``TF_USE_LEGACY_KERAS=1``), fed with the gradients of all ranks.
+"""Distributed optimizers of tf_keras (``TF_USE_LEGACY_KERAS=1``).
 
-Both families: ``tf_keras.optimizers.Optimizer`` and ``tf_keras.optimizers.legacy.Optimizer``. They
-aggregate gradients before they clip them, and ``LossScaleOptimizer`` before it looks for overflows,
-so that an overflow on one rank is one on all.
+Supports both families, ``tf_keras.optimizers.Optimizer`` and ``tf_keras.optimizers.legacy``. They
+aggregate gradients before they clip them, and ``LossScaleOptimizer`` aggregates before it checks
+for overflows, so an overflow on one rank is one on all ranks.
 
-The legacy family also learns ``build`` and ``variables`` as others have them, for the callbacks.
+The legacy family also gets ``build`` and ``variables`` as other optimizers have, for the callbacks.
 """
 
 from collections.abc import Iterable
@@ -15,12 +15,12 @@ from hvd_keras.training import exchange, forgotten, reducer
 
 
 def classes() -> tuple[type, ...]:
-    """Of the optimizers that ``distribute`` takes."""
+    """The classes of optimizers that ``DistributedOptimizer`` accepts."""
     return keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer
 
 
 class Reducer(reducer.GradientReducer):
-    """What an optimizer of tf_keras gains. Lives in it as an attribute, for its class must stay.
+    """Reduces the gradients of an optimizer of tf_keras; lives in it as an attribute.
 
     Args:
         optimizer: of one of ``classes``, without a LossScaleOptimizer around it.
@@ -46,7 +46,7 @@ class Reducer(reducer.GradientReducer):
             optimizer.aggregate_gradients = self.aggregate_gradients
 
     def build(self, var_list: Any) -> None:
-        """In place of ``Optimizer.build``."""
+        """Replaces ``Optimizer.build``."""
         self.variables = list(var_list)
         type(self.optimizer).build(self.optimizer, var_list)
 
@@ -57,7 +57,7 @@ class Reducer(reducer.GradientReducer):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """In place of ``Optimizer.apply_gradients``, which every step calls."""
+        """Replaces ``Optimizer.apply_gradients``, which every step calls."""
         pairs = list(grads_and_vars)
         if experimental_aggregate_gradients and not skip_gradients_aggregation and pairs:
             gradients, variables = zip(*pairs, strict=True)
@@ -70,9 +70,10 @@ class Reducer(reducer.GradientReducer):
             forgotten.exchanged.reset(token)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> list[Any]:
-        """In place of ``Optimizer.aggregate_gradients``, which LossScaleOptimizer calls.
+        """Replaces ``Optimizer.aggregate_gradients``, which LossScaleOptimizer calls.
 
-        It leaves out what this rank lacks. The newer family has told all variables before.
+        LossScaleOptimizer omits variables without a gradient on this rank. In the newer family,
+        ``build`` has received all variables.
         """
         gradient = {exchange.variable_id(v): (g, v) for g, v in grads_and_vars}
         variables = [v for _, v in gradient.values()]
@@ -84,16 +85,16 @@ class Reducer(reducer.GradientReducer):
 
 
 class _CallableList(list[Any]):
-    """Serves ``optimizer.variables``, and ``optimizer.variables()`` of the legacy family."""
+    """A list that works as ``optimizer.variables`` and as ``optimizer.variables()``."""
 
     def __call__(self) -> list[Any]:
         return self
 
 
 def add_build(_: Any) -> Any:
-    """A ``build`` for the legacy family, which has none.
+    """Returns a ``build`` for the legacy family, which has none.
 
-    On the class, because ``compile`` makes LossScaleOptimizers of which we hear nothing.
+    The class is patched because ``compile`` creates LossScaleOptimizers by itself.
     """
 
     def build(self: Any, var_list: Any) -> None:

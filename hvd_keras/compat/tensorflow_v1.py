@@ -48,7 +48,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
     first step. ``hvd.BroadcastGlobalVariablesHook`` does so in monitored sessions.
 
     Args:
-        root_rank: the rank whose values all get.
+        root_rank: the rank whose values all ranks get.
 
     Returns:
         The op, in the default graph.
@@ -81,7 +81,7 @@ def broadcast_variables(
 
     Args:
         variables: ``tf.Variable``s of the default graph, in the same order on all ranks.
-        root_rank: the rank, of the job, whose values all get.
+        root_rank: the rank of the job whose values all ranks get.
         process_set: the ranks that take part.
 
     Returns:
@@ -109,7 +109,7 @@ def broadcast_variables(
 def _broadcast(
     variables: list[Any], root_rank: int, process_set: ProcessSet, before: list[tf.Operation]
 ) -> list[tf.Operation]:
-    """Runs after the ops ``before``, so that all ranks submit them in the same order."""
+    """Broadcasts after the ops ``before``, so that all ranks submit in the same order."""
     with tf.control_dependencies(before):
         values = ops.grouped_broadcast(
             [tf.identity(v) for v in variables],
@@ -127,7 +127,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
     the checkpoint.
 
     Args:
-        root_rank: the rank whose values all get.
+        root_rank: the rank whose values all ranks get.
         device: the TensorFlow device for the ops. Default: TensorFlow's choice.
 
     Raises:
@@ -150,20 +150,20 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self._done = False
 
     def begin(self) -> None:
-        """Makes the op, while the graph can still be changed."""
+        """Creates the op while the graph can still be changed."""
         self._done = False
         if self._broadcast is None or self._broadcast.graph != tf.compat.v1.get_default_graph():
             with tf.device(self.device or None):
                 self._broadcast = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Broadcasts once. A second session means that TensorFlow tries to recover."""
+        """Broadcasts once. A second session means that TensorFlow is trying to recover."""
         if self._done:
             raise RuntimeError(
                 "The session was lost after an error, most likely because another rank has left "
                 "the job (tf.compat.v1.logging.set_verbosity('INFO') shows the error). One rank "
-                "cannot go on alone. Let all ranks make the same number of steps; after a failure "
-                "start the job again from the last checkpoint."
+                "cannot continue alone. Let all ranks make the same number of steps; after a "
+                "failure, restart the job from the last checkpoint."
             )
         self._done = True
         session.run(self._broadcast)

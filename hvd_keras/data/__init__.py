@@ -1,4 +1,4 @@
-"""Each rank's share of the data: nothing lost, nothing twice, as many steps on every rank."""
+"""``hvd.data``: every row is used once, and every rank makes the same number of steps."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -24,64 +24,65 @@ def shard(
     evaluation: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.data.Dataset:
-    """This rank's batches of a source that every rank has whole, for ``fit`` and ``evaluate``.
+    """Returns this rank's batches of a source that every rank has as a whole.
 
     Step s uses the rows [s * size * batch_size, (s + 1) * size * batch_size) of the epoch's order,
-    each on one rank: N ranks train like one process with batches of N * batch_size rows. Every pass
-    is an epoch, even a look (``next(iter(dataset))``): if shuffled, on all ranks or on none.
+    each on one rank, so N ranks train like one process with batches of N * batch_size rows. Each
+    iteration over the result is an epoch, even a single ``next(iter(dataset))``. So if the data is
+    shuffled, iterate on all ranks or on none.
 
     Args:
         source: the same on every rank; one of
 
             - arrays ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, nested as for ``fit``; also
               tensors, ragged tensors and DataFrames.
-            - a ``tf.data.Dataset`` of rows or of batches, of known or unknown length, its order the
-              same on every rank. Each rank runs it for all elements, so put costly and random maps
-              behind: ``shard(files, ...).map(decode)``. If its length is unknown, it is read once
-              more to count the rows, without what ``map`` and ``shuffle`` do.
-            - a ``keras.utils.PyDataset``, of which the ranks get whole batches, all but the last of
-              one length. Its ``workers`` are threads; its ``on_epoch_*`` are not called.
-        batch_size: rows per rank and step. May be left out for a dataset that is batched: then
-            each of its batches is one rank's batch. Must be left out for a PyDataset.
-        shuffle: whether each epoch has an order of its own, drawn from ``seed`` and its number, so
-            that a rerun repeats it. A PyDataset's batches are shuffled; a shorter last one stays
-            last. A tf.data.Dataset's rows are all held in memory; a number holds so many only.
-            Default: yes, except for a dataset that is batched, that shuffles by itself or whose
-            length is unknown.
-        seed: 0 or more.
-        start_epoch: number of the first pass; to resume, the ``initial_epoch`` of ``fit``.
-        uneven: what becomes of an incomplete last step, if any. "share" gives each rank equally
-            many of its rows: it is the short batch of one process, but for fewer rows than there
-            are ranks, which are left out. "pad" leaves nothing out: batches become
-            ``(x, y, sample_weight)``, the last step is filled with copies of sample weight 0, and
-            the weights of its real rows are scaled, so that gradients and loss are those of one
-            process with the short batch. "trim" leaves the step out. "error" raises.
-        evaluation: "pad" scales all rows alike, for the mean over the whole pass: the mean over
-            the ranks of ``evaluate``'s loss is then that of one process.
+            - a ``tf.data.Dataset`` of rows or of batches, of known or unknown length, in the same
+              order on every rank. Each rank runs it for all elements, so apply costly and random
+              maps afterwards: ``shard(files, ...).map(decode)``. If its length is unknown, it is
+              read once more to count the rows, skipping ``map`` and ``shuffle`` where possible.
+            - a ``keras.utils.PyDataset`` whose batches have the same size, except the last. The
+              ranks get whole batches. Its ``workers`` are run as threads; its ``on_epoch_*``
+              methods are not called.
+        batch_size: rows per rank and step. Optional for a batched dataset: by default each of its
+            batches is one rank's batch. Not allowed for a PyDataset.
+        shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch's number, so that a
+            rerun repeats the order. A PyDataset's batches are shuffled as wholes; a shorter last
+            one stays last. For a tf.data.Dataset, True holds all rows in memory, and a number holds
+            only that many. Default: True, except for a dataset that is batched, shuffles itself or
+            has unknown length.
+        seed: a number, 0 or more.
+        start_epoch: the number of the first epoch; to resume, the ``initial_epoch`` of ``fit``.
+        uneven: what to do with an incomplete last step. "share" divides its rows equally among the
+            ranks, like the short last batch of one process, and leaves out a remainder of fewer
+            rows than ranks. "pad" leaves nothing out: batches become ``(x, y, sample_weight)``, the
+            last step is filled with copies of weight 0, and the weights of its real rows are
+            scaled, so that gradients and loss are those of one process with the short batch. "trim"
+            drops the step. "error" raises.
+        evaluation: "pad" scales all rows alike, for the mean over the whole pass: then the mean of
+            the ranks' ``evaluate`` losses is that of one process.
         process_set: the ranks that train together.
 
     Returns:
-        A ``tf.data.Dataset`` of batches; its ``len`` is the number of steps, equal on all ranks.
-        Keras warns that ``fit`` does not shuffle it, unless given ``shuffle=False``.
+        A ``tf.data.Dataset`` of batches whose ``len`` is the number of steps, equal on all ranks.
+        Keras warns that ``fit`` does not shuffle it, unless you pass ``shuffle=False`` to ``fit``.
 
     Raises:
-        ValueError: on all ranks, with the same text: their sources or arguments differ or cannot be
-            used (a dataset that is infinite, that shuffles without a seed, or of which nobody can
-            tell whether it is batched); the rows do not divide ("error"), are too few or have no y
-            ("pad").
-        tf.errors.FailedPreconditionError: (in ``fit``) a dataset has not as many elements as it had
-            or said.
+        ValueError: (on all ranks, with the same text) the ranks' sources or arguments differ or
+            cannot be used: a dataset is infinite, shuffles without a seed, or may or may not be
+            batched; the rows do not fill the steps ("error"), are too few, or have no y ("pad").
+        tf.errors.FailedPreconditionError: (in ``fit``) a dataset has more or fewer elements than
+            were counted or declared.
 
-    Not covered by the weights of "pad": ``metrics`` (use ``weighted_metrics``), the statistics of
-    batch normalisation, losses reduced otherwise than by Keras's default "sum_over_batch_size",
-    and ``class_weight``, which Keras refuses beside sample weights.
+    The weights of "pad" do not affect ``metrics`` (use ``weighted_metrics``), the statistics of
+    batch normalisation, and losses whose reduction is not Keras's default "sum_over_batch_size".
+    Keras does not allow ``class_weight`` together with sample weights.
 
     Example:
         train = hvd.data.shard((x, y), batch_size=32)
         test = hvd.data.shard((x_test, y_test), batch_size=32, shuffle=False)
         model.fit(train, validation_data=test, epochs=10)
     """
-    # Not a PyDataset: fit shuffles the batches of those once more, on each rank in another order.
+    # Returns no PyDataset, because fit would shuffle its batches again, differently on each rank.
     process_set.check_included("data.shard")
     split = Split(process_set.rank(), process_set.size(), uneven, evaluation)
 
@@ -99,26 +100,26 @@ def shard(
         raise ValueError(
             "hvd.data.shard: the ranks have different sources or arguments: "
             f"{_by_rank(views, process_set)}. Give every rank the same whole source, in the same "
-            "order (with the same seeds, the global one too), and put random maps behind shard(…). "
-            "For files of each rank's own, see agree_on_steps."
+            "order (with the same seeds, the global one too), and apply random maps after "
+            "shard(…). If each rank has its own files, use hvd.data.agree_on_steps."
         )
     if rows.steps == 0 or (rows.left_out and uneven == "error"):
         together = split.size * rows.batch_size
         raise ValueError(
             f"hvd.data.shard: {rows.length} rows do not make whole steps of {together} "
             f"({split.size} ranks with batch_size={rows.batch_size}), {uneven=}. Use another "
-            "batch_size, 'share' (needs a row for each rank) or 'pad' (needs y, for weights)."
+            "batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
         )
     if rows.left_out and uneven == "share" and shuffle is False and not split.rank:
         log.logger.warning(
-            "hvd.data.shard leaves out %s of %s rows, for each of the %s ranks to have as many. "
-            "uneven='pad' includes them, with sample weights.",
+            "hvd.data.shard leaves out %s of %s rows, so that each of the %s ranks gets equally "
+            "many. uneven='pad' includes them, with sample weights.",
             *(rows.left_out, rows.length, split.size),
         )
     if uneven == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:
         raise ValueError(
-            "hvd.data.shard: uneven='pad' needs y, for sample weights belong to it, but the source "
-            f"has x only: {rows.spec}. Use 'share' or 'trim'."
+            "hvd.data.shard: uneven='pad' adds sample weights and so needs y, but the source has "
+            f"only x: {rows.spec}. Use 'share' or 'trim'."
         )
     numbers, spec = itertools.count(start_epoch), tf.TensorSpec((), tf.int64)
     epoch = tf.data.Dataset.from_generator(lambda: iter([next(numbers)]), output_signature=spec)
@@ -134,21 +135,21 @@ def shard(
 def agree_on_steps(
     source: Any, *, uneven: str = "trim", process_set: ProcessSet = global_process_set
 ) -> int:
-    """The number of steps that every rank can make, where each has data of its own.
+    """Returns the number of steps that every rank can make, if each rank has its own data.
 
     Args:
         source: this rank's number of steps, or its ``tf.data.Dataset`` of batches or
-            ``keras.utils.PyDataset``. One of infinite or unknown length sets no limit.
-        uneven: "trim" takes the least of the ranks' numbers; "error" raises if they differ.
+            ``keras.utils.PyDataset``. Data of infinite or unknown length sets no limit.
+        uneven: "trim" takes the smallest of the ranks' numbers; "error" raises if they differ.
         process_set: the ranks that train together.
 
     Returns:
-        ``steps_per_epoch`` for ``fit``. Let the dataset repeat: Keras goes on where the last epoch
-        ended, so a rank could run out of data.
+        An int, the ``steps_per_epoch`` for ``fit``. Let the dataset repeat: Keras continues where
+        the last epoch ended, so otherwise a rank could run out of data.
 
     Raises:
-        ValueError: on every rank, with the same text: a rank has no data, or something else than
-            the above; no rank's length is known; or they differ ("error").
+        ValueError: (on every rank, with the same text) a rank has no data, or a ``source`` of
+            another type; no rank's length is known; or the numbers differ ("error").
 
     Example:
         dataset = tf.data.TextLineDataset(files[hvd.rank() :: hvd.size()]).map(parse).batch(32)
@@ -170,7 +171,7 @@ def agree_on_steps(
     _, everyone = _on_all_ranks("hvd.data.agree_on_steps", look, process_set)
     known = [steps for steps in everyone if steps is not None]
     if not known:
-        problem = "no length is known. Give numbers of steps (count the batches once)."
+        problem = "no length is known. Pass numbers of steps (count the batches once)."
     elif min(known) < 1:
         problem = "a rank has no data. Use fewer ranks, or smaller files or batches."
     elif uneven == "error" and len(set(known)) > 1:
@@ -195,7 +196,7 @@ def _open(
     everything = shuffle is None or shuffle
     if isinstance(source, keras.utils.PyDataset):
         if batch_size is not None:
-            raise ValueError(f"{batch_size=}, expected none for a PyDataset, whose batches it has.")
+            raise ValueError(f"{batch_size=}, expected none for a PyDataset, which has batches.")
         return arrays.of_batches(source, everything, seed, split)
     if batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step.")
@@ -203,7 +204,7 @@ def _open(
 
 
 def _weigh(data: Any, factors: Any) -> Any:
-    """With sample weights: ``factors``, times the data's own."""
+    """Adds sample weights: ``factors``, times the data's own weights."""
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
     factors = tf.cast(factors, keras.config.floatx())
 
@@ -216,7 +217,7 @@ def _weigh(data: Any, factors: Any) -> Any:
 def _on_all_ranks(
     name: str, look: Callable[[], tuple[Any, Any]], process_set: ProcessSet
 ) -> tuple[Any, list[Any]]:
-    """What this rank sees, and what each rank tells of it. An error on one rank is one on all."""
+    """Returns this rank's result of ``look``, and all ranks' views. An error reaches all ranks."""
     seen = mine = error = None
     try:
         seen, mine = look()

@@ -1,4 +1,4 @@
-"""Sources whose rows have numbers: arrays and ``keras.utils.PyDataset``."""
+"""Sources with random access: arrays and ``keras.utils.PyDataset``."""
 
 import functools
 import zlib
@@ -12,7 +12,7 @@ from hvd_keras.data.split import Source, Split
 
 
 def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split) -> Source:
-    """Opens nested arrays of as many rows each. A rank reads its own rows only."""
+    """Opens nested arrays of equally many rows. A rank reads only its own rows."""
     parts, spec, length = _look_into(source)
     together = split.size * batch_size
 
@@ -29,7 +29,7 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
 
 
 def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
-    """Opens a ``PyDataset``. A rank reads its own batches only, and its rows of the last step."""
+    """Opens a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     number = source.num_batches
     if not number:
         raise ValueError(f"the PyDataset has {number} batches, expected 1 or more.")
@@ -43,8 +43,8 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
             index = int(_order(whole, shuffle, seed, epoch)[index])
         parts, _, rows = _look_into(source[index])
         if rows != min(batch_size, length - index * batch_size):
-            text = f"batch {index} of the PyDataset has {rows} rows, the first had {batch_size};"
-            raise ValueError(f"{text} only the last may have fewer, equally many each time.")
+            text = f"batch {index} of the PyDataset has {rows} rows, the first had {batch_size}."
+            raise ValueError(f"{text} Only the last may have fewer, and always equally many.")
         return parts
 
     def read(epoch: int, step: int) -> list[Any]:
@@ -71,13 +71,13 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
 
 
 def y_of(batch: Any) -> list[Any]:
-    """The parts of y, which no augmentation changes; those of x if there is no y."""
+    """The parts of y, because augmentation does not change it; those of x if there is no y."""
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
     return list(tf.nest.flatten(x if y is None else y, expand_composites=True))
 
 
 def digest(parts: list[Any]) -> str:
-    """A short text that is equal where the arrays are."""
+    """A short text that is equal if the arrays are equal."""
     value = 0
     for part in parts:
         array = np.asarray(part)
@@ -96,7 +96,10 @@ def _read_by(
     split: Split,
     sample: str,
 ) -> Source:
-    """``read(epoch, step)`` gives the parts of this rank's batch, and the weights of "pad"."""
+    """Makes a source from a function.
+
+    ``read(epoch, step)`` returns the parts of this rank's batch, and the weights for "pad".
+    """
     specs = [*keras.tree.flatten(spec), tf.TensorSpec((), tf.float32)]
     steps = split.steps(length, batch_size)
     rows = None if split.has_short_step(length, batch_size) else batch_size
@@ -120,7 +123,7 @@ def _weights(real: Any, weight: float) -> Any:
     return np.where(real, weight, 0).astype(np.float32)
 
 
-@functools.lru_cache(4)  # wanted in every step
+@functools.lru_cache(4)  # called in every step
 def _order(length: int, shuffle: bool | int, *seeds: int) -> Any:
     return np.random.default_rng(seeds).permutation(length) if shuffle else np.arange(length)
 
@@ -132,7 +135,7 @@ def _look_into(source: Any) -> tuple[list[Any], Any, int]:
     if not parts or any(part.ndim == 0 for part in parts):
         raise ValueError(
             f"got {source!r:.99}, expected arrays, tf.data.Dataset or PyDataset. "
-            "Make an array of a list of numbers: np.asarray(x)."
+            "Convert a list of numbers to an array: np.asarray(x)."
         )
     if len({len(part) for part in parts}) > 1:
         raise ValueError(f"arrays of {[len(part) for part in parts]} rows, expected equally many.")

@@ -1,8 +1,8 @@
-"""``tf.data.Dataset``: of rows or of batches, of known or unknown length.
+"""Sources that are a ``tf.data.Dataset``: of rows or batches, of known or unknown length.
 
-Every rank runs the whole source and keeps its part of each step. Rows of a dataset of unknown
-length are counted before: where Keras finds the end by itself, it has already begun a step, and
-may have counted it in ``optimizer.iterations`` on some of the ranks.
+Every rank runs the whole source and keeps its part of each step. The rows of a dataset of unknown
+length are counted before training: if Keras found the end itself, it would already have begun a
+step, and some of the ranks might have counted it in ``optimizer.iterations``.
 """
 
 import time
@@ -15,7 +15,7 @@ from hvd_keras import log
 from hvd_keras.data import arrays
 from hvd_keras.data.split import Source, Split
 
-# Datasets that give one element for each one of their input, in the same order.
+# Datasets that yield one element per element of their input, in the same order.
 _ELEMENTWISE = {"AssertCardinality", "Cache", "Map", "Options", "ParallelMap", "Prefetch"}
 _BATCHING = {"Batch", "ParallelBatch", "PaddedBatch", "Rebatch"}
 _WARNING_SECONDS = 30
@@ -62,8 +62,8 @@ def of_dataset(
             return _apply(groups.flat_map, groups, lambda group: _part(group, size, split))
         rows = source.unbatch() if batched else source
         if shuffle:
-            # For the function being traced, lest the program's own seed, which may differ by
-            # rank, be mixed in. With a tensor as the other seed it must not be 0.
+            # Sets the seed of the function being traced; the program's seed, which would be mixed
+            # in, may differ by rank. It must not be 0 if the other seed is a tensor.
             tf.random.set_seed(seed % (2**31 - 2) + 1)
             buffer = length if shuffle is True else shuffle
             rows = rows.shuffle(buffer, epoch, reshuffle_each_iteration=False)
@@ -80,11 +80,14 @@ def of_dataset(
 def _mine(
     source: Any, number: int, wanted: int, split: Split, first: Any = None
 ) -> tf.data.Dataset:
-    """Every size-th element of a dataset.
+    """Returns every size-th element of a dataset.
 
     Args:
         source: a dataset of ``number`` elements.
-        wanted: how many of this rank's elements. What lacks are copies of the first one's.
+        number: the number of elements.
+        wanted: the number of elements for this rank; if there are fewer, copies of the first
+            element of the source are added.
+        split: this rank's part.
         first: a batch that begins with the first element.
     """
     mine = source.shard(split.size, split.rank)
@@ -113,12 +116,12 @@ def _first(source: Any) -> Any:
 
 
 def _has_cache(source: Any) -> bool:
-    """Whether it must be read to its end: a cache drops what was not, or takes it for all."""
+    """Whether a dataset must be read to its end: a cache that is read partly is not usable."""
     return any(_kind(node) == "Cache" for node in _nodes(source))
 
 
 def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.data.Dataset:
-    """Pairs of a batch and the weights that "pad" gives its rows."""
+    """Yields pairs of a batch and the weights of its rows for "pad"."""
     together = split.size * batch_size
 
     def weights(step: Any) -> Any:
@@ -132,12 +135,12 @@ def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.d
 
 
 def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
-    """This rank's batch of one step, if any. ``Split.of_batches`` mirrors it.
+    """Returns this rank's batch of one step, if any. ``Split.of_batches`` mirrors this.
 
     Args:
-        group: the batches of a step, as many as there are ranks; fewer at the end.
-        batch_size: rows of the largest of all batches.
-        split: as for all steps.
+        group: the batches of a step, one per rank; fewer at the end.
+        batch_size: the number of rows of the largest batch.
+        split: this rank's part.
     """
     group = tf.data.Dataset.zip(group)
     counts = _map(group, _rows).batch(split.size).get_single_element()
@@ -157,24 +160,24 @@ def _is_batched(source: Any) -> bool:
     """Whether the elements are batches.
 
     Raises:
-        ValueError: nobody can tell.
+        ValueError: it cannot be determined.
     """
     shapes = [spec.shape for spec in tf.nest.flatten(source.element_spec)]
     first = {None if shape.rank is None else [*shape.as_list(), "scalar"][0] for shape in shapes}
     if len(first) > 1 or "scalar" in first:
-        return False  # the parts of a batch have as many rows each
+        return False  # the parts of a batch have equally many rows
     found = _makes_batches(source)
     if found is None and None in first:
         raise ValueError(
-            f"are the elements of the dataset, {source.element_spec}, batches or rows? If batches, "
-            "write hvd.data.shard(dataset.unbatch(), batch_size=…). If rows, tell their shape: "
-            "dataset.map(lambda x: tf.ensure_shape(x, […]))."
+            f"cannot tell whether the elements of the dataset, {source.element_spec}, are batches "
+            "or rows. For batches, use hvd.data.shard(dataset.unbatch(), batch_size=…). For rows, "
+            "set their shape: dataset.map(lambda x: tf.ensure_shape(x, […]))."
         )
     return bool(found)
 
 
 def _makes_batches(node: Any) -> bool | None:
-    """Whether a dataset gives batches, by how it was made; None if that does not tell."""
+    """Whether a dataset yields batches, judged by how it was made; None if unknown."""
     kind, inputs = _kind(node), node._inputs()
     if kind in _BATCHING:
         return True
@@ -191,35 +194,38 @@ def _makes_batches(node: Any) -> bool | None:
     found = [_makes_batches(node) for node in inputs]
     if True in found:
         return True
-    # A function may make a batch of a row: of the name of a file, say.
+    # A function may turn a row, such as a file name, into a batch.
     return None if None in found or not found or kind in ("Map", "ParallelMap") else False
 
 
 def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
-    """Those that the dataset shuffles with.
+    """Returns the seeds with which the dataset shuffles.
 
     Raises:
-        ValueError: its order would differ by rank.
+        ValueError: the order would differ by rank.
     """
     nodes = list(_nodes(source))
     shuffles = [node for node in nodes if _kind(node) in ("Shuffle", "Random")]
     seeds = [(int(node._seed), int(node._seed2)) for node in shuffles]
     if not alone and (0, 0) in seeds:
         raise ValueError(
-            "the dataset shuffles without a seed, so in another order on each rank. Give it a seed,"
-            " dataset.shuffle(…, seed=1), Dataset.list_files(…, seed=1), or leave the shuffling to "
-            "hvd.data.shard(…, shuffle=True)."
+            "the dataset shuffles without a seed, so its order differs by rank. Give it a seed, "
+            "dataset.shuffle(…, seed=1), Dataset.list_files(…, seed=1), or let "
+            "hvd.data.shard(…, shuffle=True) shuffle."
         )
     if not alone and any(getattr(node, "_deterministic", None) == "false" for node in nodes):
         raise ValueError(
-            "the dataset has deterministic=False, so another order on each rank. Leave that out in "
+            "the dataset has deterministic=False, so its order differs by rank. Remove that from "
             "map() and interleave()."
         )
     return seeds
 
 
 def _measure(source: Any) -> tuple[int, int, list[int] | None]:
-    """The numbers of rows of all batches and of the largest; of each, if any may be short."""
+    """Returns the total rows, the rows of the largest batch, and those of each or None.
+
+    The last is None if at most the last batch is short.
+    """
     node = _below(source, _ELEMENTWISE)
     if _kind(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
         counts = _read_counts(source, _rows)
@@ -229,10 +235,10 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
 
 
 def _length(source: Any) -> int:
-    """The number of elements, which are counted if it is unknown."""
+    """Returns the number of elements; counts them if it is unknown."""
     if source.cardinality() >= 0:
         return int(source.cardinality())
-    source = _below(source, _ELEMENTWISE | {"Shuffle"})  # which need not run
+    source = _below(source, _ELEMENTWISE | {"Shuffle"})  # these need not run
     return sum(_read_counts(source, lambda element: tf.constant(1, tf.int64)))
 
 
@@ -244,8 +250,8 @@ def _read_counts(source: Any, count: Callable[[Any], Any]) -> list[int]:
         if time.monotonic() - asked > _WARNING_SECONDS:
             log.logger.warning(
                 "hvd.data.shard counts the elements of a dataset of unknown length: %s so far. To "
-                "do without, or if it never ends, tell the number before batch(): dataset.take(n)"
-                ".apply(tf.data.experimental.assert_cardinality(n)).",
+                "avoid this, or if the dataset is infinite, declare the number before batch(): "
+                "dataset.take(n).apply(tf.data.experimental.assert_cardinality(n)).",
                 len(counts),
             )
             asked = time.monotonic()
@@ -253,7 +259,7 @@ def _read_counts(source: Any, count: Callable[[Any], Any]) -> list[int]:
 
 
 def _below(source: Any, kinds: set[str]) -> Any:
-    """The dataset that one of ``kinds`` was made of."""
+    """Returns the first input of a dataset that is not of one of these kinds."""
     while _kind(source) in kinds:
         (source,) = source._inputs()
     return source
@@ -270,10 +276,12 @@ def _rows(batch: Any) -> Any:
 
 
 def _batch(rows: Any, batch_size: Any, whole: bool) -> tf.data.Dataset:
-    """Batches of rows that were batches before: padded anew, as those may have been padded.
+    """Batches rows of former batches; pads them again if those may have been padded.
 
     Args:
-        whole: whether all batches have as many rows, which TensorFlow is told then.
+        rows: a dataset of rows.
+        batch_size: rows per batch.
+        whole: whether all batches are full; then their shape is static.
     """
     specs = tf.nest.flatten(rows.element_spec)
     dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
@@ -283,7 +291,7 @@ def _batch(rows: Any, batch_size: Any, whole: bool) -> tf.data.Dataset:
 
 
 def _map(dataset: Any, function: Callable[[Any], Any]) -> Any:
-    """``dataset.map``, but a tuple is one argument."""
+    """``dataset.map`` that passes a tuple as one argument."""
     return _apply(dataset.map, dataset, function)
 
 
@@ -293,12 +301,12 @@ def _apply(method: Any, dataset: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _nodes(source: Any) -> Iterator[Any]:
-    """A dataset and all that it is made of."""
+    """Yields a dataset and, recursively, its inputs."""
     yield source
     for node in source._inputs():
         yield from _nodes(node)
 
 
 def _kind(node: Any) -> str:
-    """``Batch`` for TensorFlow's ``_BatchDataset``."""
+    """Returns ``Batch`` for TensorFlow's ``_BatchDataset``, and so on."""
     return type(node).__name__.strip("_").removesuffix("Dataset")

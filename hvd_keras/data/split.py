@@ -1,4 +1,4 @@
-"""How a step's rows are split between ranks."""
+"""How the rows of a step are split among the ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class Split:
     """This rank's part of each step.
 
     Args:
-        rank, size: this rank's number in the process set, and the number of ranks in there.
+        rank, size: this rank within the process set, and the number of its ranks.
         uneven: one of ``MODES``, see ``hvd.data.shard``.
-        evaluation: "pad" gives all real rows the same weight.
+        evaluation: "pad" gives all real rows the same weight, see ``hvd.data.shard``.
     """
 
     rank: int
@@ -40,13 +40,13 @@ class Split:
         return {"share": rest % self.size, "pad": 0}.get(self.uneven, rest)
 
     def of_batches(self, counts: list[int], batch_size: int) -> tuple[int, int]:
-        """The number of steps, and of rows left out, if each ``size`` batches make a step.
+        """The numbers of steps and of rows left out, if ``size`` batches make a step.
 
-        Not for "pad", which makes batches of its own.
+        Not for "pad", which forms its own batches.
 
         Args:
             counts: the rows of each batch.
-            batch_size: the most of them.
+            batch_size: the largest of ``counts``.
         """
         steps = left_out = 0
         for start in range(0, len(counts), self.size):
@@ -61,13 +61,13 @@ class Split:
         return steps, left_out
 
     def weight(self, rows: Any, length: int, batch_size: int) -> Any:
-        """What "pad" multiplies the weights of real rows by.
+        """The factor by which "pad" multiplies the weights of real rows.
 
         Keras divides a rank's weighted sum by ``batch_size``, and the ranks' mean divides by
         ``size``. One process would divide by ``rows``.
 
         Args:
-            rows: the number of real rows in the step, of all ranks; a number or a tensor.
+            rows: the number of real rows in the step, over all ranks; a number or a tensor.
             length: the number of rows in the pass.
             batch_size: rows per rank and step.
         """
@@ -79,18 +79,18 @@ class Split:
 
 @dataclass
 class Source:
-    """What ``hvd.data.shard`` was given, opened.
+    """An opened source of ``hvd.data.shard``.
 
     Attributes:
         spec: a type specification for each part of a row; lists are tuples.
-        length: the number of rows, of all ranks.
+        length: the number of rows, over all ranks.
         batch_size: rows per rank and step.
         steps: the number of steps in a pass.
         left_out: the number of rows that no rank gets.
         facts: further facts that must be equal on all ranks, as text.
         batches: makes this rank's dataset of batches from the epoch's number, a scalar int64
-            tensor; for "pad" of pairs (batch, weights), where rows that are filled in have weight
-            0 and weights are float32 of shape [batch_size].
+            tensor; for "pad", of pairs (batch, weights), where weights are float32 of shape
+            [batch_size] and 0 for padding.
     """
 
     spec: Any

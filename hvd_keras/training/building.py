@@ -1,8 +1,7 @@
-"""Making the variables of a model that would come to life inside its first training step.
+"""Creates the variables of a model before its first training step.
 
 A Sequential without ``Input`` and most subclassed models have no variables before Keras traces
-their first step, which is too late for all that happens before it: broadcast, restored
-checkpoints, seeds.
+their first step. Broadcasting, restoring checkpoints and seeding need them earlier.
 """
 
 import contextlib
@@ -20,36 +19,37 @@ _building = contextvars.ContextVar("hvd_keras is building a model", default=Fals
 
 
 def is_building() -> bool:
-    """Whether a training step is traced only for the variables that it makes."""
+    """Whether a training step is being traced only to create its variables."""
     return _building.get()
 
 
-# The layers that had no variables after their model's step had been traced: they are not used.
+# Layers that had no variables after a step of their model was traced: the model does not use them.
 _unused: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
 
 def is_built(model: Any) -> bool:
-    """Whether all layers of a model that can have variables before its first step have them."""
+    """Whether all layers that the model uses have their variables."""
     return unbuilt(model) <= _unused.get(model, set())
 
 
 def unbuilt(model: Any) -> set[int]:
-    """The ids of the layers without variables."""
+    """The ids of the layers that are not built."""
     return {id(layer) for layer in model._flatten_layers() if not layer.built}
 
 
 def build(model: Any, element_spec: Any) -> Exception | None:
-    """Makes the variables of a model, its metrics and its optimizers, from the spec of a batch.
+    """Creates the variables of a model, its metrics and its optimizers, from the spec of a batch.
 
-    Traces the forward pass into a graph that never runs; or, if the model has a ``train_step`` of
-    its own, that. Variables are made outside of the graph, as in every step that Keras traces.
+    Traces the model's own ``train_step``, if it has one, or else the forward pass, into a graph
+    that never runs. Variables are created outside of the graph, as in every step that Keras traces.
 
     Args:
         model: a compiled ``keras.Model``.
-        element_spec: of what ``train_step`` gets, as ``tf.data.Dataset.element_spec``.
+        element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
 
     Returns:
-        What the model raised, if it cannot be traced: then the variables may be missing.
+        The exception that the model raised, if it cannot be traced; then variables may be missing.
+        None otherwise.
     """
     has_own_step = type(model).train_step is not _default_train_step()
 
@@ -82,7 +82,7 @@ def build(model: Any, element_spec: Any) -> Exception | None:
 
 
 def _call_on_zeros(model: Any, element_spec: Any) -> bool:
-    """Calls a model that runs eagerly, and cannot be traced, on a batch of one row of zeros."""
+    """Calls an eager model that cannot be traced on a batch of one row of zeros."""
 
     def zeros(spec: tf.TensorSpec) -> tf.Tensor:
         return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
@@ -102,7 +102,7 @@ def _default_train_step() -> Any:
 
 @contextlib.contextmanager
 def _traced_functions() -> Iterator[None]:
-    """Functions are traced here, also after ``tf.config.run_functions_eagerly(True)``."""
+    """Traces functions even after ``tf.config.run_functions_eagerly(True)``."""
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(False)
     try:

@@ -1,8 +1,9 @@
-"""The files of checkpoints: written whole or not at all, and verified before use.
+"""Checkpoint files: written atomically, and verified before use.
 
-A checkpoint is an HDF5 file behind a user block of 512 bytes, which HDF5 skips and which holds the
-SHA-256 of all that follows. So every bit of the file is covered, and HDF5 never parses a damaged
-one. Inside are a text ``facts`` (JSON) and a group ``variables``, one dataset each, in order.
+A checkpoint is an HDF5 file with a user block of 512 bytes, which HDF5 skips. The block holds the
+SHA-256 of the rest, so every bit of the file is covered and HDF5 never parses a damaged file. The
+file contains a text ``facts`` (JSON) and a group ``variables`` with one dataset per variable, in
+order.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ _UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
 
 
 class DamagedError(Exception):
-    """A file is not what a writer had completed; the text says why."""
+    """A file is not as it was written; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Variable:
     """One variable of a training.
 
     Attributes:
-        path: Keras's.
-        by_rank: whether the first axis of ``value`` counts the ranks.
-        value: an array of any dtype of TensorFlow but strings.
+        path: its path in Keras.
+        by_rank: whether the first axis of ``value`` is the rank.
+        value: an array of any dtype of TensorFlow except strings.
     """
 
     path: str
@@ -47,10 +48,10 @@ class Variable:
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
-        facts: all that JSON can hold.
+        facts: values that JSON can represent.
         variables: in the order in which they were written.
     """
 
@@ -64,7 +65,7 @@ def path_of(directory: pathlib.Path, epoch: int, batch: int) -> pathlib.Path:
 
 
 def files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The checkpoints in a directory, the most advanced first. None if there is no directory.
+    """The checkpoints in a directory, the most advanced first; [] if there is no directory.
 
     Raises:
         OSError: the directory cannot be read.
@@ -85,7 +86,7 @@ def _position(path: pathlib.Path) -> tuple[int, ...]:
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:
-    """What killed writers have left. There must be no other writer in this directory.
+    """Removes what killed writers have left. No other writer may use the directory.
 
     Raises:
         OSError: the directory cannot be read.
@@ -97,14 +98,14 @@ def remove_unfinished(directory: pathlib.Path) -> None:
 
 
 def write(path: pathlib.Path, facts: dict[str, Any], variables: Iterable[Variable]) -> None:
-    """Writes a checkpoint in one step: a crash leaves either none under this name or all of it.
+    """Writes a checkpoint atomically: a crash leaves either no file of this name or a complete one.
 
     Args:
         path: from ``path_of``. A file of this name is replaced.
-        facts, variables: as in ``Content``. Variables are taken one by one.
+        facts, variables: as in ``Content``. Variables are consumed one by one.
 
     Raises:
-        OSError: there is no room, or no permission. Nothing is left of the attempt.
+        OSError: the disk is full, or a permission is missing. No partial file is left.
     """
 
     def fill(temporary: pathlib.Path) -> None:
@@ -125,9 +126,9 @@ def write(path: pathlib.Path, facts: dict[str, Any], variables: Iterable[Variabl
 
 
 def prune(newest: pathlib.Path, keep: int) -> None:
-    """Removes all checkpoints but the last ``keep`` up to ``newest``, which is written already.
+    """Removes all checkpoints except ``newest`` and the ``keep`` - 1 before it.
 
-    More advanced ones go, too: they belong to a training that was given up, and the next restart
+    More advanced ones are removed, too: they belong to an abandoned training, and the next restart
     would take them for this one's.
 
     Raises:
@@ -157,7 +158,7 @@ def read(path: pathlib.Path) -> Content:
 
 
 def verify(path: pathlib.Path) -> None:
-    """Compares every byte with what was written.
+    """Verifies every byte of a checkpoint.
 
     Raises:
         DamagedError: the file is not as it was written.
@@ -169,16 +170,16 @@ def verify(path: pathlib.Path) -> None:
         if size == 0:
             raise DamagedError("it is empty")
         if not found.startswith(_FIRST_LINE):
-            raise DamagedError("it does not begin as checkpoints of hvd_keras do")
+            raise DamagedError("it does not begin like a checkpoint of hvd_keras")
         told = re.search(rb"\n(\d+) bytes\n", found)
         if told and int(told[1]) != size:
-            raise DamagedError(f"it has {size} bytes, {int(told[1])} were written")
+            raise DamagedError(f"it has {size} bytes, but {int(told[1])} were written")
         if found != _block(file):
             raise DamagedError("its content does not match its SHA-256")
 
 
 def _block(file: Any) -> bytes:
-    """The user block that belongs to the content of an open file."""
+    """Computes the user block for the content of an open file."""
     digest = hashlib.sha256()
     file.seek(_BLOCK)
     while piece := file.read(1 << 20):
@@ -188,7 +189,7 @@ def _block(file: Any) -> bytes:
 
 
 def _storable(value: Any) -> Any:
-    """HDF5 has no bfloat16 and the like: as bytes, in an axis more."""
+    """Converts dtypes that HDF5 lacks, such as bfloat16, to bytes with one more axis."""
     if value.dtype.isbuiltin == 1:
         return value
     return np.frombuffer(value.tobytes(), np.uint8).reshape(*value.shape, value.dtype.itemsize)
@@ -203,19 +204,19 @@ def _restored(data: Any) -> Any:
 
 
 def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
-    """Lets ``write`` write a file beside the target, which takes the target's place when durable.
+    """Lets ``write`` write a temporary file, and renames it to the target once it is on disk.
 
     Args:
-        filepath: the target; its folder is made if there is none.
-        write: gets the path to write to, which ends as the target does.
+        filepath: the target; its folder is created if necessary.
+        write: called with the path to write to, which has the target's file name.
 
     Raises:
-        OSError: there is no room, or no permission. Nothing is left of the attempt.
+        OSError: the disk is full, or a permission is missing. No partial file is left.
     """
     target = pathlib.Path(filepath)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        temporary = pathlib.Path(folder) / target.name  # Keras chooses the format by the ending
+        temporary = pathlib.Path(folder) / target.name  # Keras chooses the format by the suffix
         write(temporary)
         _sync(temporary)
         temporary.replace(target)

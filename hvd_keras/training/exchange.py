@@ -124,8 +124,8 @@ class ExchangeOptions:
             )
         if self.gradient_predivide_factor != 1.0 and self.op is not ops.Average:
             raise ValueError(
-                "gradient_predivide_factor splits the division of an average; with op=hvd.Sum "
-                "nothing is divided. Leave one of them out."
+                "gradient_predivide_factor splits the division of an average; with op=hvd."
+                f"{self.op.value} nothing is divided. Leave one of them out."
             )
 
     def scale_local(self, gradient: Any) -> Any:

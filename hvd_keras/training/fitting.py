@@ -1,7 +1,7 @@
-"""What happens around ``fit`` when several ranks train the model.
+"""Wraps ``fit`` when several ranks train a model.
 
-Before the callbacks begin, the model gets its variables and the ranks compare what they must have
-in common. When ``fit`` returns, the files that one rank has written in it are there for all.
+Before the callbacks begin, the model's variables are created and the ranks compare what must be
+equal. When ``fit`` returns, the files that one rank has written are there for all.
 """
 
 import contextvars
@@ -21,15 +21,15 @@ from hvd_keras.training import building, forgotten, sync_batch_norm, together
 
 @dataclasses.dataclass
 class _Fit:
-    """A ``fit`` that is running on all ranks of a process set."""
+    """A running ``fit`` on all ranks of a process set."""
 
     model: Any
     process_set: ProcessSet
     checkpoints: list[Any]  # this rank's keras.callbacks.ModelCheckpoint
     has_begun: bool = False
-    # Whether all ranks have as many of them, so that they can wait for each other in there.
+    # Whether all ranks have equally many checkpoint callbacks and so can wait for each other there.
     checkpoints_are_common: bool = False
-    # Why some rank's model has no variables yet, by rank, and what this rank's has raised.
+    # Which ranks' models have no variables, and why; and the exception of this rank's model.
     unbuilt: str = ""
     problem: Exception | None = None
 
@@ -38,7 +38,7 @@ _current: contextvars.ContextVar[_Fit | None] = contextvars.ContextVar("fit", de
 
 
 def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``keras.Model.fit``."""
+    """Wraps ``keras.Model.fit``."""
     signature = inspect.signature(fit)
 
     @functools.wraps(fit)
@@ -49,12 +49,12 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
             except TypeError:
-                return fit(self, *args, **kwargs)  # which says what is wrong
+                return fit(self, *args, **kwargs)  # raises an error that says what is wrong
             callbacks = _flat(given)
             process_set = _process_set(self, callbacks)
         in_fit = forgotten.in_fit.set(True)
         own = None
-        # Alone, only who restores a checkpoint needs the variables so early.
+        # On one rank, only a callback that restores a checkpoint needs the variables so early.
         early = [c for c in callbacks if getattr(c, "_hvd_needs_variables", False)]
         if process_set is not None and (process_set.size() > 1 or early):
             checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
@@ -73,7 +73,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
-    """For ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
+    """Wraps ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
 
     def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         own = _current.get()
@@ -92,7 +92,7 @@ def legacy_data_module() -> Any:
 
 
 def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``legacy_data_module().get_data_handler``."""
+    """Wraps ``legacy_data_module().get_data_handler``."""
 
     def get(*args: Any, **kwargs: Any) -> Any:
         handler = get_data_handler(*args, **kwargs)
@@ -105,22 +105,22 @@ def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[...,
 
 
 def check_built(model: Any) -> None:
-    """For callbacks that need a model's variables when they begin.
+    """Checks, for a callback, that the model has its variables.
 
     Raises:
-        ValueError: a rank could not make them before the first step; on every rank.
+        ValueError: (on every rank) a rank could not create them before the first step.
     """
     own = _current.get()
     if own is not None and own.model is model and own.unbuilt:
         raise ValueError(
             f"model {model.name!r} has no variables yet, and its training step cannot be traced to "
-            f"make them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
+            f"create them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
             "before fit."
         ) from own.problem
 
 
 def forget_functions(model: Any) -> None:
-    """Lets a model trace its steps anew."""
+    """Makes a model trace its steps again."""
     model.test_function = model.predict_function = model.train_function = None
     made = model.make_train_function()
     if made is not None:  # tf_keras
@@ -128,7 +128,7 @@ def forget_functions(model: Any) -> None:
 
 
 def wait_for_checkpoint(callback: Any) -> None:
-    """Where all ranks have the callback, its file is there for all when they go on."""
+    """Waits until the checkpoint is written, if all ranks have the callback."""
     own = _current.get()
     if own is not None and own.checkpoints_are_common and callback in own.checkpoints:
         agree.gather_json("checkpoint is written", None, own.process_set)
@@ -154,7 +154,7 @@ def _begin(own: _Fit, dataset: Any) -> None:
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
     process_set = together.process_set_of(model)
     if process_set is None:
-        # A train_step with hvd.DistributedGradientTape: known by our callbacks.
+        # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
         for callback in callbacks:
             process_set = getattr(callback, "_hvd_process_set", process_set)
     return process_set

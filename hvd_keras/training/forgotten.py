@@ -1,6 +1,6 @@
-"""Lines that a script lacks, and that it would train wrong without: told once, with the line.
+"""Warns once about lines that a script lacks, without which each rank would train by itself.
 
-With ``HVD_STRICT=1`` they are errors. ``local_fit`` says that training alone is intended.
+With ``HVD_STRICT=1`` the warnings are errors. ``local_fit`` declares that a rank trains alone.
 """
 
 import atexit
@@ -22,23 +22,23 @@ from hvd_keras.training import building, exchange
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
 
-#: Whether a distributed optimizer or tape has exchanged what an inner optimizer applies.
+#: Whether a distributed optimizer has exchanged the gradients that are being applied.
 exchanged = contextvars.ContextVar("gradients have been exchanged", default=False)
 
 _alone_on_purpose = contextvars.ContextVar("inside hvd.local_fit", default=False)
 
 _POLL_SECONDS = 0.2
 
-# A loop that has made so many steps with different weights is not about to broadcast them.
+# A loop that has made this many steps with different weights will not broadcast them any more.
 _STEPS_UNTIL_TOLD = 20
 
 
 @contextlib.contextmanager
 def local_fit() -> Iterator[None]:
-    """Says that what is trained inside is trained by this rank alone, on purpose.
+    """Context manager: this rank trains alone, on purpose.
 
-    Outside of it, hvd_keras warns (or raises, with ``HVD_STRICT=1``) when a rank of several applies
-    gradients that nothing has exchanged, and when ranks begin with different weights.
+    Outside of it, hvd_keras warns (with ``HVD_STRICT=1`` it raises) if a job of several ranks
+    applies gradients that were not exchanged, or begins training with different weights.
 
     Example:
         with hvd.local_fit():
@@ -53,13 +53,13 @@ def local_fit() -> Iterator[None]:
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Tells once if an optimizer applies gradients that nothing has exchanged.
+    """Warns once if an optimizer applies gradients that were not exchanged.
 
-    Called by every optimizer that is not distributed, when it applies gradients: in a graph, while
+    Every optimizer that is not distributed calls this when it applies gradients; in a graph, when
     that is traced.
 
     Raises:
-        RuntimeError: so it is, and ``HVD_STRICT`` is set.
+        RuntimeError: the gradients were not exchanged and ``HVD_STRICT`` is set.
     """
     if (
         _alone_on_purpose.get()
@@ -67,16 +67,16 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
         or building.is_building()
         or not rank_info.is_initialized()
         or rank_info.size() == 1
-        or ops.reductions() > _reductions  # the script averages gradients by itself
+        or ops.reductions() > _reductions  # the script averages gradients itself
         or any(variable in _reduced for variable in variables)
     ):
         return
     name = type(optimizer).__name__
     text = (
-        f"an {name} applies gradients of this rank alone, so each of the {rank_info.size()} ranks "
-        f"trains another model. Write hvd.DistributedOptimizer({name}(...)), or exchange the "
-        "gradients with hvd.DistributedGradientTape. If a rank trains alone on purpose: with "
-        "hvd.local_fit(): ..."
+        f"optimizer {name} applies gradients of this rank alone, so each of the "
+        f"{rank_info.size()} ranks trains a different model. Use hvd.DistributedOptimizer({name}"
+        "(...)), or exchange the gradients with hvd.DistributedGradientTape. If a rank trains "
+        "alone on purpose, write: with hvd.local_fit(): ..."
     )
     if settings.read().strict:
         raise RuntimeError(f"hvd_keras: {text}")
@@ -91,13 +91,13 @@ _reductions = 0
 
 
 def mark_synchronized(variables: Iterable[Any]) -> None:
-    """Notes that these variables have been broadcast."""
+    """Records that these variables were broadcast."""
     for variable in variables:
         _synchronized.add(variable)
 
 
 def mark_reduced(variables: Iterable[Any]) -> None:
-    """Notes that a reducer takes care of the gradients of these variables."""
+    """Records that a reducer exchanges the gradients of these variables."""
     for variable in variables:
         if hasattr(variable, "assign"):
             _reduced.add(variable)
@@ -124,23 +124,23 @@ def count_reduction() -> None:
 def check_weights(
     name: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
 ) -> bool:
-    """Compares the weights with which the ranks begin, unless they have been broadcast.
+    """Compares the ranks' initial weights, unless they were broadcast.
 
-    In ``fit`` a difference is told at once. A loop of the script's own may broadcast after its
-    first step, as Horovod's documentation advises; there it is told some steps later.
+    In ``fit`` a difference gives a warning at once. A custom loop may broadcast after its first
+    step, as Horovod's documentation advises, so there the warning comes some steps later.
 
     Args:
-        name: of the optimizer or tape.
-        variables: those that all ranks train.
-        requests: how many requests a step makes for them.
+        name: the name of the optimizer or tape.
+        variables: the variables that all ranks train.
+        requests: the number of requests per step for them.
         process_set: the ranks that train them.
 
     Returns:
-        False if the variables have no values yet: a ``tf.function`` of the script's initializes
-        those that it makes after its first trace, and traces once more.
+        False if the variables have no values yet: a ``tf.function`` initializes the variables that
+        it creates after its first trace, and then traces again. True otherwise.
 
     Raises:
-        ValueError: the weights differ and ``HVD_STRICT`` is set; on every rank.
+        ValueError: (on every rank) the weights differ and ``HVD_STRICT`` is set.
     """
     everyone = agree.gather_json(f"{name}.weights", _digest(variables), process_set)
     if _NO_VALUES in everyone:
@@ -156,7 +156,7 @@ def check_weights(
         )
     text = (
         f"the {process_set.size()} ranks began to train with different weights, so each of them "
-        f"trains another model. Add {add}."
+        f"trains a different model. Add {add}."
     )
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
@@ -172,7 +172,7 @@ _NO_VALUES = "no values"
 
 
 def _digest(variables: Sequence[Any]) -> str | None:
-    """Of the values that have not been broadcast; None if there are none, or none to be had."""
+    """Hashes the values that were not broadcast; None if there are none or they are unknown."""
     digest = hashlib.sha256()
     with tf.init_scope():
         if not tf.executing_eagerly():
@@ -188,9 +188,9 @@ def _digest(variables: Sequence[Any]) -> str | None:
 
 
 class _Unequal:
-    """Weights that differed in the first step of a loop, until it broadcasts them or goes on.
+    """Warns if a loop whose weights differed in its first step goes on without a broadcast.
 
-    In a graph no Python runs in the later steps, so a thread counts their requests.
+    In a graph, later steps run no Python code, so a thread counts their requests.
     """
 
     def __init__(self, variables: Sequence[Any], text: str, requests: int) -> None:

@@ -1,8 +1,8 @@
-"""Keras's own callbacks where several processes train one model.
+"""Adapts Keras's own callbacks to several processes that train one model.
 
-Those that write files do so on the first rank of the process set alone, and those that decide
-decide alike on all ranks: one that stopped alone would leave the others waiting for its gradients.
-On the classes, so that users pass them to ``fit`` as ever.
+Callbacks that write files do so on the first rank of the process set only. Callbacks that decide
+something decide alike on all ranks: if one rank stopped alone, the others would wait for its
+gradients. The classes are patched, so that users pass them to ``fit`` as usual.
 """
 
 import functools
@@ -26,7 +26,7 @@ _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 
 
 def patches() -> Iterator[tuple[Any, str, str, Callable[[Any], Any]]]:
-    """Class, attribute, reason and wrapper of each method that changes."""
+    """Yields class, attribute, reason and wrapper of each method that changes."""
     for writer in _WRITERS:
         for name in [n for n in vars(writer) if n.startswith("on_") or n == "set_model"]:
             yield writer, name, "to write files on one rank alone", _on_leader_alone(name)
@@ -39,7 +39,7 @@ def patches() -> Iterator[tuple[Any, str, str, Callable[[Any], Any]]]:
 
 
 def _others(model: Any) -> ProcessSet | None:
-    """The ranks that train this model; None if this rank trains it alone."""
+    """The process set that trains this model; None if this rank trains it alone."""
     if model is None or not rank_info.is_initialized():
         return None
     process_set = together.process_set_of(model)
@@ -56,7 +56,7 @@ def _on_leader_alone(name: str) -> Callable[[Any], Any]:
             process_set = _others(model)
             if process_set is None or process_set.rank() == 0:
                 hook(self, *args, **kwargs)
-            elif name == "set_model":  # classes derived from it may ask for their model
+            elif name == "set_model":  # a derived class may use self.model
                 keras.callbacks.Callback.set_model(self, model)
             if name == "on_epoch_end" and isinstance(self, keras.callbacks.ModelCheckpoint):
                 fitting.wait_for_checkpoint(self)
@@ -67,7 +67,10 @@ def _on_leader_alone(name: str) -> Callable[[Any], Any]:
 
 
 def _by_a_common_value(hook: Callable[..., None]) -> Callable[..., None]:
-    """What is monitored is equal on all ranks behind ``MetricAverageCallback``; else the mean."""
+    """Decides by the mean of the ranks' values, if they differ.
+
+    After ``MetricAverageCallback`` they are equal.
+    """
 
     @functools.wraps(hook)
     def on_epoch_end(self: Any, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -94,16 +97,16 @@ def _by_a_common_value(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_backups(restore: Callable[..., None]) -> Callable[..., None]:
-    """``BackupAndRestore`` reads in the middle of ``fit`` what only one rank may have written."""
+    """Raises, because ``BackupAndRestore`` would restore files that only one rank has written."""
 
     def on_train_begin(self: Any, logs: dict[str, Any] | None = None) -> None:
         process_set = _others(self.model)
         if process_set is not None:
             raise ValueError(
-                "keras.callbacks.BackupAndRestore restores one process, and this model trains on "
-                f"{process_set.size()}: ranks that found another state, or none, would differ from "
-                f"the rest. Use hvd.callbacks.Checkpoint({str(self.backup_dir)!r}), which writes "
-                "on one rank and restores all."
+                "keras.callbacks.BackupAndRestore restores each process by itself, but this model "
+                f"trains on {process_set.size()}: a rank that finds another state, or none, would "
+                f"differ from the rest. Use hvd.callbacks.Checkpoint({str(self.backup_dir)!r}), "
+                "which writes on one rank and restores all."
             )
         restore(self, logs)
 
@@ -111,13 +114,13 @@ def _refuse_backups(restore: Callable[..., None]) -> Callable[..., None]:
 
 
 def _terminate_together(check: Callable[..., None]) -> Callable[..., None]:
-    """A NaN of one rank ends the training of all, after the same batch."""
+    """Ends training on all ranks after the same batch if one rank has a NaN."""
 
     def on_batch_end(self: Any, batch: int, logs: dict[str, Any] | None = None) -> None:
         process_set = _others(self.model)
         if process_set is not None:
             mine = float((logs or {}).get("loss") or 0.0)
-            # It is finite only if all are.
+            # The mean is finite only if all values are.
             mean = ops.allreduce(
                 np.float64(mine),
                 op=ops.Average,

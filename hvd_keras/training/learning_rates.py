@@ -1,4 +1,4 @@
-"""How the learning rate grows with the batch, and so with the number of ranks."""
+"""Scales the learning rate with the number of ranks, since the total batch grows with it."""
 
 import math
 
@@ -6,13 +6,16 @@ from hvd_keras import rank_info
 
 
 def linear_scaling(rate: float) -> float:
-    """The rate of one rank times ``size()``: for SGD with momentum.
+    """Returns ``rate`` times ``size()``: for SGD with momentum.
 
-    With a warm-up over the first epochs, see ``hvd.callbacks.LearningRateWarmupCallback`` (Goyal et
-    al., 2017, https://arxiv.org/abs/1706.02677).
+    Use it with a warm-up over the first epochs, ``hvd.callbacks.LearningRateWarmupCallback`` (Goyal
+    et al., 2017, https://arxiv.org/abs/1706.02677).
 
     Args:
-        rate: the learning rate that suits one rank's batch.
+        rate: the learning rate for one rank's batch.
+
+    Raises:
+        ValueError: ``init()`` was not called.
 
     Example:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(hvd.linear_scaling(0.01)))
@@ -21,15 +24,18 @@ def linear_scaling(rate: float) -> float:
 
 
 def sqrt_scaling(rate: float) -> float:
-    """The rate of one rank times the square root of ``size()``: for Adam and LAMB.
+    """Returns ``rate`` times the square root of ``size()``: for Adam and LAMB.
 
-    It keeps the noise of an adaptive step the same (Krizhevsky, 2014,
+    This keeps the noise of an adaptive step constant (Krizhevsky, 2014,
     https://arxiv.org/abs/1404.5997, for the rule; You et al., 2019,
     https://arxiv.org/abs/1904.00962, for LAMB; Malladi et al., 2022,
     https://arxiv.org/abs/2205.10287, for Adam).
 
     Args:
-        rate: the learning rate that suits one rank's batch.
+        rate: the learning rate for one rank's batch.
+
+    Raises:
+        ValueError: ``init()`` was not called.
 
     Example:
         optimizer = hvd.DistributedOptimizer(keras.optimizers.Lamb(hvd.sqrt_scaling(0.001)))

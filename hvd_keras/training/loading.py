@@ -1,4 +1,4 @@
-"""Loading a saved model to train it on."""
+"""``load_model``: loads a saved model to continue its training."""
 
 import os
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ def load_model(
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> keras.Model:
-    """``keras.models.load_model`` with the optimizer wrapped in ``DistributedOptimizer``.
+    """``keras.models.load_model``, with the optimizer wrapped in ``DistributedOptimizer``.
 
-    The optimizer's state is that of the file, so training goes on where it was. Every rank reads
+    The optimizer keeps the state of the file, so training continues where it was. Every rank reads
     the file.
 
     Args:
-        filepath: a file that ``model.save`` has written, on one process or on many.
+        filepath: a file that ``model.save`` has written, on one process or on several.
         custom_optimizers: optimizer classes of your own that the file may name.
         custom_objects: other classes and functions that the file may name.
         compression: as in ``DistributedOptimizer``.
@@ -40,8 +40,8 @@ def load_model(
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is None:
         raise ValueError(
-            f"{filepath} has no optimizer: it was saved before compile(), or for inference. Use "
-            "keras.models.load_model and compile() with a hvd.DistributedOptimizer."
+            f"{filepath} has no optimizer: the model was saved before compile(), or for inference. "
+            "Use keras.models.load_model, then compile() with a hvd.DistributedOptimizer."
         )
     DistributedOptimizer(model.optimizer, compression=compression)
     return model

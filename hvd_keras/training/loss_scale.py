@@ -1,7 +1,8 @@
-"""Loss scaling (``mixed_float16``) that takes one decision for all ranks.
+"""Loss scaling (``mixed_float16``) with one decision for all ranks.
 
-``keras.optimizers.LossScaleOptimizer`` skips an update whose gradients overflow. It looks at this
-rank's gradients only: if one rank skipped and another did not, they would differ ever after.
+``keras.optimizers.LossScaleOptimizer`` skips an update whose gradients overflow. It checks this
+rank's gradients only: if one rank skipped an update and another did not, their weights would differ
+from then on.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +15,9 @@ from hvd_keras.training import building, together
 
 
 def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
-    """For a LossScaleOptimizer around a distributed optimizer: asks all ranks.
+    """Wraps ``LossScaleOptimizer.check_finite``: true if the gradients of all ranks are finite.
 
-    On the class, because ``compile`` makes such a wrapper by itself.
+    The class is patched because ``compile`` creates such optimizers by itself.
     """
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:

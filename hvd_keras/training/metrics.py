@@ -1,7 +1,7 @@
-"""Metrics of all ranks' samples, computed from the sums of the ranks' metric states.
+"""Metrics over all ranks' samples, computed from the sums of the ranks' metric states.
 
-A metric that counts (samples, hits, squared errors, a confusion matrix) holds in its variables sums
-over samples, so that the ranks' variables added up are those of one process that saw everything.
+The variables of most metrics are sums over samples: counts, hits, squared errors, a confusion
+matrix. The sums of the ranks' variables are those of one process that has seen all samples.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from hvd_keras.process_sets import ProcessSet
 
 _COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negatives")
 
-# Of Keras's metrics, by base class: the variables, all of which are sums over samples or batches.
+# The variables of Keras's metrics, by base class; all of them are sums over samples or batches.
 _SUMS: dict[Any, tuple[str, ...]] = {
     keras.metrics.Mean: ("total", "count"),
     keras.metrics.Sum: ("total",),
@@ -45,18 +45,18 @@ _SUMS: dict[Any, tuple[str, ...]] = {
 
 @dataclasses.dataclass
 class MetricState:
-    """A metric as it stands at one moment."""
+    """A copy of a metric's state."""
 
     metric: Any
-    #: what Keras logs of it on this rank, by key
+    #: what Keras logs for it on this rank, by key
     results: dict[str, Any]
     #: its variables, if all of them are sums over samples
     sums: list[Any] | None
-    #: its result is a variable, so that Keras logs whatever it holds after validation
+    #: its result is a variable, so Keras logs the value that it has after validation
     by_reference: bool
 
     def describe(self, prefix: str) -> str:
-        """What must be equal on all ranks."""
+        """Describes, as text, what must be equal on all ranks."""
         keys = "/".join(prefix + key for key in self.results)
         variables = ", ".join(f"{v.dtype}{list(v.shape)}" for v in self.sums or ())
         return f"{keys}: {type(self.metric).__name__}({variables})"
@@ -65,11 +65,11 @@ class MetricState:
 def is_summable(metric: Any) -> bool:
     """Whether the ranks' states of a metric can be added up.
 
-    True for the metrics of Keras and for classes derived from them, as long as these add no
-    variables: of what a class of the user's own does with its variables nothing is known.
+    True for the metrics of Keras and for derived classes that add no variables. Other variables
+    may not be sums.
 
     Args:
-        metric: a ``keras.metrics.Metric``, updated once: some make their variables then.
+        metric: a ``keras.metrics.Metric`` that was updated, since some create their variables then.
     """
     for base, names in _SUMS.items():
         if isinstance(metric, base):
@@ -98,23 +98,23 @@ def states(model: Any) -> list[MetricState]:
 def reduce_logs(
     logs: dict[str, Any], phases: dict[str, list[MetricState]], process_set: ProcessSet
 ) -> dict[str, str]:
-    """Replaces each rank's logs by those of all ranks, in place; equal on all ranks.
+    """Replaces this rank's logs by those over all ranks, in place; equal on all ranks.
 
-    Metrics are computed from the sums of the ranks' states. Numbers and arrays that are no metrics
-    of the model, and metrics whose states cannot be summed, become their mean over ranks. Text and
-    other things stay.
+    Metrics are computed from the sums of the ranks' states. Metrics whose states cannot be summed,
+    and numbers and arrays that are not metrics of the model, are averaged over the ranks. Other
+    values, such as text, are left alone.
 
     Args:
-        logs: what this rank has logged.
-        phases: the states of the metrics at the moment when they were logged, by the prefix of
-            their keys: ``""`` and ``"val_"``.
-        process_set: the ranks whose logs these are.
+        logs: this rank's logs.
+        phases: the states of the metrics at the time when they were logged, by the prefix of their
+            keys: ``""`` and ``"val_"``.
+        process_set: the ranks that train the model.
 
     Returns:
-        The keys of metrics that became a mean over ranks, each with the reason.
+        The keys of metrics that were averaged over the ranks, each with the reason.
 
     Raises:
-        ValueError: the ranks' keys or metrics differ; on every rank.
+        ValueError: (on every rank) the ranks' keys or metrics differ.
     """
     mine = _numeric(logs)
     used = {
@@ -148,8 +148,8 @@ def reduce_logs(
             reason = (
                 f"the state of {type(state.metric).__name__} is not known to be a sum over samples"
                 if logged
-                else "the logged values are not those of the model's metrics: a callback or a "
-                "train_step of your own has made them"
+                else "the logged values are not those of the model's metrics, but come from a "
+                "callback or a train_step of your own"
             )
             reasons.update({prefix + key: reason for key in state.results if prefix + key in logs})
     exact = _of_all_ranks(summable, process_set)
@@ -158,7 +158,7 @@ def reduce_logs(
 
 
 def numbers(results: dict[str, Any]) -> dict[str, Any]:
-    """Logs as Keras gives them to callbacks: no dict inside, floats instead of scalar tensors.
+    """Converts results to logs as Keras passes them to callbacks: flat, with floats for scalars.
 
     Args:
         results: tensors, variables, numbers, or dicts of them, by key.
@@ -176,7 +176,7 @@ def numbers(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _results(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Name, metric and result, one by one also of those that Keras keeps in one container."""
+    """Yields name, metric and result, including the metrics inside Keras's container."""
     if is_legacy:
         yield from ((metric.name, metric, metric.result()) for metric in model.metrics)
         return
@@ -185,20 +185,20 @@ def _results(model: Any) -> Iterator[tuple[str, Any, Any]]:
         if metric is not container:
             yield metric.name, metric, metric.result()
         elif metric.built:
-            # In the container's order. It makes the names unique, by output and by number.
+            # In the container's order; it makes the names unique, by output and number.
             results = metric.result()
             if len(results) == len(metric.metrics):
                 for name, part in zip(results, metric.metrics, strict=True):
                     yield name, part, results[name]
-            else:  # It did not, and one has overwritten another.
+            else:  # the names are not unique, so one result has overwritten another
                 yield metric.name, metric, results
 
 
 def _was_logged(phase: list[MetricState], prefix: str, logs: dict[str, Any]) -> bool:
-    """Whether the logs come from these states at all.
+    """Whether the logs were computed from these states.
 
-    Not if another callback has changed an entry or has evaluated the model meanwhile, which
-    overwrites the states, nor if a train_step returned something else by the name of a metric.
+    They were not if another callback has changed an entry or has evaluated the model, which
+    overwrites the states, or if a train_step has returned another value under a metric's name.
     """
     local: dict[str, Any] = {}
     for state in phase:
@@ -209,7 +209,7 @@ def _was_logged(phase: list[MetricState], prefix: str, logs: dict[str, Any]) -> 
 
 
 def _close(logged: Any, value: Any) -> bool:
-    """Equal but for the rounding between a result in a graph and the same in eager code."""
+    """Whether two values are equal, up to rounding differences between graph and eager code."""
     try:
         return np.shape(logged) == np.shape(value) and np.allclose(
             logged, value, rtol=1e-5, atol=1e-7, equal_nan=True
@@ -234,7 +234,7 @@ def _of_all_ranks(
     arrays = [array for _, state in summable for array in state.sums or ()]
     if not arrays:
         return {}
-    # In float64, in which counts and float32 sums are added without another rounding.
+    # In float64, so that counts and float32 sums are added almost without rounding.
     together = np.concatenate([array.astype("float64").ravel() for array in arrays])
     total = ops.allreduce(
         together, op=ops.Sum, name="metrics.states", process_set=process_set
@@ -250,7 +250,7 @@ def _of_all_ranks(
 
 
 def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
-    """With these values of the metric's variables. It keeps its own: this rank's."""
+    """Computes the results from these values; the metric's own variables stay unchanged."""
     metric = state.metric
 
     def results() -> dict[str, Any]:
@@ -275,7 +275,7 @@ def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
 
 
 def _numeric(logs: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and arrays, as JSON can hold them."""
+    """Returns the numbers and arrays in a form that JSON can represent."""
     numeric = {}
     for key, value in logs.items():
         if value is None:  # NumPy would make it NaN

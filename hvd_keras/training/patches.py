@@ -1,8 +1,8 @@
-"""Every change that hvd_keras makes to a class of Keras, in one registry.
+"""The registry of all changes that hvd_keras makes to classes of Keras.
 
-Each row says which attribute of which class changes, and why. Outside of a job of several ranks,
-and for models that no distributed optimizer trains, the changed methods do what they did before.
-docs/design.md lists the rows.
+Each row names a class, the attribute that changes, and the reason. In a job of one rank, and for
+models that no distributed optimizer trains, the changed methods behave as before. docs/design.md
+lists the rows.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ from hvd_keras.training import fitting, forgotten, keras_callbacks, loss_scale, 
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One attribute of a class or module that gets another value.
+    """One changed attribute of a class or module.
 
     Attributes:
         owner: the class or module.
-        attribute: its name.
-        reason: what goes wrong without it, for people.
-        wrap: makes the new value from the old one, which is None if ``is_new``.
-        is_new: the owner has no such attribute.
+        attribute: the name of the attribute.
+        reason: why it is changed, as text.
+        wrap: returns the new value for the old one, which is None if ``is_new``.
+        is_new: the owner did not have this attribute.
     """
 
     owner: Any
@@ -39,10 +39,10 @@ _ABSENT = object()
 
 
 def install() -> None:
-    """Applies all patches, if that has not been done.
+    """Applies all patches, unless they are applied already.
 
     Raises:
-        RuntimeError: this Keras lacks an attribute; the text names versions that have it.
+        RuntimeError: the installed Keras lacks an attribute; the text names versions that have it.
     """
     if _undo:
         return
@@ -61,7 +61,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Puts back what ``install`` has changed, for tests."""
+    """Undoes ``install``, for tests."""
     while _undo:
         owner, attribute, before = _undo.pop()
         if before is _ABSENT:
@@ -71,8 +71,8 @@ def uninstall() -> None:
 
 
 def _require_what_is_read() -> None:
-    """What no row changes, and without which something would be left out in silence."""
-    # Named, or Keras would number the user's layers and models from 1.
+    """Checks attributes that are only read, and whose absence would go unnoticed."""
+    # Named, because otherwise Keras would number the user's first layer and model as the second.
     layer = keras.layers.Layer(name="hvd_keras")
     require(layer, "_seed_generators", "to give each rank its own randomness")
     require(layer, "_flatten_layers", "to find the layers of a model")
@@ -164,7 +164,7 @@ def _callbacks() -> list[Patch]:
 
 
 def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
-    """For a method that applies gradients: tells if nothing has exchanged them."""
+    """Wraps a method that applies gradients: warns if they were not exchanged."""
 
     def wrap(method: Any) -> Any:
         def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:

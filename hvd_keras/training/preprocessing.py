@@ -1,7 +1,7 @@
-"""State of preprocessing layers that no broadcast of variables reaches.
+"""State of preprocessing layers that a broadcast of variables does not cover.
 
 ``Normalization`` computes with values derived from its variables. Vocabularies, bin boundaries and
-IDF weights are no variables of the model at all. Both differ between ranks after ``adapt`` to data
+IDF weights are not variables of the model. Both kinds differ between ranks after ``adapt`` on data
 that differs by rank.
 """
 
@@ -30,14 +30,14 @@ _ARGUMENTS = {
 
 
 def refresh_derived_values(layers: Iterable[Any]) -> bool:
-    """Computes again what layers have derived from their variables, after these have changed.
+    """Recomputes the values that layers have derived from their variables.
 
     Args:
-        layers: all of a model. Those that derive nothing are passed over.
+        layers: all layers of a model; those without derived values are skipped.
 
     Returns:
         Whether a value has changed. Functions that were traced before, such as a model's
-        ``train_function``, hold the old one and must be made again.
+        ``train_function``, hold the old value and must be traced again.
     """
     changed = False
     for layer in _flat(layers):
@@ -56,19 +56,20 @@ def check_equal_on_all_ranks(
     process_set: ProcessSet = global_process_set,
     root_rank: int = 0,
 ) -> None:
-    """Compares the ranks' state of preprocessing layers that is no variable: one small gather.
+    """Compares the ranks' preprocessing layers, as far as their state is not in variables.
 
-    It is vocabularies and IDF weights, bin boundaries, salts, numbers of bins and tokens, and the
-    means, variances and scales that a script has given. Alone, a rank does nothing.
+    Compared are vocabularies and IDF weights, bin boundaries, salts, numbers of bins and tokens,
+    and the means, variances and scales that the script has passed. If they are equal, this takes
+    one small gather; on one rank it does nothing.
 
     Args:
-        layers: all of a model, in the same order on all ranks. Layers outside of the model, as in
-            a ``tf.data`` map, cannot be seen.
+        layers: all layers of a model, in the same order on all ranks. Layers outside of the model,
+            such as one in a ``tf.data`` map, are not compared.
         process_set: the ranks that take part.
-        root_rank: the rank that the text proposes to take the state of.
+        root_rank: the rank whose state the error text proposes to broadcast.
 
     Raises:
-        ValueError: they differ; on every rank, with the same text, which names the layers.
+        ValueError: (on every rank, with the same text, which names the layers) they differ.
     """
     if process_set.size() == 1:
         return
@@ -95,19 +96,19 @@ def check_equal_on_all_ranks(
 def broadcast_preprocessing(
     layers: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Gives the preprocessing layers of all ranks what the root's have learnt in ``adapt``.
+    """Gives all ranks the state that the root's preprocessing layers learnt in ``adapt``.
 
-    Call it after ``adapt``, which the root alone needs to have called, and before the layers are
-    used: what is made with a vocabulary (a dataset's map, an ``Embedding`` of its size) keeps it.
+    Only the root needs to call ``adapt`` before. Call this before the layers are used: a dataset's
+    map, or an ``Embedding`` of the vocabulary's size, keeps the vocabulary that it was made with.
 
     Args:
         layers: a layer, a ``FeatureSpace``, a model, or a list of them; the same on all ranks.
-        root_rank: the rank, of the job, whose state all get.
+        root_rank: the rank of the job whose state all ranks get.
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: the ranks' layers differ, or one cannot take the state (it has been used with a
-            vocabulary of another size); on every rank.
+        ValueError: (on every rank) the ranks' layers differ, or a layer cannot take over the state,
+            for example because it was used with a vocabulary of another size.
 
     Example:
         lookup = keras.layers.StringLookup()
@@ -128,7 +129,7 @@ def broadcast_preprocessing(
     try:
         kinds = [type(layer).__name__ for layer in mine]
         if kinds != [kind for kind, _ in learnt]:
-            raise ValueError(f"got the layers {kinds}, the root has {[k for k, _ in learnt]}.")
+            raise ValueError(f"got layers {kinds}, the root has {[k for k, _ in learnt]}.")
         if rank_info.rank() != root_rank:
             for layer, (_, state) in zip(mine, learnt, strict=True):
                 _learn(layer, state)
@@ -151,13 +152,13 @@ _BEGIN = "the ranks' preprocessing layers differ"
 
 def _advice(root_rank: int) -> str:
     return (
-        "Adapt them to the same data on all ranks; or to the data of one, and give all ranks its "
-        f"state before the layers are used: hvd.broadcast_preprocessing(layers, {root_rank})."
+        "Adapt them to the same data on all ranks. Or adapt them on one rank and, before the "
+        f"layers are used, call hvd.broadcast_preprocessing(layers, {root_rank}) on all ranks."
     )
 
 
 def _flat(layers: Iterable[Any]) -> list[Any]:
-    """The layers with all inner ones, each once; but for that of a ``TextVectorization``."""
+    """Returns layers and inner layers, each once; without the one of a ``TextVectorization``."""
     found = {id(inner): inner for layer in layers for inner in layer._flatten_layers()}
     hidden = {id(getattr(layer, "_lookup_layer", None)) for layer in found.values()}
     return [layer for number, layer in found.items() if number not in hidden]
@@ -176,7 +177,7 @@ def _differ(before: Any, after: Any) -> bool:
 
 
 def _state(layer: Any) -> list[tuple[str, Any]]:
-    """What is no variable: pairs of a name and a value of Python's own types."""
+    """Returns the state that is not in variables: pairs of a name and a plain Python value."""
     state = []
     if hasattr(layer, "get_vocabulary"):
         state.append(("vocabulary", [_plain(token) for token in layer.get_vocabulary()]))
@@ -193,7 +194,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode(errors="replace")
     if isinstance(value, list | tuple):
-        return list(value)  # not Keras's own kind of list
+        return list(value)  # a plain list, not Keras's class
     return np.asarray(value).tolist() if hasattr(value, "__array__") else value
 
 
@@ -204,7 +205,7 @@ def _idf_weights(layer: Any) -> Any:
 
 
 def _views(value: Any, name: str, process_set: ProcessSet) -> list[str]:
-    """How this value looks on each rank: its size, and the first entry that differs."""
+    """Describes this value on each rank: its size, and the first entry that differs."""
     entries = value if isinstance(value, list) else [value]
     hashes = np.array([zlib.crc32(repr(entry).encode()) for entry in entries], np.uint32)
     gathered = agree.gather_bytes(f"{name}.entries", hashes.tobytes(), process_set)
@@ -223,14 +224,14 @@ def _by_rank(values: Iterable[Any], process_set: ProcessSet) -> str:
 
 
 def _learns(layer: Any) -> bool:
-    """Whether ``adapt`` gives it something that this module knows."""
+    """Whether ``adapt`` gives the layer a state that this module knows."""
     kinds = (keras.layers.Discretization, keras.layers.Normalization)
     feature_space = getattr(keras.utils, "FeatureSpace", ())
     return hasattr(layer, "get_vocabulary") or isinstance(layer, (*kinds, feature_space))
 
 
 def _learnt(layer: Any) -> Any:
-    """What ``adapt`` has given the layer; None if nothing yet."""
+    """Returns the state from ``adapt``; None if the layer was not adapted."""
     if hasattr(layer, "get_vocabulary"):
         return layer.get_vocabulary(), _idf_weights(layer)
     if isinstance(layer, keras.layers.Discretization):
@@ -243,7 +244,7 @@ def _learnt(layer: Any) -> Any:
 
 
 def _learn(layer: Any, learnt: Any) -> None:
-    """Takes over what ``_learnt`` gave on another rank."""
+    """Takes over the state that ``_learnt`` returned on another rank."""
     if learnt is None:
         return
     if hasattr(layer, "get_vocabulary"):

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all ranks."""
+"""Batch normalisation with the statistics of all ranks' batches."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -13,32 +13,35 @@ from hvd_keras.training import exchange
 
 
 def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  # noqa: N802
-    """``keras.layers.BatchNormalization`` whose statistics are those of the whole batch.
+    """A ``keras.layers.BatchNormalization`` with the statistics of the whole batch.
 
-    In training, mean and variance are taken over the samples of all ranks, each sample counted
-    once, also if the ranks' batches differ in size; so are the gradients. It helps if the batch of
-    one rank is small.
+    In training, mean and variance, and their gradients, are computed over the samples of all ranks.
+    Every sample has the same weight, even if the ranks' batches differ in size. Use it if the batch
+    of one rank is small.
 
-    The layer is Keras's own with ``synchronized=True``, which hvd_keras makes true between
-    processes, too; a saved model loads without hvd_keras.
+    The layer is Keras's own with ``synchronized=True``, which hvd_keras extends to processes. A
+    saved model loads without hvd_keras.
 
     Args:
-        kwargs: those of ``keras.layers.BatchNormalization``.
+        kwargs: the arguments of ``keras.layers.BatchNormalization``.
 
     Returns:
         The layer.
 
+    Raises:
+        ValueError: ``init()`` was not called; or, when the layer is called, it got a mask.
+
     Example:
         model = keras.Sequential([keras.layers.Conv2D(8, 3), hvd.SyncBatchNormalization()])
     """
-    rank_info.rank()  # says so, if init() was not called
+    rank_info.rank()  # raises if init() was not called
     return keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
 
 
 def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``BatchNormalization(synchronized=True)``: moments over all ranks.
+    """Wraps ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``.
 
-    On the class, so that layers that are cloned, loaded or made by others are covered as well.
+    The class is patched so that layers that are cloned, loaded or made by others are included.
     """
 
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
@@ -57,13 +60,13 @@ LEGACY_METHOD = "_sync_calculate_mean_and_var"
 
 
 def legacy_class() -> Any:
-    """The class of tf_keras that has ``LEGACY_METHOD``."""
+    """The class of tf_keras that defines ``LEGACY_METHOD``."""
     mro = keras.layers.BatchNormalization.__mro__
     return next(c for c in mro if LEGACY_METHOD in vars(c))
 
 
 def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for tf_keras, whose layer asks for synchronised moments by a method of their own."""
+    """The same for tf_keras, which has a separate method for synchronised moments."""
 
     def moments(self: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None) -> Any:
         process_set = _process_set(self)
@@ -84,7 +87,7 @@ def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]
 
 
 def synchronize_on(layers: Iterable[Any], process_set: ProcessSet) -> None:
-    """Tells the layers of a model which ranks train it. Default: all ranks."""
+    """Records for the layers of a model which ranks train it. Default: all ranks."""
     for layer in layers:
         if isinstance(layer, keras.layers.BatchNormalization):
             _sets[layer] = process_set
@@ -94,7 +97,7 @@ _sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
 
 def _process_set(layer: Any) -> ProcessSet | None:
-    """The ranks over which a layer takes moments; None if it is this rank alone."""
+    """The ranks over which a layer computes moments; None if it is this rank alone."""
     if not rank_info.is_initialized():
         return None
     process_set = _sets.get(layer, global_process_set)
@@ -104,7 +107,7 @@ def _process_set(layer: Any) -> ProcessSet | None:
 def _no_mask(layer: str) -> ValueError:
     return ValueError(
         f"Batch normalisation {layer!r} is synchronised between processes and got a mask, which is "
-        "not supported. Use synchronized=False, or no mask."
+        "not supported. Use synchronized=False, or remove the mask."
     )
 
 

@@ -1,4 +1,4 @@
-"""One rank's variables for all."""
+"""Broadcasts, averages and lists the variables of a training."""
 
 import random
 from collections.abc import Iterable
@@ -20,22 +20,22 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> tf.Operation | None:
-    """Assigns the root's values to the variables of every rank.
+    """Assigns the root rank's values to the variables of every rank.
 
     Args:
         variables: Keras variables or ``tf.Variable``s, in the same order on all ranks.
-        root_rank: the rank, of the job, whose values all get.
+        root_rank: the rank of the job whose values all ranks get.
         process_set: the ranks that take part.
-        inplace: Horovod's; variables are always assigned to.
+        inplace: accepted for Horovod's scripts; variables are always assigned.
 
     Returns:
-        In a TensorFlow 1 graph the op that does it, to be run on every rank; otherwise None.
+        In a TensorFlow 1 graph, the op to run on every rank; otherwise None.
 
     Raises:
-        ValueError: there is no such rank, or this rank is not in the process set.
-        TypeError: a variable has a dtype that cannot travel.
-        tf.errors.FailedPreconditionError: the ranks' variables differ in dtype, shape or number; on
-            every rank.
+        ValueError: ``root_rank`` or this rank is not in the process set.
+        TypeError: a variable has a dtype that is not supported.
+        tf.errors.FailedPreconditionError: (on every rank) the ranks' variables differ in dtype,
+            shape or number.
     """
     del inplace
     if not tf.executing_eagerly() and not tf.inside_function():
@@ -57,38 +57,38 @@ def broadcast_variables(
 
 
 def of_training(model: Any) -> list[Any]:
-    """The variables of a model and its optimizers, in one order.
+    """The variables of a model and its optimizers, in the same order on all ranks.
 
-    Builds the optimizer of ``compile``, if it is not: for others, as GANs have them, it is not
-    known what they update.
+    Builds the optimizer of ``compile`` if necessary. It cannot build others, such as a GAN's,
+    because it does not know which variables they update.
     """
     found = list(model.variables)
     for optimizer in together.optimizers_of(model):
         if optimizer is model.optimizer and (
             is_legacy or (not optimizer.built and not _updates_nothing(model, optimizer))
         ):
-            optimizer.build(model.trainable_variables)  # tf_keras knows by itself
+            optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
         found += optimizer.variables
     return list({exchange.variable_id(v): v for v in found}.values())
 
 
 def _updates_nothing(model: Any, optimizer: Any) -> bool:
-    """Whether it is the default that ``compile`` makes for models with optimizers of their own."""
+    """Whether it is the default of ``compile`` in a model with distributed optimizers."""
     return together.of_optimizer(optimizer) is None and bool(together.reducers_of(model))
 
 
 def shared_of_training(model: Any) -> list[Any]:
-    """Those of ``of_training`` that do not belong to one rank alone."""
+    """The variables of ``of_training`` that do not belong to one rank alone."""
     return together.without_local(model, of_training(model))
 
 
 def mark_restored(model: Any, restored: bool) -> None:
-    """Whether this ``fit`` began with a checkpoint, which nothing shall overwrite."""
+    """Records whether this ``fit`` began with a checkpoint, which nothing may overwrite."""
     model._hvd_restored = restored
 
 
 def is_restored(model: Any) -> bool:
-    """As marked by ``mark_restored``."""
+    """Returns what ``mark_restored`` recorded; False by default."""
     return getattr(model, "_hvd_restored", False)
 
 
@@ -104,7 +104,7 @@ def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: P
 
 
 def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
-    """Assigns the mean over the ranks to floating-point variables."""
+    """Assigns to floating-point variables their mean over the ranks."""
     if process_set.size() == 1 or not variables:
         return
     means = ops.grouped_allreduce(
@@ -118,9 +118,9 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
 
 
 def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """The variables in which batch normalisation keeps the means of what this rank has seen.
+    """The moving statistics of batch normalisation that cover this rank's batches only.
 
-    Those of frozen layers do not move, so they are equal on all ranks.
+    Those of frozen layers do not change, so they are equal on all ranks and not included.
     """
     return [
         variable
@@ -133,7 +133,7 @@ def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
 
 
 def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """The state of each random generator (dropout, augmentation) in the layers, without repeats."""
+    """The states of the random generators (dropout, augmentation) in the layers, each once."""
     found: dict[int, Any] = {}
     for layer in layers:
         for generator in getattr(layer, "_seed_generators", ()):
@@ -142,16 +142,16 @@ def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
 
 
 def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: ProcessSet) -> None:
-    """Makes equal seed states differ by rank, in a way that a rerun repeats.
+    """Makes equal seed states differ by rank, in the same way in each run.
 
-    Equal dropout masks on all ranks would waste the ranks. The state of the set's first rank is
-    left as it is.
+    Otherwise all ranks would draw the same dropout masks. The state of the set's first rank stays
+    unchanged.
     """
     if process_set.rank() == 0:
         return
     for state in states:
         seed, *rest = np.asarray(state)
-        # A seed sequence gives well-mixed words, where seed + rank would collide with another seed.
+        # A seed sequence mixes well; seed + rank would collide with other seeds.
         mixed = np.random.SeedSequence([int(seed), process_set.rank()]).generate_state(
             1, np.uint32
         )[0]
@@ -159,14 +159,14 @@ def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: Proces
 
 
 def random_state() -> dict[str, Any]:
-    """Of the global generators of Python and NumPy in this process, as JSON can hold it."""
+    """The states of Python's and NumPy's global generators, in a form that JSON can represent."""
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
     return {"python": [version, words, gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """What ``random_state`` gave."""
+    """Sets the state that ``random_state`` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))

@@ -1,4 +1,4 @@
-"""Hosts to run on. Where they cannot be made, the tests are skipped with the reason."""
+"""Hosts for the tests. If they cannot be created, the tests are skipped with the reason."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.harness.hosts import Hosts, missing
 
 @pytest.fixture(scope="session")
 def common_hosts() -> Iterator[Hosts]:
-    """Three hosts for all tests: making them takes less than a second, ssh's first start more."""
+    """Three hosts for all tests, because the first ssh to a host takes long."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -19,7 +19,7 @@ def common_hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def hosts(common_hosts: Hosts) -> Iterator[Hosts]:
-    """Three hosts that a test may disturb; nothing of it may be left on any of them."""
+    """Three hosts that a test may disturb; it must leave nothing behind."""
     yield common_hosts
     for host in common_hosts:
         host.repair()

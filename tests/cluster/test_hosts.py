@@ -1,4 +1,4 @@
-"""The hosts on which the other tests here rely: apart from each other, and breakable."""
+"""The hosts of these tests: they are isolated from each other, and can be broken."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def test_faults_of_the_network_begin_and_end(hosts: Hosts) -> None:
 
 
 def test_a_throttled_host_sends_no_faster(hosts: Hosts) -> None:
-    """What waits for its turn when 2 MB were sent at 1 Mbit/s would take 16 s: it is not there."""
+    """2 MB queued at 1 Mbit/s would take 16 s: the queue must be gone."""
     hosts.throttle(1)
     send = "head -c 2000000 /dev/zero | timeout 2 ssh server2 'wc -c'"
     assert hosts[0].run(["sh", "-c", send]).stdout == ""
@@ -65,7 +65,7 @@ def test_a_host_can_crash_and_come_back() -> None:
         assert not lives(outside)
         assert "timed out" in ssh(first, second, "true", *SOON).stderr
         second.boot()
-        # The first host still has questions for the address underway that nobody answers.
+        # The first host still has pending ARP requests that nobody answers.
         wait_until(lambda: ssh(first, second, "hostname").stdout == "server2\n", "its return")
         folder, pids = first.folder.parent, [host.pid for host in hosts]
     assert not any(lives(pid) for pid in pids)

@@ -1,4 +1,4 @@
-"""Random faults, one after the other, while three hosts train."""
+"""Random faults, one after another, while three hosts train."""
 
 import subprocess
 import sys

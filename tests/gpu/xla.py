@@ -1,7 +1,7 @@
-"""A job of several ranks: what XLA compiles for GPUs, run over the fake for CUDA and NCCL.
+"""A job of several ranks that runs programs compiled for GPUs over the fake of CUDA and NCCL.
 
-Started by tests/unit/test_core.py as ``python -m tests.gpu.xla LIBRARY``, where the library is what
-xla.cc becomes. The fake ends the process if an event is missing between XLA's stream and ours.
+tests/unit/test_core.py starts it as ``python -m tests.gpu.xla LIBRARY``, where the library is built
+from xla.cc. The fake ends the process if an event between XLA's stream and ours is missing.
 """
 
 import concurrent.futures
@@ -20,7 +20,7 @@ from tests.harness import inputs
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()
-DEVICE = 1  # not the one that a handler would use which does not ask XLA
+DEVICE = 1  # not the device of a handler that does not ask XLA
 LIBRARY = ctypes.CDLL(sys.argv[1])
 FAKE_CUDA = ctypes.CDLL(os.environ["HVD_CUDART_LIBRARY"])
 for name in ("open", "compile", "start", "finish"):
@@ -57,7 +57,7 @@ class Program:
 
     @contextlib.contextmanager
     def held(self):
-        """What the stream is given meanwhile waits."""
+        """Holds the stream up: work that is enqueued meanwhile waits."""
         LIBRARY.hvd_xla_hold(self.pointer)
         try:
             yield
@@ -76,7 +76,7 @@ class Program:
 
 
 def no_host_waits_for_the_gpu() -> None:
-    """XLA's stream is held up before the arguments come: all must be enqueued, and right later."""
+    """XLA's stream is held up before the arguments arrive: all calls must be enqueued."""
 
     def function(x, y):
         a = hvd.allreduce(x, name="a", op=hvd.Sum)
@@ -117,7 +117,7 @@ def results_lie_where_the_inputs_lay() -> None:
 
 
 def ranks_that_differ_are_refused() -> None:
-    """On every rank, as XLA's error, and the next program works."""
+    """The error reaches every rank through XLA, and the next program works."""
     refusals = {
         hvd.allgather: ["XLA has compiled a program for [", "jit_compile=False"],
         hvd.allreduce: [f"rank {r}: op=Average float32[{r + 1},3], on a GPU" for r in range(SIZE)],
@@ -135,7 +135,7 @@ def ranks_that_differ_are_refused() -> None:
 
 
 def two_programs_at_once() -> None:
-    """From two threads; the ranks begin with another one."""
+    """Two programs from two threads; each rank starts them in a different order."""
     x = inputs.of_all_ranks(SIZE, (4, 3))
     total = x.sum(0)
 

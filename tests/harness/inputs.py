@@ -1,14 +1,14 @@
-"""Inputs that differ by rank and by element, whose sums are exact, so that tests compare bits."""
+"""Inputs that differ by rank and element and have exact sums, so that tests compare bits."""
 
 import numpy as np
 
 
 def tensor(rank: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
-    """Small integers: sums of a few ranks stay exact even in float16 and int8."""
+    """Returns small integers, whose sums over few ranks are exact even in float16 and int8."""
     index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     return ((index * 3 + rank * 5) % 7 + rank + 1).astype(dtype)
 
 
 def of_all_ranks(size: int, shape: tuple[int, ...], dtype: str = "float32") -> np.ndarray:
-    """Every rank's tensor, stacked by rank."""
+    """Returns every rank's tensor, stacked by rank."""
     return np.stack([tensor(rank, shape, dtype) for rank in range(size)])

@@ -1,8 +1,8 @@
-"""A pytest plugin that writes what was compared with one process as a table.
+"""A pytest plugin that writes a table of the comparisons with one process.
 
-``-p tests.harness.matrix --matrix FILE``; docs/matrix.md (optimizers and options, on 2 ranks) and
-docs/combinations.md (features in combination, on 3 ranks) are such files, and test_parallel.py sees
-that they stay true.
+Use: ``-p tests.harness.matrix --matrix FILE``. It writes docs/matrix.md (optimizers and options, on
+2 ranks) and docs/combinations.md (features in combination, on 3 ranks). test_parallel.py checks
+that these files match what the tests write.
 """
 
 import pathlib
@@ -12,29 +12,39 @@ import hvd_keras as hvd
 
 _CELL = re.compile(r"::test_every_optimizer_with_every_option\[(\w+)-(\w+)\]$")
 _INTRODUCTION = """\
-# What was compared with one process
+# Optimizers compared with one process
 
-Written by the tests. For each optimizer of Keras and each option that all of them have: two ranks
-with a batch of 4 each and one process with a batch of 8 train the same model for 12 steps. "=": the
-weights are equal to rounding (absolute 1e-4, relative 1e-4) and have moved, and both ranks' are
-equal bit for bit. `tests/parallel/test_training.py` has these and more: sparse gradients,
-schedules, wrapped and combined optimizers, users' own.
+This table shows that two ranks train as one process does, for each optimizer of Keras and each
+option that all of them have. Two ranks with a batch of 4 each and one process with a batch of 8
+train the same model for 12 steps. "=": the final weights are equal to rounding (absolute 1e-4,
+relative 1e-4), they have changed in training, and both ranks' weights are equal bit for bit.
+
+The tests write this page. `tests/parallel/test_training.py` also covers sparse gradients,
+schedules, wrapped and combined optimizers, and optimizers of the user's own.
 
 """
 _COMBINATION = re.compile(r"::test_features_in_combination\[(.+)\]$")
 _COMBINATIONS = """\
 # Features in combination
 
-Written by the tests. Three ranks train with all features of a row at once, and so does one process
-with the whole batch; "=": the weights are equal to rounding (absolute 1e-5, relative 1e-4) and have
-moved, and those that the ranks share are equal bit for bit. Any two values of two columns meet in
-some row. "A set" is a process set beside another rank; a "local" layer belongs to one rank alone
-(`hvd.PartialDistributedOptimizer`); "many" callbacks are metrics, early stopping, NaN check, CSV
-file and checkpoint; "unbuilt" models have no variables before `fit`; "interrupted" ones go on from
-`hvd.callbacks.Checkpoint`.
+This table shows that features of hvd_keras work together. For each row, three ranks train with all
+features of that row, and one process trains with the whole batch. "=": the final weights are equal
+to rounding (absolute 1e-5, relative 1e-4), they have changed in training, and the weights that the
+ranks share are equal bit for bit. Each pair of values of two columns occurs in at least one row.
 
-"refused": `backward_passes_per_step` with a `MultiOptimizer` is an error, for its parts update by
-themselves. Give each part `gradient_accumulation_steps` instead.
+| value | meaning |
+| --- | --- |
+| a set | a process set of two ranks, beside the third rank |
+| one local | a layer that belongs to one rank alone (`hvd.PartialDistributedOptimizer`) |
+| many | callbacks: metrics, early stopping, NaN check, CSV file and checkpoint |
+| unbuilt | the model has no variables before `fit` |
+| interrupted | training continues from `hvd.callbacks.Checkpoint` |
+| refused | an error, see below |
+
+`backward_passes_per_step` with a `MultiOptimizer` is an error, because its parts update
+independently. Give each part `gradient_accumulation_steps` instead.
+
+The tests write this page (`tests/parallel/test_combinations.py`).
 
 """
 _outcomes: dict[tuple[str, str], str] = {}

@@ -1,4 +1,4 @@
-"""A control group whose processes may use little memory, for the kernel to kill them."""
+"""A control group with a small memory limit, so that the kernel kills its processes."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ BYTES = 64 << 20
 
 @contextlib.contextmanager
 def group() -> Iterator[Path | str]:
-    """An empty control group whose processes may use 64 MiB; or why there is none here."""
+    """Yields a control group with a limit of 64 MiB, or the reason why there is none."""
     reason = ""
     for parent, limit in (("memory", "memory.limit_in_bytes"), ("", "memory.max")):
         made = Path("/sys/fs/cgroup", parent, f"hvd-keras-test-{os.getpid()}")

@@ -13,7 +13,7 @@ MPIRUN = pathlib.Path(sys.executable).parent / "mpirun"
 
 @dataclass
 class Job:
-    """What became of a job."""
+    """The outcome of a job."""
 
     status: int
     output: str
@@ -28,10 +28,10 @@ def mpirun(
 ) -> Job:
     """Runs a command on ``size`` ranks under the plain mpirun, without hvdrun.
 
-    ``inside`` is a command that runs mpirun, which is given as its last arguments.
+    ``inside`` is a command that runs mpirun, which is passed as its last arguments.
 
-    A job that outlives ``timeout`` (seconds) is killed with all its processes, and is a failure
-    whose message shows what the ranks printed until then.
+    A job that takes longer than ``timeout`` seconds is killed with all its processes, and fails the
+    test with a message that shows what the ranks have printed.
     """
     arguments = [str(MPIRUN), "-np", str(size), "--bind-to", "none"]
     arguments += ["--map-by", ":OVERSUBSCRIBE", "--output", "tag"]

@@ -15,14 +15,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 ALONE = ("agreement_test", "collectives_test", "explorer_test")
 ALONE += ("loops_test", "recorder_test", "reduce_test")
 WITH_MPI = ("engine_test", "exchange_test", "leave_test")
-# What gpu_test does, each in processes of its own.
+# The parts of gpu_test, each in separate processes.
 OF_GPUS = ("", "stops", "fails", "without")
-# Memory that these libraries never free, by their own design: it is theirs until the process ends.
+# Memory that these libraries never free, by design.
 LEAKS_OF_OTHERS = ("libmpi.so", "libopen-pal.so", "libpmix.so", "libevent", "libhwloc.so")
 
 
 def build(name: str, *flags: str) -> pathlib.Path:
-    """The folder of the test programs."""
+    """Builds the test programs and returns their folder."""
     folder = ROOT / "build" / f"sanitize-{name}"
     tools = pathlib.Path(sys.executable).parent
     configure = [str(tools / "cmake"), "-S", str(ROOT / "native"), "-B", str(folder), "-G", "Ninja"]
@@ -36,7 +36,7 @@ def build(name: str, *flags: str) -> pathlib.Path:
 
 
 def run(binaries: pathlib.Path, *tests: str) -> None:
-    """Runs programs one by one; ends this one at the first that finds something."""
+    """Runs programs one by one; exits at the first one that reports an error."""
     for test in tests:
         print(f"{binaries.parent.name}: {test}", flush=True)
         subprocess.run([str(binaries / test)], check=True, timeout=600)
@@ -60,7 +60,7 @@ def main() -> None:
         job = ranks.mpirun(size, str(address / test), *arguments, timeout=600)
         if job.status != 0:
             sys.exit(job.output)
-    # UCX, which comes with Open MPI, puts itself before mmap, where the sanitizer is already.
+    # UCX, a part of Open MPI, intercepts mmap, which the sanitizer does already.
     os.environ |= {"UCX_MEM_EVENTS": "n", "UCX_MEM_MMAP_HOOK_MODE": "none"}
     run(build("thread", "-fsanitize=thread"), *ALONE, "threads_test")
     print("The sanitizers have found nothing.")

@@ -1,4 +1,4 @@
-"""Each rank's share of the data, in tests."""
+"""Helpers for tests of hvd.data.shard."""
 
 import keras
 import numpy as np
@@ -38,12 +38,12 @@ def shard(kind: str, *parts, **arguments) -> tf.data.Dataset:
 
 
 def numbered(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that carry their number."""
+    """Makes rows that contain their number."""
     return np.arange(length), -np.arange(length)
 
 
 def one_pass(dataset: tf.data.Dataset) -> list[list[list[float]]]:
-    """By step: the numbers of this rank's rows, and their weights."""
+    """Returns, by step, the numbers of this rank's rows and their weights."""
     steps = []
     for x, y, *weights in dataset:
         np.testing.assert_array_equal(x, -y)
@@ -52,10 +52,10 @@ def one_pass(dataset: tf.data.Dataset) -> list[list[list[float]]]:
 
 
 def job_pass(dataset: tf.data.Dataset) -> list[dict[int, float]]:
-    """By step: the numbers of all ranks' rows that have a weight, with these; each only once."""
+    """Returns, by step, all ranks' rows with a nonzero weight; checks that none is repeated."""
     everyone = agree.gather_json("pass", one_pass(dataset))
     steps = []
-    for of_ranks in zip(*everyone, strict=True):  # strict: as many steps on all ranks
+    for of_ranks in zip(*everyone, strict=True):  # strict: the same number of steps on all ranks
         rows = [row for x, weights in of_ranks for row in zip(x, weights, strict=True) if row[1]]
         steps.append(dict(rows))
         assert len(steps[-1]) == len(rows), "a row twice"
@@ -67,7 +67,7 @@ def rows_of(steps: list[dict[int, float]]) -> list[int]:
 
 
 def error_of(call, *arguments, **named) -> str:
-    """The text of the ValueError, the same on all ranks, none of which waits for another."""
+    """Returns the text of the ValueError; checks that it is the same on all ranks."""
     with pytest.raises(ValueError, match=r"hvd\.data") as caught:
         call(*arguments, **named)
     texts = agree.gather_json("error", str(caught.value))
@@ -97,12 +97,12 @@ def distributed_model() -> keras.Model:
 
 
 def tuples(dataset: tf.data.Dataset) -> list[tuple[int, ...]]:
-    """The x of one pass, by batch."""
+    """Returns the x of one pass, by batch."""
     return [tuple(x.numpy().tolist()) for x, *_ in dataset]
 
 
 def of_all(dataset: tf.data.Dataset) -> list[list[int]]:
-    """By step, the x of all ranks; they make as many steps, of as many rows."""
+    """Returns, by step, the x of all ranks; checks that steps and rows are equally many."""
     everyone = agree.gather_json("of all", tuples(dataset))
     for step in zip(*everyone, strict=True):
         assert len({len(x) for x in step}) == 1

@@ -46,7 +46,7 @@ def data(model: keras.Model, size: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shard(array: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """Rank r's rows of each step, so that together the ranks see what one process would."""
+    """Returns rank r's rows of each step; together the ranks see the rows of one process."""
     return array.reshape(STEPS, size, BATCH, *array.shape[1:])[:, rank].reshape(
         -1, *array.shape[1:]
     )
@@ -77,9 +77,9 @@ def assert_trains_like_one_process(
     make_alone: Callable[[], keras.Model] | None = None,
     **compile_arguments: Any,
 ) -> keras.Model:
-    """The promise: N ranks with batch B give the weights of one process with batch N * B.
+    """Checks that N ranks with batch B get the weights of one process with batch N * B.
 
-    ``make_alone`` makes the model for the one process, if it is another.
+    ``make_alone`` makes the model for the one process, if it differs.
     """
     rank, size = hvd.rank(), hvd.size()
     together = make_model()
@@ -97,14 +97,14 @@ def assert_trains_like_one_process(
         callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
     )
     assert_bit_identical_on_all_ranks(together)
-    if rank > 0:  # then it is enough that rank 0 has the right ones
+    if rank > 0:  # the weights are equal on all ranks, so rank 0 is enough
         return together
 
     alone = (make_alone or make_model)()
     set_weights(alone, seed=0)
     start = flat(alone)
     alone.compile(optimizer=make_optimizer(), loss="mse", **compile_arguments)
-    # Built while Keras traces the first step, ScheduleFreeAdamW would restart in every step.
+    # If Keras built it while tracing the first step, ScheduleFreeAdamW would restart in every step.
     alone.optimizer.build(alone.trainable_variables)
     alone.fit(x, y, batch_size=size * BATCH, epochs=2, shuffle=False, verbose=0)
     assert np.abs(flat(alone) - start).max() > 10 * atol, "training did nothing"

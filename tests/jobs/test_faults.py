@@ -1,7 +1,7 @@
-"""One rank fails in every way that a process can: the job ends soon, says why, leaves nothing.
+"""One rank fails in every way that a process can: the job ends, says why, and leaves nothing.
 
-Three ranks reduce in a loop; rank 1 fails at step 20, when the first requests, for which the
-deadline is generous (docs/protocol.md), are over.
+Three ranks reduce in a loop. Rank 1 fails at step 20, after the first requests, which have a longer
+deadline (docs/protocol.md).
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ SIZE = 3
 DEADLINE = 2  # seconds
 SETTINGS = {"HVD_TIMEOUT_SECONDS": str(DEADLINE), "HVD_STALL_WARNING_SECONDS": "1"}
 
-# A row brings its own fault(), which rank 1 calls at step 20, or its own step().
+# A row defines fault(), which rank 1 calls at step 20, or step().
 HEAD = """
 import os, pathlib, resource, signal, sys, time
 import tensorflow as tf
@@ -52,8 +52,8 @@ for i in range(40):
 class Row:
     """A fault and its consequences.
 
-    ``heard`` is what ranks 0 and 2 must print, ``summary`` a line that says whose fault it is (both
-    regular expressions). A ``status`` of None stands for any but 0.
+    ``heard`` is what ranks 0 and 2 must print, ``summary`` a line that names the culprit (both are
+    regular expressions). A ``status`` of None means any except 0.
     """
 
     code: str
@@ -155,7 +155,7 @@ ROWS = {
         """,
         heard="rank 1 has submitted: allreduce 'gradient 21'",
     ),
-    # Nothing can tell that what follows belongs to other steps, until one has no more to follow.
+    # Later steps look alike, so the ranks notice only when one of them has no more steps.
     "skips one of many with one name": Row(
         """
         def step(i):
@@ -164,7 +164,7 @@ ROWS = {
         """,
         heard="AbortedError: .*rank 1 has left the job: its script has ended",
     ),
-    # Another thread might bring what each waits for; only the deadline can tell.
+    # Another thread might submit what the others wait for, so only the deadline helps.
     "broadcast against allreduce": Row(
         """
         def step(i):
@@ -177,7 +177,7 @@ ROWS = {
     ),
 }
 
-# Ranks that differ get an error, after which work goes on; the last one is caught by nobody.
+# Ranks that differ get an error, after which work continues; nobody catches the last one.
 DIFFERENT = """
 def differ(mine, other, *texts):
     try:
@@ -250,7 +250,7 @@ def test_under_hvdrun(hvdrun: Launcher, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["SIGSTOP", "sleep"])
 def test_a_hang_ends_under_plain_mpirun(hvdrun: Launcher, name: str) -> None:
-    """Nobody watches there: the ranks that live must end the job."""
+    """Without hvdrun nobody watches: the surviving ranks must end the job."""
     job = ranks.run_script(hvdrun.folder, SIZE, script(ROWS[name].code), timeout=60, **SETTINGS)
     check(hvdrun, job.output)
     assert job.status != 0, job.output
@@ -258,7 +258,7 @@ def test_a_hang_ends_under_plain_mpirun(hvdrun: Launcher, name: str) -> None:
 
 
 def test_a_forked_child_is_no_rank(hvdrun: Launcher) -> None:
-    """Neither its end nor its exception ends the job, and it does not wait for the ranks."""
+    """A child process: neither its exit nor its exception ends the job or waits for the ranks."""
     code = """
         def step(i):
             if i == 20:
@@ -330,7 +330,7 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 """
-    # Imports take longer on one rank than on another: only in the first case they have met before.
+    # The imports may take longer on one rank; only in the first case the ranks have synchronised.
     first = {"HVD_FIRST_TIMEOUT_SECONDS": str(DEADLINE)} if call == "MPI_Init" else {}
     done = hvdrun.python(
         SIZE, head + textwrap.dedent(code), env=hvdrun.environment | SETTINGS | first

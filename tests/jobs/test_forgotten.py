@@ -1,4 +1,4 @@
-"""Lines that a script lacks are told on stderr, once, with the line to add."""
+"""Warnings about lines that a script lacks: on stderr, once, with the line to add."""
 
 import pathlib
 

@@ -267,7 +267,7 @@ def test_mpiruns_own_error_is_shown_when_no_rank_started(hvdrun):
 
 
 def test_a_script_may_end_with_the_status_of_a_rank_that_follows_another(hvdrun) -> None:
-    """75 is also EX_TEMPFAIL of sysexits.h: it is the script's own, also after hvd.init()."""
+    """75 is also EX_TEMPFAIL of sysexits.h, so the script may exit with it, too."""
     script = """
         import hvd_keras as hvd
         hvd.init()

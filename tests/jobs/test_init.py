@@ -1,4 +1,4 @@
-"""Who makes up the job, and which process sets it begins with."""
+"""hvd.init: the ranks of the job, and its initial process sets."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for different collectives, which none of them can complete."""
+"""Ranks that wait for different collectives, so that none can continue."""
 
 import pathlib
 

@@ -1,14 +1,14 @@
-"""Scripts of TensorFlow 1 and of tf_keras run with the import changed.
+"""Scripts for TensorFlow 1 and for tf_keras run with only the import changed.
 
-In jobs of their own, for a process has one Keras, and either eager execution or not.
+In separate jobs, because a process has one Keras, and runs either eagerly or not.
 """
 
 import pathlib
 
 from tests.harness.ranks import run_script
 
-# What the literature's scripts have, but for their data sets. Each rank takes its rows of each
-# batch, and one process takes the whole batch.
+# Like the scripts in the literature, with other data. Each rank uses its rows of each batch, and
+# one process uses the whole batch.
 TENSORFLOW_1 = """
 import os, sys
 import numpy as np
@@ -117,7 +117,7 @@ else:
 print("done")
 """
 
-# A rank that makes fewer steps. TensorFlow would try to recover for ever.
+# A rank makes fewer steps. TensorFlow would try to recover forever.
 ENDS_EARLY = """
 import tensorflow as tf
 tf.compat.v1.disable_v2_behavior()
@@ -135,7 +135,7 @@ with tf.compat.v1.train.MonitoredTrainingSession(hooks=hooks) as session:
 print("ended after its steps")
 """
 
-# What stands in a graph without an optimizer: each collective, its gradient, and broadcasts.
+# A graph without an optimizer: each collective, its gradient, and broadcasts.
 GRAPH = """
 import numpy as np
 import tensorflow as tf
@@ -178,7 +178,7 @@ with tf.Graph().as_default(), tf.compat.v1.Session() as session:
 print("done")
 """
 
-# The same for tf_keras, which must be what tf.keras is.
+# The same for tf_keras, to which tf.keras must refer.
 TF_KERAS = """
 import sys
 import numpy as np

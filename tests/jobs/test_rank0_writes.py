@@ -1,4 +1,4 @@
-"""What rank 0 alone does must reach the others when it fails."""
+"""If rank 0 fails in something that it does alone, the other ranks must get the error."""
 
 import pathlib
 
@@ -26,7 +26,7 @@ print("both went on", flush=True)
     ("callback", "epochs"),
     [
         ("keras.callbacks.CSVLogger('FOLDER/no such folder/log.csv')", 3),
-        # After the last step: rank 1 needs rank 0 no more in its fit.
+        # After the last step, rank 1 no longer needs rank 0 in its fit.
         ("keras.callbacks.ModelCheckpoint('FOLDER/script.py/model.keras')", 1),
     ],
 )

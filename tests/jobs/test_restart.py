@@ -1,4 +1,4 @@
-"""What can happen to checkpoints: killed writers, damage, full disks, killed jobs."""
+"""Checkpoints under faults: killed writers, damage, full disks, killed jobs."""
 
 import pathlib
 import random
@@ -15,8 +15,8 @@ from tests.harness import ranks
 
 KILLS = 25
 
-# The parent kills its children, which save without a pause. All values of a checkpoint are its
-# number: a mixture of two would show. TensorFlow has no threads yet, so that fork is safe.
+# The parent kills its children, which save without a pause. All values of a checkpoint equal its
+# number, so a mixture of two would show. TensorFlow has no threads yet, so fork is safe.
 KILL_LOOP = """
 import os, pathlib, random, signal, sys, time
 import numpy as np
@@ -82,7 +82,7 @@ def test_killed_writers_lose_no_checkpoint(tmp_path: pathlib.Path) -> None:
 
 
 def written(path: pathlib.Path) -> list[np.ndarray]:
-    """A checkpoint of 100 kB."""
+    """Writes a checkpoint of 100 kB."""
     generator = np.random.default_rng(0)
     values = [generator.normal(size=n).astype("float32") for n in (20_000, 3, 5_000)]
     variables = [checkpoint.Variable(f"v{i}", False, value) for i, value in enumerate(values)]
@@ -91,7 +91,7 @@ def written(path: pathlib.Path) -> list[np.ndarray]:
 
 
 def same(path: pathlib.Path, values: list[np.ndarray]) -> bool:
-    """Whether the file gives these values; False if it is said to be damaged."""
+    """Whether the file contains these values; False if it is reported as damaged."""
     try:
         content = checkpoint.read(path)
     except checkpoint.DamagedError:
@@ -134,9 +134,9 @@ def test_damage_is_named(tmp_path: pathlib.Path) -> None:
         file["x"] = 1
     for data, reason in [
         (b"", "empty"),
-        (b"a text", "does not begin as checkpoints"),
-        ((tmp_path / "other.h5").read_bytes(), "does not begin as checkpoints"),
-        (whole[:-9], f"has {len(whole) - 9} bytes, {len(whole)} were written"),
+        (b"a text", "does not begin like a checkpoint"),
+        ((tmp_path / "other.h5").read_bytes(), "does not begin like a checkpoint"),
+        (whole[:-9], f"has {len(whole) - 9} bytes, but {len(whole)} were written"),
         (whole[:-1] + b"?", "SHA-256"),
     ]:
         path.write_bytes(data)
@@ -163,7 +163,7 @@ def test_prune_keeps_the_last_ones_and_drops_those_of_a_training_given_up(
 
 @pytest.fixture
 def small_disk(tmp_path: pathlib.Path):
-    """A file system of 3 MB."""
+    """Mounts a file system of 3 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(folder)]
@@ -205,7 +205,7 @@ def test_full_disk_is_an_error_on_all_ranks_and_the_old_ones_stay(
 ) -> None:
     job = ranks.run_script(tmp_path, 2, FULL_DISK.format(folder=str(small_disk)))
     assert job.status == 0, job.output
-    # Of 1.2 MB each, two fit and the third does not.
+    # 1.2 MB each: two fit, the third does not.
     for rank in range(2):
         assert f"rank {rank} says so after 2" in job.output, job.output
     names = ["checkpoint-00001-0000000.h5", "checkpoint-00002-0000000.h5"]
@@ -259,7 +259,7 @@ def end(output: str) -> set[str]:
 
 
 def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path) -> None:
-    """Every rank is killed, at some moment of an epoch, saves included."""
+    """All ranks are killed at a random moment of an epoch, possibly while saving."""
 
     def run(name: str, size: int, batches: int = 0, delay: float = 0.0) -> ranks.Job:
         folder = str(tmp_path / name)
@@ -285,4 +285,4 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
     alone = run(copy.name, 1)  # twice as many batches an epoch
     assert alone.status == 0, alone.output
     assert "begins with epoch 2" in alone.output, alone.output
-    assert "batches come again" not in alone.output, alone.output
+    assert "are used again" not in alone.output, alone.output

@@ -1,4 +1,4 @@
-"""hvd_keras.run: a function on all ranks, results, errors, and strangers that connect."""
+"""hvd_keras.run: results, errors, and unauthenticated connections."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Joining and leaving a job, and what becomes of it when a rank fails, with real processes."""
+"""Joining and leaving a job, and failures of ranks, with real processes."""
 
 import os
 import pathlib
@@ -127,7 +127,7 @@ def test_exception_on_one_rank_reaches_all(tmp_path: pathlib.Path) -> None:
     ("end", "status"), [("raise RuntimeError('bad luck')", 1), ("sys.exit(3)", 3)]
 )
 def test_hvdrun_names_who_failed_first(tmp_path: pathlib.Path, end: str, status: int) -> None:
-    """Not the rank that waited for it, although that one fails as well."""
+    """The culprit is named, not the rank that waited for it, although that one fails, too."""
     path = tmp_path / "script.py"
     path.write_text(
         HEAD
@@ -151,7 +151,7 @@ def test_hvdrun_names_who_failed_first(tmp_path: pathlib.Path, end: str, status:
 
 
 def test_exception_on_one_rank_while_the_others_compute(tmp_path: pathlib.Path) -> None:
-    """Nobody waits for the failing rank, so nobody hears it: it must end the job by itself."""
+    """Nobody waits for the failing rank, so nobody gets its error: it must end the job itself."""
     script = HEAD + textwrap.dedent("""
         hvd.init()
         hvd.allreduce(tf.ones(4))
@@ -244,7 +244,7 @@ def test_ranks_that_wait_for_different_things_are_reported(tmp_path: pathlib.Pat
     ("name", "value", "expected"),
     [
         ("HVD_STALL_WARNING_SECONDS", "soon", "'soon', expected a number of seconds"),
-        ("HVD_BUCKET_BYTES", "0", "'0', expected a number of bytes"),
+        ("HVD_BUCKET_BYTES", "0", "'0', expected a positive number of bytes"),
     ],
 )
 def test_bad_settings(tmp_path: pathlib.Path, name: str, value: str, expected: str) -> None:
@@ -288,7 +288,7 @@ def test_what_is_broken_is_no_import_error(tmp_path: pathlib.Path, breaks, expec
 def test_open_mpi_does_not_look_for_networks_unless_told_to(
     tmp_path: pathlib.Path, chosen: str | None
 ) -> None:
-    """It would sleep for a second in MPI_Init; and alone, leave a file in /dev/shm."""
+    """Otherwise MPI_Init would sleep for a second, and a single process would leave a file."""
     script = """
         import os
         import hvd_keras as hvd
@@ -307,7 +307,7 @@ def test_open_mpi_does_not_look_for_networks_unless_told_to(
 
 
 def test_import_from_the_source_folder_says_what_to_do(tmp_path: pathlib.Path) -> None:
-    """As happens in a checkout where nothing is installed: callbacks/ is not where it belongs."""
+    """In a checkout that is not installed, hvd_keras/callbacks does not exist."""
     source = pathlib.Path(__file__).parents[2] / "hvd_keras"
     (tmp_path / "hvd_keras").symlink_to(source)
     result = subprocess.run(

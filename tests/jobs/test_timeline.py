@@ -1,4 +1,4 @@
-"""The timeline and the table of real jobs, also of those that are killed."""
+"""The timeline and the table of statistics of real jobs, including killed ones."""
 
 import json
 import os
@@ -41,7 +41,7 @@ while True:
 
 
 def slices(path: pathlib.Path, killed: bool = False) -> list[dict]:
-    """Of a file that is whole; or of a killed job's, whose end and last line may be missing."""
+    """Reads the events of a file; that of a killed job may lack its end and last line."""
     text = path.read_text()
     if killed:
         assert not text.endswith("]\n")

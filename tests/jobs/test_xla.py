@@ -1,4 +1,4 @@
-"""Compiled by XLA: what ends a job, and what becomes of one where XLA cannot compile."""
+"""XLA: failures in compiled functions, and jobs in which XLA cannot compile collectives."""
 
 import pathlib
 
@@ -87,7 +87,7 @@ def test_library_that_does_not_load(tmp_path: pathlib.Path) -> None:
     job = ranks.run_script(tmp_path, 2, FALLBACK, timeout=60)
     assert job.status == 0, job.output
     assert job.output.count("trained\n") == 2
-    assert job.output.count("refused: hvd.allreduce cannot be compiled by XLA here: ") == 2
+    assert job.output.count("refused: XLA cannot compile hvd.allreduce here: ") == 2
     warning = "WARNING rank 0: models train without XLA (jit_compile=False): "
     assert job.output.count(warning) == 1, job.output  # one line for all ranks of a host
     assert "libhvd_xla.so does not load: " in job.output

@@ -1,4 +1,4 @@
-"""Every rank runs every test, in one order; the first failure anywhere ends the job."""
+"""All ranks run all tests in the same order; the first failure on any rank ends the job."""
 
 import pathlib
 import sys
@@ -36,7 +36,7 @@ def pytest_report_header() -> str:
 
 def pytest_runtest_logreport(report) -> None:
     if report.failed:
-        # The others may wait for this rank for ever: end the whole job.
+        # The others may be waiting for this rank, so end the whole job.
         sys.stdout.flush()
         sys.stderr.write(f"\nrank {hvd.rank()} failed in {report.nodeid}:\n{report.longreprtext}\n")
         sys.stderr.flush()

@@ -33,13 +33,13 @@ def fit(model: keras.Model, callbacks: list, epochs: int = 1, **arguments) -> di
 
 
 def train(model: keras.Model, callbacks: list, known: bool, **arguments) -> list[float]:
-    """Fits a dataset whose length Keras knows, or does not; gives the rate of each batch."""
+    """Fits a dataset of known or unknown length; returns the learning rate of each batch."""
     arrays = [training.shard(array, RANK, SIZE) for array in training.data(model, SIZE)]
     data = tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(training.BATCH)
     if not known:
         data = data.filter(lambda x, y: True)
     seen: list[float] = []
-    # At the end: of unknown data Keras begins one more batch than there are.
+    # With data of unknown length, Keras begins one batch more than there are.
     record = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: seen.append(rates(model))
     )
@@ -48,7 +48,7 @@ def train(model: keras.Model, callbacks: list, known: bool, **arguments) -> list
 
 
 class Record(keras.callbacks.Callback):
-    """What another callback sees, batch by batch."""
+    """Records what another callback sees, batch by batch."""
 
     def __init__(self, what) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_broadcast_of_models_that_differ() -> None:
 
 
 def masks() -> np.ndarray:
-    """The dropout masks that a rank draws in its first batches."""
+    """Returns the dropout masks that a rank draws in its first batches."""
     model = keras.Sequential([keras.Input((50,)), keras.layers.Dropout(0.5, seed=3)])
     model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()), loss="mse")
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
@@ -174,7 +174,7 @@ def test_warmup_rises_from_the_rate_of_one_rank_to_that_of_all() -> None:
 
 
 def ramp(steps: int, batches: range) -> list[float]:
-    """The rates of these batches, if warm-up to 0.3 takes ``steps``."""
+    """Returns the rates of these batches, if warm-up to 0.3 takes ``steps``."""
     return [0.3 / SIZE * (1 + (SIZE - 1) * min(1.0, (i + 1) / steps)) for i in batches]
 
 
@@ -204,7 +204,7 @@ def test_warmup_ends_at_the_full_rate_with_several_steps_at_once(arguments: dict
 
 @pytest.mark.parametrize("known", [True, False])
 def test_warmup_goes_on_after_a_restart(directory: pathlib.Path, known: bool) -> None:
-    """By ``initial_epoch``, or, for data of unknown length, by the restored optimizer."""
+    """Continues by ``initial_epoch``, or with unknown length by the restored optimizer."""
     length = 2 * training.STEPS - 1
     model = compiled(training.dense_model())
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.3, warmup_steps=length)
@@ -266,7 +266,7 @@ def test_schedule_by_a_number_and_by_fractions_of_epochs() -> None:
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_momentum_correction_scales_the_buffers_with_the_rate(corrected: bool) -> None:
-    """Goyal et al., section 3: the buffers hold old rates times gradients."""
+    """See Goyal et al., section 3: the buffers hold old rates times gradients."""
     model = compiled(training.dense_model())
     model.optimizer.build(model.trainable_variables)
     buffers = Record(lambda net: net.optimizer.momentums[0].numpy())
@@ -338,7 +338,7 @@ def test_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(
 
 
 def test_saved_model_loads_and_goes_on_without_hvd_keras(directory: pathlib.Path) -> None:
-    """In a process in which hvd_keras cannot be imported, with the state of the optimizer."""
+    """Loads it in a process without hvd_keras, with the state of the optimizer."""
     model = compiled(training.sparse_model(), keras.optimizers.Adam(0.01))
     fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     if RANK == 0:
@@ -358,7 +358,7 @@ def test_saved_model_loads_and_goes_on_without_hvd_keras(directory: pathlib.Path
             "model.fit(data['x'], data['y'], verbose=0)\n"
             "print('went on')\n"
         )
-        # Outside the job: a child that took part in it would be a second rank 0.
+        # Outside of the job: otherwise the child would be a second rank 0.
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMIX_"))}
         output = subprocess.run(
             [sys.executable, "load.py"],

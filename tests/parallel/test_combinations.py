@@ -1,6 +1,6 @@
-"""Features in combination: N ranks train as one process does, or a refusal says why.
+"""Features in combination: N ranks train as one process does, or an error says why not.
 
-A table in which every two values of two features meet in some row; docs/combinations.md is written
+Each pair of values of two features occurs in some row of a table; docs/combinations.md is written
 from it.
 """
 
@@ -16,7 +16,7 @@ import hvd_keras as hvd
 RANK, SIZE = hvd.rank(), hvd.size()
 BATCH, STEPS, EPOCHS = 4, 4, 2
 
-# The first value of each is what an ordinary script has.
+# The first value of each feature is the ordinary one.
 FEATURES = {
     "ranks": ("all", "a set"),
     "layers": ("shared", "one local"),
@@ -29,12 +29,12 @@ FEATURES = {
     "interrupted": ("no", "yes"),
 }
 
-# These two together are an error; docs/combinations.md tells why.
+# This pair is an error; docs/combinations.md explains why.
 REFUSED = (("accumulation", "2 steps"), ("optimizer", "MultiOptimizer"))
 
 
 def pairwise() -> list[dict[str, str]]:
-    """Few rows in which each pair of values of two features occurs, chosen greedily."""
+    """Greedily chooses few rows in which each pair of values of two features occurs."""
     names = list(FEATURES)
     wanted = {
         ((a, x), (b, y))
@@ -64,7 +64,7 @@ ROWS = pairwise()
 
 
 class Net(keras.Model):
-    """With one local layer per column of ``who``, which says of each row whose it is."""
+    """A model with one local layer per column of ``who``, which says whose each row is."""
 
     def __init__(self, local: int) -> None:
         super().__init__()
@@ -99,14 +99,14 @@ def compiled(model, optimizer, row):
 
 
 def set_weights(model, seed):
-    """Shared layers by seed, local ones by their number."""
+    """Sets the shared layers by a seed; local layers by their number."""
     random = np.random.default_rng(seed)
     for layer in (model.first, model.second):
         layer.set_weights([random.normal(size=w.shape, scale=0.4) for w in layer.get_weights()])
 
 
 def weights(model):
-    """Of the layers that all ranks share."""
+    """Returns the weights of the layers that all ranks share."""
     return [*model.first.get_weights(), *model.second.get_weights()]
 
 
@@ -146,7 +146,7 @@ def train_and_compare(row, chosen, directory) -> None:
     def make_model():
         keras.utils.set_random_seed(100 + rank)  # what is unbuilt gets other weights on each rank
         model = Net(1 if local else 0)
-        # The optimizer's local variables must be known, so that the local layer is always built.
+        # The optimizer must know the local variables, so the local layer is always built.
         for layer in model.local:
             layer.build((None, 3))
             layer.set_weights([np.full((3, 1), 0.1 * (rank + 1)), np.full(1, rank)])

@@ -1,4 +1,4 @@
-"""Each rank's share of the data, alone and in a real fit."""
+"""hvd.data.shard and agree_on_steps, alone and in a real fit."""
 
 from collections.abc import Iterator
 
@@ -97,7 +97,7 @@ def test_trim_drops_the_incomplete_step_only(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_epoch_has_an_order_of_its_own_that_a_rerun_repeats(kind: str) -> None:
-    # What the program does with its own seeds, differently on each rank, must not matter.
+    # The program's own seeds, which differ by rank here, must not matter.
     tf.random.set_seed(RANK)
     np.random.seed(RANK)
     parts = numbered(9 * TOGETHER + 1)
@@ -114,7 +114,7 @@ def test_each_epoch_has_an_order_of_its_own_that_a_rerun_repeats(kind: str) -> N
 
 @pytest.fixture(scope="module")
 def singles() -> Iterator[list[hvd.ProcessSet]]:
-    """A process set of each rank."""
+    """Creates a process set for each rank."""
     if SIZE == 1:
         yield [hvd.global_process_set]
         return

@@ -29,7 +29,7 @@ from tests.harness.shards import (
 
 @pytest.fixture(autouse=True)
 def no_global_seed() -> None:
-    """As a script without one; some tests set it, differently on each rank."""
+    """Resets the global seed, which some tests set differently on each rank."""
     tf.random.set_seed(None)
 
 
@@ -81,7 +81,7 @@ def test_keras_directories_and_series_are_taken_for_what_they_are(directory) -> 
     for epoch in epochs:
         assert sorted(text for of_rank in epoch for text in of_rank) == everything
     assert epochs[0] != epochs[1]  # it shuffles by itself
-    if SIZE > 1:  # without a seed each rank shuffles in another way
+    if SIZE > 1:  # without a seed each rank shuffles differently
         keras.utils.set_random_seed(RANK)
         unseeded = read(directory, batch_size=BATCH, verbose=False)
         assert "with the same seeds" in error_of(data.shard, unseeded)

@@ -1,4 +1,4 @@
-"""Whatever else compile and fit offer: N ranks train as one process does."""
+"""Options of compile and fit: N ranks train as one process does."""
 
 import keras
 import numpy as np
@@ -46,7 +46,7 @@ def generator(x, y, batch):
 
 
 def both(make_model, feed=arrays, optimizer=None, epochs=1, **compile_arguments):
-    """The weights of one process with the whole batch, and of all ranks; and the second model."""
+    """Returns the weights of one process with the whole batch, those of all ranks, and a model."""
     make_optimizer = optimizer or (lambda: optimizers.SGD(0.1, momentum=0.9))
     alone, together = make_model(), make_model()
     x, y = training.data(alone, SIZE)
@@ -233,7 +233,7 @@ def test_mixed_bfloat16_keeps_the_ranks_equal() -> None:
 
 
 def test_variables_that_are_overwritten_by_their_gradient() -> None:
-    """As the scales of float8 training: the largest of all ranks counts."""
+    """Like the scales of float8 training: the maximum over the ranks is used."""
     amax = keras.Variable(np.zeros(3, "float32"), name="amax")
     amax.overwrite_with_gradient = True
     kernel = keras.Variable(np.zeros(3, "float32"), name="kernel")

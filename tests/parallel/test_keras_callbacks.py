@@ -1,4 +1,4 @@
-"""Keras's own callbacks, and the progress of all ranks, in a real fit."""
+"""Keras's own callbacks in a real fit."""
 
 import csv
 import pathlib
@@ -33,7 +33,7 @@ def fit(model: keras.Model, callbacks: list, epochs: int = 2, **arguments) -> di
 
 
 class Watch(keras.callbacks.Callback):
-    """Logs a number of each rank's own, and counts batches."""
+    """Logs a number that differs by rank, and counts batches."""
 
     def __init__(self, by_epoch: list[float] = ()) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_tensorboard_writes_on_rank_0_alone(directory: pathlib.Path) -> None:
 def test_a_model_of_one_rank_is_written_by_that_rank(directory: pathlib.Path) -> None:
     mine = directory / str(RANK)
     mine.mkdir()
-    compiled()  # from here on Keras's callbacks are changed
+    compiled()  # this patches Keras's callbacks
     model = compiled(distributed=False)
     x, y = np.ones((4, 5)), np.ones((4, 1))
     model.fit(x, y, verbose=0, callbacks=writers(mine)[:2])
@@ -207,7 +207,7 @@ def test_a_nan_of_one_rank_terminates_all_after_the_same_batch(steps_per_executi
         x, y, batch_size=training.BATCH, epochs=3, verbose=0, shuffle=False, callbacks=callbacks
     )
     assert watch.batches == {1: 3, 2: 2}[steps_per_execution]
-    # All are in one place: what follows is answered by all.
+    # All ranks are at the same point: the next collective succeeds.
     assert float(hvd.allreduce(float(RANK), op=hvd.Sum)) == sum(range(SIZE))
 
 

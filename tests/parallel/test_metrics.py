@@ -1,4 +1,4 @@
-"""What is logged of all ranks is what one process logs that sees all their samples."""
+"""The metrics over all ranks are those that one process logs for all ranks' samples."""
 
 import warnings
 
@@ -18,7 +18,7 @@ CLASSES = 3
 
 
 def data(rank: int, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Features, one-hot classes and sample weights, of another distribution on each rank."""
+    """Makes features, one-hot classes and sample weights; their distribution differs by rank."""
     random = np.random.default_rng([seed, rank])
     x = random.normal(loc=0.5 * rank, size=(rows, 5)).astype("float32")
     score = x[:, :CLASSES] + random.normal(scale=1 + rank, size=(rows, CLASSES))
@@ -27,12 +27,12 @@ def data(rank: int, rows: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def training_data(rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As many batches on all ranks, of which the last differ in size."""
+    """All ranks have equally many batches; the last ones differ in size."""
     return data(rank, 4 * BATCH + 1 + rank % (BATCH - 1), seed=1)
 
 
 def validation_data(rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Other numbers of batches by rank."""
+    """The number of batches differs by rank."""
     return data(rank, 9 + 13 * rank, seed=2)
 
 
@@ -41,12 +41,12 @@ def of_all_ranks(part) -> tuple[np.ndarray, ...]:
 
 
 def binary(part):
-    """Whether the sample is of the first class, by rank."""
+    """Makes binary labels: whether the sample is of the first class."""
     return lambda rank: (part(rank)[0], part(rank)[1][:, :1], part(rank)[2])
 
 
 class Overshoot(keras.metrics.Mean):
-    """A user's metric, derived from Mean: how much too high the predictions are."""
+    """A user's metric, derived from Mean: the mean excess of the predictions."""
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         return super().update_state(keras.ops.relu(y_pred - y_true), sample_weight)
@@ -63,7 +63,7 @@ class Total(keras.metrics.Sum):
 
 
 class Highest(keras.metrics.Metric):
-    """A user's metric, whose state is no sum."""
+    """A user's metric whose state is not a sum."""
 
     def __init__(self, name="highest") -> None:
         super().__init__(name=name)
@@ -77,14 +77,14 @@ class Highest(keras.metrics.Metric):
 
 
 class Extremes(Highest):
-    """Two numbers at once."""
+    """A metric with two results."""
 
     def result(self):
         return keras.ops.multiply(self.highest, [1.0, -2.0])
 
 
 class WithPrior(keras.metrics.Mean):
-    """Derived from Mean, but with a variable of its own."""
+    """Derived from Mean, with an additional variable."""
 
     def __init__(self, name="with_prior") -> None:
         super().__init__(name=name)
@@ -174,7 +174,7 @@ def assert_equal(logs: dict, expected: dict, tolerance: float = 1e-6) -> None:
 
 
 def assert_not_means_of(local: dict, expected: dict) -> None:
-    """So that the test can fail: for each metric the mean of the ranks' values is another."""
+    """Checks that the test can fail: for each metric the mean over the ranks is different."""
     everyone = agree.gather_json("local", plain(local))
     differs: dict[str, bool] = {}
     for key, value in expected.items():
@@ -263,7 +263,7 @@ def test_several_outputs() -> None:
                 "kind": ["accuracy", Highest()],
             },
             weighted_metrics={"yes": ["mse"]},
-            run_eagerly=True,  # in a graph Keras weighs the outputs' losses by batch, not by sample
+            run_eagerly=True,  # in a graph Keras weights losses of outputs by batch, not by sample
         )
         return net
 
@@ -298,7 +298,7 @@ def test_states_that_are_no_sums_are_averaged_with_one_warning(metric) -> None:
         logs = fit(model, train(RANK)[:2], val(RANK)[:2], averaged(), epochs=3)
     told = [str(w.message) for w in caught if "MetricAverageCallback" in str(w.message)]
     assert len(told) == (1 if RANK == 0 and SIZE > 1 else 0)
-    assert all(f"logged of {name}, val_{name} is the mean" in text for text in told)
+    assert all(f"for {name}, val_{name} the unweighted mean" in text for text in told)
     assert all(metric.__name__ in text for text in told)
     for key in (name, f"val_{name}"):
         mean = np.mean(agree.gather_json("fallback", plain(local)[key]), axis=0)
@@ -323,7 +323,7 @@ def test_this_ranks_state_and_evaluate_stay_its_own() -> None:
     model = make_model(metrics=chosen)
     fit(model, train(RANK)[:2], val(RANK)[:2], averaged(remember))
     assert_equal(states, state(local))
-    if RANK == 0:  # alone: it would hang if it asked the others
+    if RANK == 0:  # on this rank alone: a collective would hang
         results = model.evaluate(*val(RANK)[:2], BATCH, verbose=0, return_dict=True)
         assert_equal(results, expected)
     assert "_get_metrics_result_or_logs" not in vars(model)
@@ -398,7 +398,7 @@ def test_logs_that_are_not_of_the_metrics_are_averaged_with_a_warning(ahead: str
     assert_equal(logs, {key: np.mean([t[key] for t in everyone], axis=0) for key in local})
     told = [str(w.message) for w in caught if "train_step of your own" in str(w.message)]
     assert len(told) == (1 if RANK == 0 else 0)
-    assert all("logged of loss, mae is the mean" in text for text in told)
+    assert all("for loss, mae the unweighted mean" in text for text in told)
 
 
 def test_numbers_of_a_train_step_that_are_no_metrics_are_averaged() -> None:
@@ -421,7 +421,7 @@ def test_numbers_of_a_train_step_that_are_no_metrics_are_averaged() -> None:
 
 @several
 def test_result_that_is_a_variable() -> None:
-    """Keras alone would log for the training what the variable holds after the validation."""
+    """Keras would log the variable's value after the validation as the training's."""
     train, val = binary(training_data), binary(validation_data)
     model = make_model(metrics=[Total(name="total"), "mse"])
     logs = fit(model, train(RANK)[:2], val(RANK)[:2], averaged())
@@ -473,7 +473,7 @@ def test_metrics_that_differ_are_refused_on_all_ranks(mine, text: str) -> None:
 
 
 def test_every_metric_of_keras_is_a_sum() -> None:
-    """A metric that a new Keras brings, or whose variables it renames, is to be noticed."""
+    """Fails if a new Keras adds a metric or renames the variables of one."""
     one_class = {"num_classes": 2, "target_class_ids": [0]}
     arguments = {
         "PrecisionAtRecall": {"recall": 0.5},

@@ -15,7 +15,7 @@ MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 
 
 def applied(gradients: list, **options) -> list[np.ndarray]:
-    """What is subtracted from variables of zeros when all ranks apply their gradients."""
+    """Returns what is subtracted from zero variables when all ranks apply their gradients."""
     variables = [keras.Variable(tf.zeros_like(tf.convert_to_tensor(g))) for g in gradients]
     optimizer = hvd.DistributedOptimizer(optimizers.SGD(1.0), **options)
     optimizer.build(variables)
@@ -56,7 +56,7 @@ def test_compression_keeps_to_its_error_bound_over_the_whole_range(
 ) -> None:
     how, half = getattr(hvd.Compression, compression), compression == "fp16"
     unit, tiny = (2.0**-11, 2.0**-25) if half else (2.0**-8, 0.0)
-    random = np.random.default_rng(5)  # the same on all ranks, which take a row each
+    random = np.random.default_rng(5)  # the same on all ranks, each of which takes a row
     exponents = random.uniform(-30, 15, 20000) if half else random.uniform(-100, 100, 20000)
     values = random.uniform(-1, 1, (SIZE, 20000)) * 2**exponents
     values[:, :2] = 0.0

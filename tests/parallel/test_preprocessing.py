@@ -12,7 +12,7 @@ from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
 SAME = ["red", "green", "blue"]
-# As many on all ranks, so that shapes agree; the second entry behind [UNK] differs.
+# Equally many on all ranks, so that shapes agree; the second entry after [UNK] differs.
 OTHER = ["red", f"color {RANK}", "blue"]
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 
@@ -22,7 +22,7 @@ def share() -> np.ndarray:
 
 
 def error_of(call, *arguments) -> str:
-    """The text of the ValueError, the same on all ranks."""
+    """Returns the text of the ValueError; checks that it is the same on all ranks."""
     with pytest.raises(ValueError, match="preprocessing") as caught:
         call(*arguments)
     texts = agree.gather_json("error", str(caught.value))
@@ -180,7 +180,7 @@ def test_state_that_a_rank_cannot_take_is_an_error_on_all() -> None:
     assert "rank 0: None; rank 1: ValueError" in error_of(hvd.broadcast_preprocessing, lookup)
     layer = keras.layers.StringLookup() if RANK == 0 else keras.layers.Normalization()
     text = error_of(hvd.broadcast_preprocessing, layer)
-    assert "got the layers ['Normalization'], the root has ['StringLookup']" in text
+    assert "got layers ['Normalization'], the root has ['StringLookup']" in text
 
 
 def test_one_rank_alone_does_nothing() -> None:
@@ -192,7 +192,7 @@ def test_one_rank_alone_does_nothing() -> None:
 
 
 def test_fit_with_layers_adapted_to_each_ranks_share() -> None:
-    """The values in use are the root's, from the first step on."""
+    """Checks that the root's values are used from the first step on."""
     mine = np.random.default_rng(RANK).normal(3.0 + RANK, 2.0 + RANK, (16, 3)).astype("float32")
     normalization = keras.layers.Normalization()
     normalization.adapt(mine)

@@ -1,4 +1,4 @@
-"""The progress of all ranks, shown by rank 0."""
+"""ProgressLogger: the progress of all ranks, shown by rank 0."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ LINE = re.compile(
 
 
 class OwnStep(keras.Sequential):
-    """A train_step that does not tell how many samples a batch has."""
+    """A model whose train_step does not weight the loss by the number of samples."""
 
     def train_step(self, data):
         x, y = data
@@ -41,7 +41,7 @@ def model(kind: type[keras.Sequential] = keras.Sequential, **arguments) -> keras
 
 
 def data(known: bool = True) -> tf.data.Dataset:
-    """STEPS batches, of as many rows as the rank says."""
+    """Makes STEPS batches whose number of rows depends on the rank."""
     rows = STEPS * ROWS - RANK  # the last batch is a smaller one
     x, y = np.ones((rows, 5), "float32"), np.full((rows, 1), RANK, "float32")
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(ROWS)
@@ -56,7 +56,7 @@ def fit(net: keras.Model, progress: keras.callbacks.Callback, known: bool = True
 
 
 def lines(capsys) -> list[tuple[str, ...]]:
-    """What each line of rank 0's log says; nothing else may stand there."""
+    """Parses each line of rank 0's log; there may be no other lines."""
     text = capsys.readouterr().out
     if RANK > 0:
         assert text == ""
@@ -78,7 +78,7 @@ def test_a_log_has_one_line_per_epoch_by_rank_0(capsys, known: bool, verbose) ->
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 @pytest.mark.parametrize("known", [True, False])
 def test_samples_of_all_ranks_are_counted(capsys, known: bool, steps_per_execution: int) -> None:
-    """In training, not in validation, and each rank's own number."""
+    """Checks the sample counts of training, without validation, on each rank."""
     progress = hvd.callbacks.ProgressLogger()
     net = model(steps_per_execution=steps_per_execution)
     validation = (np.ones((64, 5)), np.ones((64, 1)))

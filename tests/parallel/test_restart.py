@@ -1,4 +1,4 @@
-"""A training that is interrupted and started again ends as one that is not."""
+"""An interrupted and restarted training ends like an undisturbed one."""
 
 import pathlib
 import random
@@ -22,12 +22,12 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ fr
 
 @pytest.fixture
 def directory(directory):
-    """A folder that is not there yet, in the one for all ranks. Rank 0 alone uses it."""
+    """Returns a folder that does not exist yet; only rank 0 uses it."""
     return directory / "checkpoints"
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Ends ``fit`` as a crash would, after a batch, both counted over all epochs from 0."""
+    """Ends ``fit`` as a crash would, after a batch that is counted over all epochs from 0."""
 
     def __init__(self, after: int) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class Interrupt(keras.callbacks.Callback):
 
 
 def build(make_optimizer, run_eagerly: bool = True, **arguments) -> keras.Model:
-    """With all kinds of state. Weights and generators differ by rank: restoring must help.
+    """Builds a model with all kinds of state. Weights and generators differ by rank.
 
-    Eager unless told otherwise: these few steps take less time than tracing them.
+    Eager by default, because a few steps take less time than tracing.
     """
     layers = keras.layers
     model = keras.Sequential(
@@ -115,7 +115,7 @@ def interrupt(model: keras.Model, saved: hvd.callbacks.Checkpoint, after: int, *
     ],
 )
 def test_restart_ends_as_if_undisturbed(directory, make_optimizer, save_freq, after, last) -> None:
-    """In warm-up: at the end of an epoch, in the middle of the first and of the second."""
+    """Interrupts warm-up at the end of an epoch, and in the middle of the first and second."""
     undisturbed = build(make_optimizer)
     train(undisturbed, None)
     saved = hvd.callbacks.Checkpoint(directory, save_freq=save_freq)
@@ -162,7 +162,7 @@ def test_restart_with_several_steps_per_execution(directory) -> None:
 
 @pytest.mark.parametrize("kind", ["arrays", "repeated", "length unknown"])
 def test_restart_with_other_data(directory, kind: str) -> None:
-    """Interrupted at the end of an epoch, before on_epoch_end, and in the middle of one."""
+    """Interrupts at the end of an epoch, before on_epoch_end, and in the middle of one."""
     x, y = (part[RANK::SIZE] for part in rows())
 
     def fit(net: keras.Model, *callbacks: keras.callbacks.Callback, start: int = 0) -> None:
@@ -185,7 +185,7 @@ def test_restart_with_other_data(directory, kind: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(build(adam), saved, Interrupt(STEPS - 1))
     saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
-    # Of the second epoch two batches; its first is where "repeated" is by now.
+    # Two batches of the second epoch; "repeated" is at its first one by now.
     seen = 2 if kind == "repeated" else STEPS + 2
     with pytest.raises(KeyboardInterrupt):
         fit(build(adam), saved, Interrupt(seen), start=saved.initial_epoch)
@@ -204,7 +204,7 @@ def test_finished_training_is_not_repeated(directory) -> None:
     train(again, hvd.callbacks.Checkpoint(directory), record)
     assert batches == []
     assert_same_state(again, first)
-    # More epochs are trained, from there; and a later fit does not start where that one did.
+    # Trains more epochs from there; a later fit does not start at that epoch.
     train(again, hvd.callbacks.Checkpoint(directory), record, epochs=EPOCHS + 1)
     assert len(batches) == STEPS
     train(again, None, record, epochs=1)
@@ -320,7 +320,7 @@ def test_arguments_that_differ_are_refused(directory) -> None:
 def test_impossible_arguments(directory) -> None:
     with pytest.raises(ValueError, match="keep is 0, expected a positive integer"):
         hvd.callbacks.Checkpoint(directory, keep=0)
-    with pytest.raises(ValueError, match="save_freq is 'batch', expected 'epoch' or a number"):
+    with pytest.raises(ValueError, match="save_freq is 'batch', expected 'epoch' or a positive"):
         hvd.callbacks.Checkpoint(directory, save_freq="batch")
 
 
@@ -348,7 +348,7 @@ def test_data_that_ends_before_the_saved_batch(directory) -> None:
     interrupt(build(adam), hvd.callbacks.Checkpoint(directory, save_freq=4), 4)
     model = build(adam)
     less = hvd.data.shard(rows(), batch_size=2 * BATCH)
-    with pytest.raises(ValueError, match="ended after 3 batches of epoch 0, of which 4 had been"):
+    with pytest.raises(ValueError, match="3 batches of epoch 0, but the model had seen 4"):
         model.fit(less, verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory)])
     history = model.fit(less, verbose=0).history
     assert history["loss"][0] > 0, "does not train any more"

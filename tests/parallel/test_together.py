@@ -1,4 +1,4 @@
-"""Who trains a model together: local layers, gradients that come and go, odd optimizers, sets."""
+"""Local layers, gradients that exist in some steps only, unusual optimizers, process sets."""
 
 import time
 
@@ -15,7 +15,7 @@ ROWS = 8  # per rank
 
 
 def share(seed=0, columns=5):
-    """This rank's rows, and all ranks' in their order."""
+    """Returns this rank's rows, and all ranks' rows in rank order."""
     everyone = np.random.default_rng(seed).normal(size=(SIZE * ROWS, columns)).astype("float32")
     return everyone[RANK * ROWS : (RANK + 1) * ROWS], everyone
 
@@ -55,7 +55,7 @@ def make_step(model, optimizer, tape_of, compiled):
 @pytest.mark.parametrize("compiled", [True, False], ids=["graph", "eager"])
 @pytest.mark.parametrize("by_tape", [True, False], ids=["tape", "optimizer"])
 def test_two_losses_in_turn(compiled, by_tape) -> None:
-    """A head that no rank has used in a step does not move, not even by its momentum."""
+    """A head that no rank has used in a step does not change, not even by its momentum."""
     mine, everyone = share()
     together, alone = two_heads(), two_heads()
     sgd, own = (keras.optimizers.SGD(0.1, momentum=0.9) for _ in range(2))
@@ -144,7 +144,7 @@ def test_local_layers_keep_their_values_and_their_momentum() -> None:
 
 
 class OwnApply(keras.optimizers.SGD):
-    """Replaces the public method, without Keras's steps inside."""
+    """Overrides the public method without Keras's internal steps."""
 
     def apply(self, grads, trainable_variables=None):
         for gradient, variable in zip(grads, trainable_variables, strict=True):
@@ -191,7 +191,7 @@ def test_a_step_without_exchange_raises() -> None:
 
 
 def test_process_sets_train_and_write_by_themselves(directory) -> None:
-    """All but the first rank train together; the first one trains alone, meanwhile."""
+    """All ranks but the first train together; meanwhile the first one trains alone."""
     if SIZE < 3:
         pytest.skip("needs 3 ranks")
     together = hvd.add_process_set(range(1, SIZE))
@@ -263,7 +263,7 @@ class Reads(keras.callbacks.Callback):
 
 @pytest.mark.parametrize("on_all_ranks", [True, False])
 def test_files_are_there_when_fit_returns(directory, on_all_ranks) -> None:
-    """Also where rank 0 alone has the callback, as Horovod's examples have it."""
+    """Includes the case that only rank 0 has the callback, as in Horovod's examples."""
     path = directory / "model.keras"
     saver = keras.callbacks.ModelCheckpoint(path)
     saver._save_model = slowly(saver._save_model)

@@ -1,4 +1,4 @@
-"""The project's reason: N ranks with batch B train as one process with batch N * B."""
+"""The central guarantee: N ranks with batch B train as one process with batch N * B."""
 
 import warnings
 
@@ -19,7 +19,7 @@ MAIN = {
     "adam": lambda: optimizers.Adam(0.01),
     "adagrad": lambda: optimizers.Adagrad(0.1),
 }
-# Every optimizer that this Keras has, so that a new one is covered by itself.
+# Every optimizer of the installed Keras, so that new ones are included automatically.
 NOT_BY_THEMSELVES = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer"}
 EVERY = sorted(
     name
@@ -55,7 +55,7 @@ SPECIAL = {
 
 
 class Own(optimizers.Optimizer):
-    """As Keras's documentation tells how to write one."""
+    """A custom optimizer, as in Keras's documentation."""
 
     def build(self, variables) -> None:
         super().build(variables)
@@ -108,7 +108,7 @@ def test_buckets_smaller_than_a_gradient(model: str, monkeypatch) -> None:
 
 
 def test_sparse_as_dense() -> None:
-    """With plain SGD, whose dense and sparse updates are the same in Keras (Adam's are not)."""
+    """Uses plain SGD, whose dense and sparse updates are equal in Keras (Adam's are not)."""
     training.assert_trains_like_one_process(
         training.sparse_model, lambda: optimizers.SGD(0.1), sparse_as_dense=True
     )
@@ -128,7 +128,7 @@ def test_gradient_accumulation_communicates_in_updates_only() -> None:
     step = tf.function(lambda: optimizer.apply([tf.fill([2], RANK + 1.0)]))
     step()
     step()
-    # Locks up if accumulating needs the other ranks, for they accumulate at different times.
+    # Would hang if accumulating needed the other ranks: they accumulate at different times.
     if RANK == 0:
         step()
     hvd.allreduce(tf.ones(1))
@@ -150,7 +150,7 @@ def test_sum_instead_of_average() -> None:
 
 
 def test_variable_without_a_gradient_on_one_rank() -> None:
-    """The others' gradient counts, divided by the number of all ranks; sparse ones too."""
+    """The other ranks' gradients are divided by the number of all ranks, also sparse ones."""
     variables = [
         keras.Variable(np.zeros((6, 2), "float32"), name=name)
         for name in ("dense", "sparse", "nobody", "all")

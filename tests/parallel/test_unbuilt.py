@@ -1,4 +1,4 @@
-"""Models that have no variables before their first step: all that comes before it works."""
+"""Models without variables before their first step: everything before that step works."""
 
 import keras
 import numpy as np
@@ -41,7 +41,7 @@ class WithTuple(Subclassed):
 
 
 class OwnStep(Subclassed):
-    """As an author of a custom loop writes it; asks for two values, not three."""
+    """A typical custom train_step; it unpacks two values, not three."""
 
     def train_step(self, data):
         x, y = data
@@ -107,7 +107,7 @@ def of_unknown_shape(x, y, batch):
 
 
 class AtBegin(keras.callbacks.Callback):
-    """Behind the broadcast, before the first step."""
+    """Records the state after the broadcast and before the first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def test_first_step_begins_with_the_roots_weights(make, form, feed, options) -> 
 
 
 class Gan(keras.Model):
-    """Two networks and two optimizers, of which ``compile`` hears nothing."""
+    """Two networks and two optimizers that ``compile`` does not know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_one_callback_serves_several_models_and_fits() -> None:
         model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
         model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=[broadcast])
         training.assert_bit_identical_on_all_ranks(model)
-    # A rank loads other weights; the next fit begins with the root's all the same.
+    # A rank loads other weights; the next fit begins with the root's nevertheless.
     model.set_weights([w + RANK for w in model.get_weights()])
     model.fit(share(x), share(y), batch_size=BATCH, verbose=0, callbacks=[broadcast])
     training.assert_bit_identical_on_all_ranks(model)
@@ -248,7 +248,7 @@ def test_checkpoint_restores_what_is_not_built(directory) -> None:
     whole = train(4, seed=50)
     keras.utils.set_random_seed(9)
     hvd.barrier()
-    # The same initial weights as the whole run; then a second process goes on.
+    # The same initial weights as the whole run; then a restart continues.
     part = directory / "60"
     if RANK == 0:
         part.mkdir()
@@ -261,7 +261,7 @@ def test_checkpoint_restores_what_is_not_built(directory) -> None:
 
 
 class ReadsValues(Subclassed):
-    """Cannot be traced: it needs values."""
+    """A model that cannot be traced, because it needs values."""
 
     def call(self, x):
         return super().call(x * float(x.numpy().max() >= 0))

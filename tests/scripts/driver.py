@@ -1,24 +1,23 @@
-"""Runs ordinary Keras scripts as their users do: with one process, and with two ranks.
+"""Runs ordinary Keras scripts as users run them: with one process, and with two ranks.
 
     python tests/scripts/driver.py [-v] [NAME...]
 
-Each script is one file in a folder beside this one, and all that there is to it. In its docstring
-stand, one a line:
+Each script is one file in a folder beside this one. Its docstring contains, one per line:
 
     expect: equal         2 ranks end with the arrays of one process, to rounding
-            differ-ok     that is not defined (random numbers differ by rank, say)
-            error "text"  2 ranks fail, and every output of theirs ends with a text such as this
-            warn "text"   2 ranks are told this once; with HVD_STRICT=1 it is an error
+            differ-ok     the result is not defined (for example, random numbers differ by rank)
+            error "text"  2 ranks fail, and the output of each ends with a text that contains this
+            warn "text"   2 ranks print this warning once; with HVD_STRICT=1 it is an error
     needs:  modules without which it is skipped
-    env:    NAME=value ... that its user sets
-    run:    module        by python -m
-            itself        it starts the ranks by itself: there is no run with two
+    env:    NAME=value ... environment variables
+    run:    module        run it with python -m
+            itself        it starts the ranks itself, so there is no run with two ranks
     args:   its arguments
-    fast:   yes           it is one of those that the test suite runs
+    fast:   yes           the test suite runs it
 
-A script saves its arrays, most often weights, to the folder $RESULT, a file for each rank; those of
-all ranks must be equal bit by bit. In no run may there be a traceback that is not expected, nor a
-line in hvd_keras's or hvdrun's name.
+A script saves its arrays, usually weights, to the folder $RESULT, one file per rank; those of all
+ranks must be equal bit for bit. No run may print an unexpected traceback, or a line of hvd_keras or
+hvdrun.
 """
 
 import argparse
@@ -36,12 +35,12 @@ import numpy as np
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LIMIT = 180  # seconds for a run that takes ten on an idle machine
+LIMIT = 180  # seconds; a run takes ten on an idle machine
 KEYS = ("expect", "needs", "env", "run", "args", "fast")
 
 
 class Script:
-    """A script and what its docstring says."""
+    """A script and the declarations in its docstring."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,11 +58,11 @@ class Script:
         self.fast = said.get("fast") == "yes"
 
     def missing(self) -> list[str]:
-        """The modules that it needs and that are not there."""
+        """Returns the modules that it needs and that are missing."""
         return [name for name in self.needs if not PathFinder.find_spec(name)]
 
     def problems(self) -> list[str]:
-        """What is wrong with it; nothing if it does what it should."""
+        """Returns what is wrong with the script; empty if it behaves as expected."""
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
             alone = Run(self, 1, one)
             found = alone.problems()
@@ -84,7 +83,7 @@ class Script:
 
 
 class Run:
-    """A run of a script to its end."""
+    """Runs a script to its end."""
 
     def __init__(self, script: Script, ranks: int, folder: str, **environment: str) -> None:
         command = [sys.executable, str(script.path)]
@@ -99,7 +98,7 @@ class Run:
         self.results = Path(folder, "results")
         self.results.mkdir()
         usual = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        # No GPU, and one thread a process: sums do not depend on the machine.
+        # No GPU and one thread per process: sums do not depend on the machine.
         usual |= {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
         usual |= {"TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
         usual |= {"OMP_NUM_THREADS": "1", "RESULT": str(self.results)}
@@ -123,12 +122,12 @@ class Run:
         self.who = "alone" if ranks == 1 else f"{ranks} ranks"
 
     def ours(self) -> list[str]:
-        """The lines of stderr in hvd_keras's or hvdrun's name, also as places of warnings."""
+        """Returns the lines of stderr from hvd_keras or hvdrun, and warnings that name them."""
         lines = self.err.replace(str(ROOT), ".").splitlines()
         return [line for line in lines if re.search(r"hvd_keras|hvdrun:", line)]
 
     def problems(self, told: str | None = None) -> list[str]:
-        """What is wrong with a run that should succeed, and be told that text."""
+        """Returns what is wrong with a run that should succeed and print this warning."""
         if self.status != 0 or "Traceback (most recent call last)" in self.err:
             return [f"{self.who}: exit status {self.status}\n{tail(self.err or self.out)}"]
         lines = self.ours()
@@ -139,19 +138,19 @@ class Run:
         return [f"{self.who}: on stderr: {line}" for line in lines if told not in line]
 
     def not_an_error(self, text: str) -> list[str]:
-        """What is wrong with a run that should fail with that text."""
+        """Returns what is wrong with a run that should fail with this text."""
         if self.status == 0 or text not in self.err or isinstance(self.status, str):
             status = f"{self.who}: exit status {self.status}, expected an error with {text!r}"
             return [f"{status}\n{tail(self.err)}"]
         return []
 
     def arrays(self) -> list[list[np.ndarray]]:
-        """What each rank has saved."""
+        """Loads what each rank has saved."""
         return [list(np.load(path).values()) for path in sorted(self.results.iterdir())]
 
 
 def differences(alone: Run, together: Run, compare: bool) -> list[str]:
-    """How two ranks differ from each other, and from one process."""
+    """Returns how two ranks differ from each other and from one process."""
     (one, *more), ranks = alone.arrays(), together.arrays()
     if more or len(ranks) != 2 or not one:
         return [f"results of {1 + len(more)} ranks alone, of {len(ranks)} of 2"]
@@ -170,12 +169,12 @@ def differences(alone: Run, together: Run, compare: bool) -> list[str]:
 
 
 def tail(text: str, lines: int = 12) -> str:
-    """The last lines, which say what happened."""
+    """Returns the last lines of the output."""
     return "\n".join(text.rstrip().splitlines()[-lines:])
 
 
 def scripts(names: list[str] | None = None) -> list[Script]:
-    """All of them, or those of these names, by folder and name."""
+    """Returns all scripts, or those with these names, by folder and name."""
     found = [Script(path) for path in sorted(HERE.glob("*/*.py"))]
     if unknown := set(names or []) - {script.name for script in found}:
         raise SystemExit(f"no such script: {', '.join(sorted(unknown))}")
@@ -183,7 +182,7 @@ def scripts(names: list[str] | None = None) -> list[Script]:
 
 
 def main() -> int:
-    """Run them one by one; print a table, and below it what was wrong."""
+    """Runs scripts one by one; prints a table and the failures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     failed = {}

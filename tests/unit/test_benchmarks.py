@@ -1,4 +1,4 @@
-"""The benchmarks run, with tiny sizes, and check the values that they take the time of."""
+"""The benchmarks run with tiny sizes; they verify the values that they measure."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""kill -9 while a checkpoint is written leaves the one before it whole."""
+"""kill -9 while a checkpoint is written leaves the previous one intact."""
 
 import os
 import pathlib
@@ -57,7 +57,7 @@ def test_kill_in_mid_write_leaves_a_loadable_checkpoint(tmp_path: pathlib.Path) 
         for line in process.stdout:
             if line == "epoch 2\n":
                 break
-        time.sleep(moment.uniform(0, 0.2))  # somewhere in the third write, of some 30 MB
+        time.sleep(moment.uniform(0, 0.2))  # during the third write, of about 30 MB
         process.kill()
         process.wait()
         process.stdout.close()

@@ -1,6 +1,6 @@
-"""Builds and runs native/tests: the core, without TensorFlow, alone and on several ranks.
+"""Builds and runs native/tests: the core, without TensorFlow, on one rank and on several.
 
-And what XLA makes of the collectives on GPUs.
+Also runs programs that XLA compiles for GPUs.
 """
 
 import os
@@ -17,12 +17,12 @@ from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = ROOT / "build" / "core-tests"
-# As native/tests/support/test_call.h knows them: "cluster" takes each two ranks for a host.
+# As in native/tests/support/test_call.h: "cluster" treats each two ranks as a host.
 TRANSPORTS = [(1, "mpi"), (2, "mpi"), (2, "host"), (3, "mpi"), (3, "host"), (3, "cluster")]
 
 
 def program(name: str) -> str:
-    """The path of a build tool, of this environment if it has it."""
+    """Returns the path of a build tool, preferably this environment's."""
     beside = str(pathlib.Path(sys.executable).parent)
     path = shutil.which(name, path=beside) or shutil.which(name)
     assert path, f"{name} was not found. Install it: pip install {name}"
@@ -44,7 +44,7 @@ def run(*command: str, timeout: float) -> str:
 
 @pytest.fixture(scope="module")
 def binaries() -> pathlib.Path:
-    """The folder of the test programs, up to date."""
+    """Builds the test programs and returns their folder."""
     ninja = program("ninja")
     configure = ["-S", str(ROOT / "native"), "-B", str(BUILD), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
@@ -56,7 +56,7 @@ def binaries() -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def fake_cuda(binaries: pathlib.Path) -> dict[str, str]:
-    """The environment in which CUDA and NCCL are the fakes of tests/gpu."""
+    """Returns an environment with the fakes of CUDA and NCCL in tests/gpu."""
     library = str(binaries / "libhvd_fake_cuda.so")
     return {"HVD_CUDART_LIBRARY": library, "HVD_NCCL_LIBRARY": library}
 
@@ -79,7 +79,7 @@ def test_alone(binaries: pathlib.Path, name: str) -> None:
 
 
 def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) -> None:
-    # An inline function that is compiled in them too could be the copy that the linker keeps.
+    # If they compiled an inline function, too, the linker might keep their copy.
     objects = sorted(BUILD.rglob("core/math/loops_*.o"))
     assert len(objects) == 2
     for path in objects:
@@ -106,7 +106,7 @@ def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "leave_test"), transport, timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("the deadline names who is missing") == size, job.output
-    # The last rank of "waiting burns no core" comes late; the others say so, once.
+    # The last rank of "waiting burns no core" is late; the others warn once.
     for rank in range(size - 1):
         assert job.output.count(f"rank {rank} waits for allreduce 'late'") == 1, job.output
     assert job.output.count("no progress for") == size - 1, job.output
@@ -124,7 +124,7 @@ def test_shared_memory(binaries: pathlib.Path, size: int) -> None:
 def test_a_full_dev_shm(
     binaries: pathlib.Path, tmp_path: pathlib.Path, size: int, transport: str
 ) -> None:
-    # Enough for what is committed at first, not for the slots.
+    # Enough for the initially committed memory, not for the slots.
     script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     job = ranks.mpirun(
         size,

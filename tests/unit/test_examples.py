@@ -1,4 +1,4 @@
-"""The examples, run as a reader of the documentation runs them: by the launcher, on two ranks."""
+"""The examples, and the README's first script, run by the launcher on two ranks."""
 
 import os
 import re
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import keras
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 
-def run(name, *options):
-    """Run an example on two ranks; return its test accuracy, printed once, and its output."""
-    program = [sys.executable, EXAMPLES / name, *options]
+def run(script, *options):
+    """Run a script on two ranks; return its standard output."""
+    program = [sys.executable, script, *options]
     command = [sys.executable, "-m", "hvd_keras.launch", "-np", "2", "--oversubscribe", *program]
     result = subprocess.run(
         [str(part) for part in command],
@@ -24,28 +24,45 @@ def run(name, *options):
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    accuracies = re.findall(r"Test accuracy: ([0-9.]+)", result.stdout)
-    assert len(accuracies) == 1, result.stdout
-    return float(accuracies[0]), result.stdout
+    return result.stdout
+
+
+def run_example(name, *options):
+    """Run an example on two ranks; return its test accuracy, printed once, and its output."""
+    output = run(ROOT / "examples" / name, *options)
+    accuracies = re.findall(r"Test accuracy: ([0-9.]+)", output)
+    assert len(accuracies) == 1, output
+    return float(accuracies[0]), output
 
 
 def test_mnist(tmp_path):
     checkpoint = tmp_path / "new folder" / "mnist.keras"
-    accuracy, output = run("keras_mnist.py", "--epochs", "8", "--checkpoint", checkpoint)
+    accuracy, output = run_example("keras_mnist.py", "--epochs", "8", "--checkpoint", checkpoint)
     assert accuracy >= 0.93  # 40 epochs, the default, give 0.98 and more
     assert "Ranks: 2 " in output
     assert re.search(r"Rate: [0-9]+ samples/s", output)
-    # The script left a file that plain Keras reads, and nothing of its writing beside it.
+    # The script left one file, which plain Keras reads, and no temporary files.
     assert list(checkpoint.parent.iterdir()) == [checkpoint]
     assert keras.models.load_model(checkpoint).count_params() > 0
 
 
 def test_text_embedding(tmp_path):
     checkpoint = tmp_path / "text.keras"
-    accuracy, output = run("keras_text_embedding.py", "--epochs", "3", "--checkpoint", checkpoint)
+    accuracy, output = run_example(
+        "keras_text_embedding.py", "--epochs", "3", "--checkpoint", checkpoint
+    )
     baseline = float(re.search(r"Always answering the largest class: ([0-9.]+)", output)[1])
     assert accuracy > baseline + 0.25  # 0.79 against 0.35
     assert "Ranks: 2 " in output
     assert re.search(r"Rate: [0-9]+ samples/s", output)
     assert list(tmp_path.iterdir()) == [checkpoint]
     assert keras.models.load_model(checkpoint).count_params() > 0
+
+
+def test_the_first_script_of_the_readme(tmp_path):
+    script = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    losses = [float(loss) for loss in re.findall(r"loss: ([0-9.]+)", run(path))]
+    assert len(losses) == 5  # rank 0's
+    assert losses[-1] < losses[0] / 10

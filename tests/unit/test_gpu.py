@@ -1,4 +1,4 @@
-"""What of GPUs can be shown without one: who gets which, and that the kernels load."""
+"""GPU code that can be tested without a GPU: the choice of GPUs, and loading the kernels."""
 
 import ctypes
 import pathlib
@@ -53,7 +53,7 @@ def test_what_is_missing_or_wrong_is_told(tmp_path: pathlib.Path) -> None:
 def test_the_gpu_kernels_load_into_the_tensorflow_that_has_gpus() -> None:
     assert tf.test.is_built_with_cuda()
     _library.tensorflow_ops()
-    # Every function that the library lacks must be found now, not at its first call.
+    # Missing functions must be detected now, not at their first call.
     ctypes.CDLL(_library._find("libhvd_tensorflow.so"), mode=ctypes.RTLD_LOCAL | 2)  # RTLD_NOW
     on_host = {"HvdAlltoall": ["splits", "received_splits"], "HvdJoin": ["last"]}
     for name in ("Allreduce", "Allgather", "Broadcast", "Alltoall", "Reducescatter", "Barrier"):

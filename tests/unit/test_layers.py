@@ -1,4 +1,4 @@
-"""The rooms of native/: which folder may include which, and how large folders and files may be."""
+"""Which folder of native/ may include which."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ SOURCES = sorted(path for path in NATIVE.rglob("*") if path.suffix in (".h", ".c
 LOWEST = {"core/base"}
 MATH = LOWEST | {"core/request", "core/math"}
 TESTS = MATH | {"core", "core/cpu", "core/gpu", "core/engine"}
-# By folder: the folders whose files it may include, besides its own.
+# For each folder, the other folders whose files it may include.
 MAY_INCLUDE = {
     "core/base": set(),
     "core/request": LOWEST,
@@ -23,14 +23,14 @@ MAY_INCLUDE = {
     "tests": TESTS | {"tests/support"},
     "tests/support": TESTS,
 }
-# Of the folders above these are for the outside; the rest of core is not.
+# The files of core that code outside of it may include.
 KERNEL_API = {"core/kernel_api.h"}
 MOST_FILES = 20
 MOST_LINES = 500
 
 
 def includes(path: pathlib.Path) -> list[str]:
-    """The files of this project that a file includes, as paths from native/."""
+    """Returns the project's files that a file includes, as paths from native/."""
     named = re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
     return [name for name in named if (NATIVE / name).exists()]
 

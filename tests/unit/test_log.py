@@ -1,4 +1,4 @@
-"""Lines for people, from Python and from the core."""
+"""Log messages from Python and from the core."""
 
 import pathlib
 import re

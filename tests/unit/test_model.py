@@ -1,4 +1,4 @@
-"""The model of scale is right where the answer is known, and near what has been published."""
+"""The simulation is correct in cases with a known result, and close to published points."""
 
 import itertools
 import re
@@ -49,7 +49,7 @@ def test_without_backpropagation_nothing_can_overlap():
 
 
 def test_what_can_overlap_does():
-    """Two gradients, ready after 1 and 2 seconds of backpropagation, take a second each."""
+    """Two gradients, ready after 1 and 2 seconds of backpropagation, take one second each."""
     two = layers.Network([2 << 20, 2 << 20], [1, 1])
     step = model.overlapped(two, 1.0, 2.0, lambda size: size / (2 << 20), 2 << 20)
     assert (step.seconds, step.exchange, step.requests) == (4.0, 2.0, 2)
@@ -82,14 +82,14 @@ def test_a_host_sends_the_least_that_is_possible():
 
 
 def test_many_hosts_pay_for_their_messages():
-    """Two to and from each other host for a chunk, however little is in them."""
+    """Two messages to and from each other host per chunk, however small."""
     cluster = model.Cluster(1000, FOREVER, 0)
     assert cluster.direct(1 << 20) == pytest.approx(2 * 999 * model.MESSAGE)
     assert cluster.direct(4 << 20) == pytest.approx(8 * 999 * model.MESSAGE)
 
 
 def test_published_points_are_met():
-    """Within three points, by three constants that were fitted to all six at once."""
+    """Within three percentage points, with three constants fitted to all six points."""
     for (name, hosts), efficiency in model.PUBLISHED.items():
         _, predicted = model.pascals(name, NETWORKS[name], hosts, "horovod")
         assert predicted == pytest.approx(efficiency, abs=0.03), (name, hosts)

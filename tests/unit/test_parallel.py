@@ -1,4 +1,4 @@
-"""Runs tests/parallel on several ranks: one launch per size, for TensorFlow starts slowly."""
+"""Runs tests/parallel on several ranks: one job per size, because TensorFlow starts slowly."""
 
 import pathlib
 import re
@@ -12,9 +12,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 PARALLEL = ROOT / "tests" / "parallel"
 
 
-# Nearly all of it on 2 ranks. On 1 and 3, what depends on the number of ranks; the rest takes
-# minutes.
-# On 4, what only XLA could bring into disorder.
+# Nearly all tests run on 2 ranks. To save minutes, only tests that depend on the number of ranks
+# also run on 1 and 3 ranks, and on 4 ranks those whose order XLA could change.
 LEFT_OUT = {
     1: [
         "combinations",
@@ -50,7 +49,7 @@ MATRIX = "test_training.py::test_every_optimizer_with_every_option"
 
 
 def chosen(size: int) -> list[str]:
-    """The arguments that say which tests run on so many ranks."""
+    """Returns the arguments that select the tests for this number of ranks."""
     if size == 4:
         return [str(PARALLEL / "ops" / "test_xla.py"), "-k", "60-1 or convolution"]
     ignored = [
@@ -71,7 +70,7 @@ def test_parallel(size: int, tmp_path: pathlib.Path) -> None:
         sys.executable,
         *("-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider", *chosen(size)),
         *("-p", "tests.harness.matrix", "--matrix", str(matrix)),
-        # A rank that hangs shows where, and ends the job. No test takes nearly as long.
+        # A hanging rank shows where and ends the job; every test takes much less.
         *("--timeout=120", "--timeout-method=thread"),
         timeout=1800,  # several times what it takes on an idle machine
         env={"HVD_TEST_PARALLEL": "1"},

@@ -1,4 +1,4 @@
-"""Rules of this repository that a machine can check."""
+"""Rules of this repository that can be checked automatically."""
 
 import collections
 import pathlib
@@ -84,6 +84,13 @@ def test_every_public_name_exists_and_is_documented() -> None:
             assert value.__doc__, f"{name} has no docstring"
     for name in hvd.callbacks.__all__:
         assert name in text, f"callbacks.{name} stands in no document"
+
+
+def test_every_setting_is_in_the_readme() -> None:
+    sources = (ROOT / "hvd_keras" / "settings.py", ROOT / "native/core/base/settings.cc")
+    names = {n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())}
+    table = (ROOT / "README.md").read_text().partition("## Settings\n")[2].partition("\n## ")[0]
+    assert names == set(re.findall(r"`(HVD_[A-Z_]+)`", table))
 
 
 def test_what_runs_on_other_hosts_imports_the_standard_library_alone() -> None:

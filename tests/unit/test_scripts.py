@@ -1,4 +1,4 @@
-"""Ordinary scripts, run as their users do: those marked fast. `make scripts` runs all."""
+"""Ordinary scripts, run as users run them: those marked fast. `make scripts` runs all."""
 
 import textwrap
 
@@ -8,7 +8,7 @@ from tests.scripts import driver
 
 FAST = [script for script in driver.scripts() if script.fast]
 
-# Without TensorFlow: what a script says of itself, what it does, and what the driver has to find.
+# Without TensorFlow: what a script declares, what it does, and what the driver must report.
 PRELUDE = """
 import os, sys
 import numpy as np

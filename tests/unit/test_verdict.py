@@ -1,4 +1,4 @@
-"""Who is named when several ranks end at once."""
+"""Which rank is named when several ranks end at once."""
 
 import signal
 

@@ -107,12 +107,13 @@ void Engine::serve(Entry entry) {
       bytes += elements(input.shape) * size_of(on_the_wire(request, input.dtype));
     const auto start = Clock::now();
     try {
-      status = transport_->run(
-          request, [&](double seconds, const std::vector<int>& missing) -> std::string {
-            return watch(seconds, [&] {
-              return who(missing) + " stopped responding in the middle of " + identity(request) + ".";
-            });
-          });
+      status = transport_->run(request,
+                               [&](double seconds, const std::vector<int>& missing) -> std::string {
+                                 return watch(seconds, [&] {
+                                   return who(missing) + " stopped responding in the middle of " +
+                                          identity(request) + ".";
+                                 });
+                               });
     } catch (const Aborted& aborted) {
       request.done(Status::error(Code::deadline_exceeded,
                                  identity(request) + " cannot run: " + aborted.what()));

@@ -1,8 +1,8 @@
-"""Python runs this first in all processes of tests: they start in two thirds of the time.
+"""Python runs this first in all processes of tests, which then start in two thirds of the time.
 
-Importing TensorFlow makes more objects than Python's collector expects, and Keras imports
-scikit-learn, if it is there, for a wrapper that no test uses. From ``hvd.init()`` on, the collector
-works as it does for users.
+It raises the thresholds of the garbage collector while TensorFlow is imported, which creates many
+objects, and hides scikit-learn, which Keras imports for a wrapper that no test uses. From
+``hvd.init()`` on, the collector works as it does for users.
 """
 
 import gc
@@ -10,7 +10,7 @@ import sys
 
 
 class _AfterImports:
-    """Looks for no module; notices that ``hvd.init`` is about to be loaded."""
+    """Finds no module; detects that ``hvd.init`` is about to be loaded."""
 
     def find_spec(self, name, path=None, target=None):
         if name == "hvd_keras.lifecycle":

@@ -1,4 +1,4 @@
-"""Collectives that send different rows to different ranks, or none; and joining."""
+"""Collectives that send different rows, or none, to different ranks; and join."""
 
 import pathlib
 import time
@@ -101,7 +101,7 @@ def test_reducescatter_takes_sums_and_averages_only() -> None:
 
 @pytest.mark.parametrize("call", [hvd.barrier, tf.function(hvd.barrier)])
 def test_barrier_waits_for_all(call, directory: pathlib.Path) -> None:
-    """Who passes sees what the last rank has done before, however late that was."""
+    """A rank that passes sees what the last rank did before, however late that was."""
     sign = directory / "the last rank has come"
     if RANK == SIZE - 1:
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Wrong calls: the same clear error on every rank, and the next collective is right."""
+"""Wrong calls: the same clear error on every rank, and the next collective works."""
 
 import concurrent.futures
 import logging
@@ -104,7 +104,7 @@ def test_a_call_that_one_rank_refuses_fails_on_all(wrong, right, text) -> None:
 
 @several
 def test_two_kinds_with_one_name_are_two_requests() -> None:
-    """So ranks may bring them in any order, and neither takes the other's data."""
+    """So ranks may submit them in any order without mixing up their data."""
     calls = [
         lambda: hvd.allreduce(tf.fill([2], RANK + 1), op=hvd.Sum, name="both"),
         lambda: hvd.broadcast(tf.fill([2], RANK + 1), SIZE - 1, name="both"),

@@ -1,8 +1,8 @@
-"""Random collectives, right and wrong, in random orders: each gives NumPy's result or the error.
+"""Random collectives, valid and invalid, in random orders: each gives NumPy's result or an error.
 
-All ranks draw the same examples; an example is a few cases, a case is one collective. Without a
-fault all ranks call it alike; with one, a single rank has another dtype, shape, op, ... More cases:
-``--fuzz-cases N``.
+All ranks draw the same examples. An example consists of a few cases; a case is one collective.
+Without a fault all ranks make the same call; with one, a single rank differs in dtype, shape, op,
+... More cases: ``--fuzz-cases N``.
 """
 
 import concurrent.futures
@@ -22,7 +22,7 @@ import hvd_keras as hvd
 from hvd_keras import _library
 
 RANK, SIZE = hvd.rank(), hvd.size()
-# Cases of an example; as many requests are under way at once when they come from threads.
+# Cases per example; with threads, this many requests are in flight at once.
 CASES = 10
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -31,7 +31,7 @@ REDUCE = {"Sum": np.sum, "Average": np.mean, "Min": np.min, "Max": np.max, "Prod
 
 ALL = tuple(range(SIZE))
 SETS = sorted({ALL, ALL[1:], ALL[:1], (0, SIZE - 1) if SIZE > 1 else ALL} - {()})
-# What a single rank may do otherwise than the others.
+# In what a single rank may differ from the others.
 FAULTS = {
     "allreduce": ["dtype", "shape", "op", "factor", "tensors"],
     "reducescatter": ["dtype", "shape", "op", "factor", "tensors"],
@@ -46,8 +46,8 @@ FAULTS = {
 class Case:
     """One collective.
 
-    ``rows`` are the first dimensions by rank where they may differ, ``splits`` the rows from each
-    rank to each. ``fault`` is what ``culprit`` (a rank) has otherwise than the others, or "".
+    ``rows`` are the first dimensions by rank, if they may differ; ``splits`` the rows from each
+    rank to each. ``fault`` is in what the rank ``culprit`` differs from the others, or "".
     """
 
     kind: str
@@ -113,7 +113,7 @@ def shape_of(case: Case, rank: int) -> tuple[int, ...]:
 
 
 def tensor(case: Case, rank: int, i: int) -> np.ndarray:
-    """From 1 to 3: sums and products of a few ranks are exact in every dtype; so are averages."""
+    """Values from 1 to 3: sums, products and averages of few ranks are exact in every dtype."""
     shape = shape_of(case, rank)
     index = np.arange(np.prod(shape, dtype=int)).reshape(shape)
     values = (index * 5 + rank * 2 + i + case.salt) % 3 + 1
@@ -124,7 +124,7 @@ def tensor(case: Case, rank: int, i: int) -> np.ndarray:
 
 
 def call(case: Case, process_set: hvd.ProcessSet, name: str | None) -> list[tf.Tensor]:
-    """This rank's part; the results are read later, for in a function they have no values."""
+    """Makes this rank's call; results are read later, since they have no values in a function."""
     fault = case.fault if case.culprit == RANK else ""
     tensors = [tf.constant(tensor(case, RANK, i)) for i in range(len(case.dtypes))]
     if fault == "dtype":
@@ -165,7 +165,7 @@ def call(case: Case, process_set: hvd.ProcessSet, name: str | None) -> list[tf.T
 
 
 def expected(case: Case, joined: Collection[int] = ()) -> list[np.ndarray]:
-    """What NumPy makes of all members' tensors; of those that have joined it has none."""
+    """Computes the result with NumPy from the tensors of the members that have not joined."""
     place = case.members.index(RANK)
     if case.kind == "barrier":
         return []
@@ -216,7 +216,7 @@ def assert_equal(results: list[tf.Tensor], right: list[np.ndarray]) -> None:
 
 @pytest.fixture(scope="module")
 def process_sets():
-    """All of SETS, by their members."""
+    """Creates the process sets of SETS."""
     sets = {
         members: hvd.global_process_set if len(members) == SIZE else hvd.add_process_set(members)
         for members in SETS
@@ -228,7 +228,7 @@ def process_sets():
 
 
 def run_until_all_join(example: list[Case]) -> None:
-    """Each rank joins after another number of cases; what the others call goes on without it."""
+    """Each rank joins after a different number of cases; the others' calls continue without it."""
     left = [(example[0].salt + 3 * rank) % CASES for rank in ALL]
     for i, case in enumerate(example):
         if i == left[RANK]:
@@ -270,7 +270,7 @@ def test_random_collectives(process_sets, request, capfd) -> None:
             for _, case in mine:
                 check(case, process_sets[case.members], None)
             return
-        # All at once, begun in an order of this rank's own.
+        # All at once, started in an order that differs by rank.
         order = np.random.default_rng([example[0].salt, RANK]).permutation(len(mine))
         under_way = [
             pool.submit(check, mine[k][1], process_sets[mine[k][1].members], f"case {mine[k][0]}")
@@ -298,7 +298,7 @@ def test_random_collectives(process_sets, request, capfd) -> None:
             assert len(set(hvd.allgather([drawn]).numpy())) == 1, "the ranks drew other examples"
             run(example, mode)
         except BaseException:
-            # Hypothesis would repeat it, on this rank alone: end the whole job.
+            # Hypothesis would repeat the example on this rank alone, so end the whole job.
             with capfd.disabled():
                 print(
                     f"\nrank {RANK} failed {mode} in {example}:\n{traceback.format_exc()}",

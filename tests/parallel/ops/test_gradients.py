@@ -23,8 +23,8 @@ def weights(rank: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def check(collective, alone, points, *, compiled: bool) -> None:
-    """``alone`` computes from all ranks' inputs what ``collective`` gives each rank, or a list of
-    what it gives to which."""
+    """Compares gradients. ``alone`` computes the result of ``collective`` from all ranks' inputs,
+    the same for all ranks or a list by rank."""
     mine = tf.Variable(points[RANK])
 
     def of_each(inputs):
@@ -69,7 +69,7 @@ def test_allreduce(op: str, compiled: bool) -> None:
 
 @pytest.mark.parametrize("op", ["Average", "Sum", "Min", "Max", "Product"])
 def test_compressed_allreduce(op: str) -> None:
-    # What float16 holds is not changed on the way, nor are these gradients.
+    # float16 represents these values and gradients exactly, so compression does not change them.
     values = [np.array([1.5, -2.0, 3.0 + r, 0.25 * (-1) ** r]) for r in range(SIZE)]
 
     def gradient(compression) -> np.ndarray:
@@ -101,7 +101,7 @@ def test_ties_for_the_maximum_share_its_gradient() -> None:
     x = tf.Variable([1.0, float(RANK)])
     with tf.GradientTape() as tape:
         y = hvd.allreduce(x, op=hvd.Max)
-    # Every rank's loss counts y once, so the total upstream is SIZE.
+    # y occurs once in every rank's loss, so the total upstream gradient is SIZE.
     np.testing.assert_allclose(tape.gradient(y, x), [1.0, SIZE if RANK == SIZE - 1 else 0.0])
 
 
@@ -157,7 +157,7 @@ def test_alltoall(compiled: bool) -> None:
 
 
 def contrastive(rows, columns, first: int) -> tf.Tensor:
-    """The mean over the rows of the loss of telling each one's own column from all others."""
+    """A contrastive loss: the mean over the rows of finding each row's own column."""
     own = first + tf.range(tf.shape(rows)[0])
     return tf.reduce_mean(
         tf.nn.sparse_softmax_cross_entropy_with_logits(

@@ -26,7 +26,7 @@ def counted(kind: str) -> dict[str, float]:
 
 
 def lateness() -> list[dict[str, float]]:
-    hvd.barrier()  # what concerns the latest request is known with the next one
+    hvd.barrier()  # the times of the latest request are known after the next one
     return hvd.stats()["ranks"]
 
 
@@ -175,7 +175,7 @@ def test_stats_logger_writes_each_epoch(directory) -> None:
             for value in event.summary.value:
                 logged.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
     assert all(list(epochs) == [0, 1, 2] for epochs in logged.values())
-    # One request a step, after what the first one needs; one rank alone needs none.
+    # One request per step, after those of the first step; one rank alone makes none.
     requests = training.STEPS if SIZE > 1 else 0
     assert logged["hvd/requests"][1] == logged["hvd/requests"][2] == requests
     parameters = sum(np.prod(weight.shape) for weight in model.trainable_weights)

@@ -1,4 +1,4 @@
-"""The collectives, against values that every rank computes for itself."""
+"""The collectives, compared with values that every rank computes locally."""
 
 import threading
 
@@ -59,7 +59,7 @@ def test_large_tensors_are_cut_into_chunks_without_loss() -> None:
 
 
 def test_half_precision_is_accumulated_in_float32() -> None:
-    # In float16, 2048 + 1 is 2048, so a sum that is rounded at each step loses all the ones.
+    # In float16, 2048 + 1 is 2048, so a sum rounded at each step would lose the ones.
     mine = tf.constant([2048.0 if RANK == 0 else 1.0], tf.float16)
     total = hvd.allreduce(mine, op=hvd.Sum)
     np.testing.assert_array_equal(total, np.array([2048.0 + (SIZE - 1)], np.float16))
@@ -205,7 +205,7 @@ def test_unnamed_calls_match_although_one_rank_has_traced_more() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_named_requests_from_several_threads_in_any_order(compiled: bool) -> None:
-    """TensorFlow has one inter-op thread here: kernels that waited in it would lock up the job."""
+    """TensorFlow has one inter-op thread here: a kernel that blocked it would hang the job."""
     count = 12
     results: dict[int, np.ndarray] = {}
 

@@ -1,4 +1,4 @@
-"""Some of the ranks, among themselves."""
+"""Process sets."""
 
 import threading
 
@@ -81,7 +81,7 @@ def test_gradients(others) -> None:
 
 
 def test_training_in_a_set(others) -> None:
-    """Rank 0 trains one model, the others another, together."""
+    """Rank 0 trains one model alone, the others train another one together."""
     if RANK == 0:
         with pytest.raises(ValueError, match="rank 0 is not in process set"):
             hvd.DistributedOptimizer(keras.optimizers.SGD(), process_set=others)

@@ -1,4 +1,4 @@
-"""Collectives and training in what XLA compiles."""
+"""Collectives and training in functions that XLA compiles."""
 
 import json
 import re
@@ -132,12 +132,12 @@ def test_many_tensors_and_steps(count: int, together: int) -> None:
 
 
 def test_order_of_many_tensors(directory) -> None:
-    """XLA alone would run them in an order of its own, another one in each step."""
+    """Without the chain, XLA would run them in a different order in each step."""
     count, steps = 60, 20
 
     @compiled
     def step(x):
-        # XLA runs programs on a few hundred bytes one by one anyway.
+        # XLA runs programs on a few hundred bytes sequentially anyway.
         return [hvd.allreduce(x + i, op=hvd.Sum, name=f"tensor {i}") for i in range(count)]
 
     hvd.start_timeline(directory / "timeline.json")
@@ -154,7 +154,7 @@ def test_order_of_many_tensors(directory) -> None:
 
 
 def test_loops_and_branches_beside_other_collectives() -> None:
-    """Nothing orders them: the bodies are programs of their own."""
+    """Nothing orders them: the bodies are separate programs."""
 
     @compiled
     def step(x, y):
@@ -225,7 +225,7 @@ def test_what_xla_cannot_express_is_refused() -> None:
 
 
 def lowered_for_gpus(function, *arguments):
-    """The computation; TensorFlow makes it without a GPU."""
+    """Returns the lowered computation; TensorFlow needs no GPU for this."""
     lower = compiled(function).experimental_get_compiler_ir(*arguments)
     module = hlo_pb2.HloModuleProto.FromString(lower(stage="hlo_serialized", platform_name="GPU"))
     return next(c for c in module.computations if c.id == module.entry_computation_id)
@@ -267,7 +267,7 @@ def test_what_xla_gets_for_gpus() -> None:
             order = list(shape.layout.minor_to_major)
             assert order == list(reversed(range(len(shape.dimensions))))
             assert not any(shape.is_dynamic_dimension)
-        # The chain comes from the call before and goes on to the next.
+        # The chain comes from the previous call and goes to the next.
         end = instructions[call.operand_ids[-1]]
         if before is None:
             assert end.opcode == "constant"
@@ -303,7 +303,7 @@ def train(
     steps_per_execution=1,
     overflows=False,
 ):
-    """The model after training on this rank's shard."""
+    """Returns the model after training on this rank's shard."""
     net = make_model()
     training.set_weights(net, seed=RANK)  # the broadcast must make them equal
     x, y = (training.shard(a, RANK, SIZE)[:rows] for a in training.data(net, SIZE))
@@ -333,7 +333,7 @@ def image_model(dropout: float) -> keras.Model:
         [
             keras.Input((5,)),
             layers.Reshape((5, 1)),
-            # A bias here would get noise for a gradient, and Adam would make steps of it.
+            # The gradient of a bias here would be rounding noise, which Adam would turn into steps.
             layers.Conv1D(3, 3, use_bias=False),
             layers.BatchNormalization(),
             layers.Dropout(dropout, seed=1),
@@ -365,7 +365,7 @@ def test_convolution_and_batch_norm() -> None:
 
 
 def test_dropout() -> None:
-    """In XLA TensorFlow draws other numbers than without: only the ranks can be compared."""
+    """With XLA, TensorFlow draws other random numbers, so only the ranks are compared."""
     net = train(lambda: image_model(0.3), True, lambda: optimizers.Adam(0.01))
     mask = compiled(lambda x: net.layers[3](x, training=True))(tf.ones((50, 3, 3)))
     masks = hvd.allgather(mask[tf.newaxis]).numpy()
