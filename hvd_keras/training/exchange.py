@@ -154,21 +154,42 @@ def kinds_of(gradients: Sequence[Any]) -> tuple[Kind | None, ...]:
     )
 
 
-def check_specs(name: str, specs: Sequence[VariableSpec], process_set: ProcessSet) -> None:
+def check_specs(
+    name: str, specs: Sequence[VariableSpec], process_set: ProcessSet
+) -> tuple[VariableSpec, ...]:
     """Compares the ranks' variables: their number, order, paths, shapes and dtypes.
 
-    The ranks compare 32 bytes; only if these differ do they exchange the texts.
+    The ranks compare 32 bytes; only if these differ do they exchange the specs. A path may begin
+    later than another rank's: Keras puts the name of a model that was built in its first step into
+    the paths of its variables, and leaves it out when the model is loaded from a file.
+
+    Returns:
+        The specs as the first rank of the process set has them.
 
     Raises:
         ValueError: they differ; on every rank.
     """
-    texts = [str(spec) for spec in specs]
-    mine = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+    mine = hashlib.sha256("\n".join(map(str, specs)).encode()).hexdigest()
     digests = agree.gather_json(f"{name}.variables", mine, process_set)
     if len(set(digests)) == 1:
-        return
-    everyone = agree.gather_json(f"{name}.differing variables", texts, process_set)
-    _raise_difference(dict(zip(process_set.ranks, everyone, strict=True)))
+        return tuple(specs)
+    told = [[spec.path, spec.shape, spec.dtype] for spec in specs]
+    everyone = [
+        [VariableSpec(path, tuple(shape), dtype) for path, shape, dtype in rank]
+        for rank in agree.gather_json(f"{name}.differing variables", told, process_set)
+    ]
+    first = everyone[0]
+    for rank in everyone:
+        if len(rank) != len(first) or not all(map(_is_the_same, rank, first)):
+            texts = ([str(spec) for spec in rank] for rank in everyone)
+            _raise_difference(dict(zip(process_set.ranks, texts, strict=True)))
+    return tuple(first)
+
+
+def _is_the_same(one: VariableSpec, other: VariableSpec) -> bool:
+    short, long = sorted((one.path, other.path), key=len)
+    ends_alike = f"/{long}".endswith(f"/{short}")
+    return ends_alike and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def agree_on_kinds(

@@ -45,7 +45,7 @@ class GradientReducer:
         self.local: dict[int, Any] = {}
         self._plans: dict[Any, Plan] = {}
         # The lists of variables that the ranks have compared.
-        self._known: set[tuple[exchange.VariableSpec, ...]] = set()
+        self._agreed: dict[Any, tuple[exchange.VariableSpec, ...]] = {}
 
     @property
     def process_set(self) -> ProcessSet:
@@ -111,12 +111,13 @@ class GradientReducer:
         return Step(self, plan, gradients, shared, overwritten)
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
-        specs = tuple(exchange.spec_of(v) for v in variables)
-        if specs not in self._known:
-            exchange.check_specs(self.name, specs, self.process_set)
+        mine = tuple(exchange.spec_of(v) for v in variables)
+        specs = self._agreed.get(mine)
+        if specs is None:
+            specs = exchange.check_specs(self.name, mine, self.process_set)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
             if forgotten.check_weights(self.name, variables, requests, self.process_set):
-                self._known.add(specs)
+                self._agreed[mine] = specs
         kinds = exchange.kinds_of(gradients)
         indices = exchange.group_indices(self.groups, variables)
         if tf.executing_eagerly():
