@@ -55,9 +55,6 @@ for epoch in range(4, 0, -1):
         break
 resume_from_epoch = int(hvd.broadcast(resume_from_epoch, 0, name="resume_from_epoch"))
 assert resume_from_epoch == 2
-if hvd.rank() == 0:
-    model = hvd.load_model(FILE.format(epoch=resume_from_epoch))
-else:
-    model = make()
+model = hvd.load_model(FILE.format(epoch=2)) if hvd.rank() == 0 else make()
 train(model, resume_from_epoch, 4)
 np.savez(f"{os.environ['RESULT']}/{hvd.rank()}", *model.get_weights())
