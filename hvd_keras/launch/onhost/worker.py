@@ -255,7 +255,7 @@ class Worker:
         # Having read the report, hvdrun closes its end, perhaps before we look again.
         told_all = self._reported and self._channel.waiting == 0
         self._hvdrun_gone = True
-        self._channel.drop()
+        self._channel.take()
         self._selector.unregister(self._connection)
         self._stop()
         if not told_all:
