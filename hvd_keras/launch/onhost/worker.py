@@ -1,9 +1,9 @@
 """Runs the command of one rank and reports how it ended.
 
-mpirun or srun starts this module once per rank, on every host. It connects to hvdrun, learns the
-command, and passes the command's input, its output and the report of its end through that
-connection: mpirun would join pieces of lines, mix in messages of its own, and its exit status can
-be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended.
+mpirun or srun starts a worker once per rank, on every host (see `start_worker.py`). It connects to
+hvdrun, learns the command, and passes the command's input, its output and the report of its end
+through that connection: mpirun would join pieces of lines, mix in messages of its own, and its exit
+status can be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvd_keras.launch.onhost import sweep
-from hvd_keras.launch.onhost.channel import (
+from .channel import (
     LARGE_PIECE,
     PIECE,
     SILENCE,
@@ -37,9 +36,9 @@ from hvd_keras.launch.onhost.channel import (
     silence,
     watch_liveness,
 )
-from hvd_keras.launch.onhost.cores import usable_cores
-from hvd_keras.launch.onhost.process import GRACE, die_with_parent
-from hvd_keras.launch.onhost.rsh_agent import DAEMON
+from .cores import usable_cores
+from .process import GRACE, die_with_parent
+from .rsh_agent import DAEMON
 
 # Environment variables through which hvdrun reaches its workers. The job's number stays in the
 # environment of the command and of all that it starts, so that they can be found and ended.
@@ -69,6 +68,9 @@ CHECK = 0.5
 
 # Bytes that may wait for a slow connection before the command's output is left to wait, too.
 BACKLOG = 1 << 18
+
+# What ends all that is left of a job on this host.
+SWEEP = Path(__file__).with_name("sweep.py")
 
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
@@ -261,7 +263,7 @@ class Worker:
         if not told_all:
             # mpirun's daemon would wait for what does not come, and nobody else may reach it. When
             # it dies it kills us, perhaps soon, so another process ends all that is here.
-            command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
+            command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
             environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
             environment["TMPDIR"] = str(temporary_folder().parent)
             subprocess.Popen(command, env=environment, start_new_session=True)
@@ -483,7 +485,8 @@ class Worker:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the worker of the rank that mpirun has started; returns the status to exit with."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    connected = connect(os.environ[ADDRESSES])
-    sys.exit(Worker(find_rank(os.environ), os.environ[SECRET], connected).run())
+    connection = connect(os.environ[ADDRESSES])
+    return Worker(find_rank(os.environ), os.environ[SECRET], connection).run()
