@@ -13,6 +13,7 @@ import pytest
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.output import Destination, Stream
+from hvd_keras.launch.onhost.channel import SILENCE
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, cpu_quota, usable_cores
 from hvd_keras.launch.start import mpirun
 from tests.harness.launcher import LIMIT
@@ -107,11 +108,20 @@ def test_a_reader_that_pauses_does_not_keep_hvdrun_from_ending(hvdrun, number):
 
 
 def test_a_reader_that_pauses_misses_nothing(hvdrun):
-    process = hvdrun.start(1, "for i in range(5000): print(i, 'x' * 1000)")
-    time.sleep(2)
-    out, err = process.communicate(timeout=LIMIT)
-    assert out.splitlines() == [f"[0] {i} {'x' * 1000}" for i in range(5000)]
-    assert (err, process.returncode) == ("", 0)
+    """Neither while a rank waits to write, nor when it has ended and its worker waits."""
+    text = """
+        try:
+            open("first", "x").close()
+            size = 5000
+        except FileExistsError:
+            size = 1500
+        for i in range(size): print(i, "x" * 1000)
+        """
+    jobs = [hvdrun.start(1, text) for _ in range(2)]
+    time.sleep(SILENCE + 5)  # longer than a host may be silent
+    done = [(*process.communicate(timeout=LIMIT), process.returncode) for process in jobs]
+    expected = ["".join(f"[0] {i} {'x' * 1000}\n" for i in range(size)) for size in (1500, 5000)]
+    assert sorted(done) == sorted((out, "", 0) for out in expected)
 
 
 def test_a_full_disk_ends_the_copies_and_not_the_job(hvdrun):

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -180,34 +181,65 @@ async def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
     await ranks.close()
 
 
+async def join(address: tuple[str, int]) -> tuple[socket.socket, Channel]:
+    """A worker of rank 0 that hvdrun has accepted."""
+    worker, channel = socket.create_connection(address), Channel(SECRET, is_hvdrun=False)
+    worker.setblocking(False)
+    watch_liveness(worker)
+    while not channel.open:
+        channel.feed(await asyncio.get_running_loop().sock_recv(worker, 1 << 16))
+        if channel.open:
+            channel.put(hello={"rank": 0, "host": "here", "cores": 2})
+        await send(worker, channel)
+    return worker, channel
+
+
+async def send(worker: socket.socket, channel: Channel) -> None:
+    await asyncio.get_running_loop().sock_sendall(worker, channel.take())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), launcher.LIMIT)
+
+
 @in_loop
 async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Path) -> None:
     """Otherwise it would take hvdrun's host for lost: acknowledgements become rare."""
     ranks, address = await listen(tmp_path, 1)
-    worker, channel = socket.create_connection(address), Channel(SECRET, is_hvdrun=False)
-    worker.setblocking(False)
-    watch_liveness(worker)
-    loop = asyncio.get_running_loop()
-    while not channel.open:
-        channel.feed(await loop.sock_recv(worker, 1 << 16))
-        if channel.open:
-            channel.put(hello={"rank": 0, "host": "here", "cores": 2})
-        await loop.sock_sendall(worker, channel.take())
+    worker, channel = await join(address)
     reader, writer = os.pipe()
-    out = ranks._output.stream(0, "out")
-    out.destination = Destination(writer, lambda: None)
-    ranks._output._out = out.destination
+    ranks._output._out = Destination(writer, lambda: None)
     channel.put(output="out", data=base64.b64encode(bytes(1 << 21)).decode())
-    await loop.sock_sendall(worker, channel.take())
-    while not ranks._paused:
-        await asyncio.sleep(0.01)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            worker.send(bytes(1 << 16))
-    while silence(worker) < 3.0:
-        await asyncio.sleep(0.1)
+    await send(worker, channel)
+    await until(lambda: ranks._paused)
+
+    def is_quiet() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                worker.send(bytes(1 << 16))
+        return silence(worker) > 3.0
+
+    await until(is_quiet)
     assert not ranks.check()
     await asyncio.sleep(0.1)
     assert silence(worker) < 2.0
     await ranks.close()
     os.close(reader)
+
+
+@in_loop
+async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
+    ranks, address = await listen(tmp_path, 1)
+    worker, channel = await join(address)
+    tmp_path.rmdir()  # stands for a full disk
+    report = {"status": 0, "stopped": False, "ended": True}
+    channel.put(report=report, statistics={"seconds": 1})
+    await send(worker, channel)
+    await until(lambda: ranks.reports and ranks.reports[0].gone | bool(ranks.problem))
+    assert ranks.check()
+    assert ranks.problem.startswith("cannot keep what rank 0 has sent: [Errno 2] No such file")
+    await ranks.close()

@@ -68,10 +68,12 @@ class _Peer(asyncio.Protocol):
         try:
             for message in self.channel.feed(data):
                 self._ranks.take(self, message)
+            self.send()
         except ProtocolError as error:
             self.end(str(error))
-        else:
-            self.send()
+        except OSError as error:  # a full disk under $TMPDIR
+            self._ranks.problem = f"cannot keep what rank {self.rank} has sent: {error}"
+            self.end(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
         told = error_text(error) if isinstance(error, OSError) else str(error or "")

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
@@ -36,6 +37,8 @@ SLOW_READER_CHECK = 0.1
 
 # Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
 TEXT_LIMIT = 1 << 16
+
+INFINITY = float("inf")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -118,6 +121,7 @@ class Signals:
         return self.stop is None
 
 
+@dataclass
 class Job:
     """One run of mpirun, whose workers report through `ranks`.
 
@@ -125,30 +129,19 @@ class Job:
     that are lost.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        ranks: Ranks,
-        output: Output,
-        signals: Signals,
-        verbose: bool,
-        clean: Callable[[Job], Awaitable[Collection[str]]],
-    ) -> None:
-        self._command = command
-        self._environment = environment
-        self._ranks = ranks
-        self._output = output
-        self._signals = signals
-        self._verbose = verbose
-        self._clean = clean
-        self._mpirun_text = b""
-        self._stopping = False
-        self._kill_time = float("inf")  # when to stop being patient with mpirun; finite once asked
-        self._report_limit = float("inf")  # when mpirun must have seen what the reports tell
-        self._next_report_check = 0.0
-        self._reader_limit = float("inf")  # when to stop being patient with who reads our output
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    ranks: Ranks
+    output: Output
+    signals: Signals
+    verbose: bool
+    clean: Callable[[Job], Awaitable[Collection[str]]]
+    _mpirun_text: bytes = b""
+    _stopping: bool = False
+    _kill_time: float = INFINITY  # when to stop being patient with mpirun; finite once asked
+    _report_limit: float = INFINITY  # when mpirun must have seen what the reports tell
+    _next_report_check: float = 0.0
+    _reader_limit: float = INFINITY  # when to stop being patient with who reads our output
 
     async def run(self) -> Verdict:
         """Run the job to its end."""
@@ -157,8 +150,8 @@ class Job:
         strangers = _children()  # a shell's `exec hvdrun` hands its own children over
         hvdrun = os.getpid()
         mpirun = subprocess.Popen(
-            self._command,
-            env=self._environment,
+            self.command,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -181,13 +174,13 @@ class Job:
                 self._kill()
                 mpirun.wait()
             await self._sweep(strangers)
-            lost = await self._clean(self)
+            lost = await self.clean(self)
             self._take_mpirun_text()
             loop.remove_reader(mpirun.stdout)
             mpirun.stdout.close()
-            self._output.finish()
+            self.output.finish()
         verdict = self._verdict(mpirun.returncode, lost)
-        while not (self._output.empty or self._over_patient):
+        while not (self.output.empty or self._over_patient):
             await self.turn(SLOW_READER_CHECK)
         return verdict
 
@@ -197,8 +190,8 @@ class Job:
         data = pipe.read(TEXT_LIMIT)  # None: there is nothing now
         if data == b"":
             asyncio.get_running_loop().remove_reader(pipe)
-        elif data and self._verbose:
-            self._output.mpirun_stream().feed(data)
+        elif data and self.verbose:
+            self.output.mpirun_stream().feed(data)
         elif data:
             self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
 
@@ -208,41 +201,41 @@ class Job:
 
     async def turn(self, patience: float) -> None:
         """Wait until something happens, at most `patience` seconds."""
-        await self._signals.wait(patience)
+        await self.signals.wait(patience)
         # The ranks wait for the reader of our output.
-        if not self._output.full or self._over_patient:
-            self._ranks.resume()
+        if not self.output.full or self._over_patient:
+            self.ranks.resume()
 
     @property
     def _over_patient(self) -> bool:
         """Whether to stop waiting for the reader of our output, because the job is to end."""
         now = time.monotonic()
-        if self._signals.stop is not None:
+        if self.signals.stop is not None:
             self._reader_limit = min(self._reader_limit, now + GRACE)
-        return self._signals.hurry or now >= self._reader_limit
+        return self.signals.hurry or now >= self._reader_limit
 
     @property
     def hurry(self) -> bool:
         """Whether the user does not want to wait for anything."""
-        return self._signals.hurry
+        return self.signals.hurry
 
     def _check(self) -> None:
         """End the job where mpirun does not do it by itself."""
         now = time.monotonic()
         if now >= self._next_report_check:
             self._next_report_check = now + REPORT_CHECK
-            lost = self._ranks.check()
-            reports = self._ranks.reports
+            lost = self.ranks.check()
+            reports = self.ranks.reports
             over = [report for report in reports.values() if report.status is not None]
-            if lost or has_failed(reports) or len(over) == self._ranks.size:
+            if lost or has_failed(reports) or len(over) == self.ranks.size:
                 self._report_limit = min(self._report_limit, now + GRACE)
-            if self._ranks.problem or lost:
+            if self.ranks.problem or lost:
                 self._stop()
-        if self._output.error or now >= self._report_limit or self._signals.stop is not None:
+        if self.output.error or now >= self._report_limit or self.signals.stop is not None:
             self._stop()
-        if self._stopping and self._ranks.over():
+        if self._stopping and self.ranks.over():
             self._kill_time = min(self._kill_time, now + OVER_GRACE)
-        if now >= self._kill_time or self._signals.hurry:
+        if now >= self._kill_time or self.signals.hurry:
             self._kill()
 
     def _stop(self) -> None:
@@ -250,7 +243,7 @@ class Job:
             self._stopping = True
             self._kill_time = time.monotonic() + GRACE
             self._mpirun.terminate()
-            self._ranks.stop()
+            self.ranks.stop()
 
     def _kill(self) -> None:
         self._kill_time = time.monotonic()
@@ -270,17 +263,17 @@ class Job:
                     asked.add(pid)
                 os.waitpid(pid, os.WNOHANG)
             if time.monotonic() >= kill_time + GRACE:  # stuck in the kernel, on a disk perhaps
-                self._output.say(f"process {', '.join(map(str, left))} of the job cannot be killed")
+                self.output.say(f"process {', '.join(map(str, left))} of the job cannot be killed")
                 return
             await self.turn(0.02)  # a process that waits for us to read its output cannot end
 
     def _verdict(self, mpirun_status: int, lost: Collection[str]) -> Verdict:
-        reports = self._ranks.reports
-        error = self._output.error
-        if self._signals.stop is not None:
-            name = signal.Signals(self._signals.stop).name
+        reports = self.ranks.reports
+        error = self.output.error
+        if self.signals.stop is not None:
+            name = signal.Signals(self.signals.stop).name
             verdict = Verdict(
-                128 + self._signals.stop, [f"{name} received; all ranks were ended"], True
+                128 + self.signals.stop, [f"{name} received; all ranks were ended"], True
             )
         elif error is not None:
             cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
@@ -288,24 +281,24 @@ class Job:
         else:
             if mpirun_status < 0 and not self._stopping:  # its daemons died of that
                 for report in reports.values():
-                    report.orphaned = float("inf")
-            verdict = judge(reports, self._ranks.size, mpirun_status, lost)
-            if self._ranks.problem:
-                lines = [self._ranks.problem, *verdict.lines[1:]]
+                    report.orphaned = INFINITY
+            verdict = judge(reports, self.ranks.size, mpirun_status, lost)
+            if self.ranks.problem:
+                lines = [self.ranks.problem, *verdict.lines[1:]]
                 verdict = Verdict(1, lines, False, None, verdict.hosts)
         if not verdict.explained or (verdict.status != 0 and not reports):
-            self._output.write_raw(self._mpirun_text)
+            self.output.write_raw(self._mpirun_text)
         cause, *others = [*verdict.lines] or [""]
         if cause:
-            self._output.say(cause)
+            self.output.say(cause)
         texts = [
-            "" if verdict.culprit is None else self._output.traceback(verdict.culprit)[0],
-            "" if verdict.waiting is None else self._output.traceback(verdict.waiting)[1],
+            "" if verdict.culprit is None else self.output.traceback(verdict.culprit)[0],
+            "" if verdict.waiting is None else self.output.traceback(verdict.waiting)[1],
         ]
         for text in filter(None, texts):
-            self._output.write_raw(text.encode() + b"\n")
+            self.output.write_raw(text.encode() + b"\n")
         for line in others:
-            self._output.say(line)
+            self.output.say(line)
         return verdict
 
 
