@@ -210,6 +210,7 @@ class Output:
     ) -> None:
         self._out = Destination(1, changed)
         self._err = self._out if _same_file(1, 2) else Destination(2, changed)
+        self.patient = True  # whether the ranks wait for the reader
         self._prefix = prefix
         self._directory = None if directory is None else Path(directory)
         if self._directory is not None:
@@ -249,7 +250,7 @@ class Output:
     @property
     def full(self) -> bool:
         """Whether the reader is so slow that the ranks should wait."""
-        return max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
+        return self.patient and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
 
     @property
     def empty(self) -> bool:

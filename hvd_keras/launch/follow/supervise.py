@@ -180,7 +180,7 @@ class Job:
             mpirun.stdout.close()
             self.output.finish()
         verdict = self._verdict(mpirun.returncode, lost)
-        while not (self.output.empty or self._over_patient):
+        while self.output.patient and not self.output.empty:
             await self.turn(SLOW_READER_CHECK)
         return verdict
 
@@ -202,17 +202,12 @@ class Job:
     async def turn(self, patience: float) -> None:
         """Wait until something happens, at most `patience` seconds."""
         await self.signals.wait(patience)
-        # The ranks wait for the reader of our output.
-        if not self.output.full or self._over_patient:
-            self.ranks.resume()
-
-    @property
-    def _over_patient(self) -> bool:
-        """Whether to stop waiting for the reader of our output, because the job is to end."""
         now = time.monotonic()
         if self.signals.stop is not None:
             self._reader_limit = min(self._reader_limit, now + GRACE)
-        return self.signals.hurry or now >= self._reader_limit
+        self.output.patient = not self.signals.hurry and now < self._reader_limit
+        if not self.output.full:
+            self.ranks.resume()
 
     @property
     def hurry(self) -> bool:

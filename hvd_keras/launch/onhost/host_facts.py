@@ -1,6 +1,6 @@
 """Host check, piped to Python on each host before a job: reports what is installed there.
 
-Reads the text of `cores.py` and what to look at from its arguments, and prints one line of JSON.
+Its arguments say what to look at; it prints one line of JSON.
 """
 
 import json

@@ -129,7 +129,7 @@ def connect(addresses: str) -> socket.socket:
 def temporary_folder() -> Path:
     """The job's own folder for temporary files on this host: gone with the job, however it ends.
 
-    Killed processes cannot remove their files. mpirun's agent may have made it, see `agent.py`.
+    Killed processes cannot remove their files. mpirun's agent may have made it, see `rsh_agent.py`.
     """
     name = f"hvdrun-{os.environ[JOB]}"
     folder = Path(tempfile.gettempdir())
