@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import shutil
@@ -12,10 +13,8 @@ from pathlib import Path
 
 from hvd_keras.launch import job_spec, options, plan, restarts
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow.supervise import (
-    Signals,
-    raise_open_files,
-)
+from hvd_keras.launch.follow.outcome import Verdict
+from hvd_keras.launch.follow.supervise import Signals, raise_open_files
 from hvd_keras.launch.onhost.process import die_with_parent
 
 
@@ -33,11 +32,15 @@ def _launch(arguments: Sequence[str] | None) -> int:
         return 0
     raise_open_files()
     try:
-        with Signals() as signals:
-            return restarts.run(asked, signals).status
+        return asyncio.run(_run(asked)).status
     finally:
         if given.call is not None and os.getppid() != int(given.call[0]):
             shutil.rmtree(given.call[1], ignore_errors=True)  # its owner was killed
+
+
+async def _run(asked: job_spec.Request) -> Verdict:
+    with Signals() as signals:
+        return await restarts.run(asked, signals)
 
 
 def _open_standard_streams() -> None:

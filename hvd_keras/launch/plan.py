@@ -17,7 +17,7 @@ from hvd_keras.launch.start.mpirun import Mpirun, Remote
 from hvd_keras.launch.start.network import common_network
 from hvd_keras.launch.start.slurm import Srun
 
-PROGRAM = [sys.executable, "-I", "-m", "hvd_keras.launch.onhost.worker"]
+PROGRAM = [sys.executable, "-I", "-S", str(Path(worker.__file__).with_name("start_worker.py"))]
 
 # What stands for the secret where the settings are shown.
 HIDDEN = "SECRET"

@@ -22,16 +22,16 @@ from hvd_keras.launch.start.hosts import Host
 LOOK_AGAIN = 5.0
 
 
-def run(request: Request, signals: Signals) -> Verdict:
+async def run(request: Request, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
     placement = place(request)
     size = placement.size
-    verdict = run_job.run(request, placement, signals, first=True)
+    verdict = await run_job.run(request, placement, signals, first=True)
     for number in range(1, request.max_restarts + 1):
         if verdict.status == 0 or signals.stop is not None:
             break
         if not request.is_local:
-            found = _replace(request, size, signals)
+            found = await _replace(request, size, signals)
             if found is None:
                 break
             placement = found
@@ -40,20 +40,20 @@ def run(request: Request, signals: Signals) -> Verdict:
             where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
         ranks = placement.size
         _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
-        verdict = run_job.run(request, placement, signals, first=False)
+        verdict = await run_job.run(request, placement, signals, first=False)
     if verdict.status == 0:
-        _sweep_lost(request, signals, SILENCE)
+        await _sweep_lost(request, signals, SILENCE)
     elif len(request.jobs) > 1:  # what the first has lost may be there again
-        _sweep_lost(request, signals, 0.0)
+        await _sweep_lost(request, signals, 0.0)
     return verdict
 
 
-def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:
+async def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:
     """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + patience
     lost = request.lost
     while lost := clean_up.sweep_hosts(lost, request.reach, request.jobs, 0.0):
-        if time.monotonic() >= limit or not signals.wait(1.0):
+        if time.monotonic() >= limit or not await signals.sleep(1.0):
             break
     for name in sorted(lost):
         _say(f"{name} cannot be reached; processes or files of the job may be left there")
@@ -117,7 +117,7 @@ def _stretched(found: Sequence[Host], size: int) -> list[Host]:
     return [Host(host.name, -(-(host.slots or 0) * size // slots)) for host in found]
 
 
-def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
+async def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
     least = request.min_size or size
     limit = time.monotonic() + request.restart_timeout
@@ -151,7 +151,7 @@ def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
                 "(--min-np)"
             )
             return None
-        if not signals.wait(LOOK_AGAIN):
+        if not await signals.sleep(LOOK_AGAIN):
             return None
 
 

@@ -9,12 +9,12 @@ import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-from hvd_keras.launch.follow import statistics, tensorflow_log
-from hvd_keras.launch.follow.event_loop import Loop
+from hvd_keras.launch.follow import statistics
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.follow.ranks import Ranks, Start
+from hvd_keras.launch.follow.ranks import Ranks
 from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_directory
 from hvd_keras.launch.job_spec import Request
 from hvd_keras.launch.onhost.channel import new_secret
@@ -29,7 +29,7 @@ from hvd_keras.launch.start.network import own_addresses
 SWEEP_GRACE = 1.0
 
 
-def run(request: Request, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
+async def run(request: Request, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
     """Run the job once and judge its outcome."""
     job, secret = secrets.token_hex(8), new_secret()
     options = request.options
@@ -37,8 +37,8 @@ def run(request: Request, placement: Placement, signals: Signals, *, first: bool
         request.jobs.append(job)
     # On this host alone the workers' temporary folder is ours; a sweep would empty it too early.
     with job_directory(job if request.is_local else secrets.token_hex(8)) as directory:
-        hidden = tensorflow_log.hidden_lines(os.environ)
-        output = Output(options.prefix, hidden, options.output_dir, append=not first)
+        changed = signals.changed.set
+        output = Output(options.prefix, options.output_dir, append=not first, changed=changed)
         ranks = _listen(request, placement, secret, directory)
         planned = plan(
             request,
@@ -53,27 +53,26 @@ def run(request: Request, placement: Placement, signals: Signals, *, first: bool
             path.chmod(0o700)
         if options.verbose:
             print(planned.describe(), file=sys.stderr, flush=True)
-        loop = Loop()
-        ranks.open(loop, output, _start(request, planned, job))
+        call = None if options.call is None else Path(options.call[1])
+        start = _start(request, planned, job)
+        # A restart has no input: what was read for a start before it is gone.
+        ranks.open(output, start, has_input=first, call=call, changed=changed)
 
-        def clean(running: Job) -> Collection[str]:
-            return _clean(running, ranks, placement, request, job)
+        async def clean(running: Job) -> Collection[str]:
+            return await _clean(running, ranks, placement, request, job)
 
         try:
-            return Job(
+            return await Job(
                 planned.command,
                 _environment(request, planned),
                 ranks=ranks,
-                loop=loop,
                 output=output,
                 signals=signals,
                 verbose=options.verbose,
-                first=first,
                 clean=clean,
             ).run()
         finally:
-            ranks.close()
-            loop.close()
+            await ranks.close()
             if options.stats:
                 print(statistics.table(directory, placement.size), file=sys.stderr, flush=True)
 
@@ -92,20 +91,19 @@ def _listen(request: Request, placement: Placement, secret: str, directory: Path
     )
 
 
-def _start(request: Request, planned: Plan, job: str) -> Start:
+def _start(request: Request, planned: Plan, job: str) -> dict[str, Any]:
+    """Return what the workers are to start, as `Worker` takes it."""
     engine = request.engine
     has_memory = isinstance(engine, Mpirun) and bool(engine.memory_settings(""))
-    return Start(
-        request.command,
-        os.getcwd(),
-        planned.environment,
-        [memory_folder(job)] if has_memory else [],
-        request.options.stats,
-        os.environ,
-        own_temporary=not request.is_local,
-        open_files=OPEN_FILES[0] if request.is_local else None,
-        call=None if request.options.call is None else Path(request.options.call[1]),
-    )
+    return {
+        "command": list(request.command),
+        "directory": os.getcwd(),
+        "environment": dict(planned.environment),
+        "folders": [memory_folder(job)] if has_memory else [],
+        "statistics": request.options.stats,
+        "own_temporary": not request.is_local,
+        "open_files": OPEN_FILES[0] if request.is_local else None,
+    }
 
 
 def _environment(request: Request, planned: Plan) -> dict[str, str]:
@@ -118,13 +116,13 @@ def _environment(request: Request, planned: Plan) -> dict[str, str]:
     return environment
 
 
-def _clean(
+async def _clean(
     running: Job, ranks: Ranks, placement: Placement, request: Request, job: str
 ) -> Collection[str]:
     """Wait for the workers' last messages, then clean up all hosts; returns the lost hosts."""
     limit = time.monotonic() + GRACE
     while ranks.live() and time.monotonic() < limit and not running.hurry:
-        running.turn(0.1)
+        await running.turn(0.1)
     if request.is_local:  # its processes have ended as our children
         shutil.rmtree(memory_folder(job), ignore_errors=True)
         return ()

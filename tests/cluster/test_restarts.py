@@ -59,7 +59,7 @@ VAIN = (
 DIFFER = r"failed first: exit status 1\n(.*\n)*.*"
 ROWS = {
     "SIGKILL": Row(FIRST + "killed by SIGKILL$", killed("restarting.py")),
-    "worker killed": Row(FIRST + "killed before it could report", killed("onhost.worker")),
+    "worker killed": Row(FIRST + "killed before it could report", killed("start_worker")),
     "daemon killed": Row("mpirun's daemon on server2 died first", killed(cluster.DAEMON)),
     "mpirun killed": Row(
         "mpirun ended with killed by SIGKILL", lambda job: job.kill(0, cluster.MPIRUN)

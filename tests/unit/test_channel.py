@@ -1,21 +1,43 @@
 """The authenticated connection between hvdrun and its workers: what a stranger can do to it."""
 
+import asyncio
+import base64
 import contextlib
 import functools
 import json
 import os
 import resource
 import socket
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hvd_keras.launch.follow.event_loop import Loop
-from hvd_keras.launch.follow.output import Output
-from hvd_keras.launch.follow.ranks import STRANGERS, Ranks, Start
-from hvd_keras.launch.onhost.channel import FIRST_LIMIT, LIMIT, Channel, ProtocolError
+from hvd_keras.launch.follow import ranks as follow_ranks
+from hvd_keras.launch.follow.output import Destination, Output
+from hvd_keras.launch.follow.ranks import STRANGERS, Ranks
+from hvd_keras.launch.onhost.channel import (
+    FIRST_LIMIT,
+    GREETING,
+    LIMIT,
+    Channel,
+    ProtocolError,
+    silence,
+    watch_liveness,
+)
 from tests.harness import launcher
+
+SECRET = "s" * 64
+
+
+def in_loop(test):
+    """Run a test in an event loop."""
+
+    @functools.wraps(test)
+    def run(**fixtures):
+        asyncio.run(test(**fixtures))
+
+    return run
 
 
 class Wire:
@@ -27,8 +49,7 @@ class Wire:
         self.seen: list[bytes] = []
 
     def send(self, source: Channel, target: Channel) -> list[dict]:
-        data = bytes(source._outgoing)
-        source.drop()
+        data = source.take()
         self.seen.append(data)
         return target.feed(data)
 
@@ -46,7 +67,7 @@ def test_messages_pass_both_ways_in_pieces() -> None:
     assert wire.worker.open
     wire.worker.put(output="out", data="ü\n")
     wire.worker.put(took=7)
-    data = bytes(wire.worker._outgoing)
+    data = wire.worker.take()
     got = [message for i in range(len(data)) for message in wire.hvdrun.feed(data[i : i + 1])]
     assert got == [{"output": "out", "data": "ü\n"}, {"took": 7}]
     wire.hvdrun.put(stop=15)
@@ -93,77 +114,132 @@ def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
         wire.worker.feed(b"x" * (LIMIT + 1))
 
 
-def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: Path) -> None:
+async def listen(folder: Path, size: int) -> tuple[Ranks, tuple[str, int]]:
+    """A job of so many ranks that waits for its workers, and its address."""
+    ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, ())
+    host, _, port = ranks.addresses.rpartition(":")
+    output = Output(True, None, append=False, changed=lambda: None)
+    start = {"command": ["true"], "environment": {}}
+    ranks.open(output, start, has_input=False, call=None, changed=lambda: None)
+    return ranks, (host, int(port))
+
+
+@in_loop
+async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: Path) -> None:
     """None is turned away."""
-    size, secret = STRANGERS + 20, "s" * 64
-    ranks = Ranks(size, ["127.0.0.1"], secret, launcher.LIMIT, tmp_path, {}, ())
-    host, _, port = ranks.addresses.rpartition(":")
-    workers = [socket.create_connection((host, int(port))) for _ in range(size)]
-    channels = [Channel(secret, is_hvdrun=False) for _ in workers]
-    loop, output = Loop(), Output(True, None, None, False)
-    ranks.open(loop, output, Start(["true"], "/", {}, [], False, {}))
-    os.close(ranks.input)
-    while loop.turn(0.1):  # as many are accepted as may be, before any proves itself
-        pass
-    greeted, started = set(), set()
-    limit = time.monotonic() + launcher.LIMIT
-    while len(started) < size:
-        assert time.monotonic() < limit
-        loop.turn(0.01)
-        for rank, (worker, channel) in enumerate(zip(workers, channels, strict=True)):
-            worker.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                data = worker.recv(1 << 16)
-                assert data, f"worker {rank} was turned away"
-                started |= {rank for message in channel.feed(data) if "start" in message}
-            if channel.open and rank not in greeted:
-                greeted.add(rank)
+    size = STRANGERS + 20
+    ranks, address = await listen(tmp_path, size)
+    streams = [await asyncio.open_connection(*address) for _ in range(size)]
+    await asyncio.sleep(0.2)  # as many are accepted as may be, before any proves itself
+    assert len(ranks._open) == STRANGERS
+
+    async def work(rank: int) -> bool:
+        channel = Channel(SECRET, is_hvdrun=False)
+        reader, writer = streams[rank]
+        while data := await reader.read(1 << 16):
+            started = [message for message in channel.feed(data) if "start" in message]
+            if started:
+                return True
+            if channel.open:
                 channel.put(hello={"rank": rank, "host": "here", "cores": 2})
-            channel.send_to(worker)
-    ranks.close()
-    loop.close()
-    for worker in workers:
-        worker.close()
+            writer.write(channel.take())
+        return False
+
+    works = [asyncio.wait_for(work(rank), launcher.LIMIT) for rank in range(size)]
+    assert await asyncio.gather(*works) == [True] * size
+    await ranks.close()
 
 
-def test_an_event_of_what_was_closed_meanwhile_is_dropped() -> None:
-    """Both are ready at once, and the first to be handled ends the other."""
-    pairs = [socket.socketpair() for _ in range(2)]
-    loop, handled = Loop(), []
-
-    def handle(number: int) -> None:
-        handled.append(number)
-        other = pairs[1 - number][0]
-        loop.forget(other)
-        other.close()
-        loop.forget(other)  # again, as when a connection is lost twice
-
-    for number, (end, far) in enumerate(pairs):
-        loop.watch(end, functools.partial(handle, number))
-        far.sendall(b"x")
-    assert loop.turn(1.0)
-    assert len(handled) == 1
-    loop.close()
+@in_loop
+async def test_who_proves_nothing_is_turned_away(tmp_path: Path, monkeypatch) -> None:
+    """And leaves a place for another."""
+    monkeypatch.setattr(follow_ranks, "PROOF_TIMEOUT", 0.5)
+    ranks, address = await listen(tmp_path, 1)
+    for _ in range(STRANGERS + 1):
+        reader, _ = await asyncio.open_connection(*address)
+    data = await asyncio.wait_for(reader.readline(), launcher.LIMIT)
+    assert data.startswith(GREETING)
+    assert await asyncio.wait_for(reader.read(), launcher.LIMIT) == b""
+    await ranks.close()
 
 
-def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
-    ranks = Ranks(3, ["127.0.0.1"], "s" * 64, launcher.LIMIT, tmp_path, {}, ())
-    host, _, port = ranks.addresses.rpartition(":")
-    loop, output = Loop(), Output(True, None, None, False)
-    ranks.open(loop, output, Start(["true"], "/", {}, [], False, {}))
-    os.close(ranks.input)
+@in_loop
+async def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
+    ranks, address = await listen(tmp_path, 3)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.create_connection((host, int(port))) as worker:
+    with socket.create_connection(address):
         highest = os.dup(0)
         os.close(highest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limits[1]))
         try:
-            assert loop.turn(1.0)
-            assert not loop.turn(0.1)
+            await asyncio.sleep(0.2)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert ranks.check()
         assert "too many open files" in ranks.problem
-        assert worker.fileno() > 0
-    ranks.close()
-    loop.close()
+        assert all(task.done() for task in ranks._accepting)
+    await ranks.close()
+
+
+async def join(address: tuple[str, int]) -> tuple[socket.socket, Channel]:
+    """A worker of rank 0 that hvdrun has accepted."""
+    worker, channel = socket.create_connection(address), Channel(SECRET, is_hvdrun=False)
+    worker.setblocking(False)
+    watch_liveness(worker)
+    while not channel.open:
+        channel.feed(await asyncio.get_running_loop().sock_recv(worker, 1 << 16))
+        if channel.open:
+            channel.put(hello={"rank": 0, "host": "here", "cores": 2})
+        await send(worker, channel)
+    return worker, channel
+
+
+async def send(worker: socket.socket, channel: Channel) -> None:
+    await asyncio.get_running_loop().sock_sendall(worker, channel.take())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), launcher.LIMIT)
+
+
+@in_loop
+async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Path) -> None:
+    """Otherwise it would take hvdrun's host for lost: acknowledgements become rare."""
+    ranks, address = await listen(tmp_path, 1)
+    worker, channel = await join(address)
+    reader, writer = os.pipe()
+    ranks._output._out = Destination(writer, lambda: None)
+    channel.put(output="out", data=base64.b64encode(bytes(1 << 21)).decode())
+    await send(worker, channel)
+    await until(lambda: ranks._paused)
+
+    def is_quiet() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                worker.send(bytes(1 << 16))
+        return silence(worker) > 3.0
+
+    await until(is_quiet)
+    assert not ranks.check()
+    await asyncio.sleep(0.1)
+    assert silence(worker) < 2.0
+    await ranks.close()
+    os.close(reader)
+
+
+@in_loop
+async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
+    ranks, address = await listen(tmp_path, 1)
+    worker, channel = await join(address)
+    tmp_path.rmdir()  # stands for a full disk
+    report = {"status": 0, "stopped": False, "ended": True}
+    channel.put(report=report, statistics={"seconds": 1})
+    await send(worker, channel)
+    await until(lambda: ranks.reports and ranks.reports[0].gone | bool(ranks.problem))
+    assert ranks.check()
+    assert ranks.problem.startswith("cannot keep what rank 0 has sent: [Errno 2] No such file")
+    await ranks.close()

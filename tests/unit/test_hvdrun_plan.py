@@ -2,9 +2,11 @@
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
+from hvd_keras.launch import onhost
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
 from hvd_keras.launch.start import hosts, preflight, slurm
@@ -21,8 +23,9 @@ KEEPALIVE = (
     "--{0} oob_tcp_keepalive_time 4 --{0} oob_tcp_keepalive_intvl 2 --{0} "
     "oob_tcp_keepalive_probes 4 --{0} {1} eth7 --mca btl_tcp_if_include eth7 "
 )
+ONHOST = Path(onhost.__file__).parent
 VARIABLES = ("HVDRUN_JOB", "HVDRUN_ADDRESSES", "HVDRUN_SECRET")
-PROGRAM = "PYTHON -I -m hvd_keras.launch.onhost.worker"
+PROGRAM = f"PYTHON -I -S {ONHOST}/start_worker.py"
 EXPORT = "".join(f"-x {name} " for name in VARIABLES)
 OPEN_MPI = "-H server1:2,server2:1 "
 COMMANDS = {
@@ -65,7 +68,7 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert command == expected.replace("PYTHON", sys.executable)
     assert program == f"each rank: {sys.executable} -c 'print(1)'"
     ssh = (
-        f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -m hvd_keras.launch.onhost.rsh_agent "
+        f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -S {ONHOST}/rsh_agent.py "
         "JOB ssh -x "
         "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 "
         f"-p 2222 -i '{hvdrun.folder}/my key' -- \"$@\""

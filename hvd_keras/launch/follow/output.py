@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-import re
+import queue
 import select
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,68 +26,65 @@ MESSAGE_LINES = 20
 # Bytes of an unfinished line that are kept at most; bounds the memory for output without line ends.
 PARTIAL_LINE_LIMIT = 1 << 20
 
-
-# Bytes that may wait for a slow reader before the ranks have to wait, too, and that are written at
-# once.
+# Bytes that may wait for a slow reader before the ranks have to wait, too.
 WAITING_LIMIT = 1 << 20
-WRITE_PIECE = 1 << 16
 
 
 class Destination:
     """One of hvdrun's own descriptors.
 
-    `unfinished` is the stream whose line is unfinished there, and `error` what made writing
-    impossible, if anything.
+    `unfinished` is the stream whose line is unfinished there, `waiting` counts the bytes that are
+    not yet written, and `error` is what made writing impossible, if anything.
 
     A thread does the writing: a reader that pauses, such as a pager, must not keep hvdrun from
-    hearing a signal. Callers check `full` before they read more from the ranks.
+    hearing a signal. `changed` is called when something has been written, or cannot be.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, changed: Callable[[], None]) -> None:
         self.descriptor = descriptor
         self.unfinished: Stream | None = None
+        self.waiting = 0
         self.error: OSError | None = None
-        self._changed = threading.Condition()
-        self._waiting = bytearray()
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-
-    @property
-    def full(self) -> bool:
-        """Whether the backlog is so long that the ranks should wait."""
-        return len(self._waiting) > WAITING_LIMIT
 
     def write(self, data: bytes) -> None:
         """Queue `data` for writing; it is dropped if the reader is gone."""
-        with self._changed:
-            if self.error is not None:
-                return
-            self._waiting += data
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._write_all, daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        if self.error is not None:
+            return
+        self.waiting += len(data)
+        self._queue.put(data)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, daemon=True)
+            self._thread.start()
 
     def _write_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
-                piece = bytes(self._waiting[:WRITE_PIECE])
-            try:
-                written = os.write(self.descriptor, piece)
-            except BlockingIOError:  # the descriptor was handed to us as non-blocking
-                select.select([], [self.descriptor], [])
-                continue
-            except OSError as error:
-                self.error = error
-                written = len(self._waiting)
-            with self._changed:
-                del self._waiting[:written]
-                self._changed.notify_all()
+        error = None
+        with contextlib.suppress(RuntimeError):  # hvdrun has not waited for the reader
+            while error is None:
+                data = self._queue.get()
+                error = _write(self.descriptor, data)
+                self._loop.call_soon_threadsafe(self._note, len(data), error)
 
-    def drain(self, seconds: float) -> bool:
-        """Wait at most `seconds` until everything is written; returns whether it is."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting, seconds)
+    def _note(self, written: int, error: OSError | None) -> None:
+        self.error = error
+        self.waiting = 0 if error is not None else self.waiting - written
+        self._changed()
+
+
+def _write(descriptor: int, data: bytes) -> OSError | None:
+    """Write all of `data`; returns the error that made it impossible, if any."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:  # the descriptor was handed to us as non-blocking
+            select.select([], [descriptor], [])
+        except OSError as error:
+            return error
+    return None
 
 
 class Copy:
@@ -96,9 +93,11 @@ class Copy:
     def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
         self._path = path
         self._say = say
-        if not append:
-            path.unlink(missing_ok=True)
-        self._file: BinaryIO | None = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._file: BinaryIO | None = None
+        try:
+            self._file = open(path, "ab" if append else "wb", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            self._tell(error)
 
     def write(self, data: bytes) -> None:
         """Write all of `data`; after an error, nothing."""
@@ -108,7 +107,10 @@ class Copy:
                 view = view[self._file.write(view) :]
         except OSError as error:
             self.close()
-            self._say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        self._say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
 
     def close(self) -> None:
         """Close the file."""
@@ -123,23 +125,16 @@ class Stream:
 
     With an empty prefix the bytes pass unchanged. With a prefix each line begins with it; a line
     that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, and if another
-    stream writes before its rest comes, it is broken there. Lines that begin as `hidden` says are
-    dropped. A `copy` gets every byte, in whole lines.
+    stream writes before its rest comes, it is broken there. A `copy` gets every byte, in whole
+    lines.
     """
 
-    def __init__(
-        self,
-        destination: Destination,
-        prefix: bytes,
-        hidden: re.Pattern[bytes] | None = None,
-        copy: Copy | None = None,
-    ) -> None:
+    def __init__(self, destination: Destination, prefix: bytes, copy: Copy | None = None) -> None:
         self.destination = destination
         self.copy = copy
         self.tail = b""  # the last TAIL_LIMIT bytes
         self.prefix = prefix
-        self.hidden = hidden
-        self.due = float("inf")  # when the unfinished line must be shown, by time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None  # shows the unfinished line
         self._pending = b""
         self._uncopied = b""
 
@@ -150,17 +145,14 @@ class Stream:
         lines, end, rest = (self._pending + data).rpartition(b"\n")
         self._pending = rest
         if end:
-            self.due = float("inf")
-            complete = [line + end for line in lines.split(end)]
-            if self.hidden is not None:
-                complete = [line for line in complete if not self.hidden.match(line)]
-            if complete:
-                self._write(complete)
-                self.destination.unfinished = None
+            self._stop_timer()
+            self._write([line + end for line in lines.split(end)])
+            self.destination.unfinished = None
         if len(rest) > PARTIAL_LINE_LIMIT:
             self.flush()
-        elif rest and self.due == float("inf"):
-            self.due = time.monotonic() + PARTIAL_LINE_DELAY
+        elif rest and self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(PARTIAL_LINE_DELAY, self.flush)
 
     def _copy_lines(self, data: bytes) -> None:
         """Write what is complete to the copy, where two streams meet; at the end, all of it."""
@@ -182,7 +174,12 @@ class Stream:
             self._write([self._pending])
             self.destination.unfinished = self
         self._pending = b""
-        self.due = float("inf")
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _write(self, lines: list[bytes]) -> None:
         start = b""
@@ -205,20 +202,16 @@ class Output:
     """All that hvdrun prints: the ranks' streams and its own words.
 
     With a `directory`, each rank's output, both streams, goes to its file "rank-N.txt" there, too;
-    `append` keeps what is there already.
+    `append` keeps what is there already. `changed` is as for a Destination.
     """
 
     def __init__(
-        self,
-        prefix: bool,
-        hidden: re.Pattern[bytes] | None,
-        directory: str | None,
-        append: bool,
+        self, prefix: bool, directory: str | None, append: bool, changed: Callable[[], None]
     ) -> None:
-        self._out = Destination(1)
-        self._err = self._out if _same_file(1, 2) else Destination(2)
+        self._out = Destination(1, changed)
+        self._err = self._out if _same_file(1, 2) else Destination(2, changed)
+        self.patient = True  # whether the ranks wait for the reader
         self._prefix = prefix
-        self._hidden = hidden
         self._directory = None if directory is None else Path(directory)
         if self._directory is not None:
             try:
@@ -241,10 +234,8 @@ class Output:
                     path = self._directory / f"rank-{rank}.txt"
                     self._copies[rank] = Copy(path, self._append, self.say)
                 copy = self._copies[rank]
-            to_err = name == "err"
-            self._streams[rank, name] = Stream(
-                self._err if to_err else self._out, prefix, self._hidden if to_err else None, copy
-            )
+            destination = self._err if name == "err" else self._out
+            self._streams[rank, name] = Stream(destination, prefix, copy)
         return self._streams[rank, name]
 
     def mpirun_stream(self) -> Stream:
@@ -259,21 +250,12 @@ class Output:
     @property
     def full(self) -> bool:
         """Whether the reader is so slow that the ranks should wait."""
-        return self._out.full or self._err.full
+        return self.patient and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
 
-    def drain(self, seconds: float) -> bool:
-        """Wait at most `seconds` until everything is written; returns whether it is."""
-        return self._out.drain(seconds) and self._err.drain(seconds)
-
-    def due(self) -> Iterable[float]:
-        """When unfinished lines must be shown, by time.monotonic()."""
-        return [stream.due for stream in self._streams.values()]
-
-    def flush_due(self) -> None:
-        """Show the unfinished lines whose time has come."""
-        for stream in self._streams.values():
-            if stream.due <= time.monotonic():
-                stream.flush()
+    @property
+    def empty(self) -> bool:
+        """Whether everything is written, or cannot be."""
+        return self._out.waiting == self._err.waiting == 0
 
     def finish(self) -> None:
         """Show all that is unfinished, and close the copies."""

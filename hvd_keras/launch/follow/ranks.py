@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-import contextlib
 import errno
 import functools
 import json
@@ -12,12 +12,11 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.follow.event_loop import Loop
+from hvd_keras.launch.follow import stdin
 from hvd_keras.launch.follow.outcome import Report
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.onhost.channel import (
@@ -42,41 +41,62 @@ TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimi
 # The socket in the job's directory, for a job on this host.
 SOCKET = "socket"
 
-# Bytes of input that may be on the way to rank 0, unread by it.
+# Bytes of input that rank 0 may leave unread before it is sent more.
 INPUT_WINDOW = 1 << 16
 
 
-@dataclass(frozen=True)
-class Start:
-    """What every rank is to run; each also gets its share of its host's cores."""
-
-    command: Sequence[str]
-    directory: str
-    environment: Mapping[str, str]
-    folders: Sequence[str]
-    statistics: bool
-    own_environment: Mapping[str, str]  # hvdrun's, which tells what the user has set
-    own_temporary: bool = True  # whether the ranks' temporary files go with the job
-    open_files: int | None = None  # how many files they may open; None: as their daemon
-    call: Path | None = None  # the folder of a call of `hvd_keras.run`
-
-
-def pieces(data: bytes) -> list[str]:
-    """Split data into pieces for messages."""
-    starts = range(0, len(data), LARGE_PIECE)
-    return [base64.b64encode(data[i : i + LARGE_PIECE]).decode() for i in starts]
-
-
-class _Peer:
+class _Peer(asyncio.Protocol):
     """A connection: of a worker, once it has proved to be one."""
 
-    def __init__(self, connection: socket.socket, secret: str) -> None:
+    def __init__(self, ranks: Ranks, connection: socket.socket, secret: str) -> None:
+        self._ranks = ranks
         self.connection = connection
         self.channel = Channel(secret, is_hvdrun=True)
-        self.since = time.monotonic()
         self.rank: int | None = None
         self.host = ""
         self.cores = 1
+        self._why = ""  # why we have ended the connection
+        self._told_all = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.send()
+        self.proof_timer = asyncio.get_running_loop().call_later(PROOF_TIMEOUT, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self.channel.feed(data):
+                self._ranks.take(self, message)
+            self.send()
+        except ProtocolError as error:
+            self.end(str(error))
+        except OSError as error:  # a full disk under $TMPDIR
+            self._ranks.problem = f"cannot keep what rank {self.rank} has sent: {error}"
+            self.end(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        told = error_text(error) if isinstance(error, OSError) else str(error or "")
+        self.proof_timer.cancel()
+        self._ranks.lose(self, self._why or told)
+
+    def send(self, **message: Any) -> None:
+        """Send a message, and what else waits in the channel; nothing after `finish`."""
+        if message:
+            self.channel.put(**message)
+        data = self.channel.take()
+        if data and not self._told_all and not self.transport.is_closing():
+            self.transport.write(data)
+
+    def finish(self) -> None:
+        """Send no more; the worker waits for this, to be sure that we have all it has sent."""
+        self._told_all = True
+        self.transport.write_eof()
+
+    def end(self, why: str) -> None:
+        """Close the connection at once, for this reason."""
+        self._why = why
+        self.transport.abort()
 
 
 def _listen_in(directory: Path) -> socket.socket:
@@ -109,6 +129,7 @@ class Ranks:
     ) -> None:
         self.size = size
         self.problem = ""  # why the job cannot go on, if the reports do not tell
+        self.reports: dict[int, Report] = {}  # what is known of each rank whose worker was there
         self._secret = secret
         self._start_timeout = start_timeout
         self._directory = directory
@@ -117,13 +138,12 @@ class Ranks:
         self._listeners = [socket.create_server((address, 0)) for address in addresses]
         if not addresses:
             self._listeners.append(_listen_in(directory))
-        self._strangers: list[_Peer] = []
+        self._open: set[_Peer] = set()
         self._peers: dict[int, _Peer] = {}
         self._gone: set[int] = set()
-        self._reports: dict[int, Report] = {}
-        self._start: Start | None = None
+        self._paused: set[_Peer] = set()
+        self._accepting: list[asyncio.Task[None]] = []
         self._unread = 0  # bytes of input that rank 0 has not read
-        self._input_over = False
 
     @property
     def addresses(self) -> str:
@@ -133,120 +153,104 @@ class Ranks:
             return str(self._directory / SOCKET)
         return ",".join(f"{host}:{port}" for host, port in names)
 
-    def open(self, loop: Loop, output: Output, start: Start) -> None:
-        """Begin to wait for the workers."""
-        self._loop, self._output, self._start = loop, output, start
+    def open(
+        self,
+        output: Output,
+        start: Mapping[str, Any],
+        *,
+        has_input: bool,
+        call: Path | None,
+        changed: Callable[[], None],
+    ) -> None:
+        """Begin to wait for the workers.
+
+        `start` is what all of them are to run, as `Worker` takes it; each rank gets its share of
+        its host's cores besides. `has_input` tells that standard input goes to rank 0, `call` is
+        the folder of a call of `hvd_keras.run`, and `changed` is called when a connection ends.
+        """
+        self._output, self._start, self._has_input = output, start, has_input
+        self._call, self._changed = call, changed
         self._limit = time.monotonic() + self._start_timeout
+        self._may_send_input = asyncio.Event()
+        self._places = asyncio.Semaphore(STRANGERS)
         for listener in self._listeners:
             listener.setblocking(False)
-        self._watch_listeners()
-        self._input, self.input = os.pipe()
+            self._accepting.append(asyncio.create_task(self._accept(listener)))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close everything; workers that still live end their commands then."""
-        self._close_listeners()
-        live = [peer for rank, peer in self._peers.items() if rank not in self._gone]
-        for peer in [*self._strangers, *live]:
-            self._loop.forget(peer.connection)
-            peer.connection.close()
-        self._loop.forget(self._input)
-        os.close(self._input)
-
-    def _close_listeners(self) -> None:
+        self._stop_accepting()
+        for peer in [*self._open]:
+            peer.transport.abort()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
         for listener in self._listeners:
-            self._loop.forget(listener)
             listener.close()
-        self._listeners.clear()
 
-    def _watch_listeners(self) -> None:
+    def _stop_accepting(self) -> None:
+        for task in self._accepting:
+            task.cancel()
+
+    async def _accept(self, listener: socket.socket) -> None:
         """Accept connections while there are places for strangers."""
-        for listener in self._listeners:
-            if len(self._strangers) < STRANGERS:
-                self._loop.watch(listener, functools.partial(self._accept, listener))
-            else:
-                self._loop.forget(listener)
-
-    def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            connection, _ = listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self.problem = TOO_MANY_FILES
-                self._close_listeners()
-            return  # else whoever it was has gone
-        connection.setblocking(False)
-        peer = _Peer(connection, self._secret)
-        self._strangers.append(peer)
-        self._watch_listeners()
-        self._send(peer)
+            while True:
+                await self._places.acquire()
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as error:
+                    if error.errno in (errno.EMFILE, errno.ENFILE):
+                        self.problem = TOO_MANY_FILES
+                        return
+                    self._places.release()  # whoever it was has gone
+                    continue
+                make = functools.partial(_Peer, self, connection, self._secret)
+                _, peer = await loop.connect_accepted_socket(make, connection)
+                self._open.add(peer)
+        finally:
+            listener.close()
 
-    def _send(self, peer: _Peer) -> None:
-        try:
-            peer.channel.send_to(peer.connection)
-        except OSError as error:
-            self._lose(peer, error_text(error))
-            return
-        waits = peer.channel.waiting > 0
-        self._loop.watch(peer.connection, lambda: self._exchange(peer), write=waits)
-
-    def _exchange(self, peer: _Peer) -> None:
-        try:
-            data = peer.connection.recv(1 << 20)
-        except BlockingIOError:
-            self._send(peer)
-            return
-        except OSError as error:
-            self._lose(peer, error_text(error))
-            return
-        if not data:
-            self._lose(peer, "")
-            return
-        try:
-            messages = peer.channel.feed(data)
-            for message in messages:
-                self._take(peer, message)
-        except ProtocolError as error:
-            self._lose(peer, str(error))
-            return
-        self._send(peer)
-
-    def _lose(self, peer: _Peer, why: str) -> None:
-        """The connection has ended; `why` is empty where the worker has ended."""
-        self._loop.forget(peer.connection)
-        peer.connection.close()
-        if peer in self._strangers:
-            self._strangers.remove(peer)
-            self._watch_listeners()
-        if peer.rank is not None and peer.rank not in self._gone:
+    def lose(self, peer: _Peer, why: str) -> None:
+        """Note that a connection has ended; `why` is empty where the worker has ended."""
+        self._open.discard(peer)
+        if peer.rank is None:
+            self._places.release()
+        elif peer.rank not in self._gone:
             self._gone.add(peer.rank)
-            report = self._reports[peer.rank]
+            report = self.reports[peer.rank]
             if report.status is None:
                 report.time, report.gone = time.monotonic(), True
                 # A killed worker here may have left something unread, which breaks it as well.
                 report.lost = "" if peer.host in self._here else why
+            if peer.rank == 0:
+                self._may_send_input.set()
+        self._changed()
 
-    def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
+    def take(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """Handle a message."""
         if "hello" in message:
             self._welcome(peer, **message["hello"])
             return
         assert peer.rank is not None
-        report = self._reports[peer.rank]
+        report = self.reports[peer.rank]
         if "output" in message:
             stream = self._output.stream(peer.rank, message["output"])
             stream.feed(base64.b64decode(message["data"]))
+            if self._output.full:
+                self._paused.add(peer)
+                peer.transport.pause_reading()
         elif "took" in message:
             self._unread -= message["took"]
-            if self._unread < INPUT_WINDOW and not self._input_over:
-                self._loop.watch(self._input, self._pass_input)
+            if self._unread < INPUT_WINDOW:
+                self._may_send_input.set()
         elif "arrived" in message:
             report.arrived = True
         elif "orphan" in message:
             if peer.host not in self._here:  # here the daemon is mpirun itself, which we watch
                 report.orphaned = time.monotonic()
         elif "result" in message:
-            assert self._start is not None
-            assert self._start.call is not None
-            with (self._start.call / f"{RESULT}-{peer.rank}").open("ab") as file:
+            assert self._call is not None
+            with (self._call / f"{RESULT}-{peer.rank}").open("ab") as file:
                 file.write(base64.b64decode(message["result"]))
         elif "report" in message:
             report.time = time.monotonic()
@@ -256,78 +260,65 @@ class Ranks:
             if message["statistics"] is not None:
                 path = self._directory / f"stats-{peer.rank}.json"
                 path.write_text(json.dumps(message["statistics"]))
-            with contextlib.suppress(OSError):  # it waits for this, to be sure that we have it all
-                peer.connection.shutdown(socket.SHUT_WR)
+            peer.finish()
 
     def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
         if rank in self._peers or not 0 <= rank < self.size:
             raise ProtocolError(f"rank {rank} of {self.size} is there twice, or does not exist")
-        host = self._names.get(host, host)
         watch_liveness(peer.connection)
-        self._strangers.remove(peer)
-        self._watch_listeners()
-        peer.rank, peer.host, peer.cores = rank, host, cores
+        peer.rank, peer.host, peer.cores = rank, self._names.get(host, host), cores
         self._peers[rank] = peer
-        self._reports[rank] = Report(None, time.monotonic(), False, host=host)
+        peer.proof_timer.cancel()
+        self._places.release()
+        self.reports[rank] = Report(None, time.monotonic(), False, host=peer.host)
         if len(self._peers) == self.size:
             self._limit = float("inf")
-            self._close_listeners()
+            self._stop_accepting()
             self._start_all()
 
     def _start_all(self) -> None:
-        start = self._start
-        assert start is not None
         ranks = Counter(peer.host for peer in self._peers.values())
-        function = [] if start.call is None else pieces((start.call / FUNCTION).read_bytes())
+        function = b"" if self._call is None else (self._call / FUNCTION).read_bytes()
         for peer in self._peers.values():
+            for first in range(0, len(function), LARGE_PIECE):
+                piece = function[first : first + LARGE_PIECE]
+                peer.send(function=base64.b64encode(piece).decode())
             threads = thread_settings(
-                ranks[peer.host], start.own_environment, peer.cores, several_hosts=len(ranks) > 1
+                ranks[peer.host], os.environ, peer.cores, several_hosts=len(ranks) > 1
             )
-            message = {
-                "command": list(start.command),
-                "directory": start.directory,
-                "environment": {**threads, **start.environment},
-                "folders": list(start.folders),
-                "statistics": start.statistics,
-                "own_temporary": start.own_temporary,
-                "open_files": start.open_files,
-            }
-            for piece in function:
-                peer.channel.put(function=piece)
-            peer.channel.put(start=message)
-            self._send(peer)
-        self._loop.watch(self._input, self._pass_input)
-
-    def _pass_input(self) -> None:
-        data = os.read(self._input, INPUT_WINDOW - self._unread)
-        self._input_over = not data or 0 in self._gone
-        if 0 in self._gone:
-            self._loop.forget(self._input)
-            return
-        peer = self._peers[0]
-        self._unread += len(data)
-        if not data or self._unread >= INPUT_WINDOW:
-            self._loop.forget(self._input)
-        if data:
-            peer.channel.put(input=base64.b64encode(data).decode())
+            environment = {**threads, **self._start["environment"]}
+            peer.send(start={**self._start, "environment": environment})
+        if self._has_input:
+            self._may_send_input.set()
+            stdin.forward(self._send_input)
         else:
-            peer.channel.put(input_ends=True)
-        self._send(peer)
+            self._peers[0].send(input_ends=True)
 
-    def reports(self) -> dict[int, Report]:
-        """What is known of each rank whose worker was there."""
-        return self._reports
+    async def _send_input(self, data: bytes) -> bool:
+        """Send rank 0 a piece of its input, or its end, once it has read most of what came before.
+
+        Returns whether it may read more.
+        """
+        await self._may_send_input.wait()
+        if 0 in self._gone:
+            return False
+        if not data:
+            self._peers[0].send(input_ends=True)
+            return False
+        self._unread += len(data)
+        if self._unread >= INPUT_WINDOW:
+            self._may_send_input.clear()
+        self._peers[0].send(input=base64.b64encode(data).decode())
+        return True
 
     def check(self) -> bool:
         """Look for lost hosts and time limits; returns whether the job cannot go on."""
-        now = time.monotonic()
-        for stranger in [*self._strangers]:
-            if now > stranger.since + PROOF_TIMEOUT:
-                self._lose(stranger, "")
         for rank, peer in self._peers.items():
             if rank not in self._gone and silence(peer.connection) > SILENCE:
-                self._lose(peer, f"silent for {SILENCE:.0f} s")
-        if now > self._limit:
+                peer.end(f"silent for {SILENCE:.0f} s")
+        for peer in self._paused:  # the worker must hear from us while it cannot send
+            peer.send(waiting=True)
+        if time.monotonic() > self._limit:
             self._limit = float("inf")
             missing = [str(rank) for rank in range(self.size) if rank not in self._peers]
             self.problem = (
@@ -335,19 +326,18 @@ class Ranks:
                 "(--start-timeout)"
             )
         return bool(self.problem) or any(
-            report.lost or report.orphaned < float("inf") for report in self._reports.values()
+            report.lost or report.orphaned < float("inf") for report in self.reports.values()
         )
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ask all ranks to end."""
         for rank, peer in self._peers.items():
             if rank not in self._gone:
-                peer.channel.put(stop=number)
-                self._send(peer)
+                peer.send(stop=number)
 
     def over(self) -> bool:
         """Whether no rank will send anything more."""
-        return all(report.gone or report.status is not None for report in self._reports.values())
+        return all(report.gone or report.status is not None for report in self.reports.values())
 
     def live(self) -> bool:
         """Whether a worker has not yet told all, and its host is there."""
@@ -356,9 +346,15 @@ class Ranks:
             for rank, peer in self._peers.items()
         )
 
+    def resume(self) -> None:
+        """Read again from the ranks whose output did not fit."""
+        for peer in self._paused:
+            peer.transport.resume_reading()
+        self._paused.clear()
+
     def silent_hosts(self) -> set[str]:
         """Hosts that are silent, or whose connections have broken."""
-        broken = {report.host for report in self._reports.values() if report.lost}
+        broken = {report.host for report in self.reports.values() if report.lost}
         silent = {
             peer.host
             for rank, peer in self._peers.items()

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError
+from typing import Any
 
 # Seconds between two tries to read a terminal that belongs to another job of the shell.
 BACKGROUND_WAIT = 1.0
 
+PIECE = 1 << 16
 
-def pump(writer: int) -> None:
-    """Copy standard input into `writer` from now on, in a thread that ends with the process."""
+
+def forward(send: Callable[[bytes], Coroutine[Any, Any, bool]]) -> None:
+    """Give `send` what standard input holds, and an empty piece at its end, as long as it wants.
+
+    A thread reads, which ends with the process.
+    """
     # Ignored, it makes reading in the background fail instead of stopping us.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
-    threading.Thread(target=_copy, args=(writer,), daemon=True).start()
+    loop = asyncio.get_running_loop()
+
+    def pump() -> None:
+        # The loop cancels what it does, and ends, when the job has ended.
+        with contextlib.suppress(RuntimeError, CancelledError):
+            while not loop.is_closed():
+                data = _read()
+                if not asyncio.run_coroutine_threadsafe(send(data), loop).result():
+                    return
+
+    threading.Thread(target=pump, daemon=True).start()
 
 
-def _copy(writer: int) -> None:
-    # The pipe breaks when the job has ended.
-    with contextlib.suppress(BrokenPipeError), open(writer, "wb", buffering=0) as pipe:
-        while True:
-            try:
-                data = os.read(0, 1 << 16)
-            except OSError as error:
-                if error.errno == errno.EIO and os.isatty(0):
-                    time.sleep(BACKGROUND_WAIT)
-                    continue
-                return  # nothing to read from, such as a folder
-            if not data:
-                return
-            while data:
-                data = data[pipe.write(data) :]
+def _read() -> bytes:
+    while True:
+        try:
+            return os.read(0, PIECE)
+        except OSError as error:
+            if error.errno != errno.EIO or not os.isatty(0):
+                return b""  # nothing to read from, such as a folder
+            time.sleep(BACKGROUND_WAIT)

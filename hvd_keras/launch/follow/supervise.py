@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
-import select
 import shutil
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow import stdin
-from hvd_keras.launch.follow.event_loop import PIECE, Loop
 from hvd_keras.launch.follow.outcome import Verdict, has_failed, judge
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
@@ -37,8 +35,10 @@ OVER_GRACE = 1.0
 # Seconds between two looks at the reader of our output, while it is slow.
 SLOW_READER_CHECK = 0.1
 
-# Bytes of mpirun's own text that are kept; its banners are far shorter.
+# Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
 TEXT_LIMIT = 1 << 16
+
+INFINITY = float("inf")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -78,101 +78,80 @@ def job_directory(job: str) -> Iterator[Path]:
 
 
 class Signals:
-    """Signals to hvdrun as bytes: `reader` is a descriptor from which their numbers can be read.
+    """Signals to hvdrun.
 
     A signal that is ignored stays so, as `nohup` and a shell's `&` want it. `stop` is the first one
-    that asked hvdrun to end, and `hurry` tells that the user does not want to wait.
+    that asked hvdrun to end, and `hurry` tells that the user does not want to wait. Whoever waits
+    is woken up by `changed`, when a child has ended, too.
     """
 
     def __init__(self) -> None:
         self.stop: int | None = None
         self.hurry = False
+        self.changed = asyncio.Event()
 
     def __enter__(self) -> Signals:
-        self.reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._old_descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-
-        def note(number: int, frame: FrameType | None) -> None:
-            """Only the byte that the interpreter writes matters."""
-
-        self._old_handlers = {
-            number: signal.signal(number, note)
-            for number in (*STOP_SIGNALS, signal.SIGCHLD)
-            if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN
-        }
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGCHLD, self.changed.set)
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._take, number)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._old_handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self._old_descriptor)
-        os.close(self.reader)
-        os.close(self._writer)
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+            asyncio.get_running_loop().remove_signal_handler(number)
 
-    def take(self, numbers: bytes) -> None:
-        """Note the numbers that were read."""
-        for number in numbers:
-            if number in STOP_SIGNALS:
-                self.hurry = self.hurry or (self.stop is not None and number == signal.SIGINT)
-                self.stop = number if self.stop is None else self.stop
+    def _take(self, number: int) -> None:
+        self.hurry = self.hurry or (self.stop is not None and number == signal.SIGINT)
+        self.stop = number if self.stop is None else self.stop
+        self.changed.set()
 
-    def wait(self, seconds: float) -> bool:
+    async def wait(self, seconds: float) -> None:
+        """Wait until something changes from now on, at most for so long."""
+        self.changed.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), seconds)
+
+    async def sleep(self, seconds: float) -> bool:
         """Sleep; returns False as soon as a signal asks hvdrun to end."""
         limit = time.monotonic() + seconds
-        loop = Loop()
-        loop.watch_pipe(self.reader, self.take)
         while self.stop is None and time.monotonic() < limit:
-            loop.turn(limit - time.monotonic())
-        loop.close()
+            await self.wait(limit - time.monotonic())
         return self.stop is None
 
 
+@dataclass
 class Job:
     """One run of mpirun, whose workers report through `ranks`.
 
     `clean`, called when mpirun has ended, leaves nothing of the job on any host and returns those
-    that are lost. `first` tells that it is not a restart.
+    that are lost.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        ranks: Ranks,
-        loop: Loop,
-        output: Output,
-        signals: Signals,
-        verbose: bool,
-        first: bool,
-        clean: Callable[[Job], Collection[str]],
-    ) -> None:
-        self._command = command
-        self._environment = environment
-        self._ranks = ranks
-        self._loop = loop
-        self._output = output
-        self._signals = signals
-        self._verbose = verbose
-        self._first = first
-        self._clean = clean
-        self._mpirun_text = b""
-        self._stopping = False
-        self._kill_time = float("inf")  # when to stop being patient with mpirun; finite once asked
-        self._report_limit = float("inf")  # when mpirun must have seen what the reports tell
-        self._next_report_check = 0.0
-        self._reader_limit = float("inf")  # when to stop being patient with who reads our output
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    ranks: Ranks
+    output: Output
+    signals: Signals
+    verbose: bool
+    clean: Callable[[Job], Awaitable[Collection[str]]]
+    _mpirun_text: bytes = b""
+    _stopping: bool = False
+    _kill_time: float = INFINITY  # when to stop being patient with mpirun; finite once asked
+    _report_limit: float = INFINITY  # when mpirun must have seen what the reports tell
+    _next_report_check: float = 0.0
+    _reader_limit: float = INFINITY  # when to stop being patient with who reads our output
 
-    def run(self) -> Verdict:
+    async def run(self) -> Verdict:
         """Run the job to its end."""
         # Whatever the job starts and abandons becomes our child and can be found at the end.
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         strangers = _children()  # a shell's `exec hvdrun` hands its own children over
-        self._loop.watch_pipe(self._signals.reader, self._signals.take)
         hvdrun = os.getpid()
         mpirun = subprocess.Popen(
-            self._command,
-            env=self._environment,
+            self.command,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -180,89 +159,78 @@ class Job:
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(hvdrun),
         )
-        # Not before the fork, which wants a single thread. What was read for a start before this
-        # one is gone: a restart has no input.
-        if self._first:
-            stdin.pump(self._ranks.input)
-        else:
-            os.close(self._ranks.input)
         self._mpirun = mpirun
         assert mpirun.stdout is not None
+        os.set_blocking(mpirun.stdout.fileno(), False)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(mpirun.stdout, self._take_mpirun_text)
         lost: Collection[str] = ()
         try:
-            text = self._output.mpirun_stream().feed if self._verbose else self._keep_mpirun_text
-            self._loop.watch_pipe(mpirun.stdout.fileno(), text)
             while mpirun.poll() is None:
-                self.turn(self._patience())
+                await self.turn(self._patience())
                 self._check()
         finally:
             if mpirun.poll() is None:
                 self._kill()
                 mpirun.wait()
-            self._sweep(strangers)
-            lost = self._clean(self)
-            while self.turn(0.0):
-                pass
-            self._output.finish()
+            await self._sweep(strangers)
+            lost = await self.clean(self)
+            self._take_mpirun_text()
+            loop.remove_reader(mpirun.stdout)
+            mpirun.stdout.close()
+            self.output.finish()
         verdict = self._verdict(mpirun.returncode, lost)
-        self._drain()
+        while self.output.patient and not self.output.empty:
+            await self.turn(SLOW_READER_CHECK)
         return verdict
 
-    def _keep_mpirun_text(self, data: bytes) -> None:
-        self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
+    def _take_mpirun_text(self) -> None:
+        pipe = self._mpirun.stdout
+        assert pipe is not None
+        data = pipe.read(TEXT_LIMIT)  # None: there is nothing now
+        if data == b"":
+            asyncio.get_running_loop().remove_reader(pipe)
+        elif data and self.verbose:
+            self.output.mpirun_stream().feed(data)
+        elif data:
+            self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
 
     def _patience(self) -> float:
         now = time.monotonic()
         return max(0.0, min(self._kill_time, self._next_report_check) - now)
 
-    def turn(self, patience: float) -> bool:
-        """Wait at most `patience` seconds for events and handle them; False if there were none."""
-        if self._output.full and not self._over_patient:
-            # The ranks wait for the reader of our output; signals are still handled.
-            happened = True
-            if select.select([self._signals.reader], [], [], SLOW_READER_CHECK)[0]:
-                with contextlib.suppress(BlockingIOError):
-                    self._signals.take(os.read(self._signals.reader, PIECE))
-        else:
-            happened = self._loop.turn(patience, self._output.due())
-            self._output.flush_due()
-        return happened
-
-    @property
-    def _over_patient(self) -> bool:
-        """Whether to stop waiting for the reader of our output, because the job is to end."""
+    async def turn(self, patience: float) -> None:
+        """Wait until something happens, at most `patience` seconds."""
+        await self.signals.wait(patience)
         now = time.monotonic()
-        if self._signals.stop is not None:
+        if self.signals.stop is not None:
             self._reader_limit = min(self._reader_limit, now + GRACE)
-        return self._signals.hurry or now >= self._reader_limit
-
-    def _drain(self) -> None:
-        """Wait for the reader of our output, unless the job is to end."""
-        while not self._output.drain(SLOW_READER_CHECK) and not self._over_patient:
-            self.turn(0.0)
+        self.output.patient = not self.signals.hurry and now < self._reader_limit
+        if not self.output.full:
+            self.ranks.resume()
 
     @property
     def hurry(self) -> bool:
         """Whether the user does not want to wait for anything."""
-        return self._signals.hurry
+        return self.signals.hurry
 
     def _check(self) -> None:
         """End the job where mpirun does not do it by itself."""
         now = time.monotonic()
         if now >= self._next_report_check:
             self._next_report_check = now + REPORT_CHECK
-            lost = self._ranks.check()
-            reports = self._ranks.reports()
+            lost = self.ranks.check()
+            reports = self.ranks.reports
             over = [report for report in reports.values() if report.status is not None]
-            if lost or has_failed(reports) or len(over) == self._ranks.size:
+            if lost or has_failed(reports) or len(over) == self.ranks.size:
                 self._report_limit = min(self._report_limit, now + GRACE)
-            if self._ranks.problem or lost:
+            if self.ranks.problem or lost:
                 self._stop()
-        if self._output.error or now >= self._report_limit or self._signals.stop is not None:
+        if self.output.error or now >= self._report_limit or self.signals.stop is not None:
             self._stop()
-        if self._stopping and self._ranks.over():
+        if self._stopping and self.ranks.over():
             self._kill_time = min(self._kill_time, now + OVER_GRACE)
-        if now >= self._kill_time or self._signals.hurry:
+        if now >= self._kill_time or self.signals.hurry:
             self._kill()
 
     def _stop(self) -> None:
@@ -270,14 +238,14 @@ class Job:
             self._stopping = True
             self._kill_time = time.monotonic() + GRACE
             self._mpirun.terminate()
-            self._ranks.stop()
+            self.ranks.stop()
 
     def _kill(self) -> None:
         self._kill_time = time.monotonic()
         if self._mpirun.poll() is None:
             os.killpg(self._mpirun.pid, signal.SIGKILL)
 
-    def _sweep(self, strangers: set[int]) -> None:
+    async def _sweep(self, strangers: set[int]) -> None:
         """End what is left of the job: processes that mpirun lost or that the ranks left behind."""
         now = time.monotonic()
         kill_time = min(self._kill_time, now + GRACE)
@@ -290,17 +258,17 @@ class Job:
                     asked.add(pid)
                 os.waitpid(pid, os.WNOHANG)
             if time.monotonic() >= kill_time + GRACE:  # stuck in the kernel, on a disk perhaps
-                self._output.say(f"process {', '.join(map(str, left))} of the job cannot be killed")
+                self.output.say(f"process {', '.join(map(str, left))} of the job cannot be killed")
                 return
-            self.turn(0.02)  # a process that waits for us to read its output cannot end
+            await self.turn(0.02)  # a process that waits for us to read its output cannot end
 
     def _verdict(self, mpirun_status: int, lost: Collection[str]) -> Verdict:
-        reports = self._ranks.reports()
-        error = self._output.error
-        if self._signals.stop is not None:
-            name = signal.Signals(self._signals.stop).name
+        reports = self.ranks.reports
+        error = self.output.error
+        if self.signals.stop is not None:
+            name = signal.Signals(self.signals.stop).name
             verdict = Verdict(
-                128 + self._signals.stop, [f"{name} received; all ranks were ended"], True
+                128 + self.signals.stop, [f"{name} received; all ranks were ended"], True
             )
         elif error is not None:
             cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
@@ -308,24 +276,24 @@ class Job:
         else:
             if mpirun_status < 0 and not self._stopping:  # its daemons died of that
                 for report in reports.values():
-                    report.orphaned = float("inf")
-            verdict = judge(reports, self._ranks.size, mpirun_status, lost)
-            if self._ranks.problem:
-                lines = [self._ranks.problem, *verdict.lines[1:]]
+                    report.orphaned = INFINITY
+            verdict = judge(reports, self.ranks.size, mpirun_status, lost)
+            if self.ranks.problem:
+                lines = [self.ranks.problem, *verdict.lines[1:]]
                 verdict = Verdict(1, lines, False, None, verdict.hosts)
         if not verdict.explained or (verdict.status != 0 and not reports):
-            self._output.write_raw(self._mpirun_text)
+            self.output.write_raw(self._mpirun_text)
         cause, *others = [*verdict.lines] or [""]
         if cause:
-            self._output.say(cause)
+            self.output.say(cause)
         texts = [
-            "" if verdict.culprit is None else self._output.traceback(verdict.culprit)[0],
-            "" if verdict.waiting is None else self._output.traceback(verdict.waiting)[1],
+            "" if verdict.culprit is None else self.output.traceback(verdict.culprit)[0],
+            "" if verdict.waiting is None else self.output.traceback(verdict.waiting)[1],
         ]
         for text in filter(None, texts):
-            self._output.write_raw(text.encode() + b"\n")
+            self.output.write_raw(text.encode() + b"\n")
         for line in others:
-            self._output.say(line)
+            self.output.say(line)
         return verdict
 
 

@@ -42,8 +42,8 @@ LARGE_PIECE = 1 << 20
 # need up to 7, because it backs off between its retries.
 SILENCE = 10.0
 
-# The place of tcpi_last_ack_recv, in milliseconds, in Linux's struct tcp_info.
-_LAST_ACKNOWLEDGEMENT = 56
+# The place of tcpi_last_data_recv and tcpi_last_ack_recv, in milliseconds, in Linux's tcp_info.
+_LAST_RECEIVED = 52
 
 
 class ProtocolError(Exception):
@@ -129,9 +129,11 @@ class Channel:
         """Queue a message; only when `open`."""
         self._outgoing += json.dumps(message).encode() + b"\n"
 
-    def drop(self) -> None:
-        """Drop what waits to be sent: the receiver is gone."""
+    def take(self) -> bytes:
+        """Take what waits to be sent."""
+        data = bytes(self._outgoing)
         self._outgoing.clear()
+        return data
 
     def send_to(self, connection: socket.socket) -> None:
         """Send as much of what waits as the connection, which does not block, takes."""
@@ -160,8 +162,8 @@ def silence(connection: socket.socket) -> float:
     if connection.family == socket.AF_UNIX:
         return 0.0
     information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    (milliseconds,) = struct.unpack_from("I", information, _LAST_ACKNOWLEDGEMENT)
-    return float(milliseconds) / 1000
+    # Data that acknowledges nothing new counts as data alone.
+    return float(min(struct.unpack_from("II", information, _LAST_RECEIVED))) / 1000
 
 
 def error_text(error: OSError) -> str:

@@ -1,10 +1,8 @@
 """Host check, piped to Python on each host before a job: reports what is installed there.
 
-Reads the text of `cores.py` and what to look at from its arguments, and prints one line of JSON.
+Its arguments say what to look at; it prints one line of JSON.
 """
 
-import importlib.metadata
-import importlib.util
 import json
 import os
 import socket
@@ -15,6 +13,8 @@ MARK = "hvdrun-probe:"
 
 def version(*names: str) -> "str | None":
     """The version of the first of these that is installed."""
+    import importlib.metadata  # slow, and hvdrun needs it for several hosts alone
+
     for name in names:
         try:
             return importlib.metadata.version(name)
@@ -25,6 +25,8 @@ def version(*names: str) -> "str | None":
 
 def place(name: str) -> "str | None":
     """The file of a package."""
+    import importlib.util
+
     found = importlib.util.find_spec(name)
     return found.origin if found is not None else None
 

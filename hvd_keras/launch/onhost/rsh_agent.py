@@ -1,4 +1,4 @@
-"""What mpirun runs as its ssh: `agent JOB SSH … -- [OPTION …] HOST COMMAND …`.
+"""What mpirun runs as its ssh: `rsh_agent.py JOB SSH … -- [OPTION …] HOST COMMAND …`.
 
 On the other host the command gets the job's number, by which it and all that it starts can be
 found, and a folder for temporary files that goes with the job.

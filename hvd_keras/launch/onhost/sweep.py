@@ -1,7 +1,7 @@
 """Clean-up script, piped to Python on each host: kills leftover processes, deletes leftover files.
 
 Arguments: seconds between the request to end and the kill, and the jobs' numbers. What belongs to a
-job has its number in the environment, the daemons under a name of their own (see `agent.py`).
+job has its number in the environment, the daemons under a name of their own (see `rsh_agent.py`).
 """
 
 import glob

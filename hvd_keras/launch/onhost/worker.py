@@ -1,15 +1,16 @@
 """Runs the command of one rank and reports how it ended.
 
-mpirun or srun starts this module once per rank, on every host. It connects to hvdrun, learns the
-command, and passes the command's input, its output and the report of its end through that
-connection: mpirun would join pieces of lines, mix in messages of its own, and its exit status can
-be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended.
+mpirun or srun starts a worker once per rank, on every host (see `start_worker.py`). It connects to
+hvdrun, learns the command, and passes the command's input, its output and the report of its end
+through that connection: mpirun would join pieces of lines, mix in messages of its own, and its exit
+status can be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -26,8 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hvd_keras.launch.onhost import sweep
-from hvd_keras.launch.onhost.channel import (
+from .channel import (
     LARGE_PIECE,
     PIECE,
     SILENCE,
@@ -37,9 +37,9 @@ from hvd_keras.launch.onhost.channel import (
     silence,
     watch_liveness,
 )
-from hvd_keras.launch.onhost.cores import usable_cores
-from hvd_keras.launch.onhost.process import GRACE, die_with_parent
-from hvd_keras.launch.onhost.rsh_agent import DAEMON
+from .cores import usable_cores
+from .process import GRACE, die_with_parent
+from .rsh_agent import DAEMON
 
 # Environment variables through which hvdrun reaches its workers. The job's number stays in the
 # environment of the command and of all that it starts, so that they can be found and ended.
@@ -69,6 +69,9 @@ CHECK = 0.5
 
 # Bytes that may wait for a slow connection before the command's output is left to wait, too.
 BACKLOG = 1 << 18
+
+# What ends all that is left of a job on this host.
+SWEEP = Path(__file__).with_name("sweep.py")
 
 SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
@@ -126,7 +129,7 @@ def connect(addresses: str) -> socket.socket:
 def temporary_folder() -> Path:
     """The job's own folder for temporary files on this host: gone with the job, however it ends.
 
-    Killed processes cannot remove their files. mpirun's agent may have made it, see `agent.py`.
+    Killed processes cannot remove their files. mpirun's agent may have made it, see `rsh_agent.py`.
     """
     name = f"hvdrun-{os.environ[JOB]}"
     folder = Path(tempfile.gettempdir())
@@ -160,17 +163,11 @@ class Worker:
 
     def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
-        connection = self._connection
-        connection.setblocking(False)
-        watch_liveness(connection)
+        self._connection.setblocking(False)
+        watch_liveness(self._connection)
         self._watch_signals()
-        self._selector.register(connection, selectors.EVENT_READ, self._take_messages)
-        said_hello = False
+        self._selector.register(self._connection, selectors.EVENT_READ)
         while self._failure is None and (self._child is None or self._child.poll() is None):
-            if self._channel.open and not said_hello:
-                host, cores = socket.gethostname(), usable_cores()
-                self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
-                said_hello = True
             self._turn()
             if self._child is None and self._stopped:
                 return 128 + signal.SIGTERM
@@ -193,21 +190,28 @@ class Worker:
 
         self._selector.register(reader, selectors.EVENT_READ, take)
 
+    def _watch(self, file: Any, events: int, ready: Callable[[], object] | None = None) -> None:
+        """Call `ready` at these events of a descriptor; without events, no more."""
+        watched = file in self._selector.get_map()
+        if events and not watched:
+            self._selector.register(file, events, ready)
+        elif watched and not events:
+            self._selector.unregister(file)
+
     def _turn(self, patience: float = CHECK) -> None:
-        """Send, wait for events and handle them."""
+        """Receive, send, wait for events and handle them."""
         if not self._hvdrun_gone:
             self._look_for_arrival()
-            with self._watching_hvdrun():
-                self._channel.send_to(self._connection)
-                write = selectors.EVENT_WRITE if self._channel.waiting else 0
-                self._selector.modify(
-                    self._connection, selectors.EVENT_READ | write, self._take_messages
-                )
-        self._let_output_wait(self._channel.waiting > BACKLOG)
+            self._exchange()
+        reading = selectors.EVENT_READ if self._channel.waiting <= BACKLOG else 0
+        for descriptor, name in self._outputs.items():
+            self._watch(descriptor, reading, functools.partial(self._take_output, descriptor, name))
         wait = max(0.0, min(patience, self._kill_time - time.monotonic()))
         for key, _ in self._selector.select(wait):
-            with contextlib.suppress(BlockingIOError):
-                key.data()
+            # A handler before this one may have forgotten it.
+            if key.data is not None and self._selector.get_map().get(key.fd) is key:
+                with contextlib.suppress(BlockingIOError):
+                    key.data()
         if not self._hvdrun_gone and silence(self._connection) > SILENCE:
             self._lose_hvdrun()
         if os.getppid() != self._parent and not self._stopped:
@@ -215,6 +219,21 @@ class Worker:
         if time.monotonic() >= self._kill_time and self._child is not None:
             self._signal(signal.SIGKILL)
             self._kill_time = float("inf")
+
+    def _exchange(self) -> None:
+        """Receive what is there, and send what the connection takes."""
+        try:
+            with contextlib.suppress(BlockingIOError):
+                while data := self._connection.recv(1 << 20):
+                    self._take_messages(data)
+                self._lose_hvdrun()
+                return
+            self._channel.send_to(self._connection)
+        except (OSError, ProtocolError):
+            self._lose_hvdrun()
+            return
+        write = selectors.EVENT_WRITE if self._channel.waiting else 0
+        self._selector.modify(self._connection, selectors.EVENT_READ | write)
 
     def _look_for_arrival(self) -> None:
         if self._folder is not None and not self._arrived and self._arrival.exists():
@@ -242,38 +261,30 @@ class Worker:
             self._lose_hvdrun()
         self._stop(number)
 
-    @contextlib.contextmanager
-    def _watching_hvdrun(self) -> Any:
-        try:
-            yield
-        except (OSError, ProtocolError) as error:
-            if isinstance(error, BlockingIOError):
-                raise
-            self._lose_hvdrun()
-
     def _lose_hvdrun(self) -> None:
+        if self._hvdrun_gone:
+            return
         # Having read the report, hvdrun closes its end, perhaps before we look again.
         told_all = self._reported and self._channel.waiting == 0
         self._hvdrun_gone = True
-        self._channel.drop()
+        self._channel.take()
         self._selector.unregister(self._connection)
         self._stop()
         if not told_all:
             # mpirun's daemon would wait for what does not come, and nobody else may reach it. When
             # it dies it kills us, perhaps soon, so another process ends all that is here.
-            command = [sys.executable, "-I", "-S", sweep.__file__, str(GRACE), os.environ[JOB]]
+            command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
             environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
             environment["TMPDIR"] = str(temporary_folder().parent)
             subprocess.Popen(command, env=environment, start_new_session=True)
 
-    def _take_messages(self) -> None:
-        with self._watching_hvdrun():
-            data = self._connection.recv(1 << 20)
-            if not data:
-                self._lose_hvdrun()
-                return
-            for message in self._channel.feed(data):
-                self._take_message(message)
+    def _take_messages(self, data: bytes) -> None:
+        was_open = self._channel.open
+        for message in self._channel.feed(data):
+            self._take_message(message)
+        if self._channel.open and not was_open:
+            host, cores = socket.gethostname(), usable_cores()
+            self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
 
     def _take_message(self, message: dict[str, Any]) -> None:
         if "start" in message:
@@ -345,33 +356,23 @@ class Worker:
             self._outputs[file.fileno()] = name
         if self._child.stdin is not None:
             os.set_blocking(self._child.stdin.fileno(), False)
-        self._signal_if_stopped()
+        if self._stopped:
+            self._signal(signal.SIGTERM)
 
     def _fail_to_start(self, command: list[str], error: OSError) -> None:
         text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
         self._send_output("err", text.encode())
         self._failure = 127 if isinstance(error, FileNotFoundError) else 126
 
-    def _let_output_wait(self, wait: bool) -> None:
-        watched = self._selector.get_map()
-        for descriptor, name in self._outputs.items():
-            if wait and descriptor in watched:
-                self._selector.unregister(descriptor)
-            elif not wait and descriptor not in watched:
-                take = self._output_taker(descriptor, name)
-                self._selector.register(descriptor, selectors.EVENT_READ, take)
-
-    def _output_taker(self, descriptor: int, name: str) -> Callable[[], bool]:
-        def take() -> bool:
-            data = os.read(descriptor, PIECE)
-            if data:
-                self._send_output(name, data)
-            else:
-                self._selector.unregister(descriptor)
-                del self._outputs[descriptor]
-            return bool(data)
-
-        return take
+    def _take_output(self, descriptor: int, name: str) -> bool:
+        """Pass on a piece of output; returns whether there was one."""
+        data = os.read(descriptor, PIECE)
+        if data:
+            self._send_output(name, data)
+        else:
+            self._watch(descriptor, 0)
+            del self._outputs[descriptor]
+        return bool(data)
 
     def _send_output(self, name: str, data: bytes) -> None:
         if not self._hvdrun_gone:
@@ -389,21 +390,18 @@ class Worker:
                 del self._input[:count]
                 taken += count
         except BlockingIOError:
-            if pipe.fileno() not in self._selector.get_map():
-                self._selector.register(pipe, selectors.EVENT_WRITE, self._feed_command)
+            pass
         except BrokenPipeError:  # it does not read any more
             self._input.clear()
             self._input_ends = True
         if taken and not self._hvdrun_gone:
             self._channel.put(took=taken)
-        if not self._input:
-            if pipe.fileno() in self._selector.get_map():
-                self._selector.unregister(pipe)
-            if self._input_ends:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-                assert self._child is not None
-                self._child.stdin = None
+        self._watch(pipe, selectors.EVENT_WRITE if self._input else 0, self._feed_command)
+        if not self._input and self._input_ends:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+            assert self._child is not None
+            self._child.stdin = None
 
     def _stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask the command to end, unless it has ended by itself; later, kill it.
@@ -421,10 +419,6 @@ class Worker:
             self._kill_time = time.monotonic()
         self._signal(number)
 
-    def _signal_if_stopped(self) -> None:
-        if self._stopped:
-            self._signal(signal.SIGTERM)
-
     def _signal(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:
             os.killpg(self._child.pid, number)
@@ -432,14 +426,10 @@ class Worker:
     def _finish(self) -> int:
         """Pass on the last output and the report, and wait until hvdrun has them."""
         for descriptor, name in list(self._outputs.items()):
-            take = self._output_taker(descriptor, name)
-            if descriptor not in self._selector.get_map():
-                self._selector.register(descriptor, selectors.EVENT_READ, take)
             with contextlib.suppress(BlockingIOError):
-                while take():
+                while self._take_output(descriptor, name):
                     pass
-        for descriptor in list(self._outputs):  # something that the command left holds them open
-            self._selector.unregister(descriptor)
+            self._watch(descriptor, 0)  # something that the command left may hold it open
         self._outputs.clear()
         status = self._failure if self._child is None else self._child.returncode
         assert status is not None
@@ -451,15 +441,14 @@ class Worker:
             self._reported = True
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        limit = time.monotonic() + SILENCE
-        while self._channel.waiting and not self._hvdrun_gone and time.monotonic() < limit:
+        # hvdrun may have to wait for the reader of its output, for any time.
+        while self._channel.waiting and not self._hvdrun_gone:
             self._turn(0.1)
-        if not self._hvdrun_gone:
-            # Closed with something unread, the connection would drop what is on its way.
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_WR)
-            while not self._hvdrun_gone and time.monotonic() < limit:
-                self._turn(0.1)
+        # Closed with something unread, the connection would drop what is on its way.
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+        while not self._hvdrun_gone:
+            self._turn(0.1)
         return status if status >= 0 else 128 - status
 
     def _send_result(self, status: int) -> int:
@@ -483,7 +472,8 @@ class Worker:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the worker of the rank that mpirun has started; returns the status to exit with."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    connected = connect(os.environ[ADDRESSES])
-    sys.exit(Worker(find_rank(os.environ), os.environ[SECRET], connected).run())
+    connection = connect(os.environ[ADDRESSES])
+    return Worker(find_rank(os.environ), os.environ[SECRET], connection).run()

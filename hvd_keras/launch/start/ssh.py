@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvd_keras.launch.onhost import rsh_agent
 from hvd_keras.launch.start import remote_shell as reach
 
 # Seconds until a host that does not answer counts as unreachable.
@@ -65,13 +66,5 @@ class Ssh:
 
     def agent(self, job: str) -> str:
         """A shell script that mpirun calls instead of ssh: [OPTION …] HOST COMMAND …"""
-        words = [
-            sys.executable,
-            "-I",
-            "-m",
-            "hvd_keras.launch.onhost.rsh_agent",
-            job,
-            *self.command(),
-            "--",
-        ]
+        words = [sys.executable, "-I", "-S", rsh_agent.__file__, job, *self.command(), "--"]
         return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
