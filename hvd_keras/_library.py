@@ -165,7 +165,9 @@ def why_no_xla() -> str:
     core()
     path = _tensorflow_folder() / "libhvd_xla.so"
     if not path.exists():
-        return "hvd_keras was built with a TensorFlow that has no C++ interface to XLA"
+        return (
+            f"TensorFlow {tf.__version__} has no C++ interface to XLA's calls; 2.20 and newer have"
+        )
     try:
         tf.load_library(str(path))
     except (OSError, RuntimeError, tf.errors.OpError) as error:

@@ -1,18 +1,11 @@
 """Trains a small convolutional network; on any number of ranks, the result is that of one process.
 
-python proof.py FILE SIZE: SIZE is how many ranks there must be. One process writes the weights to FILE;
-several compare theirs with it.
+python proof.py FILE SIZE: SIZE is how many ranks there must be. One process writes its weights to
+FILE, several compare theirs with it.
 """
 
-import os
 import sys
-
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
 import time
-
-begin = time.perf_counter()
 
 import keras
 import numpy as np
@@ -21,6 +14,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 from hvd_keras import _library
 
+begin = time.perf_counter()
 hvd.init()
 file, size = sys.argv[1], int(sys.argv[2])
 # A launcher of another MPI would start worlds of one rank each.
@@ -51,7 +45,7 @@ for jit_compile in (False, True) if compiled else (False,):
 if hvd.rank() == 0:
     mpi = _library.mpi_version().splitlines()[0].split(",")[0].strip()
     print(
-        f"proof: {size} ranks as one: TensorFlow {tf.__version__}, Keras {keras.__version__}, {mpi}, "
+        f"proof: {size} as one: TensorFlow {tf.__version__}, Keras {keras.__version__}, {mpi}, "
         f"XLA {'too' if compiled else 'not: ' + _library.why_no_xla()[:200]}, "
         f"{time.perf_counter() - begin:.1f} s",
         flush=True,
