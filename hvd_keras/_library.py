@@ -165,9 +165,7 @@ def why_no_xla() -> str:
     core()
     path = _tensorflow_folder() / "libhvd_xla.so"
     if not path.exists():
-        return (
-            f"TensorFlow {tf.__version__} has no C++ interface to XLA's calls; 2.20 and newer have"
-        )
+        return f"TensorFlow {tf.__version__} has no C++ interface to XLA's calls; 2.21 has"
     try:
         tf.load_library(str(path))
     except (OSError, RuntimeError, tf.errors.OpError) as error:

@@ -31,9 +31,9 @@ function(add_tensorflow version tf_dir)
     OUTPUT_NAME hvd_tensorflow LIBRARY_OUTPUT_DIRECTORY "${build_dir}" BUILD_WITH_INSTALL_RPATH ON)
   install(TARGETS ${ops} LIBRARY DESTINATION hvd_keras/${folder})
 
-  # Models train without XLA, too. Before 2.20 TensorFlow's wheels lack the header for XLA's calls.
-  if(NOT EXISTS "${tf_dir}/libtensorflow_cc.so.2" OR NOT EXISTS "${tf_dir}/include/xla/ffi/api/ffi.h")
-    message(STATUS "TensorFlow ${version} has no C++ interface to XLA: libhvd_xla.so is left out, models train without XLA.")
+  # Models train without XLA, too. Older wheels have no or less complete headers for XLA's calls.
+  if(version VERSION_LESS 2.21 OR NOT EXISTS "${tf_dir}/libtensorflow_cc.so.2" OR NOT EXISTS "${tf_dir}/include/xla/ffi/api/ffi.h")
+    message(STATUS "TensorFlow ${version} has no C++ interface to XLA's calls: libhvd_xla.so is left out, models train without XLA.")
     return()
   endif()
   set(interface tensorflow_xla_${version})
