@@ -14,6 +14,7 @@ import venv
 import pytest
 
 from hvd_keras import _mpi
+from hvd_keras.launch.start import mpirun
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -139,3 +140,28 @@ def test_the_wheel_of_this_checkout_works_where_no_compiler_is(tmp_path: pathlib
         )
         assert done.returncode == 0, done.stderr
         assert f"proof: {size} as one" in done.stdout
+
+
+def test_hvdrun_gives_ranks_the_library_of_the_mpirun(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chosen mpirun; and of the first MPI that has one, if another comes before it."""
+    prefix = tmp_path / "mpi"
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "lib").mkdir()
+    program = prefix / "bin" / "mpirun"
+    program.write_text("#!/bin/sh\necho HYDRA build details:\n")
+    program.chmod(0o755)
+    library = prefix / "lib" / "libmpi.so.12"
+    library.touch()
+    monkeypatch.delenv("HVD_MPI_LIBRARY", raising=False)
+    assert mpirun.find_mpirun(str(program)).library == str(library)
+    chosen = [_mpi.Library("/none/lib/libmpi.so.40", "of HVD_MPI_LIBRARY", True)]
+    monkeypatch.setattr(_mpi, "candidates", lambda: iter(chosen))
+    assert mpirun.find_mpirun(str(program)).library == ""
+    there = [_mpi.Library("/none/lib/libmpi.so.40", ""), _mpi.Library(str(library), "")]
+    monkeypatch.setattr(_mpi, "candidates", lambda: iter(there))
+    found = mpirun.find_mpirun(None)
+    assert (found.path, found.library) == (str(program), str(library))
+    monkeypatch.setattr(_mpi, "candidates", lambda: iter(there[1:]))
+    assert mpirun.find_mpirun(None).library == ""

@@ -46,9 +46,10 @@ class Mpirun:
         """Whether ranks with this MPI library can be its ranks."""
         return (library.abi == "openmpi") == (self.kind == "Open MPI")
 
-    def with_(self, library: _mpi.Library) -> Mpirun:
-        """The same, for ranks that use this MPI library."""
-        return replace(self, library=library.path)
+    def for_(self, library: _mpi.Library, *first: _mpi.Library) -> Mpirun:
+        """The same, for ranks that use this MPI library, and by themselves would take `first`."""
+        same = os.path.realpath(library.path) in [os.path.realpath(one.path) for one in first]
+        return self if same else replace(self, library=library.path)
 
     def settings(self, directory: Path) -> dict[str, str]:
         """Environment settings for mpirun itself."""
@@ -157,13 +158,15 @@ def find_mpirun(requested: str | None) -> Mpirun:
                 "expected the path of Open MPI's, MPICH's or Intel MPI's mpirun"
             )
         found = _identify(path)
+        if there and there[0].is_chosen:
+            return found
         fitting = [library for library in [*_mpi.beside(path), *there] if found.fits(library)]
-        return found if fitting[:1] == there[:1] or not fitting else found.with_(fitting[0])
+        return found.for_(fitting[0], *there[:1]) if fitting else found
     for library in there:
         for path in _beside(library.path):
             found = _identify(path)
             if found.fits(library):
-                return found if library == there[0] else found.with_(library)
+                return found.for_(library, there[0])
         if library.is_chosen:
             break
     path = shutil.which(str(Path(sys.executable).with_name("mpirun"))) or shutil.which("mpirun")
