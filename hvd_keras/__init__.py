@@ -17,6 +17,7 @@ import ast
 import importlib
 import importlib.util
 import pathlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -52,7 +53,12 @@ def __getattr__(name: str) -> Any:
     try:
         module = importlib.import_module(home or f"hvd_keras.{name}")
     except ImportError as error:
-        # Many programs take an ImportError for "not installed" and then train without other ranks.
+        # Many programs take an ImportError for "not installed", and then train without the others.
+        if error.name == "tensorflow":
+            raise RuntimeError(
+                f"hvd_keras needs TensorFlow, and {sys.executable} has none. Run 'pip install "
+                '"hvd_keras[cpu]"\', or "hvd_keras[gpu]" on a machine with NVIDIA\'s GPUs.'
+            ) from error
         raise RuntimeError(
             f"hvd_keras is installed, but hvd_keras.{name} does not load: {error}"
         ) from error

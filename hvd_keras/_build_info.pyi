@@ -1,3 +1,2 @@
 # The build writes the module itself: native/build_info.py.in.
-TENSORFLOW_VERSION: str
-MPIRUN: str
+MPI_LIBRARY: str

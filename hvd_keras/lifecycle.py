@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from hvd_keras import _library, exit_codes, gpu, log, rank_info, settings
+from hvd_keras import _library, _mpi, exit_codes, gpu, log, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
 from hvd_keras.training import patches
@@ -71,10 +71,10 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
 
     Raises:
         RuntimeError: MPI cannot be used (it was finalised, gives fewer threads than
-            ``MPI_THREAD_MULTIPLE``, or is another library than the one of hvd_keras), or the
-            host has fewer GPUs than processes, or TensorFlow has already taken all GPUs; or the
-            native libraries are missing or do not fit this TensorFlow; or this process has left a
-            job in which others waited for it.
+            ``MPI_THREAD_MULTIPLE``, was loaded twice, or is not the launcher's), or the host has
+            fewer GPUs than processes, or TensorFlow has already taken all GPUs; or the native
+            libraries are missing or do not fit this TensorFlow; or this process has left a job in
+            which others waited for it.
         ValueError: an ``HVD_`` environment variable has an impossible value, or ``comm`` does not
             contain this process, or a process set is impossible (see ``add_process_set``).
     """
@@ -89,7 +89,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         return
     arrival = settings.read().arrival  # raises if a variable has a wrong value
     _library.tensorflow_ops()
-    _use_one_mpi()
+    _mpi.refuse_two()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
     settings.choose_transports(_library.mpi_version())
@@ -101,6 +101,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     if code := core.hvd_init(array, len(ranks), communicator):
         kind = ValueError if code == _library.INVALID_ARGUMENT else RuntimeError
         raise kind(core.hvd_error().decode())
+    if comm is None:
+        _refuse_lonely_world()
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()
     gpu.pin(rank_info.local_rank(), rank_info.local_size())
@@ -156,19 +158,20 @@ def _members(comm: Any) -> tuple[list[int], int | None]:
     return ranks, None
 
 
-def _use_one_mpi() -> None:
-    """Raises if this process has loaded two MPI libraries, which would not know of each other."""
-    if "mpi4py.MPI" in sys.modules:
-        user, theirs = "mpi4py", sys.modules["mpi4py.MPI"].Get_library_version()
-    else:
-        user, theirs = "this process", _library.core().hvd_mpi_version().decode()
-    theirs, ours = (text.strip("\0\n ") for text in (theirs, _library.mpi_version()))
-    if theirs != ours:
-        raise RuntimeError(
-            f"{user} uses {theirs.splitlines()[0]!r}, hvd_keras was built with "
-            f"{ours.splitlines()[0]!r}: one process needs one MPI. Call hvd.init() before "
-            "importing mpi4py, or build hvd_keras with HVD_MPICXX set to the other's mpicxx."
-        )
+def _refuse_lonely_world() -> None:
+    """Raises if a launcher started several processes, but each is alone in its MPI's world."""
+    launcher, variable, count = settings.launched()
+    if count == 1 or rank_info.size() > 1:
+        return
+    mpi = _library.core().hvd_mpi_file().decode()
+    _leave("it is alone in its MPI's world", _ERROR_SECONDS)
+    raise RuntimeError(
+        f"hvd.init: {launcher} started {count} processes, but each is alone in its MPI's world, "
+        f"because their MPI, {mpi}, is another one. Start the script with hvdrun, which takes the "
+        "mpirun of that MPI, or set HVD_MPI_LIBRARY to the library of your launcher's MPI; with "
+        "srun, pass --mpi=pmix for Open MPI and --mpi=pmi2 for MPICH. If this process is to train "
+        f"alone, unset {variable}."
+    )
 
 
 def _install_guards() -> None:

@@ -78,6 +78,42 @@ def read() -> Settings:
     return Settings(**chosen)
 
 
+def mpi_library() -> str:
+    """``HVD_MPI_LIBRARY``: the full path of the MPI library to use; empty: the first found."""
+    return os.environ.get("HVD_MPI_LIBRARY", "")
+
+
+def mpi4py_library() -> str:
+    """``MPI4PY_LIBMPI``: the MPI library that mpi4py is to use; empty: the first that it finds."""
+    return os.environ.get("MPI4PY_LIBMPI", "")
+
+
+def library_path() -> str:
+    """``LD_LIBRARY_PATH``: folders of shared libraries."""
+    return os.environ.get("LD_LIBRARY_PATH", "")
+
+
+def user_cache() -> pathlib.Path:
+    """The folder for what programs of this user keep to save work."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+
+
+def launched() -> tuple[str, str, int]:
+    """The launcher that has started this process, and the variable that says how many it started.
+
+    Returns:
+        The launcher in words, the variable's name and its value; without one, "", "" and 1.
+    """
+    for name, launcher in (
+        ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
+        ("PMI_SIZE", "the mpirun of MPICH or Intel MPI"),
+        ("SLURM_STEP_NUM_TASKS", "srun"),
+    ):
+        if (text := os.environ.get(name, "")).isdecimal():
+            return launcher, name, int(text)
+    return "", "", 1
+
+
 def point_mpi4py_at(mpi_library: str) -> None:
     """Makes a later import of mpi4py use this MPI library, unless the user has chosen one."""
     os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))

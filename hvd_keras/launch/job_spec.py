@@ -72,6 +72,8 @@ class Request:
     def observers(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
         settings = {}
+        if isinstance(self.engine, Mpirun) and self.engine.library:
+            settings["HVD_MPI_LIBRARY"] = self.engine.library
         if self.options.timeline is not None:
             settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
         if self.options.strict:

@@ -13,7 +13,6 @@
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/request_from_attributes.h"
 #include "xla/stream_executor/stream.h"
-#include "xla/stream_executor/stream_executor.h"
 
 namespace hvd {
 namespace {
@@ -70,7 +69,8 @@ void set_device(OpKernelContext* c, Request* request) {
   if (c->num_inputs() == 0 || !c->op_device_context()) return;
   stream_executor::Stream* const stream = c->op_device_context()->stream();
   if (!stream) return;
-  request->device = stream->parent()->device_ordinal();
+  // As stream->parent() has it, too, but the header for that does not compile with every TensorFlow.
+  request->device = c->device()->tensorflow_accelerator_device_info()->gpu_id;
   request->stream = stream->platform_specific_handle().stream;
 }
 

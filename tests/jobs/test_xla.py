@@ -50,19 +50,17 @@ def test_a_rank_that_ends_or_does_not_come(tmp_path, fault: str, texts: list[str
 
 
 FALLBACK = """
-import os, pathlib
+import os, pathlib, shutil
 import keras, numpy as np
 import hvd_keras as hvd
 
-# The folder with the native part, as it would be with a library that is broken.
+# The package's folder, as it would be with a library that is broken.
 folders = map(pathlib.Path, hvd.__path__)
-installed = next(folder for folder in folders if (folder / "libhvd_xla.so").exists())
+installed = next(folder for folder in folders if (folder / "native").exists())
 folder = pathlib.Path(__file__).parent / f"libraries-{os.getpid()}"
-folder.mkdir()
-for file in installed.iterdir():
-    (folder / file.name).symlink_to(file)
-(folder / "libhvd_xla.so").unlink()
-(folder / "libhvd_xla.so").write_text("no library")
+shutil.copytree(installed, folder)
+for library in folder.glob("native/tf*/libhvd_xla.so"):
+    library.write_text("no library")
 hvd.__path__[list(hvd.__path__).index(str(installed))] = str(folder)
 
 import tensorflow as tf

@@ -48,7 +48,7 @@ def binaries() -> pathlib.Path:
     ninja = program("ninja")
     configure = ["-S", str(ROOT / "native"), "-B", str(BUILD), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += ["-DHVD_TENSORFLOW=ON", "-DHVD_BUILD_TESTS=ON"]
+    configure += ["-DHVD_TENSORFLOW=ON", "-DHVD_BUILD_TESTS=ON", "-DHVD_WERROR=ON"]
     run(program("cmake"), *configure, timeout=120)
     run(ninja, "-C", str(BUILD), "-j", str(os.cpu_count()), "tests/all", timeout=400)
     return BUILD / "tests"

@@ -54,7 +54,8 @@ def test_the_gpu_kernels_load_into_the_tensorflow_that_has_gpus() -> None:
     assert tf.test.is_built_with_cuda()
     _library.tensorflow_ops()
     # Missing functions must be detected now, not at their first call.
-    ctypes.CDLL(_library._find("libhvd_tensorflow.so"), mode=ctypes.RTLD_LOCAL | 2)  # RTLD_NOW
+    library = _library._tensorflow_folder() / "libhvd_tensorflow.so"
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL | 2)  # RTLD_NOW
     on_host = {"HvdAlltoall": ["splits", "received_splits"], "HvdJoin": ["last"]}
     for name in ("Allreduce", "Allgather", "Broadcast", "Alltoall", "Reducescatter", "Barrier"):
         found = kernels.get_registered_kernels_for_op(f"Hvd{name}").kernel

