@@ -1,6 +1,7 @@
 """Same state on all ranks."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from hvd_keras.callbacks.base import Callback
@@ -78,14 +79,13 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         # Without the optimizer's, whose names contain Keras's numbers in other places.
-        specs = map(exchange.spec_of, reducer.without_local(self.model, self.model.variables))
+        specs = map(exchange.spec_of, self.shared(self.model.variables))
         exchange.check_specs("broadcast", list(specs), process_set)
-        shared = variables.shared_of_training(self.model)
+        shared = self.shared(variables.of_training(self.model))
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
             fitting.forget_functions(self.model)  # in which the old values are constants
-        seeds = variables.seed_states(layers)
-        seeds = reducer.without_local(self.model, seeds)
+        seeds = self.shared(variables.seed_states(layers))
         variables.give_each_rank_its_own_randomness(seeds, process_set)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -112,7 +112,11 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             return
         self._epoch_runs = False
         statistics = variables.moving_statistics(self.model._flatten_layers())
-        variables.average_variables(reducer.without_local(self.model, statistics), self.process_set)
+        variables.average_variables(self.shared(statistics), self.process_set)
+
+    def shared(self, variables: Iterable[Any]) -> list[Any]:
+        """Of some variables those that all ranks have in common."""
+        return reducer.without_local(self.model, variables)
 
 
 @functools.cache

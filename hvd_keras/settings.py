@@ -3,6 +3,7 @@
 The core reads its own settings (native/core/base/settings.h) in the same manner.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 #: As hvd_keras/launch/onhost/worker.py has it, which can import nothing.
 SCRIPT_HAS_ENDED = "ended"
+ASKED_FOR = "asked-for"
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -76,6 +78,13 @@ def read() -> Settings:
     if text := os.environ.get("HVDRUN_ARRIVAL"):
         chosen["arrival"] = pathlib.Path(text)
     return Settings(**chosen)
+
+
+def note_that_hvd_keras_is_asked_for() -> None:
+    """Lets hvdrun expect that this program calls ``hvd.init()``."""
+    if arrival := os.environ.get("HVDRUN_ARRIVAL"):
+        with contextlib.suppress(OSError):  # hvdrun then takes it for another program
+            pathlib.Path(arrival).with_name(ASKED_FOR).touch()
 
 
 def point_mpi4py_at(mpi_library: str) -> None:

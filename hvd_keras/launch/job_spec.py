@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch import command_check, options
+from hvd_keras.launch import command_check, horovod, options
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start import hosts, slurm
@@ -76,6 +76,8 @@ class Request:
             settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
         if self.options.strict:
             settings["HVD_STRICT"] = "1"
+        if self.options.horovod:
+            settings |= horovod.settings(os.environ)
         return settings
 
 

@@ -52,6 +52,17 @@ def _parser() -> argparse.ArgumentParser:
         "HVD_STRICT=1 for the ranks (default: off)",
     )
     add(
+        "--horovod",
+        action="store_true",
+        help="let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)",
+    )
+    add(
+        "--separate",
+        action="store_true",
+        help="allow that no rank calls hvd.init() though the program uses hvd_keras (default: off: "
+        "exit status 1)",
+    )
+    add(
         "--oversubscribe",
         action="store_true",
         help="allow more ranks than usable cores or slots (default: off)",

@@ -45,7 +45,19 @@ def run(request: Request, signals: Signals) -> Verdict:
         _sweep_lost(request, signals, SILENCE)
     elif len(request.jobs) > 1:  # what the first has lost may be there again
         _sweep_lost(request, signals, 0.0)
+    if verdict.separate and not request.options.separate and _is_wanted(request, verdict):
+        _say(
+            "no rank called hvd.init(), so these were separate runs, which trained separate models "
+            "and overwrote each other's files if they wrote any. Call hvd.init() first, on every "
+            "rank; or use --separate if it is intended"
+        )
+        return Verdict(1, [], True)
     return verdict
+
+
+def _is_wanted(request: Request, verdict: Verdict) -> bool:
+    """Whether the command is a program of hvd_keras: other programs never call hvd.init()."""
+    return verdict.asked or bool(request.options.horovod)
 
 
 def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:

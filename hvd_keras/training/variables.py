@@ -81,11 +81,6 @@ def _updates_nothing(model: Any, optimizer: Any) -> bool:
     return reducer.of_optimizer(optimizer) is None and bool(reducer.reducers_of(model))
 
 
-def shared_of_training(model: Any) -> list[Any]:
-    """Those of ``of_training`` that do not belong to one rank alone."""
-    return reducer.without_local(model, of_training(model))
-
-
 def mark_restored(model: Any, restored: bool) -> None:
     """Whether this ``fit`` began with a checkpoint, which nothing shall overwrite."""
     model._hvd_restored = restored
