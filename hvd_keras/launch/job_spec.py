@@ -71,7 +71,7 @@ class Request:
 
     def observers(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
-        settings = {}
+        settings = dict(self.options.settings)
         if self.options.timeline is not None:
             settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
         if self.options.strict:

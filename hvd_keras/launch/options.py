@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import hvd_keras
+from hvd_keras.launch import horovodrun
 from hvd_keras.launch.errors import UsageError
 
 USAGE = "hvdrun -np N [options] command [arguments ...]"
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
         help="print the version and exit (default: off)",
     )
+    horovodrun.add_to(parser)
     add("command", nargs=argparse.REMAINDER, help="the command of each rank, with its arguments")
     return parser
 
