@@ -33,6 +33,7 @@ class Settings:
         watched: ``HVDRUN_JOB`` is set: a hvdrun of several hosts hears of this process's end.
         arrival: ``HVDRUN_ARRIVAL``, a file by which hvdrun sees that ``hvd.init()`` was called,
             and, by ``SCRIPT_HAS_ENDED`` in it, that the script has ended by itself.
+        commits: ``HVD_COMMITS``, the folder in which rank 0 keeps what ``hvd.elastic`` commits.
     """
 
     bucket_bytes: int = 16 << 20
@@ -42,6 +43,7 @@ class Settings:
     strict: bool = False
     watched: bool = False
     arrival: pathlib.Path | None = None
+    commits: pathlib.Path | None = None
 
     @property
     def log_number(self) -> int:
@@ -77,6 +79,8 @@ def read() -> Settings:
     chosen["watched"] = "HVDRUN_JOB" in os.environ
     if text := os.environ.get("HVDRUN_ARRIVAL"):
         chosen["arrival"] = pathlib.Path(text)
+    if text := os.environ.get("HVD_COMMITS"):
+        chosen["commits"] = pathlib.Path(text)
     return Settings(**chosen)
 
 

@@ -230,6 +230,25 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home=None,
         ),
     ),
+    "elastic": (
+        Row(
+            "elastic.run elastic.TensorFlowState elastic.TensorFlowKerasState elastic.KerasState "
+            "elastic.ObjectState",
+            "renamed",
+            "`callbacks.Checkpoint` and `hvdrun --max-restarts`",
+            horovod="[a new process](#elastic-training) goes on from the last commit",
+            home=_ELASTIC,
+        ),
+        Row(
+            "elastic.CommitStateCallback elastic.UpdateBatchStateCallback "
+            "elastic.UpdateEpochStateCallback",
+            "renamed",
+            "`callbacks.Checkpoint`",
+            horovod="`state.batch` counts the batches that are done; `state.epoch` is right with "
+            "`initial_epoch`, too",
+            home=_ELASTIC,
+        ),
+    ),
     "launching": (
         Row(
             "horovod.run",
@@ -258,7 +277,8 @@ _TENSORFLOW = _homes("the job", "collectives", "training")
 _KERAS_MODULE = _homes(
     "the job", "collectives", "training", "horovod.keras and horovod.tensorflow.keras"
 )
-_CALLBACKS = _homes("callbacks")
+_STATES = _homes("elastic")
+_CALLBACKS = _homes("callbacks") | {k: v for k, v in _STATES.items() if k.endswith("Callback")}
 _RUN = {"run": "horovod.runner"}
 _BUILT = (
     "mpi_built gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built "
@@ -282,10 +302,13 @@ MODULES: dict[str, dict[str, str]] = {
     ),
     "horovod.tensorflow.compression": _of("", "Compression Compressor"),
     "horovod.tensorflow.sync_batch_norm": _of("", "SyncBatchNormalization"),
+    "horovod.tensorflow.elastic": _STATES,
     "horovod.tensorflow.keras": _KERAS_MODULE,
+    "horovod.tensorflow.keras.elastic": _STATES,
     "horovod.tensorflow.keras.callbacks": _CALLBACKS,
     "horovod.keras": _KERAS_MODULE,
     "horovod.keras.callbacks": _CALLBACKS,
+    "horovod.keras.elastic": _STATES,
     "horovod.common": _homes("the job"),
     "horovod.common.util": _of("", _BUILT)
     | _of(
