@@ -48,6 +48,11 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return extension_available(ext_base_name) and bool(tf.config.list_physical_devices("GPU"))
 
 
+def sycl_built() -> bool:
+    """Whether Intel's GPUs are supported: no."""
+    return False
+
+
 def num_rank_is_power_2(num_rank: int) -> bool:
     """Whether a number of ranks is a power of 2."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0

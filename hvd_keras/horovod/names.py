@@ -66,6 +66,13 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "gloo_built gloo_enabled ddl_built ccl_built",
             note="always False: MPI and shared memory are in their place",
         ),
+        Row(
+            "sycl_built",
+            "gone",
+            "Intel's GPUs are not supported",
+            horovod="always False",
+            home="horovod.common",
+        ),
         Row("rank_op size_op local_rank_op local_size_op process_set_included_op"),
         Row(
             "start_timeline stop_timeline",
