@@ -18,6 +18,12 @@ from hvd_keras.horovod import names
 #: Horovod's modules by the form of their collectives.
 _KERAS_MODULES = ("horovod.keras", "horovod.tensorflow.keras")
 
+#: Modules whose names hvd_keras, or its callbacks, have themselves.
+_IMPORTED = (
+    *("horovod", "horovod.tensorflow", "horovod.tensorflow.mpi_ops", *_KERAS_MODULES),
+    *(f"{module}.callbacks" for module in _KERAS_MODULES),
+)
+
 #: The arguments of those by position, as hvd_keras calls them.
 _KERAS_ARGUMENTS = {
     "allreduce": ("tensor", "name", "average", "prescale_factor", "postscale_factor", "op"),
@@ -155,34 +161,37 @@ class Script:
             yield from self._look_at_attribute(node)
 
     def _look_at_import(self, node: ast.Import | ast.ImportFrom) -> Iterator[Finding]:
-        if isinstance(node, ast.ImportFrom):
-            if not _is_horovod(node.module or ""):
-                return
-            listed = ", ".join(map(self._source, node.names))
-            unknown = [a.name for a in node.names if a.name != "*" and _why_not(a.name)]
-            for name in unknown:
-                yield self._at(node, f"{name}: {_why_not(name)}")
-            if not unknown and not any(part in str(node.module) for part in ("torch", "mxnet")):
-                home = "hvd_keras.callbacks" if ".callbacks" in str(node.module) else "hvd_keras"
-                if node.module in ("horovod.tensorflow", "horovod") and listed == "keras as hvd":
-                    yield self._at(node, "import hvd_keras as hvd", "import hvd_keras as hvd")
-                else:
-                    new = f"from {home} import {listed}"
-                    yield self._at(node, new, new)
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if _is_horovod(alias.name):
+                    yield self._look_at_module(node, alias)
             return
-        for alias in node.names:
-            if not _is_horovod(alias.name):
-                continue
-            if "torch" in alias.name or "mxnet" in alias.name:
-                yield self._at(node, f"{alias.name}: hvd_keras is for TensorFlow and Keras")
-            elif alias.asname is None:
-                yield self._at(
-                    node, f"import hvd_keras as hvd; and write hvd. for {alias.name}. below"
-                )
+        module = node.module or ""
+        if not _is_horovod(module):
+            return
+        if why := _absent(module):
+            yield self._at(node, f"{module}: {why}")
+            return
+        unknown = [alias.name for alias in node.names if alias.name != "*"]
+        unknown = [name for name in unknown if _why_not(name)]
+        for name in unknown:
+            yield self._at(node, f"{name}: {_why_not(name)}")
+        if not unknown:
+            new = f"from {_home(module)} import {', '.join(map(self._source, node.names))}"
+            is_module = any(f"{module}.{alias.name}" in _IMPORTED for alias in node.names)
+            if is_module and node.names[0].name != "callbacks":
+                yield self._at(node, f"import hvd_keras as {node.names[0].asname or 'hvd'}")
             else:
-                home = "hvd_keras.callbacks" if ".callbacks" in alias.name else "hvd_keras"
-                new = f"{home} as {alias.asname}"
-                yield self._at(alias, f"import {new}", new)
+                yield self._at(node, new, new)
+
+    def _look_at_module(self, node: ast.Import, alias: ast.alias) -> Finding:
+        if why := _absent(alias.name):
+            return self._at(node, f"{alias.name}: {why}")
+        if alias.asname is None or alias.name not in _IMPORTED:
+            told = f"import hvd_keras as hvd; and write hvd. for {alias.name}. below"
+            return self._at(node, told)
+        new = f"{_home(alias.name)} as {alias.asname}"
+        return self._at(alias, f"import {new}", new)
 
     def _look_at_attribute(self, node: ast.Attribute) -> Iterator[Finding]:
         name = self._meaning(node)
@@ -289,6 +298,18 @@ class Script:
 def _is_optimizer(node: ast.expr) -> bool:
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     return name in ("opt", "optimizer")
+
+
+def _home(module: str) -> str:
+    return "hvd_keras.callbacks" if module.endswith(".callbacks") else "hvd_keras"
+
+
+def _absent(module: str) -> str:
+    """Why hvd_keras has nothing for a module; empty if it has."""
+    for name, why in names.ABSENT.items():
+        if module == name or module.startswith(f"{name}."):
+            return why
+    return ""
 
 
 def _is_horovod(name: str) -> bool:

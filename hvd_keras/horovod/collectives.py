@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.compression import Compression, Compressor
+from hvd_keras.ops import validate
 from hvd_keras.ops.reduce_op import chosen
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training.variables import broadcast_variables
@@ -70,13 +71,17 @@ def grouped_allreduce(
         As ``allreduce``.
     """
     _check_included("allreduce", process_set)
-    reduction = chosen(average, op)
-    for tensor in tensors:
-        if isinstance(tensor, tf.IndexedSlices) and reduction not in (ops.Average, ops.Sum):
-            raise NotImplementedError(
-                f"hvd.allreduce: got tf.IndexedSlices with op=hvd.{reduction.value}, expected "
-                "hvd.Average or hvd.Sum. Use tf.convert_to_tensor first."
-            )
+    with validate.on_all_ranks("allreduce", name or "unnamed", process_set):
+        validate.check_average(average)
+        reduction = chosen(average, op)
+        for tensor in tensors:
+            if isinstance(tensor, tf.IndexedSlices) and reduction not in (ops.Average, ops.Sum):
+                raise NotImplementedError(
+                    f"hvd.allreduce: got tf.IndexedSlices with op=hvd.{reduction.value}, expected "
+                    "hvd.Average or hvd.Sum. Use tf.convert_to_tensor first."
+                )
+        rounds = reduction is ops.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
+        integers = [i for i, x in enumerate(tensors) if rounds and _is_integer(x)]
     options: dict[str, Any] = {
         "device_dense": device_dense,
         "device_sparse": device_sparse,
@@ -84,8 +89,6 @@ def grouped_allreduce(
         "process_set": process_set,
         "ignore_name_scope": ignore_name_scope,
     }
-    rounds = reduction is ops.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
-    integers = [i for i, x in enumerate(tensors) if rounds and _is_integer(x)]
     others = [i for i in range(len(tensors)) if i not in integers]
     results = list(tensors)
     if others:
@@ -254,7 +257,8 @@ def grouped_reducescatter(
     _check_included("reducescatter", process_set)
     size = process_set.size()
     rounds = op is ops.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
-    integers = [rounds and _is_integer(x) for x in tensors]
+    with validate.on_all_ranks("reducescatter", name or "unnamed", process_set):
+        integers = [rounds and _is_integer(x) for x in tensors]
     if not any(integers):
         values = ops.grouped_reducescatter(
             tensors,

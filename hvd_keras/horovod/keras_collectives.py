@@ -36,7 +36,7 @@ def allreduce(
     """
     return _value(
         collectives.allreduce(
-            tf.convert_to_tensor(value),
+            value,
             average,
             compression=compression,
             op=op,
@@ -57,7 +57,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
     Raises:
         As ``hvd_keras.allgather``.
     """
-    return _value(collectives.allgather(tf.convert_to_tensor(value), name))
+    return _value(collectives.allgather(value, name))
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -71,7 +71,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     Raises:
         As ``hvd_keras.broadcast``.
     """
-    return _value(collectives.broadcast(tf.convert_to_tensor(value), root_rank, name))
+    return _value(collectives.broadcast(value, root_rank, name))
 
 
 def reducescatter(value: Any, name: str | None = None, op: ops.ReduceOp = ops.Average) -> Any:
@@ -85,7 +85,7 @@ def reducescatter(value: Any, name: str | None = None, op: ops.ReduceOp = ops.Av
     Raises:
         As ``hvd_keras.reducescatter``.
     """
-    return _value(collectives.reducescatter(tf.convert_to_tensor(value), op=op, name=name))
+    return _value(collectives.reducescatter(value, op=op, name=name))
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

@@ -134,8 +134,15 @@ TABLE: dict[str, tuple[Row, ...]] = {
             horovod="TensorFlow 1",
         ),
         Row(
-            "ProcessSet add_process_set remove_process_set global_process_set",
-            note="may be added at any time; without `mpi_comm`",
+            "ProcessSet add_process_set global_process_set",
+            note="may be added at any time; without `mpi_comm`; numbers are not used again; "
+            "`size()` of a set that was not added is its number of ranks",
+        ),
+        Row(
+            "remove_process_set",
+            note="that of all ranks is an error",
+            horovod="",
+            home="horovod.process_sets",
         ),
         Row("Compression", note="and `.bf16`; `Compressor` is public"),
         Row("Compressor", "same", "derive your own compression from it"),
@@ -291,7 +298,7 @@ _BUILT = (
     "mpi_built gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built "
     "mpi_enabled gloo_enabled mpi_threads_supported"
 )
-_PROCESS_SETS = "ProcessSet add_process_set remove_process_set global_process_set"
+_PROCESS_SETS = "ProcessSet add_process_set global_process_set"
 
 
 def _of(home: str, names: str) -> dict[str, str]:
@@ -325,7 +332,8 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.common.exceptions": _of(
         "horovod.common", "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError"
     ),
-    "horovod.common.process_sets": _of("", _PROCESS_SETS),
+    "horovod.common.process_sets": _of("", _PROCESS_SETS)
+    | _of("horovod.process_sets", "remove_process_set"),
 }
 
 #: Modules that raise ImportError, with the reason.

@@ -104,7 +104,12 @@ def test_what_is_certain(text: str, expected: str) -> None:
     ("text", "told"),
     [
         ("import horovod.tensorflow\nhorovod.tensorflow.init()", "write hvd. for"),
-        ("import horovod.torch as hvd", "for TensorFlow and Keras"),
+        ("import horovod.torch as hvd", "DistributedDataParallel"),
+        ("import horovod.spark.keras as hvd", "no Spark estimators"),
+        ("from horovod.ray import RayExecutor", "no Ray executor"),
+        ("from horovod.tensorflow import keras as hvd", "import hvd_keras as hvd"),
+        ("import horovod.common.util as util", "write hvd. for horovod.common.util"),
+        ("from horovod.tensorflow.data.compute_service import x", "no such name"),
         ("from horovod.tensorflow import broadcast_", "broadcast_variables"),
         ("import horovod.keras as hvd\nhvd.callbacks.BestModelCheckpoint()", "save_best_only"),
         ("import horovod.keras as hvd\nhvd.allreduce(*values)", "by name"),

@@ -52,11 +52,17 @@ def test_reducescatter_truncates_integers() -> None:
     np.testing.assert_array_equal(share, [int((SIZE * 2 + SIZE * (SIZE - 1) / 2) / SIZE)])
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_have_horovods_scale(compiled) -> None:
+@pytest.mark.parametrize("mode", ["eager", "tf.function", "TensorFlow 1"])
+def test_gradients_have_horovods_scale(mode) -> None:
     x = tf.Variable(np.full([SIZE, 2], 1.0 + RANK, np.float32))
 
     def derivative(collective):
+        if mode == "TensorFlow 1":
+            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                constant = tf.constant(np.full([SIZE, 2], 1.0 + RANK, np.float32))
+                loss = tf.reduce_sum(collective(constant) * (RANK + 1.0))
+                return session.run(tf.gradients(loss, constant)[0])
+
         def gradient():
             with tf.GradientTape() as tape:
                 y = collective(x)
@@ -64,7 +70,7 @@ def test_gradients_have_horovods_scale(compiled) -> None:
                 loss = tf.reduce_sum(y * (RANK + 1.0))
             return tape.gradient(loss, x)
 
-        return np.asarray((tf.function(gradient) if compiled else gradient)())
+        return np.asarray((tf.function(gradient) if mode == "tf.function" else gradient)())
 
     mean = (SIZE + 1) / 2  # of the ranks' weights
     np.testing.assert_allclose(derivative(hvd.allgather), np.full([SIZE, 2], mean))
@@ -93,6 +99,17 @@ def test_slices_with_another_op_are_not_implemented(op) -> None:
         hvd.allreduce(slices, op=op)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="no other rank waits")
+def test_an_error_of_one_rank_is_one_of_all() -> None:
+    slices = tf.IndexedSlices(tf.constant([[1.0]]), tf.constant([0]), tf.constant([3, 1]))
+    with pytest.raises(tf.errors.FailedPreconditionError, match="NotImplementedError"):
+        hvd.allreduce(slices if RANK == 0 else tf.ones([3, 1]), op=hvd.Max)
+    with pytest.raises(tf.errors.FailedPreconditionError):  # horovod.keras's order of arguments
+        hvd.allreduce(1.0 + RANK, "loss" if RANK == 0 else None)
+    with pytest.raises(tf.errors.FailedPreconditionError, match="int32"):
+        hvd.allreduce(tf.constant(1) if RANK == 0 else tf.constant(1.0))
+
+
 @pytest.mark.skipif(SIZE == 1, reason="every rank is in every set")
 def test_a_rank_outside_of_a_process_set() -> None:
     first = hvd.add_process_set([0])
@@ -109,7 +126,8 @@ def test_a_rank_outside_of_a_process_set() -> None:
         loss = weight * (RANK + 2.0)
     tape = hvd.DistributedGradientTape(plain, process_set=first)
     assert float(tape.gradient(loss, weight, use_generic_names=True)) == RANK + 2.0
-    hvd.remove_process_set(first)
+    assert hvd.remove_process_set(first)
+    assert not hvd.remove_process_set(hvd.global_process_set)
 
 
 @pytest.mark.parametrize("module", KERAS_MODULES, ids=lambda module: module.__name__)
