@@ -60,7 +60,7 @@ def run(
                 f"horovod.run: hvdrun has no option for {name}={value!r}. Leave it out; see "
                 "hvdrun --help."
             )
-        options += [_OPTIONS[name], str(value)]
+        options.append(f"{_OPTIONS[name]}={value}")  # one word: the value may begin with "--"
     if verbose:
         options.append("--verbose")
     return run_function.run(func, args, kwargs, num_proc or np, hosts, options)

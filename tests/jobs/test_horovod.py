@@ -95,6 +95,93 @@ def test_another_horovod_is_told(tmp_path: pathlib.Path) -> None:
     assert job.status != 0
 
 
+def test_horovod_run(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text("""
+import hvd_keras.horovod
+hvd_keras.horovod.install()
+import horovod
+
+def train(rate, steps=1):
+    import horovod.tensorflow as hvd
+    hvd.init()
+    return hvd.rank() * rate + steps + int(hvd.allreduce(hvd.rank(), op=hvd.Sum))
+
+options = dict(num_proc=2, hosts="localhost:2", use_gloo=True, mpi_args="--oversubscribe")
+print(horovod.run(train, (10,), {"steps": 2}, start_timeout=60, **options))
+try:
+    horovod.run(train, np=1, slots=3)
+except TypeError as error:
+    print(error)
+""")
+    job = ranks.mpirun(1, sys.executable, str(script))
+    assert job.status == 0, job.output
+    assert "[3, 13]" in job.output, job.output
+    assert "hvdrun has no option for slots=3" in job.output
+
+
+# As scripts for tf.keras before Keras 3 are.
+TF_KERAS = """
+import os
+import numpy as np
+import tensorflow as tf
+import horovod.tensorflow.keras as hvd
+
+hvd.init()
+for gpu in tf.config.experimental.list_physical_devices("GPU"):
+    tf.config.experimental.set_memory_growth(gpu, True)
+start = 0
+for epoch in range(9, 0, -1):
+    if hvd.rank() == 0 and os.path.exists(f"checkpoint-{epoch}.h5"):
+        start = epoch
+        break
+start = int(hvd.broadcast(start, 0, name="start"))
+random = np.random.default_rng(hvd.rank())
+x = random.normal(size=(32, 3)).astype("float32")
+data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).repeat().batch(4)
+tf.keras.utils.set_random_seed(1 + hvd.rank())
+rate = 0.01 * hvd.size()
+if start > 0 and hvd.rank() == 0:
+    model = hvd.load_model(f"checkpoint-{start}.h5", compression=hvd.Compression.fp16)
+else:
+    layers = tf.keras.layers
+    model = tf.keras.Sequential([layers.Dense(4, activation="tanh"), layers.Dense(1)])
+    opt = hvd.DistributedOptimizer(tf.optimizers.Adam(rate), compression=hvd.Compression.fp16,
+                                   backward_passes_per_step=1, average_aggregated_gradients=True)
+    model.compile(loss=tf.losses.MeanSquaredError(), optimizer=opt, metrics=["mae"],
+                  experimental_run_tf_function=False)
+callbacks = [
+    hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+    hvd.callbacks.MetricAverageCallback(),
+    hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=2, verbose=1),
+]
+if hvd.rank() == 0:
+    callbacks.append(tf.keras.callbacks.ModelCheckpoint("checkpoint-{epoch}.h5"))
+model.fit(data, steps_per_epoch=8 // hvd.size(), callbacks=callbacks, epochs=start + 3,
+          initial_epoch=start, verbose=0)
+loss, _ = hvd.allreduce(model.evaluate(data, steps=4, verbose=0), "evaluation")
+weights = np.concatenate([w.ravel() for w in model.get_weights()])
+everyone = hvd.allgather(weights[np.newaxis], name="weights")
+print("from", start, "equal", bool(np.all(everyone == everyone[0])), "loss", float(loss))
+"""
+
+
+def test_a_script_for_tf_keras(hvdrun) -> None:
+    (hvdrun.folder / "train.py").write_text(TF_KERAS)
+    hvdrun.environment["TF_USE_LEGACY_KERAS"] = "1"
+    losses = []
+    for start in (0, 3):
+        command = ("--horovod", "-np", "2", "--oversubscribe", sys.executable, "train.py")
+        done = hvdrun.run(*command)
+        assert done.returncode == 0, done.stderr
+        lines = [line for line in done.stdout.splitlines() if "equal" in line]
+        said, loss = zip(*(line.split(" loss ") for line in lines), strict=True)
+        assert sorted(said) == [f"[{rank}] from {start} equal True" for rank in range(2)]
+        assert loss[0] == loss[1]
+        losses.append(float(loss[0]))
+    assert losses[1] < losses[0]
+
+
 # Programs that never call hvd.init()
 
 SERIAL = """
