@@ -1,6 +1,7 @@
 """``BroadcastGlobalVariablesCallback``: the same state on all ranks."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from hvd_keras.callbacks.base import Callback
@@ -80,14 +81,13 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         # Not the optimizer's variables: Keras's counters occur elsewhere in their names.
-        specs = map(exchange.spec_of, together.without_local(self.model, self.model.variables))
+        specs = map(exchange.spec_of, self.shared(self.model.variables))
         exchange.check_specs("broadcast", list(specs), process_set)
-        shared = variables.shared_of_training(self.model)
+        shared = self.shared(variables.of_training(self.model))
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
             fitting.forget_functions(self.model)  # they hold the old values as constants
-        seeds = variables.seed_states(layers)
-        seeds = together.without_local(self.model, seeds)
+        seeds = self.shared(variables.seed_states(layers))
         variables.give_each_rank_its_own_randomness(seeds, process_set)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -114,9 +114,11 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             return
         self._epoch_runs = False
         statistics = variables.moving_statistics(self.model._flatten_layers())
-        variables.average_variables(
-            together.without_local(self.model, statistics), self.process_set
-        )
+        variables.average_variables(self.shared(statistics), self.process_set)
+
+    def shared(self, variables: Iterable[Any]) -> list[Any]:
+        """Those of some variables that do not belong to one rank alone."""
+        return together.without_local(self.model, variables)
 
 
 @functools.cache

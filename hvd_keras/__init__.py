@@ -20,6 +20,8 @@ import pathlib
 import sys
 from typing import Any
 
+from hvd_keras import settings
+
 __version__ = "0.1.0"
 
 
@@ -49,6 +51,7 @@ if importlib.util.find_spec("hvd_keras.callbacks") is None:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hvd_keras' has no attribute {name!r}")
+    settings.note_that_hvd_keras_is_asked_for()
     home = _HOMES[name]
     try:
         module = importlib.import_module(home or f"hvd_keras.{name}")

@@ -3,6 +3,7 @@
 The core reads its own settings in native/core/base/settings.h.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 #: Equal to the constant in hvd_keras/launch/onhost/worker.py, which cannot import this module.
 SCRIPT_HAS_ENDED = "ended"
+ASKED_FOR = "asked-for"
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -31,6 +33,7 @@ class Settings:
         watched: ``HVDRUN_JOB`` is set: hvdrun runs on several hosts and follows this process.
         arrival: ``HVDRUN_ARRIVAL``, a file that tells hvdrun that ``hvd.init()`` was called, and
             with the content ``SCRIPT_HAS_ENDED`` that the script has ended by itself.
+        commits: ``HVD_COMMITS``, the folder in which rank 0 keeps what ``hvd.elastic`` commits.
     """
 
     bucket_bytes: int = 16 << 20
@@ -40,6 +43,7 @@ class Settings:
     strict: bool = False
     watched: bool = False
     arrival: pathlib.Path | None = None
+    commits: pathlib.Path | None = None
 
     @property
     def log_number(self) -> int:
@@ -75,6 +79,8 @@ def read() -> Settings:
     chosen["watched"] = "HVDRUN_JOB" in os.environ
     if text := os.environ.get("HVDRUN_ARRIVAL"):
         chosen["arrival"] = pathlib.Path(text)
+    if text := os.environ.get("HVD_COMMITS"):
+        chosen["commits"] = pathlib.Path(text)
     return Settings(**chosen)
 
 
@@ -112,6 +118,13 @@ def launched() -> tuple[str, str, int]:
         if (text := os.environ.get(name, "")).isdecimal():
             return launcher, name, int(text)
     return "", "", 1
+
+
+def note_that_hvd_keras_is_asked_for() -> None:
+    """Lets hvdrun expect that this program calls ``hvd.init()``."""
+    if arrival := os.environ.get("HVDRUN_ARRIVAL"):
+        with contextlib.suppress(OSError):  # hvdrun then takes it for another program
+            pathlib.Path(arrival).with_name(ASKED_FOR).touch()
 
 
 def point_mpi4py_at(mpi_library: str) -> None:

@@ -7,8 +7,10 @@ for overflows, so an overflow on one rank is one on all ranks.
 The legacy family also gets ``build`` and ``variables`` as other optimizers have, for the callbacks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 from hvd_keras._keras import keras
 from hvd_keras.training import exchange, forgotten, reducer
@@ -25,6 +27,8 @@ class Reducer(reducer.GradientReducer):
     Args:
         optimizer: of one of ``classes``, without a LossScaleOptimizer around it.
         name, options, groups: as in ``reducer.GradientReducer``.
+        passes: local steps whose gradients are added up before an update.
+        averages: whether their mean is applied, not their sum.
     """
 
     def __init__(
@@ -33,10 +37,16 @@ class Reducer(reducer.GradientReducer):
         name: str | None,
         options: exchange.ExchangeOptions,
         groups: exchange.Groups,
+        passes: int,
+        averages: bool,
     ) -> None:
         super().__init__(name, options, groups)
         self.optimizer = optimizer
         self.variables: list[Any] = []
+        self._passes = passes
+        self._divisor = passes if averages else 1
+        self._sums: dict[int, tf.Variable] = {}  # of the local steps' gradients, by variable
+        self._done: tf.Variable | None = None  # local steps since the last update
         optimizer._hvd_reducer = self
         optimizer.apply_gradients = self.apply_gradients
         if isinstance(optimizer, keras.optimizers.legacy.Optimizer):
@@ -61,7 +71,12 @@ class Reducer(reducer.GradientReducer):
         pairs = list(grads_and_vars)
         if experimental_aggregate_gradients and not skip_gradients_aggregation and pairs:
             gradients, variables = zip(*pairs, strict=True)
+            if self._passes > 1:
+                return self._accumulate(gradients, variables, name)
             pairs = list(zip(self.reduce(gradients, variables), variables, strict=True))
+        return self._apply(pairs, name)
+
+    def _apply(self, pairs: Iterable[tuple[Any, Any]], name: str | None) -> Any:
         own = type(self.optimizer).apply_gradients
         token = forgotten.exchanged.set(True)
         try:
@@ -69,12 +84,66 @@ class Reducer(reducer.GradientReducer):
         finally:
             forgotten.exchanged.reset(token)
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _accumulate(
+        self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
+    ) -> Any:
+        """Adds up this rank's gradients; after the last local step the ranks exchange the sums.
+
+        ``iterations`` counts local steps, as with Horovod and with Keras 3's own accumulation.
+        """
+        dense = [self._dense(g, v) for g, v in zip(gradients, variables, strict=True)]
+        step = self.begin(dense, variables)
+        indices = [i for i, gradient in enumerate(step.gradients) if gradient is not None]
+        shared = [variables[i] for i in indices]
+        with tf.init_scope():
+            for variable in shared:
+                if exchange.variable_id(variable) not in self._sums:
+                    self._sums[exchange.variable_id(variable)] = _zeros_like(variable)
+            if self._done is None:
+                self._done = tf.Variable(0, trainable=False, dtype=tf.int64)
+        sums = [self._sums[exchange.variable_id(variable)] for variable in shared]
+        for total, i in zip(sums, indices, strict=True):
+            total.assign_add(step.gradients[i])
+        done = self._done
+        last = tf.equal(done.assign_add(1), self._passes)
+
+        def update() -> tf.Tensor:
+            means = [total / tf.cast(self._divisor, total.dtype) for total in sums]
+            self._apply(zip(step.exchange(means), shared, strict=True), name)
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+            done.assign(0)
+            return tf.identity(self.optimizer.iterations)
+
+        def wait() -> tf.Tensor:
+            self.optimizer.iterations.assign_add(1)
+            return tf.identity(self.optimizer.iterations)
+
+        return tf.cond(last, update, wait)
+
+    def _dense(self, gradient: Any, variable: Any) -> Any:
+        """A gradient that this rank lacks now, but had in another local step, is zero."""
+        if gradient is None:
+            known = exchange.variable_id(variable) in self._sums
+            return tf.zeros_like(variable) if known else None
+        return tf.convert_to_tensor(gradient)
+
     def aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> list[Any]:
         """Replaces ``Optimizer.aggregate_gradients``, which LossScaleOptimizer calls.
 
         LossScaleOptimizer omits variables without a gradient on this rank. In the newer family,
         ``build`` has received all variables.
+
+        Raises:
+            ValueError: local steps are to be added up, each of which may overflow by itself.
         """
+        if self._passes > 1:
+            raise ValueError(
+                f"backward_passes_per_step is {self._passes}, but a LossScaleOptimizer of tf_keras "
+                "cannot accumulate gradients. Use Keras 3 (unset TF_USE_LEGACY_KERAS), or the "
+                "policy mixed_bfloat16, which needs no loss scale."
+            )
         gradient = {exchange.variable_id(v): (g, v) for g, v in grads_and_vars}
         variables = [v for _, v in gradient.values()]
         if gradient.keys() <= {exchange.variable_id(v) for v in self.variables}:
@@ -82,6 +151,10 @@ class Reducer(reducer.GradientReducer):
         mine = [gradient.get(exchange.variable_id(v), (None, v))[0] for v in variables]
         reduced = zip(self.reduce(mine, variables), variables, strict=True)
         return [(g, v) for g, v in reduced if g is not None]
+
+
+def _zeros_like(variable: Any) -> tf.Variable:
+    return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
 
 
 class _CallableList(list[Any]):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch import command_check, options
+from hvd_keras.launch import command_check, horovod, options
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start import hosts, slurm
@@ -71,13 +71,15 @@ class Request:
 
     def observers(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
-        settings = {}
+        settings = dict(self.options.settings)
         if isinstance(self.engine, Mpirun) and self.engine.library:
             settings["HVD_MPI_LIBRARY"] = self.engine.library
         if self.options.timeline is not None:
             settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
         if self.options.strict:
             settings["HVD_STRICT"] = "1"
+        if self.options.horovod:
+            settings |= horovod.settings(os.environ)
         return settings
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import hvd_keras
+from hvd_keras.launch import horovodrun
 from hvd_keras.launch.errors import UsageError
 
 USAGE = "hvdrun -np N [options] command [arguments ...]"
@@ -52,6 +53,17 @@ def _parser() -> argparse.ArgumentParser:
         "HVD_STRICT=1 for the ranks (default: off)",
     )
     add(
+        "--horovod",
+        action="store_true",
+        help="let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)",
+    )
+    add(
+        "--separate",
+        action="store_true",
+        help="allow that no rank calls hvd.init() though the program uses hvd_keras (default: off: "
+        "exit status 1)",
+    )
+    add(
         "--oversubscribe",
         action="store_true",
         help="allow more ranks than usable cores or slots (default: off)",
@@ -88,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
         help="print the version and exit (default: off)",
     )
+    horovodrun.add_to(parser)
     add("command", nargs=argparse.REMAINDER, help="the command of each rank, with its arguments")
     return parser
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import socket
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from hvd_keras.launch import run_job
 from hvd_keras.launch.errors import UsageError
@@ -26,6 +29,9 @@ async def run(request: Request, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
     placement = place(request)
     size = placement.size
+    commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
+    if request.max_restarts and "HVD_COMMITS" not in os.environ:
+        request.options.settings["HVD_COMMITS"] = str(commits)
     verdict = await run_job.run(request, placement, signals, first=True)
     for number in range(1, request.max_restarts + 1):
         if verdict.status == 0 or signals.stop is not None:
@@ -42,10 +48,25 @@ async def run(request: Request, signals: Signals) -> Verdict:
         _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         verdict = await run_job.run(request, placement, signals, first=False)
     if verdict.status == 0:
+        shutil.rmtree(commits, ignore_errors=True)
         await _sweep_lost(request, signals, SILENCE)
     elif len(request.jobs) > 1:  # what the first has lost may be there again
         await _sweep_lost(request, signals, 0.0)
+    if verdict.status != 0 and commits.exists():
+        _say(f"to go on from the last commit, start the job again with HVD_COMMITS={commits}")
+    if verdict.separate and not request.options.separate and _is_wanted(request, verdict):
+        _say(
+            "no rank called hvd.init(), so these were separate runs, which trained separate models "
+            "and overwrote each other's files if they wrote any. Call hvd.init() first, on every "
+            "rank; or use --separate if it is intended"
+        )
+        return Verdict(1, [], True)
     return verdict
+
+
+def _is_wanted(request: Request, verdict: Verdict) -> bool:
+    """Whether the command is a program of hvd_keras: other programs never call hvd.init()."""
+    return verdict.asked or bool(request.options.horovod)
 
 
 async def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:

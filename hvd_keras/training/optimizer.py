@@ -57,7 +57,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             ``hvd.Adasum`` (with ``sparse_as_dense``) to decide between both by the gradients'
             directions.
         backward_passes_per_step: local steps whose gradients are added up before an update; sets
-            the optimizer's own ``gradient_accumulation_steps``. Keras 3 only.
+            the optimizer's own ``gradient_accumulation_steps``. Not for optimizers of TensorFlow 1,
+            nor inside a LossScaleOptimizer of tf_keras.
         average_aggregated_gradients: with ``backward_passes_per_step``, apply the mean of the local
             steps instead of their sum.
         num_groups: exchange the gradients in this many requests. Default: by size, see
@@ -110,8 +111,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if is_v1:
         tensorflow_v1.Reducer(target, name, options, chosen)
     elif is_legacy:
-        local = legacy_keras.Reducer(target, name, options, chosen).register_local
-        optimizer.register_local_var = local
+        reducer_of_legacy = legacy_keras.Reducer(
+            target, name, options, chosen, passes, average_aggregated_gradients
+        )
+        optimizer.register_local_var = reducer_of_legacy.register_local
     else:
         # Keras averages over local steps.
         local_sum = 1 if average_aggregated_gradients else passes
@@ -194,12 +197,14 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
         raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
     if passes == 1:
         return 1
-    if not hasattr(optimizer, "gradient_accumulation_steps"):
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         raise ValueError(
-            f"backward_passes_per_step is {passes}, but a {type(optimizer).__name__} of tf_keras "
-            "or TensorFlow 1 cannot accumulate gradients. Use Keras 3 (unset TF_USE_LEGACY_KERAS), "
-            "or leave it out and use a larger batch."
+            f"backward_passes_per_step is {passes}, but a {type(optimizer).__name__} of TensorFlow "
+            "1 cannot accumulate gradients. Use an optimizer of Keras, or leave it out and use a "
+            "larger batch."
         )
+    if is_legacy:
+        return passes
     own = optimizer.gradient_accumulation_steps
     if own or optimizer.built or isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ValueError(

@@ -77,11 +77,6 @@ def _updates_nothing(model: Any, optimizer: Any) -> bool:
     return together.of_optimizer(optimizer) is None and bool(together.reducers_of(model))
 
 
-def shared_of_training(model: Any) -> list[Any]:
-    """The variables of ``of_training`` that do not belong to one rank alone."""
-    return together.without_local(model, of_training(model))
-
-
 def mark_restored(model: Any, restored: bool) -> None:
     """Records whether this ``fit`` began with a checkpoint, which nothing may overwrite."""
     model._hvd_restored = restored

@@ -215,7 +215,8 @@ def flat(model):
 
 def train(model, optimizer, data, batch, callbacks=(), epochs=2, **options):
     model.compile(optimizer=optimizer, loss="mse", metrics=["mae", tf.keras.metrics.AUC(name="auc"),
-        tf.keras.metrics.RootMeanSquaredError()], experimental_run_tf_function=False)
+        tf.keras.metrics.RootMeanSquaredError()], experimental_run_tf_function=False,
+        run_eagerly=options.pop("run_eagerly", False))
     x, words, y = data
     y = (y > 0).astype("float32") if options.pop("binary", False) else y
     return model.fit([x, words], y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0,
@@ -292,6 +293,41 @@ for family in optimizers, optimizers.legacy:
     model.fit(data[:2], data[2], batch_size=B, verbose=0)
     assert (flat(model) == before).all() and float(model.optimizer.loss_scale) == scale / 2
 
+# Local steps are added up, or averaged, before the ranks exchange them; also eagerly.
+accumulated = [
+    (lambda: optimizers.Adagrad(0.05), False, False),
+    (lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3), True, True),
+    (lambda: optimizers.legacy.RMSprop(0.01, momentum=0.5), True, False),
+]
+for make_optimizer, averages, eagerly in accumulated:
+    alone, optimizer, sums = make_model(0), make_optimizer(), None
+    for number in range(2 * STEPS):
+        rows = slice(number % STEPS * size * B, (number % STEPS + 1) * size * B)
+        a, b, c = (part[rows] for part in everything)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((alone([a, b]) - c) ** 2)
+        gradients = map(tf.convert_to_tensor, tape.gradient(loss, alone.trainable_variables))
+        sums = [s + g for s, g in zip(sums, gradients)] if sums else list(gradients)
+        if number % 2:
+            sums = [s / 2 if averages else s for s in sums]
+            optimizer.apply_gradients(zip(sums, alone.trainable_variables))
+            sums = None
+    together = make_model(rank)
+    optimizer = hvd.DistributedOptimizer(make_optimizer(), backward_passes_per_step=2,
+                                         average_aggregated_gradients=averages)
+    train(together, optimizer, share, B, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+          run_eagerly=eagerly)
+    np.testing.assert_allclose(flat(together), flat(alone), rtol=1e-4, atol=1e-5)
+    assert int(optimizer.iterations) == 2 * STEPS
+scaled = tf.keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.1))
+try:
+    train(make_model(0, policy="mixed_float16"),
+          hvd.DistributedOptimizer(scaled, backward_passes_per_step=2), share, B)
+except ValueError as error:
+    assert "LossScaleOptimizer of tf_keras cannot accumulate" in str(error)
+else:
+    raise AssertionError("accepted")
+
 # A custom loop, in which a rank lacks a gradient, and one that is dense there and sparse here.
 v, w, u = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([3, 2])), tf.Variable(5.0)
 for wrapped in (optimizers.SGD(1.0), optimizers.legacy.SGD(1.0)):
@@ -318,7 +354,6 @@ def fails(error, text, *args, **kwargs):
 
 import keras
 fails(TypeError, "unset it", keras.optimizers.SGD())
-fails(ValueError, "cannot accumulate", optimizers.SGD(), backward_passes_per_step=2)
 fails(ValueError, "distributed already", loaded.optimizer)
 print("done")
 """

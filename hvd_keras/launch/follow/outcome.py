@@ -22,15 +22,16 @@ _FOLLOWED = {
 class Report:
     """What is known of one rank.
 
-    `arrived` tells that it has called `hvd.init()`, `ended` that its script has ended by itself
-    after that, with an exit status of its own choice. Of a rank on several hosts besides: its
-    `host`; whether its worker is `gone`; how the connection was `lost`, in words; and when mpirun's
-    daemon there had died before anybody asked the rank to end.
+    `asked` tells that it has used hvd_keras, `arrived` that it has called `hvd.init()`, `ended`
+    that its script has ended by itself after that, with an exit status of its own choice. Of a rank
+    on several hosts besides: its `host`; whether its worker is `gone`; how the connection was
+    `lost`, in words; and when mpirun's daemon there had died before anybody asked the rank to end.
     """
 
     status: int | None
     time: float
     stopped: bool
+    asked: bool = False
     arrived: bool = False
     ended: bool = False
     host: str = ""
@@ -61,7 +62,9 @@ class Verdict:
     """The exit status of hvdrun and its last words.
 
     `explained` tells whether they name a cause, `culprit` is the rank that failed first, if one
-    did, `hosts` are those that seem to be at fault, and `waiting` is a rank that knows more.
+    did, `hosts` are those that seem to be at fault, and `waiting` is a rank that knows more. Of a
+    job that succeeded, `separate` tells that its ranks did not train together: none of several
+    called hvd.init(), and `asked` whether one of them has used hvd_keras.
     """
 
     status: int
@@ -70,6 +73,8 @@ class Verdict:
     culprit: int | None = None
     hosts: Sequence[str] = ()
     waiting: int | None = None
+    separate: bool = False
+    asked: bool = False
 
 
 def first_failure(reports: dict[int, Report]) -> int | None:
@@ -138,7 +143,9 @@ def judge(
         report.status == 0 and not report.stopped
         for report in reports.values()
     ):
-        return Verdict(0, [], True)
+        separate = size > 1 and not any(report.arrived for report in reports.values())
+        asked = any(report.asked for report in reports.values())
+        return Verdict(0, [], True, separate=separate, asked=asked)
     if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
         hosts = sorted({reports[rank].host for rank in on_lost})
         cause = f"lost {' and '.join(hosts)} with {_names(on_lost)}: the network or the host failed"

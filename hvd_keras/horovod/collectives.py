@@ -1,0 +1,326 @@
+"""The collectives of ``horovod.tensorflow`` where they differ from those of hvd_keras.
+
+Averages and scale factors of integers are computed in float64 and truncated. The gradients of
+allgather, broadcast and reducescatter are those of the mean of the ranks' losses, not of their sum.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.compression import Compression, Compressor
+from hvd_keras.ops import validate
+from hvd_keras.ops.reduce_op import chosen
+from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training.variables import broadcast_variables
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ops.ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """``hvd_keras.allreduce``; averages and scaled sums of integers are truncated.
+
+    Raises:
+        NotImplementedError: ``tf.IndexedSlices`` with another op than Average or Sum.
+        tf.errors.InvalidArgumentError: this rank is not in the process set.
+        As ``hvd_keras.allreduce`` besides.
+    """
+    return grouped_allreduce(
+        [tensor],
+        average,
+        device_dense,
+        device_sparse,
+        compression,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        ignore_name_scope,
+        name,
+    )[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ops.ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """``allreduce`` of several tensors.
+
+    Raises:
+        As ``allreduce``.
+    """
+    _check_included("allreduce", process_set)
+    with validate.on_all_ranks("allreduce", name or "unnamed", process_set):
+        validate.check_average(average)
+        reduction = chosen(average, op)
+        for tensor in tensors:
+            if isinstance(tensor, tf.IndexedSlices) and reduction not in (ops.Average, ops.Sum):
+                raise NotImplementedError(
+                    f"hvd.allreduce: got tf.IndexedSlices with op=hvd.{reduction.value}, expected "
+                    "hvd.Average or hvd.Sum. Use tf.convert_to_tensor first."
+                )
+        rounds = reduction is ops.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
+        integers = [i for i, x in enumerate(tensors) if rounds and _is_integer(x)]
+    options: dict[str, Any] = {
+        "device_dense": device_dense,
+        "device_sparse": device_sparse,
+        "compression": compression,
+        "process_set": process_set,
+        "ignore_name_scope": ignore_name_scope,
+    }
+    others = [i for i in range(len(tensors)) if i not in integers]
+    results = list(tensors)
+    if others:
+        reduced = ops.grouped_allreduce(
+            [tensors[i] for i in others],
+            op=reduction,
+            prescale_factor=prescale_factor,
+            postscale_factor=postscale_factor,
+            name=name,
+            **options,
+        )
+        for i, value in zip(others, reduced, strict=True):
+            results[i] = value
+    if integers:
+        sums = ops.grouped_allreduce(
+            [_truncated(tensors[i], prescale_factor) for i in integers],
+            op=ops.Sum if reduction is ops.Average else reduction,
+            name=name if name is None or not others else f"{name}.integers",
+            **options,
+        )
+        divisor = process_set.size() if reduction is ops.Average else 1
+        for i, value in zip(integers, sums, strict=True):
+            results[i] = _truncated(value, postscale_factor, divisor)
+    return results
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """``hvd_keras.allgather`` with Horovod's gradient.
+
+    Raises:
+        As ``grouped_allgather``.
+    """
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """``hvd_keras.grouped_allgather`` with Horovod's gradient: 1/size() of ours.
+
+    Raises:
+        tf.errors.InvalidArgumentError: this rank is not in the process set.
+        As ``hvd_keras.grouped_allgather`` besides.
+    """
+    _check_included("allgather", process_set)
+    gathered = ops.grouped_allgather(tensors, name, ignore_name_scope, process_set)
+    return [_with_gradient_times(1 / process_set.size(), x) for x in gathered]
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """``hvd_keras.broadcast`` with Horovod's gradient: 1/size() of ours.
+
+    Raises:
+        tf.errors.InvalidArgumentError: this rank is not in the process set.
+        As ``hvd_keras.broadcast`` besides.
+    """
+    _check_included("broadcast", process_set)
+    value = ops.broadcast(tensor, root_rank, name, ignore_name_scope, process_set)
+    return _with_gradient_times(1 / process_set.size(), value)
+
+
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """Assigns the root's values to the variables of every rank, in place.
+
+    Args:
+        variables: in the same order on all ranks.
+        root_rank: the rank whose values all get.
+        name: not needed.
+        process_set: the ranks that take part.
+
+    Returns:
+        The variables' new values.
+
+    Raises:
+        As ``hvd_keras.broadcast_variables``.
+    """
+    del name
+    variables = list(variables)
+    assignment = broadcast_variables(variables, root_rank, process_set)
+    with tf.control_dependencies([] if assignment is None else [assignment]):
+        return [tf.identity(variable) for variable in variables]
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """``hvd_keras.alltoall``.
+
+    Raises:
+        tf.errors.InvalidArgumentError: this rank is not in the process set.
+        As ``hvd_keras.alltoall`` besides.
+    """
+    _check_included("alltoall", process_set)
+    return ops.alltoall(tensor, splits, name, ignore_name_scope, process_set)
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ops.ReduceOp = ops.Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
+    """``hvd_keras.reducescatter`` with Horovod's gradient; integers are truncated.
+
+    Raises:
+        As ``grouped_reducescatter``.
+    """
+    return grouped_reducescatter(
+        [tensor],
+        device_dense,
+        compression,
+        op,
+        process_set,
+        prescale_factor,
+        postscale_factor,
+        name,
+        ignore_name_scope,
+    )[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ops.ReduceOp = ops.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+) -> list[tf.Tensor]:
+    """``hvd_keras.grouped_reducescatter`` with Horovod's gradient: size() times ours.
+
+    Raises:
+        tf.errors.InvalidArgumentError: this rank is not in the process set.
+        As ``hvd_keras.grouped_reducescatter`` besides.
+    """
+    _check_included("reducescatter", process_set)
+    size = process_set.size()
+    rounds = op is ops.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
+    with validate.on_all_ranks("reducescatter", name or "unnamed", process_set):
+        integers = [rounds and _is_integer(x) for x in tensors]
+    if not any(integers):
+        values = ops.grouped_reducescatter(
+            tensors,
+            device_dense,
+            compression,
+            op,
+            process_set,
+            prescale_factor,
+            postscale_factor,
+            name,
+            ignore_name_scope,
+        )
+        return [_with_gradient_times(size, x) for x in values]
+    # One request for all, so a group that mixes dtypes does all of its scaling outside.
+    sums = ops.grouped_reducescatter(
+        [_truncated(x, prescale_factor) for x in tensors],
+        device_dense,
+        compression,
+        ops.Sum,
+        process_set,
+        name=name,
+    )
+    divisor = size if op is ops.Average else 1
+    return [_with_gradient_times(size, _truncated(x, postscale_factor, divisor)) for x in sums]
+
+
+def _check_included(kind: str, process_set: ProcessSet) -> None:
+    """Raises Horovod's exception if this rank may not make the call."""
+    process_set.id()
+    if not process_set.included():
+        raise tf.errors.InvalidArgumentError(
+            None,
+            None,
+            f"hvd.{kind}: this rank is not in {process_set}. Call it only on those ranks: "
+            "if process_set.included(): ...",
+        )
+
+
+def _is_integer(tensor: Any) -> bool:
+    if isinstance(tensor, tf.IndexedSlices):
+        return bool(tensor.values.dtype.is_integer)
+    return bool(tf.convert_to_tensor(tensor).dtype.is_integer)
+
+
+def _truncated(tensor: Any, factor: float, divisor: int = 1) -> Any:
+    """``tensor * factor / divisor``, rounded towards zero where it has an integer dtype."""
+    if factor == 1.0 and divisor == 1:
+        return tensor
+    if isinstance(tensor, tf.IndexedSlices):
+        values = _truncated(tensor.values, factor, divisor)
+        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+    tensor = tf.convert_to_tensor(tensor)
+    return tf.cast(tf.cast(tensor, tf.float64) * factor / divisor, tensor.dtype)
+
+
+def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor; gradients that flow through it are multiplied."""
+    if factor == 1.0 or not tensor.dtype.is_floating:
+        return tensor
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(value: tf.Tensor) -> Any:
+        return tf.identity(value), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
+
+    return identity(tensor)

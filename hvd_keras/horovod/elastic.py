@@ -1,0 +1,361 @@
+"""Horovod's elastic training, on hvdrun's restarts.
+
+A rank that fails ends the job; ``hvdrun --max-restarts`` starts it again, with the ranks that there
+are then, and the decorated function goes on from the last commit. So a commit is a file, which
+rank 0 writes into the folder ``HVD_COMMITS``; hvdrun chooses one for each job that may restart.
+"""
+
+import base64
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import cloudpickle
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import log, rank_info, settings
+from hvd_keras._keras import keras
+from hvd_keras.compat import tensorflow_v1
+from hvd_keras.ops import objects
+from hvd_keras.training import checkpoint, reducer
+from hvd_keras.training.variables import broadcast_variables, of_training
+
+_Result = TypeVar("_Result")
+
+# All ranks make the same states, in each start of the job.
+_numbers = itertools.count()
+
+# A damaged last commit is survived.
+_KEPT = 2
+
+
+class ObjectState:
+    """Attributes that are the same on all ranks, and can be committed.
+
+    Args:
+        attributes: their names and first values, which cloudpickle can serialise.
+
+    Example:
+        state = hvd.elastic.ObjectState(epoch=0)
+    """
+
+    def __init__(self, **attributes: Any) -> None:
+        self._names = list(attributes)
+        self._number = next(_numbers)
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self._commits = 0
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.save()
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Functions to call when the job has been started again, after the commit was restored."""
+        self._reset_callbacks += callbacks
+
+    def on_reset(self) -> None:
+        """Calls them."""
+        for callback in self._reset_callbacks:
+            callback()
+
+    def save(self) -> None:
+        """Keeps a copy of the state in memory."""
+        attributes = {name: getattr(self, name) for name in self._names}
+        self._saved = cloudpickle.dumps(attributes), self.values()
+
+    def restore(self) -> None:
+        """Sets the state to what was saved, committed or synchronised last."""
+        attributes, values = self._saved
+        for name, value in cloudpickle.loads(attributes).items():
+            setattr(self, name, value)
+        self.assign(values)
+
+    def sync(self) -> None:
+        """Gives all ranks the state of rank 0."""
+        attributes = {name: getattr(self, name) for name in self._names}
+        for name, value in objects.broadcast_object(attributes, 0, name="state").items():
+            setattr(self, name, value)
+        self.broadcast()
+        self.save()
+
+    def commit(self) -> None:
+        """Saves the state, also in a file of rank 0, from which a restart goes on.
+
+        Raises:
+            OSError: (on rank 0) the file cannot be written.
+        """
+        self.save()
+        self._commits += 1
+        folder = self._folder()
+        if folder is None or rank_info.rank() != 0:
+            return
+        attributes, values = self._saved
+        path = checkpoint.path_of(folder, 0, self._commits)
+        facts = {"attributes": base64.b64encode(attributes).decode(), "commit": self._commits}
+        stored = [checkpoint.Variable(str(i), False, value) for i, value in enumerate(values)]
+        checkpoint.write(path, facts, stored)
+        checkpoint.prune(path, _KEPT)
+
+    def check_host_updates(self) -> None:
+        """Does nothing: hosts that were added are used by the next restart."""
+
+    def values(self) -> list[Any]:
+        """This rank's values of what is more than attributes."""
+        return []
+
+    def assign(self, values: Sequence[Any]) -> None:
+        """Sets what ``values`` gives."""
+
+    def broadcast(self) -> None:
+        """Gives all ranks rank 0's values of what ``values`` gives."""
+
+    def resume(self) -> bool:
+        """Takes over the last commit, on rank 0; tells on every rank whether there is one.
+
+        Raises:
+            RuntimeError: (on every rank) there are commits, and all are damaged.
+            ValueError: (on rank 0) the commit is another model's.
+        """
+        found = self._find() if rank_info.rank() == 0 else None
+        commits = objects.broadcast_object(found and found.facts["commit"], 0, name="commits")
+        if commits is None:
+            return False
+        if commits < 0:
+            raise RuntimeError(
+                f"hvd.elastic.run: all commits in {self._folder()} are damaged. Remove them to "
+                "start from the beginning."
+            )
+        self._commits = commits
+        if found is not None:
+            values = [variable.value for variable in found.variables]
+            _check_shapes(values, self.values())
+            self._saved = base64.b64decode(found.facts["attributes"]), values
+            self.restore()
+        return True
+
+    def _folder(self) -> Any:
+        folder = settings.read().commits
+        return folder and folder / f"state-{self._number}"
+
+    def _find(self) -> checkpoint.Content | None:
+        folder = self._folder()
+        files = [] if folder is None else checkpoint.files(folder)
+        for path in files:
+            try:
+                return checkpoint.read(path)
+            except checkpoint.DamagedError as error:
+                log.logger.warning("commit %s is damaged: %s", path, error)
+        return checkpoint.Content({"commit": -1}, []) if files else None
+
+
+class TensorFlowState(ObjectState):
+    """Variables of TensorFlow, and attributes.
+
+    Args:
+        variables: those to keep. Default, in a TensorFlow 1 graph: all global ones.
+        session: of a TensorFlow 1 graph. Default: the default one.
+        attributes: as in ``ObjectState``.
+
+    Raises:
+        ValueError: there are no variables given, and eager execution has no list of all.
+    """
+
+    def __init__(
+        self, variables: Iterable[Any] | None = None, session: Any = None, **attributes: Any
+    ) -> None:
+        if variables is None:
+            if tf.executing_eagerly():
+                raise ValueError(
+                    "hvd.elastic.TensorFlowState: variables is missing; expected a list of "
+                    "tf.Variables, such as model.variables + optimizer.variables."
+                )
+            variables = tf.compat.v1.global_variables()
+        self._variables = list(variables)
+        self._in_session = None
+        if not tf.executing_eagerly():
+            self._in_session = session or tf.compat.v1.get_default_session()
+            # Once: a graph that is finalised takes no more ops.
+            self._broadcast = tensorflow_v1.broadcast_variables(self._variables, 0)
+        super().__init__(**attributes)
+
+    def values(self) -> list[Any]:
+        """From ``ObjectState``."""
+        if self._in_session is not None:
+            return list(self._in_session.run(self._variables))
+        return [np.array(variable) for variable in self._variables]
+
+    def assign(self, values: Sequence[Any]) -> None:
+        """From ``ObjectState``."""
+        for variable, value in zip(self._variables, values, strict=True):
+            if self._in_session is not None:
+                variable.load(value, self._in_session)
+            else:
+                variable.assign(value)
+
+    def broadcast(self) -> None:
+        """From ``ObjectState``."""
+        if self._in_session is not None:
+            self._in_session.run(self._broadcast)
+        else:
+            broadcast_variables(self._variables, 0)
+
+
+class TensorFlowKerasState(TensorFlowState):
+    """A model, its optimizer, and attributes.
+
+    Args:
+        model: a model that is built.
+        optimizer: its optimizer. Default: that of ``compile``.
+        backend: has no effect: Horovod's, for TensorFlow 1.
+        attributes: as in ``ObjectState``, such as ``epoch`` and ``batch``.
+
+    Raises:
+        ValueError: the model is not built.
+
+    Example:
+        state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any
+    ) -> None:
+        if not model.built:
+            raise ValueError(
+                f"hvd.elastic: model {model.name!r} has no variables yet. Build it first: give it "
+                "an Input, or call it once."
+            )
+        self.model = model
+        self.optimizer = optimizer or getattr(model, "optimizer", None)
+        found = of_training(model)
+        if optimizer is not None and optimizer is not getattr(model, "optimizer", None):
+            if hasattr(optimizer, "build") and not getattr(optimizer, "built", False):
+                optimizer.build(model.trainable_variables)
+            own = optimizer.variables
+            found += own() if callable(own) else own
+        super().__init__(reducer.without_local(model, found), **attributes)
+
+
+KerasState = TensorFlowKerasState
+
+
+def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Lets a function go on from the last commit when the job has been started again.
+
+    Args:
+        func: takes a state first. Called once; before, all ranks get rank 0's state, or that of the
+            last commit, after which the reset callbacks are called.
+
+    Returns:
+        The function, decorated.
+
+    Example:
+        @hvd.elastic.run
+        def train(state):
+            model.fit(data, epochs=10 - state.epoch, callbacks=callbacks)
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: ObjectState, *args: Any, **kwargs: Any) -> _Result:
+        if settings.read().commits is None and rank_info.rank() == 0:
+            log.warn_once(
+                "commits of hvd.elastic are kept in memory only. For restarts from the last one "
+                "use hvdrun --max-restarts N, or set HVD_COMMITS to a folder"
+            )
+        again = state.resume()
+        state.sync()
+        if again:
+            state.on_reset()
+            state.sync()
+        return func(state, *args, **kwargs)
+
+    return wrapper
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Commits the state while ``fit`` runs. Put it behind those that update the state.
+
+    Args:
+        state: what to commit.
+        batches_per_commit: after how many batches; also at the end of each epoch.
+    """
+
+    def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self._batches = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        self._batches += 1
+        if self._batches == self.batches_per_commit:
+            self._batches = 0
+            self.state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        self._batches = 0
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps ``state.batch`` at the number of batches of the epoch that are done.
+
+    Args:
+        state: has an attribute ``batch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        self.state.batch = batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps ``state.epoch`` at the number of epochs that are done, in all starts together.
+
+    Also where ``fit`` gets ``initial_epoch=state.epoch``, so that Keras counts on.
+
+    Args:
+        state: has an attribute ``epoch``.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._before: int | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        self._before = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras, which counts from 0 or from ``initial_epoch``."""
+        if self._before is None:
+            self._before = self.state.epoch - epoch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        assert self._before is not None
+        self.state.epoch = self._before + epoch + 1
+
+
+def _check_shapes(stored: Sequence[Any], own: Sequence[Any]) -> None:
+    theirs, ours = ([(value.dtype.name, value.shape) for value in v] for v in (stored, own))
+    if theirs != ours:
+        raise ValueError(
+            f"hvd.elastic.run: the commit has {len(theirs)} variables, this model and optimizer "
+            f"{len(ours)}, of other shapes or dtypes. Set HVD_COMMITS to a folder of this training."
+        )

@@ -1,0 +1,15 @@
+"""hvd_keras under Horovod's name; see hvd_keras.horovod."""
+
+try:
+    import hvd_keras  # noqa: F401
+except ImportError as error:
+    # Not an ImportError: many programs take that for "no Horovod" and train without the others.
+    raise RuntimeError(
+        f"{__file__} answers to 'import horovod', but this Python has no hvd_keras: {error}. "
+        "Install hvd_keras for it, or take this folder off PYTHONPATH."
+    ) from error
+
+from hvd_keras.horovod import modules, names
+
+__version__ = names.VERSION
+__getattr__, __dir__, __all__ = modules.fill(__name__)

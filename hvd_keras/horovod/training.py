@@ -1,0 +1,116 @@
+"""``DistributedOptimizer``, the tape and ``load_model`` as ``horovod.tensorflow`` has them.
+
+One script runs on all ranks there: on a rank outside of the process set they do nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras._keras import keras
+from hvd_keras.compression import Compression, Compressor
+from hvd_keras.horovod import keras_training
+from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.training import loading, tape
+from hvd_keras.training.optimizer import local_variables
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Any,
+    name: str | None = None,
+    use_locking: bool = False,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    backward_passes_per_step: int = 1,
+    op: ops.ReduceOp = ops.Average,
+    gradient_predivide_factor: float = 1.0,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """``hvd_keras.DistributedOptimizer`` with the arguments of ``horovod.tensorflow``.
+
+    Args:
+        use_locking: has no effect: the optimizer itself has such an argument.
+        optimizer, …: as in ``hvd_keras.DistributedOptimizer``.
+
+    Raises:
+        As ``hvd_keras.DistributedOptimizer``.
+    """
+    del use_locking
+    return keras_training.DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+
+
+class DistributedGradientTape(tape.DistributedGradientTape):
+    """``hvd_keras.DistributedGradientTape``; on a rank outside of the process set a plain tape."""
+
+    def __init__(self, gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> None:
+        self._alone = keras_training.is_outside(keras_training.process_set_of(kwargs))
+        if self._alone:
+            kwargs.pop("process_set")
+        super().__init__(gradtape, *args, **kwargs)
+
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``hvd_keras.DistributedGradientTape.gradient``."""
+        kwargs.pop("use_generic_names", None)
+        if self._alone:
+            return self._tape.gradient(target, sources, *args, **kwargs)
+        return super().gradient(target, sources, *args, **kwargs)
+
+
+def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
+    gradtape: tf.GradientTape,
+    *args: Any,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    **kwargs: Any,
+) -> DistributedGradientTape:
+    """``hvd_keras.PartialDistributedGradientTape``.
+
+    Raises:
+        As ``hvd_keras.PartialDistributedGradientTape``.
+    """
+    partial = DistributedGradientTape(gradtape, *args, **kwargs)
+    for variable in local_variables(local_layers):
+        partial.register_local_source(variable)
+    return partial
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+    legacy_opts: bool = False,
+) -> Any:
+    """``hvd_keras.load_model``.
+
+    Args:
+        legacy_opts: not needed: the file names the optimizer's class.
+        filepath, custom_optimizers, custom_objects, compression: as in ``hvd_keras.load_model``.
+
+    Raises:
+        As ``hvd_keras.load_model``.
+    """
+    del legacy_opts
+    return loading.load_model(filepath, custom_optimizers, custom_objects, compression)

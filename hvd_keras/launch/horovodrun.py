@@ -1,0 +1,174 @@
+"""Options of horovodrun, understood by hvdrun: renamed, turned into a setting, ignored or refused.
+
+Those that hvdrun has under the same name and meaning are in `options`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_keras.launch.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of horovodrun.
+
+    Attributes:
+        flags: its names.
+        values: how many words follow it.
+        option: the option of hvdrun that it stands for.
+        setting: the environment variable that it stands for, and the value made of its own.
+        note: what is said about one that has no counterpart.
+        refused: whether it is an error; the note says what to do.
+    """
+
+    flags: Sequence[str]
+    values: int = 1
+    option: str = ""
+    setting: tuple[str, Callable[[str], str]] | None = None
+    note: str = ""
+    refused: bool = False
+
+
+def _bytes_of_megabytes(text: str) -> str:
+    if not text.isdecimal():
+        raise UsageError(f"--fusion-threshold-mb got {text!r}; expected a whole number of MiB")
+    return str(max(1, int(text) << 20))
+
+
+def _log_level(text: str) -> str:
+    level = {"TRACE": "DEBUG", "FATAL": "ERROR"}.get(text.upper(), text.upper())
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise UsageError(f"--log-level got {text!r}; expected debug, info, warning or error")
+    return level
+
+
+_ONE_SIZE = "not needed: one bucket size is near the best everywhere"
+_HIERARCHY = "not needed: sums over several hosts are hierarchical; HVD_ALLREDUCE chooses how"
+_CYCLES = "not needed: there are no cycles and no cache"
+_MPI = "not needed: ranks use MPI and shared memory"
+_TIMES = "not there: lines have the rank before them, no time"
+
+OPTIONS = (
+    Option(("-v",), 0, option="--version"),
+    Option(("-hostfile",), option="--hostfile"),
+    Option(("-p",), option="--ssh-port"),
+    Option(("-i",), option="--ssh-identity-file"),
+    Option(("-cb", "--check-build"), 0, option="--check"),
+    Option(("--min-num-proc",), option="--min-np"),
+    Option(("--network-interfaces",), option="--network-interface"),
+    Option(("--output-filename",), option="--output-dir"),
+    Option(("--timeline-filename",), option="--timeline"),
+    Option(("--reset-limit",), option="--max-restarts"),
+    Option(("--elastic-timeout",), option="--restart-timeout"),
+    Option(("--fusion-threshold-mb",), setting=("HVD_BUCKET_BYTES", _bytes_of_megabytes)),
+    Option(("--log-level",), setting=("HVD_LOG_LEVEL", _log_level)),
+    Option(
+        ("--stall-check-warning-time-seconds",),
+        setting=("HVD_STALL_WARNING_SECONDS", lambda text: text),
+    ),
+    Option(
+        ("--stall-check-shutdown-time-seconds",),
+        setting=("HVD_TIMEOUT_SECONDS", lambda text: text),
+    ),
+    Option(
+        ("--no-stall-check",), 0, setting=("HVD_STALL_WARNING_SECONDS", lambda text: text or "0")
+    ),
+    Option(("--stall-check",), 0, note="not needed: it is on"),
+    Option(("--disable-cache",), 0, note=_CYCLES),
+    Option(("--cycle-time-ms", "--cache-capacity"), note=_CYCLES),
+    Option(("--timeline-mark-cycles", "--no-timeline-mark-cycles"), 0, note=_CYCLES),
+    Option(("--hierarchical-allreduce", "--no-hierarchical-allreduce"), 0, note=_HIERARCHY),
+    Option(("--hierarchical-allgather", "--no-hierarchical-allgather"), 0, note=_HIERARCHY),
+    Option(("--torus-allreduce", "--no-torus-allreduce"), 0, note=_HIERARCHY),
+    Option(("--autotune", "--no-autotune"), 0, note=_ONE_SIZE),
+    Option(
+        (
+            "--autotune-log-file",
+            "--autotune-warmup-samples",
+            "--autotune-steps-per-sample",
+            "--autotune-bayes-opt-max-samples",
+            "--autotune-gaussian-process-noise",
+        ),
+        note=_ONE_SIZE,
+    ),
+    Option(("--gloo", "--mpi"), 0, note=_MPI),
+    Option(("--tcp", "--mpi-threads-disable", "--no-mpi-threads-disable"), 0, note=_MPI),
+    Option(("--gloo-timeout-seconds", "--thread-affinity", "--num-nccl-streams"), note=_MPI),
+    Option(("-prefix-timestamp", "--prefix-output-with-timestamp"), 0, note=_TIMES),
+    Option(("--log-with-timestamp", "--log-without-timestamp"), 0, note=_TIMES),
+    Option(("--log-hide-timestamp", "--no-log-hide-timestamp"), 0, note=_TIMES),
+    Option(
+        ("--max-np", "--max-num-proc"),
+        note="not needed: a restart takes at most -np ranks; --max-restarts says how many restarts",
+    ),
+    Option(("--blacklist-cooldown-range",), 2, note="not needed: a restart asks all hosts again"),
+    Option(
+        ("--slots-per-host",),
+        refused=True,
+        note="give the slots with the hosts: -H server1:4, or lines 'server1:4' of the hostfile or "
+        "the discovery script",
+    ),
+    Option(("--jsrun",), 0, refused=True, note="start the ranks with jsrun itself, without hvdrun"),
+    Option(("--binding-args",), refused=True, note="use --mpi-args"),
+    Option(("--config-file",), refused=True, note="give the options on the command line"),
+)
+
+
+class _Action(argparse.Action):
+    """What an option of horovodrun does."""
+
+    def __init__(self, horovod: Option, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.horovod = horovod
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """From argparse."""
+        horovod = self.horovod
+        if horovod.refused:
+            raise UsageError(f"{option_string} is an option of horovodrun; {horovod.note}")
+        value = values[0] if values else ""
+        if horovod.option:
+            if horovod.option == "--network-interface" and "," in value:
+                raise UsageError(f"{option_string} got {value!r}; expected one interface")
+            if str(option_string).startswith("--"):
+                _say(f"{option_string} is {horovod.option} here")
+            action = parser._option_string_actions[horovod.option]
+            if isinstance(action, argparse._StoreTrueAction | argparse._VersionAction):
+                value = []
+            action(parser, namespace, value, horovod.option)
+        elif horovod.setting is not None:
+            name, convert = horovod.setting
+            namespace.settings[name] = convert(value)
+            _say(f"{option_string} is {name}={namespace.settings[name]} here")
+        else:
+            _say(f"{option_string} has no effect; {horovod.note}")
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Let a parser of hvdrun's options understand horovodrun's."""
+    parser.set_defaults(settings={})
+    for option in OPTIONS:
+        parser.add_argument(
+            *option.flags,
+            action=_Action,
+            horovod=option,
+            dest=argparse.SUPPRESS,
+            nargs=option.values,
+            help=argparse.SUPPRESS,
+        )
+
+
+def _say(text: str) -> None:
+    print(f"hvdrun: {text}", file=sys.stderr, flush=True)

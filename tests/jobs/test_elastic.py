@@ -1,0 +1,134 @@
+"""Scripts with hvd.elastic go on from the last commit when hvdrun starts them again."""
+
+import pathlib
+import sys
+
+from tests.harness.launcher import Launcher
+
+LOOP = """
+import os
+import keras, numpy as np, tensorflow as tf
+import horovod.tensorflow as hvd
+hvd.init()
+keras.utils.set_random_seed(1 + hvd.rank())
+x = tf.constant(np.random.default_rng(5).normal(size=(4, 2)).astype("float32"))
+y = tf.reduce_sum(x, 1, keepdims=True)
+model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+state = hvd.elastic.TensorFlowKerasState(model, optimizer, step=0, sizes=[])
+state.register_reset_callbacks([lambda: print("reset at", state.step)])
+
+@hvd.elastic.run
+def train(state, last):
+    print("from", state.step)
+    while state.step < last:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)  # the same on any number of ranks
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        state.step += 1
+        state.sizes = state.sizes + [hvd.size()]
+        if state.step % 2 == 0:
+            state.commit()
+        if state.step == 5 and hvd.rank() == hvd.size() - 1 and not os.path.exists("failed"):
+            open("failed", "w").close()
+            os._exit(3)
+    return state.sizes
+
+sizes = train(state, last=6)
+assert hvd.allgather_object(model.get_weights()[0].tobytes()).count(
+    model.get_weights()[0].tobytes()) == hvd.size()
+print("ended", sizes, *np.concatenate([np.ravel(v) for v in optimizer.variables + model.variables]))
+"""
+
+FIT = """
+import os
+import keras, numpy as np, tensorflow as tf
+import horovod.tensorflow.keras as hvd
+hvd.init()
+keras.utils.set_random_seed(1 + hvd.rank())
+x = np.random.default_rng(5).normal(size=(12, 2)).astype("float32")
+model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)), "mse")
+state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+
+class Fail(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if state.epoch == 2 and batch == 2 and hvd.rank() == 0 and not os.path.exists("failed"):
+            open("failed", "w").close()
+            os._exit(3)
+
+callbacks = [
+    hvd.elastic.UpdateEpochStateCallback(state),
+    hvd.elastic.UpdateBatchStateCallback(state),
+    hvd.callbacks.CommitStateCallback(state, batches_per_commit=5),
+    Fail(),
+]
+
+@hvd.elastic.run
+def train(state):
+    print("from", state.epoch, state.batch)
+    state.model.fit(x, x.sum(1), batch_size=4, shuffle=False, epochs=4 - state.epoch, verbose=0,
+                    callbacks=callbacks)
+
+train(state)
+print("ended", state.epoch, state.batch, *np.concatenate([np.ravel(v) for v in model.variables]))
+"""
+
+
+def run(hvdrun: Launcher, text: str, *options: str, size: int = 2, status: int = 0) -> list[str]:
+    """The lines of a job, sorted."""
+    path = hvdrun.folder / "train.py"
+    path.write_text(text)
+    job = ("--horovod", "--no-prefix", "-np", str(size), "--oversubscribe", *options)
+    done = hvdrun.run(*job, sys.executable, str(path))
+    assert done.returncode == status, done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+def test_a_loop_goes_on_from_the_last_commit(hvdrun) -> None:
+    lines = run(hvdrun, LOOP, "--max-restarts", "2")
+    assert lines[2:] == ["from 0", "from 0", "from 4", "from 4", "reset at 4", "reset at 4"]
+    assert list(hvdrun.folder.glob("hvd-commits-*")) == []
+    # As a job without a failure; the file "failed" is there.
+    assert lines[:2] == run(hvdrun, LOOP, "--max-restarts", "2")[:2]
+    assert lines[0].startswith("ended [2, 2, 2, 2, 2, 2] ")
+
+
+def test_a_loop_goes_on_with_fewer_ranks(hvdrun) -> None:
+    folder = hvdrun.folder / "commits"
+    hvdrun.environment["HVD_COMMITS"] = str(folder)
+    assert run(hvdrun, LOOP, status=3) == ["from 0", "from 0"]
+    newest = sorted(folder.rglob("checkpoint-*"))
+    assert len(newest) == 2
+    damage(newest[-1])
+    ended, *others = run(hvdrun, LOOP, size=1)
+    assert ended.startswith("ended [2, 2, 1, 1, 1, 1] ")
+    assert others == ["from 2", "reset at 2"]
+    # Another training must not take it.
+    done = run(hvdrun, LOOP.replace("Dense(1)]", "Dense(1), keras.layers.Dense(1)]"), status=1)
+    assert done == []
+
+
+def damage(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_fit_goes_on_from_the_last_commit(hvdrun) -> None:
+    lines = run(hvdrun, FIT, "--max-restarts", "1")
+    assert lines[2:] == ["from 0 0", "from 0 0", "from 2 0", "from 2 0"]
+    assert lines[0].startswith("ended 4 0 ")
+    assert lines[:2] == run(hvdrun, FIT)[:2]
+
+
+def test_what_is_left_after_a_failure_is_told(hvdrun) -> None:
+    script = hvdrun.folder / "train.py"
+    script.write_text(LOOP.replace('open("failed", "w").close()', "pass"))
+    job = ("--horovod", "-np", "1", "--max-restarts", "1", sys.executable, str(script))
+    done = hvdrun.run(*job)
+    assert done.returncode == 3
+    left = list(hvdrun.folder.glob("hvd-commits-*"))
+    assert len(left) == 1
+    assert f"HVD_COMMITS={left[0]}" in done.stderr

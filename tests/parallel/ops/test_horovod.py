@@ -1,0 +1,192 @@
+"""Horovod's names with Horovod's meaning, where that differs from ours."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras
+import hvd_keras.horovod
+
+hvd_keras.horovod.install()
+
+import horovod.keras  # noqa: E402
+import horovod.tensorflow as hvd  # noqa: E402
+import horovod.tensorflow.keras  # noqa: E402
+
+RANK, SIZE = hvd_keras.rank(), hvd_keras.size()
+KERAS_MODULES = [horovod.keras, horovod.tensorflow.keras]
+INTEGERS = [tf.uint8, tf.int8, tf.int32, tf.int64]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_averages_of_integers_are_truncated(dtype) -> None:
+    signed = dtype not in (tf.uint8,)
+    values = np.array([5, 7, 0, 3 * SIZE]) + RANK * np.array([1, 0, 1, 0])
+    if signed:
+        values[1] = -7 - RANK
+    total = sum(
+        np.array([5 + r, -7 - r if signed else 7, r, 3 * SIZE]).astype(int) for r in range(SIZE)
+    )
+    mean = hvd.allreduce(tf.cast(values, dtype), name="integers")
+    assert mean.dtype == dtype
+    np.testing.assert_array_equal(mean, np.trunc(total / SIZE))
+
+
+def test_scale_factors_of_integers_are_truncated() -> None:
+    values = tf.constant([3, 10], tf.int32) + RANK
+    result = hvd.allreduce(values, op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5)
+    halves = sum(np.trunc(np.array([3, 10]) / 2 + r / 2) for r in range(SIZE))
+    np.testing.assert_array_equal(result, np.trunc(halves * 1.5))
+
+
+def test_a_group_may_mix_integers_with_floats() -> None:
+    integer, real = hvd.grouped_allreduce([tf.constant(RANK + 1), tf.constant(RANK / 1)])
+    assert int(integer) == (SIZE + 1) // 2
+    assert float(real) == (SIZE - 1) / 2
+
+
+def test_reducescatter_truncates_integers() -> None:
+    share = hvd.reducescatter(tf.fill([SIZE, 2], 2 * RANK + 1))
+    np.testing.assert_array_equal(share, [[SIZE, SIZE]])
+    share = hvd.reducescatter(tf.fill([SIZE], RANK + 2))
+    np.testing.assert_array_equal(share, [int((SIZE * 2 + SIZE * (SIZE - 1) / 2) / SIZE)])
+
+
+@pytest.mark.parametrize("mode", ["eager", "tf.function", "TensorFlow 1"])
+def test_gradients_have_horovods_scale(mode) -> None:
+    x = tf.Variable(np.full([SIZE, 2], 1.0 + RANK, np.float32))
+
+    def derivative(collective):
+        if mode == "TensorFlow 1":
+            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                constant = tf.constant(np.full([SIZE, 2], 1.0 + RANK, np.float32))
+                loss = tf.reduce_sum(collective(constant) * (RANK + 1.0))
+                return session.run(tf.gradients(loss, constant)[0])
+
+        def gradient():
+            with tf.GradientTape() as tape:
+                y = collective(x)
+                # The weights differ by rank.
+                loss = tf.reduce_sum(y * (RANK + 1.0))
+            return tape.gradient(loss, x)
+
+        return np.asarray((tf.function(gradient) if mode == "tf.function" else gradient)())
+
+    mean = (SIZE + 1) / 2  # of the ranks' weights
+    np.testing.assert_allclose(derivative(hvd.allgather), np.full([SIZE, 2], mean))
+    expected = mean if RANK == 0 else 0.0
+    np.testing.assert_allclose(
+        derivative(lambda x: hvd.broadcast(x, 0)), np.full([SIZE, 2], expected)
+    )
+    rows = np.repeat(np.arange(1.0, SIZE + 1), 2).reshape(SIZE, 2)
+    np.testing.assert_allclose(derivative(lambda x: hvd.reducescatter(x, op=hvd.Sum)), rows * SIZE)
+    np.testing.assert_allclose(derivative(lambda x: hvd.reducescatter(x)), rows)
+    np.testing.assert_allclose(derivative(hvd.allreduce), np.full([SIZE, 2], mean))
+
+
+def test_broadcast_in_place() -> None:
+    variables = [tf.Variable([RANK + 1.0]), tf.Variable(RANK + 5)]
+    values = hvd.broadcast_(variables, SIZE - 1)
+    for got in (variables, values):
+        np.testing.assert_array_equal(got[0], [SIZE])
+        np.testing.assert_array_equal(got[1], SIZE + 4)
+
+
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Product, hvd.Adasum])
+def test_slices_with_another_op_are_not_implemented(op) -> None:
+    slices = tf.IndexedSlices(tf.constant([[1.0 + RANK]]), tf.constant([0]), tf.constant([3, 1]))
+    with pytest.raises(NotImplementedError, match=r"hvd\.Average or hvd\.Sum"):
+        hvd.allreduce(slices, op=op)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="no other rank waits")
+def test_an_error_of_one_rank_is_one_of_all() -> None:
+    slices = tf.IndexedSlices(tf.constant([[1.0]]), tf.constant([0]), tf.constant([3, 1]))
+    with pytest.raises(tf.errors.FailedPreconditionError, match="NotImplementedError"):
+        hvd.allreduce(slices if RANK == 0 else tf.ones([3, 1]), op=hvd.Max)
+    with pytest.raises(tf.errors.FailedPreconditionError):  # horovod.keras's order of arguments
+        hvd.allreduce(1.0 + RANK, "loss" if RANK == 0 else None)
+    with pytest.raises(tf.errors.FailedPreconditionError, match="int32"):
+        hvd.allreduce(tf.constant(1) if RANK == 0 else tf.constant(1.0))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="every rank is in every set")
+def test_a_rank_outside_of_a_process_set() -> None:
+    first = hvd.add_process_set([0])
+    keras = pytest.importorskip("keras")
+    optimizer = keras.optimizers.SGD(1.0)
+    weight = tf.Variable(1.0 + RANK)
+    if first.included():
+        assert int(hvd.allreduce(3, op=hvd.Sum, process_set=first)) == 3
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="not in"):
+            hvd.allreduce(3, op=hvd.Sum, process_set=first)
+        assert hvd.DistributedOptimizer(optimizer, process_set=first) is optimizer
+    with tf.GradientTape() as plain:
+        loss = weight * (RANK + 2.0)
+    tape = hvd.DistributedGradientTape(plain, process_set=first)
+    assert float(tape.gradient(loss, weight, use_generic_names=True)) == RANK + 2.0
+    assert hvd.remove_process_set(first)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+@pytest.mark.parametrize("module", KERAS_MODULES, ids=lambda module: module.__name__)
+def test_collectives_of_the_keras_modules(module) -> None:
+    """Their second argument is the name."""
+    value = RANK + 1.0
+    mean, total = (SIZE + 1) / 2, SIZE * (SIZE + 1) / 2
+    assert float(module.allreduce(value, "loss")) == mean
+    assert float(module.allreduce(value, "loss", False)) == total
+    assert float(module.allreduce(value=value, name="loss", op=hvd.Max)) == SIZE
+    assert int(module.allreduce(RANK + 1, "count", average=False)) == total
+    np.testing.assert_array_equal(module.allgather(value=[RANK], name="ranks"), np.arange(SIZE))
+    assert int(module.broadcast(value=RANK, root_rank=SIZE - 1, name="last")) == SIZE - 1
+    rows = np.full([SIZE, 1], value, np.float32)
+    np.testing.assert_array_equal(module.reducescatter(rows, "rows", hvd.Sum), [[total]])
+    np.testing.assert_array_equal(module.reducescatter(rows, "rows"), [[mean]])
+
+
+def test_values_of_the_keras_modules_in_a_graph() -> None:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        weight = tf.compat.v1.get_variable("weight", initializer=1.0 + RANK)
+        session.run(tf.compat.v1.global_variables_initializer())
+        assert horovod.keras.allreduce(RANK + 1.0, "loss") == (SIZE + 1) / 2
+        horovod.keras.broadcast_global_variables(SIZE - 1)
+        assert session.run(weight) == SIZE
+        assignment = hvd.broadcast_([weight], 0)
+        assert session.run(assignment) == [SIZE]
+
+
+def test_local_variables_keep_their_values() -> None:
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    for variable in model.variables:
+        variable.assign(np.full(variable.shape, RANK + 1.0))
+    local = model.layers[1].variables
+    callback = horovod.tensorflow.keras.callbacks.BroadcastGlobalVariablesCallback(
+        0, device="", local_variables=local
+    )
+    callback.set_model(model)
+    callback.on_train_begin()
+    for variable in model.variables:
+        expected = RANK + 1.0 if any(variable is one for one in local) else 1.0
+        np.testing.assert_array_equal(variable, np.full(variable.shape, expected))
+
+
+def test_modules_have_every_name_of_the_table() -> None:
+    import importlib
+
+    from hvd_keras.horovod import names
+
+    for module in names.MODULES:
+        loaded = importlib.import_module(module)
+        for name in names.MODULES[module]:
+            assert getattr(loaded, name) is not None, f"{module}.{name}"
+    for module in names.ABSENT:
+        with pytest.raises(ImportError, match="is not there"):
+            importlib.import_module(module)
+    assert [int(part) for part in horovod.__version__.split(".")] > [0, 27]
+    assert horovod.tensorflow.mpi_ops.Sum is hvd_keras.Sum
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = hvd.nothing

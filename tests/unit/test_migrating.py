@@ -1,0 +1,91 @@
+"""The documentation of Horovod's names, and hvdrun's understanding of horovodrun's options."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+import hvd_keras
+from hvd_keras.horovod import PATH, names
+from hvd_keras.launch import job_spec, options
+from hvd_keras.launch.errors import UsageError
+from tests.harness import migrating
+
+
+def test_the_documentation_is_that_of_the_package() -> None:
+    text = migrating.FILE.read_text()
+    assert migrating.written(text) == text, "run python -m tests.harness.migrating"
+
+
+def test_every_module_of_horovod_is_in_the_table() -> None:
+    found = set()
+    for file in pathlib.Path(PATH).rglob("*.py"):
+        parts = file.relative_to(PATH).with_suffix("").parts
+        found.add(".".join(part for part in parts if part != "__init__"))
+    assert found == {*names.MODULES, *names.ABSENT}
+
+
+def test_every_home_has_its_names() -> None:
+    for module, homes in names.MODULES.items():
+        for name, home in homes.items():
+            if not home:
+                assert name in hvd_keras.__all__, f"{module}.{name}"
+            else:
+                assert importlib.util.find_spec(f"hvd_keras.{home}"), f"{module}.{name}"
+
+
+def test_every_public_name_of_horovod_is_ours_or_is_told() -> None:
+    for section, rows in names.TABLE.items():
+        for row in rows:
+            if row.state != "same":
+                assert row.note, f"{section}: {row.names} says not what to use"
+
+
+@pytest.mark.parametrize(
+    ("given", "attribute", "expected", "told"),
+    [
+        (["-p", "2222"], "ssh_port", "2222", ""),
+        (["-i", "key"], "ssh_identity_file", "key", ""),
+        (["-hostfile", "hosts"], "hostfile", "hosts", ""),
+        (["--min-num-proc", "2"], "min_np", "2", "--min-np"),
+        (["--reset-limit", "3"], "max_restarts", "3", "--max-restarts"),
+        (["--timeline-filename", "t.json"], "timeline", "t.json", "--timeline"),
+        (["--network-interfaces", "eth0"], "network_interface", "eth0", "--network-interface"),
+        (["--check-build"], "check", True, "--check"),
+        (["--autotune"], "settings", {}, "has no effect"),
+        (["--blacklist-cooldown-range", "1", "2"], "settings", {}, "has no effect"),
+        (["--no-stall-check"], "settings", {"HVD_STALL_WARNING_SECONDS": "0"}, "is HVD_STALL"),
+        (["--fusion-threshold-mb", "2"], "settings", {"HVD_BUCKET_BYTES": "2097152"}, "is HVD_"),
+        (["--log-level", "TRACE"], "settings", {"HVD_LOG_LEVEL": "DEBUG"}, "is HVD_LOG_LEVEL"),
+    ],
+)
+def test_options_of_horovodrun(given, attribute, expected, told, capsys) -> None:
+    parsed = options.parse(["-np", "2", *given, "python", "--gloo", "-v"])
+    assert getattr(parsed, attribute) == expected
+    assert parsed.command == ["python", "--gloo", "-v"]
+    said = capsys.readouterr().err
+    assert told in said
+    assert said.count("\n") == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--config-file", "f"], "give the options on the command line"),
+        (["--slots-per-host", "2"], "server1:4"),
+        (["--jsrun"], "jsrun itself"),
+        (["--fusion-threshold-mb", "x"], "whole number"),
+        (["--log-level", "loud"], "expected debug"),
+        (["--network-interfaces", "eth0,eth1"], "expected one interface"),
+    ],
+)
+def test_options_of_horovodrun_that_are_refused(given, told) -> None:
+    with pytest.raises(UsageError, match=told):
+        options.parse(["-np", "2", *given, "python"])
+
+
+def test_options_reach_the_ranks() -> None:
+    parsed = options.parse(["-np", "1", "--horovod", "--fusion-threshold-mb", "1", "true"])
+    settings = job_spec.build(parsed).observers()
+    assert settings["HVD_BUCKET_BYTES"] == str(1 << 20)
+    assert settings["PYTHONPATH"].split(":")[0] == PATH
