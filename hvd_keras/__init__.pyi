@@ -16,8 +16,6 @@ from hvd_keras.compat.tensorflow_v1 import (
     BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
 )
 from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
-from hvd_keras.compression import Compression as Compression
-from hvd_keras.compression import Compressor as Compressor
 from hvd_keras.launch.run_function import run as run
 from hvd_keras.lifecycle import init as init
 from hvd_keras.lifecycle import shutdown as shutdown
@@ -32,6 +30,8 @@ from hvd_keras.ops.alltoall import alltoall as alltoall
 from hvd_keras.ops.barrier_join import barrier as barrier
 from hvd_keras.ops.barrier_join import join as join
 from hvd_keras.ops.broadcast import broadcast as broadcast
+from hvd_keras.ops.compression import Compression as Compression
+from hvd_keras.ops.compression import Compressor as Compressor
 from hvd_keras.ops.objects import allgather_object as allgather_object
 from hvd_keras.ops.objects import broadcast_object as broadcast_object
 from hvd_keras.ops.objects import broadcast_object_fn as broadcast_object_fn

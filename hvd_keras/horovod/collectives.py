@@ -10,8 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.compression import Compression, Compressor
 from hvd_keras.ops import validate
+from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import chosen
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training.variables import broadcast_variables

@@ -19,7 +19,7 @@ from hvd_keras import log, rank_info, settings
 from hvd_keras._keras import keras
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.ops import objects
-from hvd_keras.training import checkpoint, reducer
+from hvd_keras.training import checkpoint, together
 from hvd_keras.training.variables import broadcast_variables, of_training
 
 _Result = TypeVar("_Result")
@@ -233,7 +233,7 @@ class TensorFlowKerasState(TensorFlowState):
                 optimizer.build(model.trainable_variables)
             own = optimizer.variables
             found += own() if callable(own) else own
-        super().__init__(reducer.without_local(model, found), **attributes)
+        super().__init__(together.without_local(model, found), **attributes)
 
 
 KerasState = TensorFlowKerasState

@@ -11,8 +11,8 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras._keras import is_legacy
 from hvd_keras.compat import tensorflow_v1
-from hvd_keras.compression import Compression, Compressor
 from hvd_keras.horovod import collectives
+from hvd_keras.ops.compression import Compression, Compressor
 
 
 def allreduce(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_keras import ops
-from hvd_keras.compression import Compression, Compressor
+from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import optimizer as distributed
 

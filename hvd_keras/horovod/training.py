@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras._keras import keras
-from hvd_keras.compression import Compression, Compressor
 from hvd_keras.horovod import keras_training
+from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import loading, tape
 from hvd_keras.training.optimizer import local_variables

@@ -5,8 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.compression import Compression, Compressor, wire_dtype
 from hvd_keras.ops import validate
+from hvd_keras.ops.compression import Compression, Compressor, wire_dtype
 from hvd_keras.ops.reduce_op import Adasum, Average, ReduceOp, Sum, check_reducible, chosen
 from hvd_keras.ops.slices import name_of_slices, reduce_slices
 from hvd_keras.process_sets import ProcessSet, global_process_set

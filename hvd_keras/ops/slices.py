@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from hvd_keras.compression import Compressor
 from hvd_keras.ops import validate
+from hvd_keras.ops.compression import Compressor
 from hvd_keras.ops.reduce_op import Average, ReduceOp
 from hvd_keras.process_sets import ProcessSet
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvd_keras import agree, ops
 from hvd_keras._keras import Variable
-from hvd_keras.compression import Compression, Compressor
+from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 Kind = Literal["dense", "sparse"]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hvd_keras._keras import keras
-from hvd_keras.compression import Compression, Compressor
+from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.training.optimizer import DistributedOptimizer
 
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvd_keras import ops, rank_info
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import legacy_keras, tensorflow_v1
-from hvd_keras.compression import Compression, Compressor
+from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import exchange, reducer
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvd_keras import ops, rank_info
 from hvd_keras._keras import keras
-from hvd_keras.compression import Compression, Compressor
+from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import exchange, reducer
 from hvd_keras.training.optimizer import local_variables
