@@ -33,11 +33,14 @@ def link_environment(target: pathlib.Path) -> None:
     """Makes a virtual environment that has everything of this one but hvd_keras."""
     own = pathlib.Path(sys.prefix)
     packages = pathlib.Path(sysconfig.get_path("purelib")).relative_to(own)
-    (target / packages).mkdir(parents=True)
-    for folder in (*reversed(packages.parents), packages):
+    # What pip writes into must be folders of the new environment, not links to those of this one.
+    folders = [*reversed(packages.parents), packages, pathlib.Path("bin")]
+    for folder in folders:
+        (target / folder).mkdir(exist_ok=True)
+    for folder in folders:
         for path in (own / folder).iterdir():
             linked = target / folder / path.name
-            if "hvd_keras" not in path.name and not linked.exists():
+            if "hvd" not in path.name and not linked.exists():
                 linked.symlink_to(path)
 
 

@@ -26,7 +26,9 @@ def check_values() -> None:
 
 
 def check_process_set() -> None:
-    """Among the first and the last rank alone."""
+    """Among the first and the last rank alone; with two ranks these are all."""
+    if hvd.size() == 2:
+        return
     ends = hvd.add_process_set([0, hvd.size() - 1])
     if ends.included():
         got = hvd.shift(tf.constant(float(hvd.rank())), process_set=ends)
