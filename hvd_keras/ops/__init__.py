@@ -1,13 +1,13 @@
 """The collectives, eager and in ``tf.function``: one file each, and their gradients.
 
-Every rank of the process set calls the same ones; the k-th call of one name on each rank belong
-together. In a ``tf.function`` they run in the order in which they are written. Calls from several
-Python threads need names.
+Every rank of the process set must make the same calls; the k-th calls of one name on all ranks
+belong together. In a ``tf.function`` calls run in the order in which they are written. Calls from
+several Python threads need names.
 
-All raise ``tf.errors.AbortedError`` if a rank has left the job, and
-``tf.errors.DeadlineExceededError`` if a rank has not come for ``HVD_TIMEOUT_SECONDS``.
+All calls raise ``tf.errors.AbortedError`` if a rank has left the job, and
+``tf.errors.DeadlineExceededError`` if a rank does not call for ``HVD_TIMEOUT_SECONDS``.
 
-Nothing here knows Keras.
+This package does not know Keras.
 """
 
 from hvd_keras.ops.allgather import allgather, grouped_allgather

@@ -28,8 +28,8 @@ def allgather(
     Raises:
         TypeError: the tensor's dtype is not supported.
         ValueError: the tensor is a scalar, or this rank is not in the process set.
-        tf.errors.FailedPreconditionError: dtypes, or dimensions after the first, differ; on every
-            rank.
+        tf.errors.FailedPreconditionError: (on every rank) dtypes, or dimensions after the first,
+            differ between ranks.
     """
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 

@@ -15,7 +15,7 @@ _reductions = 0
 
 
 def reductions() -> int:
-    """How many calls of ``allreduce`` and ``grouped_allreduce`` this process's code has made."""
+    """The number of calls of ``allreduce`` and ``grouped_allreduce`` in this process."""
     return _reductions
 
 
@@ -32,7 +32,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Combines a tensor over all ranks; all get the result, bit for bit the same.
+    """Combines the ranks' tensors; all ranks get the result, bit for bit the same.
 
     Terms are combined in the order of the ranks; float16 and bfloat16 are accumulated in float32.
 
@@ -40,7 +40,7 @@ def allreduce(
         tensor: a tensor of any numeric dtype (bool with Min and Max), of the same dtype and shape
             on all ranks; or ``tf.IndexedSlices``, which are gathered (Average and Sum only), with
             any number of slices per rank.
-        average: Horovod's older way to say ``op``: True is Average, False is Sum.
+        average: Horovod's older form of ``op``: True is Average, False is Sum.
         device_dense: the TensorFlow device on which a dense tensor is exchanged; default: its own.
         device_sparse: the same for ``tf.IndexedSlices``.
         compression: how the tensor is sent: ``hvd.Compression.none``, ``.fp16`` or ``.bf16``.
@@ -50,21 +50,21 @@ def allreduce(
             those that are parallel, pair by pair of neighbouring ranks; it has no gradient.
         prescale_factor: multiplies every rank's tensor first.
         postscale_factor: multiplies the result.
-        name: identifies the call on all ranks; needed only if calls run in no fixed order.
-        process_set: the ranks that take part; all of them call it.
-        ignore_name_scope: Horovod's; names do not depend on TensorFlow's name scopes here.
+        name: identifies the call on all ranks; only needed if calls have no fixed order.
+        process_set: the ranks that take part; all of them must make the call.
+        ignore_name_scope: accepted for Horovod's scripts; names never depend on name scopes.
 
     Returns:
-        A tensor of the same dtype and shape; ``tf.IndexedSlices`` for such.
+        A tensor of the same dtype and shape; ``tf.IndexedSlices`` if the input is one.
 
     Raises:
-        TypeError: the tensor has a dtype that cannot be reduced, or an argument has another type,
-            because it stands in another's position.
+        TypeError: the tensor has a dtype that cannot be reduced, or an argument has a wrong type,
+            for example because positional arguments are in another order.
         ValueError: the arguments contradict each other or do not fit the dtype, or this rank is
             not in the process set.
-        tf.errors.FailedPreconditionError: the ranks' tensors differ in dtype or shape, or ``op`` or
-            the factors differ, or (eager) only some ranks have one of the errors above; on every
-            rank.
+        tf.errors.FailedPreconditionError: (on every rank) the ranks' tensors differ in dtype or
+            shape, or ``op`` or the factors differ, or (in eager code) only some ranks have one of
+            the errors above.
         tf.errors.AbortedError: a rank has left the job.
     """
     return grouped_allreduce(
@@ -98,7 +98,7 @@ def grouped_allreduce(
     """``allreduce`` of several tensors as one request: one agreement for all of them.
 
     Args:
-        tensors: tensors of any mixture of dtypes, dense or ``tf.IndexedSlices``.
+        tensors: tensors of any dtypes, also mixed; dense or ``tf.IndexedSlices``.
         average, device_dense, device_sparse, compression, op, prescale_factor, postscale_factor,
             process_set, ignore_name_scope, name: as in ``allreduce``.
 
@@ -126,7 +126,7 @@ def grouped_allreduce(
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:
         wire = wire_dtype(compression)
-        # The core rounds while it packs; but Adasum's vectors, and what may be on a GPU, before.
+        # The core rounds while it packs, but not for Adasum and not on GPUs: round here then.
         if compression is not Compression.none and (
             reduction is Adasum or tf.config.get_visible_devices("GPU")
         ):
@@ -173,8 +173,8 @@ def _allreduce_dense(
             )
         )
 
-    # The others' gradients compare inputs with outputs, so TensorFlow does the scaling, outside.
-    # The ranks' factors are compared nevertheless.
+    # The gradients of the other reductions compare inputs with outputs, so TensorFlow scales here.
+    # The note makes the ranks compare their factors nevertheless.
     def scaled(values: list[tf.Tensor], factor: float) -> list[tf.Tensor]:
         return values if factor == 1.0 else [v * tf.constant(factor, v.dtype) for v in values]
 

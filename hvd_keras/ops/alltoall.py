@@ -1,4 +1,4 @@
-"""Alltoall: every rank sends other rows to each rank."""
+"""Alltoall: every rank sends different rows to each rank."""
 
 from typing import Any
 
@@ -21,20 +21,20 @@ def alltoall(
     Args:
         tensor: a tensor with at least one dimension, of any numeric dtype or bool; the first
             dimension may differ by rank.
-        splits: how many rows go to each rank: integers of shape ``[size]`` that add up to the
-            number of rows. Default: as many to each.
+        splits: the number of rows for each rank: integers of shape ``[size]`` that add up to the
+            number of rows. Default: equally many for each rank.
         name, ignore_name_scope, process_set: as in ``allreduce``.
 
     Returns:
-        The rows received, in the order of the ranks. With ``splits`` a pair: the rows, and how many
-        came from each rank (int32 of shape ``[size]``).
+        The received rows, in the order of the ranks. With ``splits``, a pair of these rows and the
+        number of rows from each rank (int32 of shape ``[size]``).
 
     Raises:
         TypeError: the tensor's dtype is not supported.
         ValueError: the tensor is a scalar, or this rank is not in the process set.
-        tf.errors.InvalidArgumentError: a rank's splits do not fit its tensor; on every rank.
-        tf.errors.FailedPreconditionError: dtypes, or dimensions after the first, differ, or a rank
-            has joined; on every rank.
+        tf.errors.InvalidArgumentError: (on every rank) a rank's splits do not fit its tensor.
+        tf.errors.FailedPreconditionError: (on every rank) dtypes, or dimensions after the first,
+            differ between ranks, or a rank has joined.
     """
     del ignore_name_scope
     validate.check("alltoall", process_set)

@@ -8,7 +8,7 @@ from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Returns when all ranks of the process set have called it.
+    """Waits until all ranks of the process set have called it.
 
     Args:
         process_set: the ranks that wait for each other.
@@ -25,16 +25,17 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join() -> tf.Tensor:
     """Declares that this rank has no more data, and waits until all ranks have done so.
 
-    Meanwhile this rank takes part in the collectives of the others: with zeros in sums and averages
-    (which still divide by ``size()``), with neutral values in the other reductions, with no rows in
-    ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks.
+    Meanwhile this rank takes part in the collectives of the others. It contributes zeros to sums
+    and averages (which still divide by ``size()``), neutral values to other reductions, and no rows
+    to ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks.
 
     Returns:
-        The last rank to join, as an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the
+        The last rank to join, an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the
         rank joins when the tensor is computed.
 
     Raises:
-        NotImplementedError: XLA compiles the call.
+        ValueError: ``init()`` was not called.
+        NotImplementedError: the call is in a function that XLA compiles.
         tf.errors.AbortedError: a rank has left the job without joining.
     """
     rank_info.rank()  # raises if hvd.init() was not called

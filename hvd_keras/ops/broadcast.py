@@ -16,11 +16,11 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Gives every rank the tensor of one.
+    """Gives every rank the root rank's tensor.
 
     Args:
         tensor: a tensor of any numeric dtype or bool, of the same dtype and shape on all ranks.
-        root_rank: the rank, of the job, whose values all get.
+        root_rank: the rank of the job whose values all ranks get.
         name, ignore_name_scope, process_set: as in ``allreduce``.
 
     Returns:
@@ -28,8 +28,8 @@ def broadcast(
 
     Raises:
         TypeError: the tensor's dtype is not supported.
-        ValueError: there is no such rank, or this rank is not in the process set.
-        tf.errors.FailedPreconditionError: dtypes, shapes or roots differ; on every rank.
+        ValueError: ``root_rank`` or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: (on every rank) dtypes, shapes or roots differ.
     """
     del ignore_name_scope
     validate.check("broadcast", process_set)

@@ -66,7 +66,7 @@ def _extremum_weights(op: Any) -> list[tf.Tensor]:
 
 
 def _product_weights(op: Any) -> list[tf.Tensor]:
-    """The product of the other ranks' values, right where some are 0 too."""
+    """The product of the other ranks' values, also correct if some are 0."""
     sent = _sent(op)
     zeros = [tf.cast(x == 0, x.dtype) for x in sent]
     nonzero = [tf.where(x == 0, tf.ones_like(x), x) for x in sent]

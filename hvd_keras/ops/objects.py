@@ -19,20 +19,20 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Gives every rank the object of one.
+    """Gives every rank the root rank's object.
 
     Args:
-        obj: anything that cloudpickle can serialise; ignored on all ranks but the root.
-        root_rank: the rank whose object all get.
-        session: not needed; works in TensorFlow 1 as well, even if the graph is finalised.
+        obj: any object that cloudpickle can serialise; only the root's is used.
+        root_rank: the rank whose object all ranks get.
+        session: not needed, also in TensorFlow 1, even if the graph is finalised.
         name: identifies the call on all ranks.
         process_set: the ranks that take part.
 
     Returns:
-        The root's object, a copy of it on the other ranks.
+        The root's object; a copy of it on the other ranks.
 
     Raises:
-        ValueError: there is no such rank.
+        ValueError: ``root_rank`` or this rank is not in the process set.
         tf.errors.AbortedError: a rank has left the job.
     """
     del session
@@ -54,7 +54,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Returns ``broadcast_object`` with all arguments set but the object.
+    """Returns ``broadcast_object`` with all arguments except the object.
 
     Args:
         root_rank, session, name, process_set: as in ``broadcast_object``.
@@ -83,15 +83,16 @@ def allgather_object(
     """Gives every rank the objects of all ranks.
 
     Args:
-        obj: anything that cloudpickle can serialise.
-        session: not needed; works in TensorFlow 1 as well, even if the graph is finalised.
+        obj: any object that cloudpickle can serialise.
+        session: not needed, also in TensorFlow 1, even if the graph is finalised.
         name: identifies the call on all ranks.
         process_set: the ranks that take part.
 
     Returns:
-        A list with one object per rank, by rank.
+        A list of the ranks' objects, in rank order.
 
     Raises:
+        ValueError: this rank is not in the process set.
         tf.errors.AbortedError: a rank has left the job.
     """
     del session

@@ -1,4 +1,4 @@
-"""Ranks and sizes as tensors, with the values that they have when the graph runs."""
+"""Ranks and sizes as tensors that are computed when the graph runs."""
 
 import tensorflow as tf
 
@@ -6,29 +6,29 @@ from hvd_keras.ops import validate
 
 
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """``rank()`` as a tensor (int32), with its value when the graph runs.
+    """``rank()`` as an int32 scalar tensor, computed when the graph runs.
 
     Args:
-        name: of the TensorFlow op.
+        name: the name of the TensorFlow op.
     """
     return validate.raw.hvd_rank_info(what="rank", name=name)
 
 
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """``local_rank()`` as a tensor (int32), with its value when the graph runs.
+    """``local_rank()`` as an int32 scalar tensor, computed when the graph runs.
 
     Args:
-        name: of the TensorFlow op.
+        name: the name of the TensorFlow op.
     """
     return validate.raw.hvd_rank_info(what="local_rank", name=name)
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """The size of a process set as a tensor (int32), with its value when the graph runs.
+    """The size of a process set as an int32 scalar tensor, computed when the graph runs.
 
     Args:
-        process_set_id: of a ``ProcessSet``; 0 is that of all ranks.
-        name: of the TensorFlow op.
+        process_set_id: that of a ``ProcessSet``; 0 is the set of all ranks.
+        name: the name of the TensorFlow op.
 
     Raises:
         tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
@@ -37,20 +37,20 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
 
 
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """``local_size()`` as a tensor (int32), with its value when the graph runs.
+    """``local_size()`` as an int32 scalar tensor, computed when the graph runs.
 
     Args:
-        name: of the TensorFlow op.
+        name: the name of the TensorFlow op.
     """
     return validate.raw.hvd_rank_info(what="local_size", name=name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """1 if this rank is in the process set, otherwise 0, as a tensor (int32).
+    """1 if this rank is in the process set, otherwise 0, as an int32 scalar tensor.
 
     Args:
-        process_set_id: of a ``ProcessSet``.
-        name: of the TensorFlow op.
+        process_set_id: that of a ``ProcessSet``.
+        name: the name of the TensorFlow op.
 
     Raises:
         tf.errors.FailedPreconditionError: (when it runs) there is no such process set.

@@ -29,7 +29,7 @@ def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
     """Returns the reduction that Horovod's two arguments ask for.
 
     Raises:
-        ValueError: both are given, or ``op`` is none of them.
+        ValueError: both are given, or ``op`` is not a ``ReduceOp``.
     """
     if average is not None and op is not None:
         raise ValueError(f"got both average={average} and op={op}. Give op alone.")

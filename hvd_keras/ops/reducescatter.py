@@ -22,7 +22,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """``allreduce`` of which each rank gets only its share of the rows.
+    """Like ``allreduce``, but each rank gets only its share of the rows.
 
     Args:
         tensor: a tensor with at least one dimension, of the same dtype and shape on all ranks.
@@ -31,10 +31,10 @@ def reducescatter(
         op: ``hvd.Average`` (default; floating-point tensors only) or ``hvd.Sum``.
 
     Returns:
-        A tensor with ``rows // size`` rows, and one more on the first ``rows % size`` ranks.
+        A tensor with ``rows // size`` rows, on the first ``rows % size`` ranks one more.
 
     Raises:
-        NotImplementedError: ``op`` is another one.
+        NotImplementedError: ``op`` is another reduction.
         TypeError, ValueError, tf.errors.FailedPreconditionError: as in ``allreduce``; a scalar is a
             ValueError, too.
     """

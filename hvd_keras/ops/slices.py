@@ -23,15 +23,15 @@ def reduce_slices(
 ) -> list[tf.IndexedSlices]:
     """Gathers the rows of all ranks and scales them.
 
-    Rows that occur twice stay two, unless all ranks have looked up the same: Keras's adaptive
-    optimizers square each by itself, so that the result must have the rows that one process has.
+    Rows that occur twice are not summed, unless all ranks have looked up the same rows: Keras's
+    adaptive optimizers square each row separately, so the result needs the rows of one process.
 
     Args:
-        slices: of this rank; any number of rows in each.
+        slices: this rank's slices, each with any number of rows.
         compression: how the values are sent.
         reduction: ``Average`` or ``Sum``.
-        factor: multiplies the values, besides the division of an average.
-        name: of the allreduce.
+        factor: multiplies the values, in addition to the division of an average.
+        name: the name of the allreduce.
         process_set: the ranks that take part.
     """
     scale = factor / process_set.size() if reduction is Average else factor
@@ -62,25 +62,25 @@ def _sum_equal_lookups(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Sums the ranks' rows if all ranks have looked up the same, as embeddings of positions do.
 
-    Such a lookup does not depend on the batch, so that one process has it once, with the sum.
-    Ranks with shorter sequences have looked up the first of the others' indices.
+    Such a lookup does not depend on the batch, so one process has each row once, with the sum.
+    Ranks with shorter sequences have looked up only the first of the others' indices.
 
     Args:
         values: ``[sum of rows, ...]``, in the order of the ranks.
         indices: int64 ``[sum of rows]``.
-        rows: int64 ``[ranks]``, how many are each rank's.
+        rows: int64 ``[ranks]``, the number of rows of each rank.
 
     Returns:
-        Values and indices of the same shapes; rows that are not needed any more are 0.
+        Values and indices of the same shapes; rows that are no longer needed are 0.
     """
     number = tf.range(tf.size(indices, tf.int64))
     ends = tf.cumsum(rows)
     rank = tf.searchsorted(ends, number, side="right", out_type=tf.int64)
-    place = number - tf.gather(ends - rows, rank)  # of a row among those of its rank
+    place = number - tf.gather(ends - rows, rank)  # of a row among its rank's rows
     longest = tf.argmax(rows)
     first = tf.gather(ends - rows, longest)
     same = tf.reduce_all(tf.equal(indices, tf.gather(indices, first + place)))
-    # One row may well be the same by chance, where each rank has one example.
+    # A single row may be the same by chance if each rank has one example.
     same = tf.logical_and(same, tf.gather(rows, longest) > 1)
 
     def summed() -> tuple[tf.Tensor, tf.Tensor]:

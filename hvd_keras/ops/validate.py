@@ -1,4 +1,4 @@
-"""Checks that all collectives make of their arguments, and the names of their requests."""
+"""Checks of arguments that all collectives share, and the names of requests."""
 
 import contextlib
 import weakref
@@ -44,12 +44,12 @@ EMPTY = np.zeros(0, np.uint8)
 def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any) -> Iterator[None]:
     """Makes an error in this rank's arguments fail the call on all ranks, in eager mode.
 
-    The other ranks may make the same call rightly, and would wait for this one. So this rank
-    submits a request of that name that says what is wrong. If the others submit the same, the error
-    is theirs as well, and is raised; otherwise all ranks get an error that shows each one's view.
+    Other ranks may make the same call correctly and would wait for this one. So this rank submits a
+    request of that name that describes the error. If all ranks submit the same, each raises its
+    error; otherwise all ranks get an error that shows each rank's view.
 
-    While a function is traced or a graph is built the error is simply raised: requests that come
-    before this one have not run yet.
+    While a function is traced or a graph is built, the error is only raised on this rank, because
+    requests before this one have not run yet.
 
     Args:
         kind, name, process_set: of the call.
@@ -75,7 +75,7 @@ def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any
         except tf.errors.FailedPreconditionError as disagreement:
             raise disagreement from error
         except tf.errors.OpError:
-            pass  # another rank has left; this error is the more helpful one
+            pass  # another rank has left; the original error is more helpful
         raise
 
 
@@ -119,7 +119,7 @@ _SIGNATURES = {
 
 
 def check_type(kind: str, argument: str, value: Any, *, right: bool, expected: str) -> None:
-    """Raises TypeError unless an argument is right; arguments by position often are another's."""
+    """Raises TypeError unless an argument is right; positional ones may be in another order."""
     if right:
         return
     ours, keras_modules, example = _SIGNATURES[kind]
@@ -131,13 +131,13 @@ def check_type(kind: str, argument: str, value: Any, *, right: bool, expected: s
 
 
 def check_average(average: Any) -> None:
-    """Raises TypeError if Horovod's older argument is no truth value."""
+    """Raises TypeError unless Horovod's older argument is a bool or None."""
     right = average is None or isinstance(average, (bool, np.bool_))
     check_type("allreduce", "average", average, right=right, expected="True, False or None")
 
 
 def check_compression(kind: str, compression: Any) -> None:
-    """Raises TypeError for what is no compressor."""
+    """Raises TypeError unless it is a compressor."""
     right = hasattr(compression, "compress") and hasattr(compression, "decompress")
     expected = "hvd.Compression.none, .fp16 or .bf16, or a class derived from hvd.Compressor"
     check_type(kind, "compression", compression, right=right, expected=expected)
@@ -147,11 +147,11 @@ _unnamed: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], int]] = weakref.W
 
 
 def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
-    """Returns the name of a request: the given one, or one that all ranks derive alike.
+    """Returns the name of a request: the given one, or one that is the same on all ranks.
 
-    An unnamed call in a function is numbered among the calls there of its kind and process set,
-    since a rank makes only the calls of the sets that include it. TensorFlow's op names do not
-    serve: they differ between ranks as soon as one rank has traced more.
+    Unnamed calls in a function are numbered per kind and process set, since a rank makes only the
+    calls of sets that include it. TensorFlow's op names are unsuitable: they differ between ranks
+    as soon as one rank has traced more.
     """
     if given is not None:
         return given

@@ -24,7 +24,7 @@ from hvd_keras.process_sets import ProcessSet, global_process_set
 
 Kind = Literal["dense", "sparse"]
 
-# As the ranks tell each other, one byte per variable. The largest of the ranks' numbers wins.
+# As sent between ranks, one byte per variable. The maximum over the ranks wins.
 _KINDS: tuple[Kind | None, ...] = (None, "sparse", "dense")
 
 
@@ -41,25 +41,25 @@ class VariableSpec:
 
 
 def spec_of(variable: Any) -> VariableSpec:
-    """Of a Keras variable, a ``tf.Variable`` or a tensor."""
+    """Returns the spec of a Keras variable, a ``tf.Variable`` or a tensor."""
     path = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
-    # In TensorFlow 1 dimensions are objects of a class, and dtypes say "reference".
+    # In TensorFlow 1, dimensions are objects and dtypes are reference types.
     shape = tuple(tf.TensorShape(variable.shape).as_list())
     return VariableSpec(common_path(path), shape, tf.as_dtype(variable.dtype).base_dtype.name)
 
 
 def inner_variable(variable: Any) -> Any:
-    """The ``tf.Variable`` in a Keras variable; anything else itself."""
+    """Returns the ``tf.Variable`` in a Keras variable; other objects unchanged."""
     return variable.value if isinstance(variable, Variable) else variable
 
 
 def variable_id(variable: Any) -> int:
-    """Tells variables apart; a Keras variable and the ``tf.Variable`` in it are one."""
+    """Identifies a variable; a Keras variable and the ``tf.Variable`` in it have the same id."""
     return id(inner_variable(variable))
 
 
 class VariableSet:
-    """Variables that still exist. A set of its own, for neither kind of variable can be hashed."""
+    """A set of weak references to variables, which cannot be hashed."""
 
     def __init__(self) -> None:
         self._references: dict[int, Any] = {}
@@ -78,16 +78,16 @@ class VariableSet:
 
 
 def common_path(path: str) -> str:
-    """A variable's path without the suffixes by which Keras makes layer names unique.
+    """Removes the suffixes by which Keras makes layer names unique from a variable's path.
 
-    Keras counts layers of one name through a process's life, so the suffixes differ between ranks
-    as soon as one of them has made a model more.
+    Keras counts the layers of a name per process, so the suffixes differ between ranks as soon as
+    one rank has created more models.
     """
     return re.sub(r"(_\d+)?(:0)?(?=/|$)", "", path)
 
 
 def size_in_bytes(spec: VariableSpec) -> int:
-    """Of the variable's values."""
+    """The size of the variable's values in bytes."""
     return math.prod(spec.shape) * int(tf.as_dtype(spec.dtype).size)
 
 
@@ -129,7 +129,7 @@ class ExchangeOptions:
             )
 
     def scale_local(self, gradient: Any) -> Any:
-        """Of a variable that stays on this rank."""
+        """Scales the gradient of a variable that belongs to this rank."""
         if gradient is None or not self.scale_local_gradients:
             return gradient
         factor = tf.constant(1 / self.process_set.size(), gradient.dtype)
@@ -140,7 +140,7 @@ class ExchangeOptions:
         return gradient * factor
 
     def densified(self, gradients: Sequence[Any]) -> list[Any]:
-        """As dense tensors, if ``sparse_as_dense`` is set."""
+        """Converts gradients to dense tensors, if ``sparse_as_dense`` is set."""
         if not self.sparse_as_dense:
             return list(gradients)
         return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
@@ -195,7 +195,7 @@ def _is_the_same(one: VariableSpec, other: VariableSpec) -> bool:
 def agree_on_kinds(
     name: str, kinds: Sequence[Kind | None], process_set: ProcessSet
 ) -> tuple[Kind | None, ...]:
-    """How each gradient travels: dense if it is dense on any rank, None only if no rank has it."""
+    """How each gradient is sent: dense if dense on any rank, None only if no rank has it."""
     mine = np.array([[_KINDS.index(kind) for kind in kinds]], np.uint8)
     everyone = agree.run_now(
         lambda: ops.allgather(mine, f"{name}.kinds", process_set=process_set),
@@ -219,12 +219,12 @@ def completed(gradient: Any, kind: Kind | None, spec: VariableSpec) -> Any:
     )
 
 
-# How many requests, or lists of variables that shall share one.
+# The number of requests, or lists of variables that share one.
 Groups = int | Sequence[Sequence[Any]]
 
 
 def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Groups:
-    """Horovod's two arguments as one.
+    """Combines Horovod's two arguments.
 
     Raises:
         ValueError: both are given, or one is impossible.
@@ -256,7 +256,7 @@ def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
 
 
 def _raise_difference(views: dict[int, list[str]]) -> None:
-    """``views`` are by rank."""
+    """Raises the error about different models; ``views`` are by rank."""
     longest = max(map(len, views.values()))
     lines = []
     for i in range(longest):

@@ -20,17 +20,17 @@ from hvd_keras._keras import keras, require
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import buckets, building, exchange, forgotten
 
-# By process set: the ranks of one set make the same optimizers, those of another may make others.
+# By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
 
 
 class GradientReducer:
-    """Makes the gradients of all ranks from those of this rank.
+    """Reduces this rank's gradients with those of the other ranks.
 
     Args:
-        name: identifies it on all ranks. Default: its number among those of the process set.
-        options: how gradients travel, and between which ranks.
-        groups: which gradients travel together.
+        name: identifies the reducer on all ranks. Default: its number within the process set.
+        options: how gradients are exchanged, and between which ranks.
+        groups: which gradients share a request.
 
     Attributes:
         local: the variables that belong to this rank alone, by ``exchange.variable_id``.
@@ -53,21 +53,21 @@ class GradientReducer:
         return self.options.process_set
 
     def register_local(self, variable: Any) -> None:
-        """Lets a variable belong to this rank: no exchange of its gradient, no broadcast."""
+        """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
         self.local[exchange.variable_id(variable)] = variable
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> list[Any]:
-        """The gradients over all ranks, in the order given; None where no rank has one.
+        """Returns the gradients over all ranks, in the order given; None if no rank has one.
 
         Args:
             gradients: one per variable: a tensor, ``tf.IndexedSlices`` or None.
             variables: the variables (or other sources) that they belong to.
-            local: those of them that belong to this rank, besides the registered ones.
+            local: variables among these that belong to this rank, besides the registered ones.
 
         Raises:
-            ValueError: the ranks' variables differ; on every rank.
+            ValueError: (on every rank) the ranks' variables differ.
         """
         step: Step = self.begin(gradients, variables, local)
         reduced: list[Any] = step.finish()
@@ -78,10 +78,10 @@ class GradientReducer:
     def begin(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> "Step":
-        """Agrees with the other ranks how the gradients of this step travel.
+        """Agrees with the other ranks on how the gradients of this step are exchanged.
 
         Raises:
-            ValueError: the ranks' variables differ; on every rank.
+            ValueError: (on every rank) the ranks' variables differ.
         """
         gradients = list(gradients)
         if self.process_set.size() == 1 or not gradients or building.is_building():
@@ -99,7 +99,7 @@ class GradientReducer:
             if gradients[i] is not None and getattr(variable, "overwrite_with_gradient", False)
         ]
         if overwritten:
-            # Such "gradients" (float8 scales) are new values; Keras takes the largest of several.
+            # Such "gradients" (float8 scales) are new values; Keras uses the maximum of several.
             largest = ops.grouped_allreduce(
                 [gradients[i] for i in overwritten],
                 op=ops.Max,
@@ -123,8 +123,8 @@ class GradientReducer:
         if tf.executing_eagerly():
             # Which gradients exist may differ in each step and on each rank.
             kinds = exchange.agree_on_kinds(self.name, kinds, self.process_set)
-        # In a graph it is settled now. A rank that traces the same once more asks nobody: the
-        # others may not be tracing.
+        # In a graph this is fixed now. A rank that traces the same function again does not ask the
+        # others, which may not be tracing.
         key = tf.executing_eagerly(), specs, kinds, tuple(map(tuple, indices))
         if key not in self._plans:
             agreed = kinds
@@ -196,16 +196,16 @@ class Step:
 
 
 class Plan:
-    """How the gradients of a list of variables travel, the same on all ranks.
+    """How the gradients of a list of variables are exchanged, the same on all ranks.
 
-    A gradient that is dense on any rank is dense on all; one that some ranks lack is zero there;
-    one that no rank has stays None.
+    A gradient that is dense on any rank is dense on all. It is zero on ranks that lack it, and
+    stays None if no rank has it.
 
     Args:
-        name: of the optimizer or tape; part of each request's name.
+        name: the name of the optimizer or tape, part of each request's name.
         specs: the variables, compared by ``exchange.check_specs``.
-        kinds: how each gradient travels, from ``exchange.agree_on_kinds``.
-        groups: variables, by index, whose gradients travel together.
+        kinds: how each gradient is sent, from ``exchange.agree_on_kinds``.
+        groups: variables, by index, whose gradients share a request.
     """
 
     def __init__(
@@ -230,11 +230,11 @@ class Plan:
         ]
 
     def exchange(self, gradients: Sequence[Any], options: exchange.ExchangeOptions) -> list[Any]:
-        """The gradients over all ranks, in the order given; None stays None.
+        """Returns the gradients over all ranks, in the order given; None stays None.
 
-        Last variables first, for backpropagation produces their gradients first. A bucket waits
-        for the one before it, so that all ranks submit them in one order, even inside branches
-        and loops, where TensorFlow itself keeps none.
+        Last variables first, because backpropagation produces their gradients first. A bucket
+        waits for the previous one, so that all ranks submit them in the same order, even inside
+        branches and loops, where TensorFlow keeps none.
         """
         results = list(gradients)
         previous: list[Any] = []
@@ -260,7 +260,7 @@ class Plan:
         return results
 
     def buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
-        """The indices of the gradients that travel as one request, for each request."""
+        """Returns, for each request, the indices of its gradients."""
         present = [i for i in reversed(range(len(self.specs))) if gradients[i] is not None]
         grouped = {i for group in self.groups for i in group}
         chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
@@ -272,17 +272,17 @@ class Plan:
 
 
 class KerasReducer(GradientReducer):
-    """What a Keras 3 optimizer gains. Lives in it as an attribute, for its class must stay.
+    """Reduces the gradients of a Keras 3 optimizer; an attribute of it, so its class stays.
 
     Gradients are exchanged in ``apply``, before Keras sees them. If the optimizer accumulates local
     steps, they are exchanged once per update instead: in ``_clip_gradients``, which Keras calls
-    after accumulation and before all that looks at the gradients.
+    after accumulation and before anything uses the gradients.
 
     Args:
         optimizer: the optimizer whose methods are replaced.
         outermost: the same, or the LossScaleOptimizer around it.
         name, options, groups: as in ``GradientReducer``.
-        local_sum: by how much to multiply the mean over local steps that Keras accumulates.
+        local_sum: the factor for Keras's mean over local steps.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class KerasReducer(GradientReducer):
         outermost.register_local_var = self.register_local
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
-        """In place of ``Optimizer.apply_gradients``, which calls ``apply``."""
+        """Replaces ``Optimizer.apply_gradients``, which calls ``apply``."""
         pairs = list(grads_and_vars)
         self._applied = False
         result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
@@ -317,7 +317,7 @@ class KerasReducer(GradientReducer):
         return result
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """In place of ``Optimizer.apply``, which every step calls."""
+        """Replaces ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         self._applied = True
         variables = trainable_variables
@@ -340,7 +340,7 @@ class KerasReducer(GradientReducer):
             forgotten.exchanged.reset(token)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        """In place of ``_clip_gradients``: once per update, with the accumulated gradients."""
+        """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""
         if self._pending is None:
             raise self._not_exchanged("it calls _clip_gradients outside of apply")
         grads = self._pending.exchange(grads)

@@ -17,14 +17,14 @@ class DistributedGradientTape:
     """A ``tf.GradientTape`` whose ``gradient`` is taken over all ranks.
 
     Args:
-        gradtape: the tape to wrap. All else of it (``watch``, ``stop_recording``, use as a context
-            manager) stays as it is.
+        gradtape: the tape to wrap. Its other methods (``watch``, ``stop_recording``, use as a
+            context manager) stay the same.
         device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor,
             num_groups, groups, process_set, scale_local_gradients: as in ``DistributedOptimizer``.
 
     Raises:
-        TypeError: ``gradtape`` is no ``tf.GradientTape``.
-        ValueError: an argument is impossible.
+        TypeError: ``gradtape`` is not a ``tf.GradientTape``.
+        ValueError: an argument is impossible, or ``init()`` was not called.
 
     Example:
         with tf.GradientTape() as tape:
@@ -48,7 +48,7 @@ class DistributedGradientTape:
         process_set: ProcessSet = global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
-        rank_info.rank()  # says so, if init() was not called
+        rank_info.rank()  # raises if init() was not called
         if not isinstance(gradtape, tf.GradientTape):
             raise TypeError(
                 f"hvd.DistributedGradientTape: got {gradtape!r}, expected a tf.GradientTape."
@@ -78,7 +78,7 @@ class DistributedGradientTape:
         self._tape.__exit__(*error)
 
     def register_local_source(self, source: Any) -> None:
-        """Lets the gradient of this variable or tensor stay on this rank."""
+        """Keeps the gradient of this variable or tensor on this rank: it is not exchanged."""
         self._local.append(source)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +88,10 @@ class DistributedGradientTape:
             target, sources, …: as in ``tf.GradientTape.gradient``.
 
         Returns:
-            Gradients in the structure of ``sources``; None where no rank has one.
+            Gradients in the structure of ``sources``; None if no rank has one.
 
         Raises:
-            ValueError: the ranks' sources differ in number, name, dtype or shape; on every rank.
+            ValueError: (on every rank) the ranks' sources differ in number, name, dtype or shape.
         """
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
         reduced = self._reducer.reduce(
@@ -110,7 +110,7 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
 
     Args:
         gradtape, args, kwargs: as in ``DistributedGradientTape``.
-        local_layers: layers, built already, whose gradients stay on this rank.
+        local_layers: built layers whose gradients stay on this rank.
 
     Returns:
         The tape.
@@ -128,7 +128,7 @@ _reducers: list[reducer.GradientReducer] = []
 
 
 def _reducer(options: exchange.ExchangeOptions, groups: exchange.Groups) -> reducer.GradientReducer:
-    """The reducer of all tapes with these options: a loop makes a new tape in every step."""
+    """The reducer for all tapes with these options, since a loop makes a new tape in each step."""
     for known in _reducers:
         if known.options == options and _same_groups(known.groups, groups):
             return known

@@ -1,7 +1,7 @@
 """Which ranks train a model together, and which variables belong to one rank alone.
 
-Callbacks and patches of Keras ask here. The answers come from the ``GradientReducer`` of the
-model's optimizers, which is their attribute ``_hvd_reducer``.
+Callbacks and patches of Keras ask here. The answers come from the ``GradientReducer`` in the
+attribute ``_hvd_reducer`` of the model's optimizers.
 """
 
 import weakref
@@ -17,18 +17,18 @@ from hvd_keras.training.reducer import GradientReducer
 
 
 def of_optimizer(optimizer: Any) -> GradientReducer | None:
-    """The reducer of an optimizer that is distributed, also inside a LossScaleOptimizer."""
+    """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
     optimizer = innermost(optimizer)
     return getattr(optimizer, "_hvd_reducer", None)
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside a LossScaleOptimizer; another one itself."""
+    """The optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The optimizers of a model: that of ``compile``, and those in attributes, as GANs have."""
+    """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's."""
     values: list[Any] = [getattr(model, "optimizer", None)]
     for value in list(vars(model).values()):
         if isinstance(value, dict):
@@ -45,7 +45,7 @@ def optimizers_of(model: Any) -> list[Any]:
 
 
 def reducers_of(model: Any) -> list[GradientReducer]:
-    """Those of a model's distributed optimizers."""
+    """The reducers of a model's distributed optimizers."""
     reducers = map(of_optimizer, optimizers_of(model))
     return list({id(r): r for r in reducers if r is not None}.values())
 
@@ -54,15 +54,15 @@ _together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionar
 
 
 def mark_together(model: Any, process_set: ProcessSet) -> None:
-    """Notes that a callback of hvd_keras accompanies this model's training on these ranks."""
+    """Records that a callback of hvd_keras takes part in this model's training on these ranks."""
     _together[model] = process_set
 
 
 def process_set_of(model: Any) -> ProcessSet | None:
     """The ranks that train a model together; None if this rank trains it alone.
 
-    They are those of its distributed optimizers. A model without one, whose ``train_step`` uses a
-    ``hvd.DistributedGradientTape``, is known by a callback of hvd_keras in ``fit``.
+    They are the ranks of its distributed optimizers. A model without one, whose ``train_step`` uses
+    a ``hvd.DistributedGradientTape``, is recognised by a callback of hvd_keras in ``fit``.
 
     Raises:
         ValueError: its optimizers have different process sets.
@@ -71,7 +71,7 @@ def process_set_of(model: Any) -> ProcessSet | None:
     if len(sets) > 1:
         raise ValueError(
             f"the optimizers of model {model.name!r} have different process sets: "
-            f"{', '.join(map(str, sets.values()))}. Give them the same."
+            f"{', '.join(map(str, sets.values()))}. Give them the same process set."
         )
     if sets:
         return next(iter(sets.values()))
@@ -87,8 +87,8 @@ def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
 def is_local(reducer: GradientReducer, variable: Any) -> bool:
     """Whether a model's or an optimizer's variable belongs to this rank alone.
 
-    An optimizer's variable (a momentum, say) belongs to the model's variable after whose path
-    Keras has named it.
+    An optimizer's variable, such as a momentum, belongs to the model's variable whose path is in
+    its name.
     """
     if variable_id(variable) in reducer.local:
         return True
