@@ -69,7 +69,8 @@ void set_device(OpKernelContext* c, Request* request) {
   if (c->num_inputs() == 0 || !c->op_device_context()) return;
   stream_executor::Stream* const stream = c->op_device_context()->stream();
   if (!stream) return;
-  // As stream->parent() has it, too, but the header for that does not compile with every TensorFlow.
+  // As stream->parent() has it, too, but the header for that does not compile with every
+  // TensorFlow.
   request->device = c->device()->tensorflow_accelerator_device_info()->gpu_id;
   request->stream = stream->platform_specific_handle().stream;
 }

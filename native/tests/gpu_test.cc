@@ -232,8 +232,8 @@ void a_gpu_that_stops_ends_all() {
   Call& call = abandoned("stopped");
   call.submit(*engine);
   while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  expect_the_same_end(
-      *engine, {"no progress for 1 s", "allreduce 'stopped' on the GPU of rank", "does not finish"});
+  expect_the_same_end(*engine, {"no progress for 1 s", "allreduce 'stopped' on the GPU of rank",
+                                "does not finish"});
   CHECK_CONTAINS(test::why_stuck, "allreduce 'stopped' on the GPU of rank");
 }
 
