@@ -7,12 +7,12 @@ FILE, several compare theirs with it.
 import sys
 import time
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras import _library
+from hvd_keras._keras import keras
 
 begin = time.perf_counter()
 hvd.init()

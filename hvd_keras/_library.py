@@ -126,11 +126,11 @@ def _tensorflow_folder() -> pathlib.Path:
     folders = tensorflow_folders()
     version = ".".join(tf.__version__.split(".")[:2])
     if version not in folders:
-        newest = [*folders][-1]
+        other = f", or 'pip install \"tensorflow=={[*folders][-1]}.*\"'" if folders else ""
         raise RuntimeError(
             f"hvd_keras was built for TensorFlow {', '.join(folders) or '(none)'}, and this is "
             f"TensorFlow {tf.__version__}; their C++ interfaces differ. Run '{_BUILD}', which "
-            f"compiles for this one (needs g++), or 'pip install \"tensorflow=={newest}.*\"'."
+            f"compiles for this one (needs g++){other}."
         )
     return folders[version]
 

@@ -59,9 +59,9 @@ def candidates() -> Iterator[Library]:
     for path in loaded():
         yield Library(path, "which this process has loaded", True)
     if chosen := settings.mpi_library():
-        yield Library(chosen, "of HVD_MPI_LIBRARY", True)
+        yield Library(_with_version(chosen), "of HVD_MPI_LIBRARY", True)
     if built_with := _of_build():
-        yield Library(built_with, "that HVD_MPICXX asked for", True)
+        yield Library(_with_version(built_with), "that HVD_MPICXX asked for", True)
     yield from _of_mpi4py()
     prefixes = (sysconfig.get_path("data"), site.getuserbase(), sys.base_prefix)
     folders = [os.path.join(prefix, "lib") for prefix in prefixes if prefix and prefix != "/usr"]
@@ -121,6 +121,16 @@ def _load(library: Library) -> str:
     if re.search(r"MPICH|Intel\(R\) MPI|MVAPICH", version):
         return "mpich"
     raise OSError(f"it is {version[:80]!r}, expected Open MPI, MPICH or one of MPICH's kin")
+
+
+def _with_version(path: str) -> str:
+    """The library that a libmpi.so stands for, which may be a text that only linkers read."""
+    if os.path.realpath(path).endswith(".so"):
+        for name in _NAMES:
+            versioned = os.path.join(os.path.dirname(path), name)
+            if name.startswith(os.path.basename(path)) and os.path.exists(versioned):
+                return versioned
+    return path
 
 
 def _in_folders(

@@ -92,6 +92,22 @@ def test_the_mpi_that_is_chosen(tmp_path: pathlib.Path) -> None:
     assert loaded[:2] == [os.path.realpath(installed.path), str(chosen)]
 
 
+@pytest.mark.parametrize("name", ["libmpi.so.40", "libmpi.so.12"])
+def test_a_libmpi_without_a_version_stands_for_the_one_beside_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As in the wheels of MPIs, where it is a text for the linker."""
+    (tmp_path / name).touch()
+    (tmp_path / "libmpi.so").write_text(f"INPUT({name})\n")
+    monkeypatch.setattr(_mpi, "loaded", list)
+    monkeypatch.setenv("HVD_MPI_LIBRARY", str(tmp_path / "libmpi.so"))
+    first = next(_mpi.candidates())
+    assert (first.path, first.abi) == (
+        str(tmp_path / name),
+        {"libmpi.so.40": "openmpi", "libmpi.so.12": "mpich"}[name],
+    )
+
+
 def test_an_mpirun_has_its_library_beside_it(tmp_path: pathlib.Path) -> None:
     for kind in ("mpich", "openmpi"):
         (tmp_path / kind / "bin").mkdir(parents=True)
