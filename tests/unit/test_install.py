@@ -171,6 +171,7 @@ def test_hvdrun_gives_ranks_the_library_of_the_mpirun(
     library = prefix / "lib" / "libmpi.so.12"
     library.touch()
     monkeypatch.delenv("HVD_MPI_LIBRARY", raising=False)
+    monkeypatch.setattr(_mpi, "loaded", list)  # other tests have loaded one; hvdrun has not
     assert mpirun.find_mpirun(str(program)).library == str(library)
     chosen = [_mpi.Library("/none/lib/libmpi.so.40", "of HVD_MPI_LIBRARY", True)]
     monkeypatch.setattr(_mpi, "candidates", lambda: iter(chosen))
