@@ -101,7 +101,13 @@ def test_exchange(binaries: pathlib.Path, size: int, transport: str) -> None:
     assert job.output.count("beyond two gibibytes") == size, job.output
 
 
-@pytest.mark.parametrize(("size", "transport"), TRANSPORTS)
+@pytest.mark.parametrize(
+    ("size", "transport"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (pair in ((2, "mpi"), (3, "host"))))
+        for pair in TRANSPORTS
+    ],
+)
 def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "leave_test"), transport, timeout=120)
     assert job.status == 0, job.output

@@ -1,7 +1,6 @@
 """Cross-validation: one list of callbacks, made once, for the model of every fold.
 
 expect: equal
-fast: yes
 """
 
 import os

@@ -1,7 +1,6 @@
 """A subclassed model that takes nested dicts and gives a dict; nothing is built before fit.
 
 expect: equal
-fast: yes
 """
 
 import os

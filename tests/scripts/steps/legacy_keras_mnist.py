@@ -3,7 +3,6 @@
 expect: differ-ok
 needs: tf_keras sklearn
 env: TF_USE_LEGACY_KERAS=1
-fast: yes
 """
 
 import os
