@@ -44,12 +44,18 @@ LEFT_OUT = {
         "xla",
     ],
 }
-TABLES = {2: "matrix.md", 3: "combinations.md"}
-MATRIX = "test_training.py::test_every_optimizer_with_every_option"
+# What only these tests take minutes for, on 2 ranks.
+SLOW = [
+    "tests/parallel/test_training.py::test_every_optimizer_with_every_option",
+    "tests/parallel/ops/test_xla.py::test_many_tensors_and_steps[500-20]",
+]
+TABLES = {(2, True): "matrix.md", (3, False): "combinations.md"}
 
 
-def chosen(size: int) -> list[str]:
-    """Returns the arguments that select the tests for this number of ranks."""
+def chosen(size: int, slow: bool = False) -> list[str]:
+    """The arguments that say which tests run on so many ranks."""
+    if slow:
+        return [str(ROOT / test) for test in SLOW]
     if size == 4:
         return [str(PARALLEL / "ops" / "test_xla.py"), "-k", "60-1 or convolution"]
     ignored = [
@@ -57,20 +63,26 @@ def chosen(size: int) -> list[str]:
         for file in PARALLEL.rglob("test_*.py")
         if file.stem.removeprefix("test_") in LEFT_OUT[size]
     ]
-    deselected = [] if size == 2 else ["--deselect", f"tests/parallel/{MATRIX}"]
-    return [str(PARALLEL), *ignored, *deselected]
+    return [str(PARALLEL), *ignored, *(f"--deselect={test}" for test in SLOW)]
 
 
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_parallel(size: int, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "slow"),
+    [
+        *(pytest.param(size, False, id=str(size)) for size in (1, 2, 3, 4)),
+        pytest.param(2, True, marks=pytest.mark.slow, id="2-slow"),
+    ],
+)
+def test_parallel(size: int, slow: bool, tmp_path: pathlib.Path) -> None:
     matrix = tmp_path / "matrix.md"
     job = ranks.mpirun(
         size,
         sys.executable,
-        *("-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider", *chosen(size)),
+        *("-m", "pytest", "-x", "-q", "--color=no", "-p", "no:cacheprovider"),
+        *chosen(size, slow),
         *("-p", "tests.harness.matrix", "--matrix", str(matrix)),
-        # A hanging rank shows where and ends the job; every test takes much less.
+        # A rank that hangs shows where, and ends the job. No test takes nearly as long.
         *("--timeout=120", "--timeout-method=thread"),
         timeout=1800,  # several times what it takes on an idle machine
         env={"HVD_TEST_PARALLEL": "1"},
@@ -79,8 +91,8 @@ def test_parallel(size: int, tmp_path: pathlib.Path) -> None:
     passed = re.findall(r"(\d+) passed", job.output)
     assert len(passed) == size, job.output
     assert len(set(passed)) == 1, job.output
-    if size in TABLES:
-        table = ROOT / "docs" / TABLES[size]
+    if (size, slow) in TABLES:
+        table = ROOT / "docs" / TABLES[size, slow]
         assert matrix.read_text() == table.read_text(), (
             f"{table} is old: see tests/harness/matrix.py"
         )
