@@ -277,7 +277,7 @@ def grouped_reducescatter(
         [_truncated(x, prescale_factor) for x in tensors],
         device_dense,
         compression,
-        ops.Sum,
+        ops.Sum if op is ops.Average else op,
         process_set,
         name=name,
     )

@@ -1,83 +1,38 @@
-"""``DistributedOptimizer`` as ``horovod.keras`` and ``horovod.tensorflow.keras`` have it."""
+"""``DistributedOptimizer`` as ``horovod.keras`` and ``horovod.tensorflow.keras`` have it.
 
-from collections.abc import Mapping, Sequence
+One script runs on all ranks there: on a rank outside of the process set they do nothing.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-from hvd_keras import ops
-from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import optimizer as distributed
 
-
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: ops.ReduceOp = ops.Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """``hvd_keras.DistributedOptimizer``; the same optimizer on a rank outside of the process set.
-
-    Args:
-        optimizer, …: as in ``hvd_keras.DistributedOptimizer``.
-
-    Raises:
-        As ``hvd_keras.DistributedOptimizer``.
-    """
-    if is_outside(process_set):
-        return alone(optimizer)
-    return distributed.DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+_ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
 
 
-def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """``hvd_keras.PartialDistributedOptimizer``, likewise.
+def _or_alone(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of hvd_keras that leaves optimizers of ranks outside of the process set alone."""
 
-    Raises:
-        As ``hvd_keras.PartialDistributedOptimizer``.
-    """
-    if is_outside(process_set_of(kwargs)):
-        return alone(optimizer)
-    return distributed.PartialDistributedOptimizer(optimizer, *args, **kwargs)
+    @functools.wraps(make)
+    def make_or_leave(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        options = {name: value for name, value in kwargs.items() if name != "local_layers"}
+        given = _ARGUMENTS.bind(optimizer, *args, **options).arguments
+        if not is_outside(given.get("process_set", global_process_set)):
+            return make(optimizer, *args, **kwargs)
+        optimizer.register_local_var = lambda variable: None  # all are local
+        return optimizer
+
+    return make_or_leave
 
 
-def process_set_of(kwargs: Mapping[str, Any]) -> ProcessSet:
-    """The argument ``process_set`` among others."""
-    chosen: ProcessSet = kwargs.get("process_set", global_process_set)
-    return chosen
+DistributedOptimizer = _or_alone(distributed.DistributedOptimizer)
+PartialDistributedOptimizer = _or_alone(distributed.PartialDistributedOptimizer)
 
 
 def is_outside(process_set: ProcessSet) -> bool:
     """Whether the set has taken effect, and this rank is not in it."""
     return process_set.process_set_id is not None and not process_set.included()
-
-
-def alone(optimizer: Any) -> Any:
-    """The optimizer of a rank whose gradients stay on it."""
-    optimizer.register_local_var = lambda variable: None
-    return optimizer

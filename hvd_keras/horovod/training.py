@@ -66,7 +66,7 @@ class DistributedGradientTape(tape.DistributedGradientTape):
     """``hvd_keras.DistributedGradientTape``; on a rank outside of the process set a plain tape."""
 
     def __init__(self, gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> None:
-        self._alone = keras_training.is_outside(keras_training.process_set_of(kwargs))
+        self._alone = keras_training.is_outside(kwargs.get("process_set", global_process_set))
         if self._alone:
             kwargs.pop("process_set")
         super().__init__(gradtape, *args, **kwargs)

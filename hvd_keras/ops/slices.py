@@ -52,7 +52,8 @@ def reduce_slices(
         values = compression.decompress(values, contexts[i])
         if scale != 1.0:
             values *= tf.constant(scale, values.dtype)
-        values, indices = _sum_equal_lookups(values, indices, rows)
+        if process_set.size() > 1:
+            values, indices = _sum_equal_lookups(values, indices, rows)
         results.append(tf.IndexedSlices(values, indices, one.dense_shape))
     return results
 

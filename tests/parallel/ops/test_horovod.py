@@ -52,6 +52,13 @@ def test_reducescatter_truncates_integers() -> None:
     np.testing.assert_array_equal(share, [int((SIZE * 2 + SIZE * (SIZE - 1) / 2) / SIZE)])
 
 
+@pytest.mark.parametrize("dtype", ["int32", "float32"])
+def test_reducescatter_refuses_other_reductions(dtype: str) -> None:
+    rows = tf.ones([SIZE, 2], dtype)
+    with pytest.raises(NotImplementedError, match=r"expected hvd\.Average or hvd\.Sum"):
+        hvd.reducescatter(rows, op=hvd.Min, prescale_factor=2.0)
+
+
 @pytest.mark.parametrize("mode", ["eager", "tf.function", "TensorFlow 1"])
 def test_gradients_have_horovods_scale(mode) -> None:
     x = tf.Variable(np.full([SIZE, 2], 1.0 + RANK, np.float32))
