@@ -164,7 +164,7 @@ def check_specs(
     the paths of its variables, and leaves it out when the model is loaded from a file.
 
     Returns:
-        The specs as the first rank of the process set has them.
+        The specs with the longest path of each variable, the same on all ranks.
 
     Raises:
         ValueError: they differ; on every rank.
@@ -178,18 +178,19 @@ def check_specs(
         [VariableSpec(path, tuple(shape), dtype) for path, shape, dtype in rank]
         for rank in agree.gather_json(f"{name}.differing variables", told, process_set)
     ]
-    first = everyone[0]
+    longest = tuple(
+        max(of_ranks, key=lambda spec: len(spec.path)) for of_ranks in zip(*everyone, strict=False)
+    )
     for rank in everyone:
-        if len(rank) != len(first) or not all(map(_is_the_same, rank, first)):
+        if len(rank) != len(longest) or not all(map(_fits, rank, longest)):
             texts = ([str(spec) for spec in rank] for rank in everyone)
             _raise_difference(dict(zip(process_set.ranks, texts, strict=True)))
-    return tuple(first)
+    return longest
 
 
-def _is_the_same(one: VariableSpec, other: VariableSpec) -> bool:
-    short, long = sorted((one.path, other.path), key=len)
-    ends_alike = f"/{long}".endswith(f"/{short}")
-    return ends_alike and (one.shape, one.dtype) == (other.shape, other.dtype)
+def _fits(spec: VariableSpec, longest: VariableSpec) -> bool:
+    is_end = f"/{longest.path}".endswith(f"/{spec.path}")
+    return is_end and (spec.shape, spec.dtype) == (longest.shape, longest.dtype)
 
 
 def agree_on_kinds(
