@@ -1,4 +1,4 @@
-"""``ModelCheckpoint``: rank 0 writes, and no file is ever half written."""
+"""``ModelCheckpoint``: rank 0 writes, and an error reaches all ranks."""
 
 import os
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from hvd_keras.callbacks.base import Callback
 from hvd_keras import agree
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import checkpoint
 
 
 class ModelCheckpoint(Callback):  # type: ignore[misc]
     """``keras.callbacks.ModelCheckpoint`` for several ranks: the first one writes.
 
     Takes the same arguments. The first rank of the model's process set, usually rank 0, writes to a
-    temporary file beside the target, syncs it to disk and renames it. So a crash at any time
-    leaves the last checkpoint intact. If writing fails (a full disk), all ranks raise.
+    temporary file beside the target, syncs it to disk and renames it, as ``model.save`` does after
+    ``hvd.init()``. So a crash at any time leaves the last checkpoint intact. If writing
+    fails (a full disk), all ranks raise.
 
     With ``monitor``, put it after ``MetricAverageCallback``, so that it sees the metrics over all
     ranks.
@@ -49,7 +49,7 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
     def set_model(self, model: Any) -> None:
         """Called by Keras."""
         super().set_model(model)
-        self._keras.set_model(_SavesWhole(model))
+        self._keras.set_model(model)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves, if ``save_freq`` is a number of batches."""
@@ -69,22 +69,6 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
         """Saves, if ``save_freq`` is "epoch"."""
         if self._keras.save_freq == "epoch":
             on_leader(self.process_set, lambda: self._keras.on_epoch_end(epoch, logs))
-
-
-class _SavesWhole:
-    """A model whose ``save`` and ``save_weights`` replace the file atomically."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def save(self, filepath: Any, **kwargs: Any) -> None:
-        checkpoint.write_whole(filepath, lambda path: self._model.save(path, **kwargs))
-
-    def save_weights(self, filepath: Any, **kwargs: Any) -> None:
-        checkpoint.write_whole(filepath, lambda path: self._model.save_weights(path, **kwargs))
 
 
 def on_leader(process_set: ProcessSet, write: Callable[[], None]) -> None:

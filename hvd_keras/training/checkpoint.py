@@ -1,4 +1,4 @@
-"""Checkpoint files: written atomically, and verified before use.
+"""Files of models and checkpoints: written atomically; checkpoints are verified before use.
 
 A checkpoint is an HDF5 file with a user block of 512 bytes, which HDF5 skips. The block holds the
 SHA-256 of the rest, so every bit of the file is covered and HDF5 never parses a damaged file. The
@@ -6,7 +6,9 @@ file contains a text ``facts`` (JSON) and a group ``variables`` with one dataset
 order.
 """
 
+import functools
 import hashlib
+import inspect
 import json
 import os
 import pathlib
@@ -108,6 +110,8 @@ def write(path: pathlib.Path, facts: dict[str, Any], variables: Iterable[Variabl
         OSError: the disk is full, or a permission is missing. No partial file is left.
     """
 
+    path.parent.mkdir(parents=True, exist_ok=True)
+
     def fill(temporary: pathlib.Path) -> None:
         with h5py.File(temporary, "w", userblock_size=_BLOCK) as file:
             file["facts"] = json.dumps(facts)
@@ -203,18 +207,63 @@ def _restored(data: Any) -> Any:
     return np.frombuffer(value.tobytes(), dtype).reshape(value.shape[:-1])
 
 
-def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
+def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``keras.Model.save`` and ``save_weights``: a file is complete at every moment.
+
+    A script that saves on all ranks would otherwise have several processes write one file at once.
+    """
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_whole(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError:
+            save(self, *args, **kwargs)  # raises an error that says what is wrong
+            return
+        target = _file_to_replace(**bound.arguments)
+        if target is None:
+            save(self, *args, **kwargs)
+            return
+
+        def write(path: pathlib.Path) -> None:
+            bound.arguments["filepath"] = path
+            save(*bound.args, **bound.kwargs)
+
+        write_whole(target, write)
+
+    return save_whole
+
+
+def _file_to_replace(
+    filepath: Any,
+    overwrite: bool = True,
+    zipped: bool | None = None,
+    max_shard_size: float | None = None,
+    save_format: str | None = None,
+    **others: Any,
+) -> pathlib.Path | None:
+    """The one local file that Keras would write with these arguments; None if it would not."""
+    if not isinstance(filepath, (str, os.PathLike)) or "://" in str(filepath):
+        return None
+    if zipped is False or max_shard_size is not None or save_format == "tf":
+        return None  # folders, or several files
+    target = pathlib.Path(filepath)
+    if target.suffix not in (".keras", ".h5") or target.is_dir() or not target.parent.is_dir():
+        return None
+    return target if overwrite or not target.exists() else None
+
+
+def write_whole(target: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
     """Lets ``write`` write a temporary file, and renames it to the target once it is on disk.
 
     Args:
-        filepath: the target; its folder is created if necessary.
+        target: the file to make, in an existing folder.
         write: called with the path to write to, which has the target's file name.
 
     Raises:
         OSError: the disk is full, or a permission is missing. No partial file is left.
     """
-    target = pathlib.Path(filepath)
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         temporary = pathlib.Path(folder) / target.name  # Keras chooses the format by the suffix
         write(temporary)

@@ -146,6 +146,20 @@ class ExchangeOptions:
         return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
 
 
+def refuse_strategies() -> None:
+    """Checks that TensorFlow does not distribute the same training.
+
+    Raises:
+        ValueError: a ``tf.distribute.Strategy`` is in force.
+    """
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            f"a {type(tf.distribute.get_strategy()).__name__} is in force, but hvd_keras "
+            "distributes the training already, with one process per device. Remove "
+            "`with strategy.scope():` and strategy.run from the script."
+        )
+
+
 def kinds_of(gradients: Sequence[Any]) -> tuple[Kind | None, ...]:
     """How this rank has each gradient: dense, sparse, or not at all."""
     return tuple(

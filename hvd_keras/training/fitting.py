@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvd_keras import agree, rank_info
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import building, forgotten, sync_batch_norm, together
+from hvd_keras.training import building, exchange, forgotten, sync_batch_norm, together
 
 
 @dataclasses.dataclass
@@ -52,6 +52,9 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
                 return fit(self, *args, **kwargs)  # raises an error that says what is wrong
             callbacks = _flat(given)
             process_set = _process_set(self, callbacks)
+            if process_set is not None and process_set.size() > 1:
+                with self.distribute_strategy.scope():  # in which the model was made
+                    exchange.refuse_strategies()
         in_fit = forgotten.in_fit.set(True)
         own = None
         # On one rank, only a callback that restores a checkpoint needs the variables so early.

@@ -12,7 +12,14 @@ from typing import Any
 from hvd_keras import log
 from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import legacy_keras
-from hvd_keras.training import fitting, forgotten, keras_callbacks, loss_scale, sync_batch_norm
+from hvd_keras.training import (
+    checkpoint,
+    fitting,
+    forgotten,
+    keras_callbacks,
+    loss_scale,
+    sync_batch_norm,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +119,7 @@ def _rows() -> list[Patch]:
             "to synchronize batch normalization between processes",
             sync_batch_norm.wrap_moments,
         ),
-        *_callbacks(),
+        *_common_rows(),
     ]
 
 
@@ -152,14 +159,20 @@ def _legacy_rows() -> list[Patch]:
             "to synchronize batch normalization between processes",
             sync_batch_norm.wrap_legacy_moments,
         ),
-        *_callbacks(),
+        *_common_rows(),
     ]
 
 
-def _callbacks() -> list[Patch]:
+def _common_rows() -> list[Patch]:
     return [
-        Patch(owner, attribute, reason, wrap)
-        for owner, attribute, reason, wrap in keras_callbacks.patches()
+        *(
+            Patch(keras.Model, name, "to replace files only by complete ones", checkpoint.wrap_save)
+            for name in ("save", "save_weights")
+        ),
+        *(
+            Patch(owner, attribute, reason, wrap)
+            for owner, attribute, reason, wrap in keras_callbacks.patches()
+        ),
     ]
 
 

@@ -81,11 +81,13 @@ class GradientReducer:
         """Agrees with the other ranks on how the gradients of this step are exchanged.
 
         Raises:
-            ValueError: (on every rank) the ranks' variables differ.
+            ValueError: (on every rank) the ranks' variables differ, or a ``tf.distribute.Strategy``
+                distributes the step, too.
         """
         gradients = list(gradients)
         if self.process_set.size() == 1 or not gradients or building.is_building():
             return Step(self, None, gradients, [], [])
+        exchange.refuse_strategies()
         forgotten.mark_reduced(variables)
         gradients = self.options.densified(gradients)
         local_ids = {*self.local, *map(exchange.variable_id, local)}

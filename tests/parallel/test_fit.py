@@ -252,3 +252,23 @@ def test_exported_model_has_nothing_of_hvd_keras(tmp_path) -> None:
     loaded = tf.saved_model.load(tmp_path / "served")
     np.testing.assert_allclose(loaded.serve(x), model(x), rtol=1e-5)
     assert b"Hvd" not in (tmp_path / "served" / "saved_model.pb").read_bytes()
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank may use a strategy")
+def test_a_strategy_of_tensorflow_is_refused() -> None:
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    with pytest.raises(ValueError, match=r"a OneDeviceStrategy is in force, .* Remove `with str"):
+        model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
+    weight = tf.Variable(1.0)
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = weight * weight
+        hvd.DistributedGradientTape(tape).gradient(loss, [weight])
+
+    with pytest.raises(ValueError, match="a OneDeviceStrategy is in force"):
+        strategy.run(step)
