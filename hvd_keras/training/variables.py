@@ -23,7 +23,7 @@ def broadcast_variables(
     """Assigns the root rank's values to the variables of every rank.
 
     Args:
-        variables: Keras variables or ``tf.Variable``s, in the same order on all ranks.
+        variables: Keras variables or ``tf.Variable`` objects, in the same order on all ranks.
         root_rank: the rank of the job whose values all ranks get.
         process_set: the ranks that take part.
         inplace: accepted for Horovod's scripts; variables are always assigned.

@@ -1,4 +1,4 @@
-"""The examples, and the README's first script, run by the launcher on two ranks."""
+"""The examples, and the first scripts of the documents, run by the launcher on two ranks."""
 
 import os
 import re
@@ -60,9 +60,24 @@ def test_text_embedding(tmp_path):
 
 
 def test_the_first_script_of_the_readme(tmp_path):
-    script = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    path = tmp_path / "train.py"
-    path.write_text(script)
-    losses = [float(loss) for loss in re.findall(r"loss: ([0-9.]+)", run(path))]
+    losses = losses_of(scripts("README.md")[0], tmp_path)
     assert len(losses) == 5  # rank 0's
     assert losses[-1] < losses[0] / 10
+
+
+def test_the_script_of_the_tutorial(tmp_path):
+    losses = losses_of(scripts("docs/tutorial.md")[1], tmp_path)
+    assert len(losses) == 2 * 5  # and as many of the validation
+    assert losses[-1] < losses[1] / 2
+
+
+def scripts(page):
+    """Return the Python code on a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def losses_of(script, folder):
+    """Run a script on two ranks; return the losses that it prints."""
+    path = folder / "train.py"
+    path.write_text(script)
+    return [float(loss) for loss in re.findall(r"loss: ([0-9.]+)", run(path))]

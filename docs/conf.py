@@ -1,0 +1,64 @@
+"""Settings of Sphinx for `make docs`."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+import hvd_keras
+
+project = "hvd_keras"
+copyright = "the authors of hvd_keras"
+version = release = hvd_keras.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+html_theme = "furo"
+pygments_style = "friendly"
+html_title = f"hvd_keras {version}"
+html_theme_options = {"top_of_page_buttons": []}
+exclude_patterns = ["build"]
+
+myst_heading_anchors = 3
+myst_enable_extensions = ["colon_fence"]
+suppress_warnings = ["misc.highlighting_failure"]
+
+# As users write the names.
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # the docstrings say more
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+copybutton_prompt_text = r"\$ "
+copybutton_prompt_is_regexp = True
+
+ROOT = Path(__file__).parents[1]
+
+
+def adapt(_app: Any, _what: str, _name: str, _of: Any, _options: Any, lines: list[str]) -> None:
+    """Makes a docstring fit for Napoleon.
+
+    The section "Example" becomes code, and a list of arguments that share a text becomes one line.
+    """
+    text = "\n".join(lines)
+    text = re.sub(r"^( *)Example:$", r"\1**Example**::\n", text, flags=re.MULTILINE)
+    text = re.sub(r"^( +(?:\w+, )*\w+,)\n +(?=(?:\w+, )*\w+: )", r"\1 ", text, flags=re.MULTILINE)
+    lines[:] = text.split("\n")
+
+
+def link_to_files(app: Sphinx, _document: str, source: list[str]) -> None:
+    """Replaces links that lead out of this folder, which work on the forge but not in the site."""
+    del app
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)", r"`\2` (\1)", source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", adapt, priority=400)
+    app.connect("source-read", link_to_files)
