@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
-import shutil
 import sys
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,11 @@ from hvd_keras.launch.follow.ranks import Ranks
 from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_directory
 from hvd_keras.launch.job_spec import Request
 from hvd_keras.launch.onhost.channel import new_secret
-from hvd_keras.launch.onhost.process import GRACE
 from hvd_keras.launch.plan import Placement, Plan, memory_folder, plan
 from hvd_keras.launch.start import clean_up
 from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.mpirun import Mpirun
 from hvd_keras.launch.start.network import own_addresses
-
-# Seconds that what mpirun and the workers have left running gets to end by itself.
-SWEEP_GRACE = 1.0
 
 
 async def run(request: Request, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
@@ -35,8 +30,7 @@ async def run(request: Request, placement: Placement, signals: Signals, *, first
     options = request.options
     if not request.is_local:
         request.jobs.append(job)
-    # On this host alone the workers' temporary folder is ours; a sweep would empty it too early.
-    with job_directory(job if request.is_local else secrets.token_hex(8)) as directory:
+    with job_directory(job) as directory:
         changed = signals.changed.set
         output = Output(options.prefix, options.output_dir, append=not first, changed=changed)
         ranks = _listen(request, placement, secret, directory)
@@ -58,8 +52,8 @@ async def run(request: Request, placement: Placement, signals: Signals, *, first
         # A restart has no input: what was read for a start before it is gone.
         ranks.open(output, start, has_input=first, call=call, changed=changed)
 
-        async def clean(running: Job) -> Collection[str]:
-            return await _clean(running, ranks, placement, request, job)
+        async def sweep(grace: float) -> Collection[str]:
+            return await _sweep(ranks, placement, request, job, grace)
 
         try:
             return await Job(
@@ -69,12 +63,12 @@ async def run(request: Request, placement: Placement, signals: Signals, *, first
                 output=output,
                 signals=signals,
                 verbose=options.verbose,
-                clean=clean,
+                sweep=sweep,
             ).run()
         finally:
             await ranks.close()
             if options.stats:
-                print(statistics.table(directory, placement.size), file=sys.stderr, flush=True)
+                print(statistics.table(ranks.statistics, ranks.size), file=sys.stderr, flush=True)
 
 
 def _listen(request: Request, placement: Placement, secret: str, directory: Path) -> Ranks:
@@ -84,7 +78,7 @@ def _listen(request: Request, placement: Placement, secret: str, directory: Path
         placement.size,
         [] if request.is_local else own_addresses(interface, names),
         secret,
-        float("inf") if request.is_local else request.start_timeout,
+        float("inf") if request.is_local else request.options.start_timeout,
         directory,
         placement.names,
         {name for name in placement.names.values() if not name or is_here(name)},
@@ -116,19 +110,15 @@ def _environment(request: Request, planned: Plan) -> dict[str, str]:
     return environment
 
 
-async def _clean(
-    running: Job, ranks: Ranks, placement: Placement, request: Request, job: str
+async def _sweep(
+    ranks: Ranks, placement: Placement, request: Request, job: str, grace: float
 ) -> Collection[str]:
-    """Wait for the workers' last messages, then clean up all hosts; returns the lost hosts."""
-    limit = time.monotonic() + GRACE
-    while ranks.live() and time.monotonic() < limit and not running.hurry:
-        await running.turn(0.1)
-    if request.is_local:  # its processes have ended as our children
-        shutil.rmtree(memory_folder(job), ignore_errors=True)
+    """Clean up all hosts of the job; returns the lost hosts."""
+    if request.is_local:
+        await asyncio.to_thread(clean_up.sweep_here, [job], grace)
         return ()
     lost = ranks.silent_hosts()
-    grace = 0.0 if running.hurry else SWEEP_GRACE
     names = {host.name for host in placement.hosts or ()} or set(placement.names.values())
-    lost = lost | clean_up.sweep_hosts(names - lost, request.reach, [job], grace)
+    lost |= await asyncio.to_thread(clean_up.sweep_hosts, names - lost, request.reach, [job], grace)
     request.lost.update(lost)
     return lost

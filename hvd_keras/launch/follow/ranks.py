@@ -6,7 +6,6 @@ import asyncio
 import base64
 import errno
 import functools
-import json
 import os
 import signal
 import socket
@@ -130,6 +129,7 @@ class Ranks:
         self.size = size
         self.problem = ""  # why the job cannot go on, if the reports do not tell
         self.reports: dict[int, Report] = {}  # what is known of each rank whose worker was there
+        self.statistics: dict[int, Any] = {}  # what the ranks have left, with `--stats`
         self._secret = secret
         self._start_timeout = start_timeout
         self._directory = directory
@@ -259,8 +259,7 @@ class Ranks:
             report.ended = message["report"]["ended"]
             report.asked = message["report"]["asked"]
             if message["statistics"] is not None:
-                path = self._directory / f"stats-{peer.rank}.json"
-                path.write_text(json.dumps(message["statistics"]))
+                self.statistics[peer.rank] = message["statistics"]
             peer.finish()
 
     def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
