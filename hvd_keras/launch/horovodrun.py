@@ -147,6 +147,8 @@ class _Action(argparse.Action):
             action = parser._option_string_actions[horovod.option]
             if isinstance(action, argparse._StoreTrueAction | argparse._VersionAction):
                 value = []
+            else:
+                value = parser._get_value(action, value)
             action(parser, namespace, value, horovod.option)
         elif horovod.setting is not None:
             name, convert = horovod.setting

@@ -101,7 +101,7 @@ def plan(
         command = engine.command(
             placement.size,
             oversubscribe=options.oversubscribe,
-            extra=request.extra,
+            extra=options.mpi_args,
             program=PROGRAM,
             hosts=placement.hosts,
         )
@@ -118,7 +118,7 @@ def plan(
             placement.size,
             oversubscribe=options.oversubscribe,
             variables=variables,
-            extra=request.extra,
+            extra=options.mpi_args,
             program=PROGRAM,
             remote=remote,
         )

@@ -30,10 +30,11 @@ async def run(request: Request, signals: Signals) -> Verdict:
     placement = place(request)
     size = placement.size
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
-    if request.max_restarts and "HVD_COMMITS" not in os.environ:
+    if request.options.max_restarts and "HVD_COMMITS" not in os.environ:
         request.options.settings["HVD_COMMITS"] = str(commits)
     verdict = await run_job.run(request, placement, signals, first=True)
-    for number in range(1, request.max_restarts + 1):
+    restarts = request.options.max_restarts
+    for number in range(1, restarts + 1):
         if verdict.status == 0 or signals.stop is not None:
             break
         if not request.is_local:
@@ -45,7 +46,7 @@ async def run(request: Request, signals: Signals) -> Verdict:
         if placement.hosts is not None:
             where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
         ranks = placement.size
-        _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        _say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         verdict = await run_job.run(request, placement, signals, first=False)
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)
@@ -140,8 +141,8 @@ def _stretched(found: Sequence[Host], size: int) -> list[Host]:
 
 async def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
-    least = request.min_size or size
-    limit = time.monotonic() + request.restart_timeout
+    least = request.options.min_np or size
+    limit = time.monotonic() + request.options.restart_timeout
     told: dict[str, str] = {}
     while True:
         try:

@@ -302,7 +302,7 @@ def test_the_readme_can_be_followed(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "hosts.txt").write_text("server1:2\nserver2:1\n")
     here = str(Path(sys.executable).parent)
-    expected = ["all right", "trained by 3 on 2 hosts", "trained by 3 on 2 hosts"]
+    expected = ["all correct", "trained by 3 on 2 hosts", "trained by 3 on 2 hosts"]
     for command, words in zip(commands, expected, strict=True):
         environment = cluster.environment()
         environment["PATH"] = f"{here}:{environment['PATH']}"
