@@ -28,7 +28,7 @@ PASSED_PREFIXES = (
 
 
 @dataclass(frozen=True)
-class Request:
+class JobSpec:
     """A job. `hosts` is None for a job on this host, and with srun where SLURM places the ranks."""
 
     options: argparse.Namespace
@@ -64,7 +64,7 @@ class Request:
             if name in PASSED or name.startswith(PASSED_PREFIXES) or name in self.options.env
         }
 
-    def observers(self) -> dict[str, str]:
+    def option_settings(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
         settings = dict(self.options.settings)
         if isinstance(self.engine, Mpirun) and self.engine.library:
@@ -78,7 +78,7 @@ class Request:
         return settings
 
 
-def build(given: argparse.Namespace) -> Request:
+def build(given: argparse.Namespace) -> JobSpec:
     """Build the job from the options. Raises UsageError."""
     words = given.command[1:] if given.command[:1] == ["--"] else given.command
     if given.module:
@@ -108,7 +108,7 @@ def build(given: argparse.Namespace) -> Request:
         raise UsageError(f"--ssh-identity-file got {identity!r}, which is not a file")
     if given.min_np is not None and size is not None and given.min_np > size:
         raise UsageError(f"--min-np got {given.min_np}; expected at most -np, which is {size}")
-    return Request(
+    return JobSpec(
         options=given,
         command=command_check.resolve(words),
         engine=engine,

@@ -86,6 +86,6 @@ def test_options_of_horovodrun_that_are_refused(given, told) -> None:
 
 def test_options_reach_the_ranks() -> None:
     parsed = options.parse(["-np", "1", "--horovod", "--fusion-threshold-mb", "1", "true"])
-    settings = job_spec.build(parsed).observers()
+    settings = job_spec.build(parsed).option_settings()
     assert settings["HVD_BUCKET_BYTES"] == str(1 << 20)
     assert settings["PYTHONPATH"].split(":")[0] == PATH

@@ -259,7 +259,7 @@ class Job:
             verdict = judge(reports, self.ranks.size, mpirun_status, lost)
             if self.ranks.problem:
                 lines = [self.ranks.problem, *verdict.lines[1:]]
-                verdict = Verdict(1, lines, False, None, verdict.hosts)
+                verdict = Verdict(1, lines, False)
         if not verdict.explained or (verdict.status != 0 and not reports):
             self.output.write_raw(self._mpirun_text)
         cause, *others = [*verdict.lines] or [""]
