@@ -30,9 +30,7 @@ def _held_back() -> Iterator[None]:
             os.close(stderr)
 
 
-# TensorFlow writes messages about CUDA, oneDNN and the CPU; at its start it ignores the level.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-with _held_back():
+with _held_back():  # what TensorFlow says at its start about CUDA, oneDNN and the CPU
     import keras
     import numpy as np
     import tensorflow as tf
@@ -40,7 +38,9 @@ with _held_back():
     import hvd_keras as hvd
     from hvd_keras import _library, gpu, xla
 
-    tf.zeros(()) + 1
+    _DTYPES = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
+    for _dtype in _DTYPES:
+        tf.zeros((), _dtype)
 
 _SELF_TEST_SECONDS = 2.0
 
@@ -87,9 +87,8 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
     """
     rank, size = hvd.rank(), hvd.size()
     start, rounds = time.monotonic(), 0
-    dtypes = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
     while hvd.broadcast(time.monotonic() - start < seconds, 0, name="check.go on"):
-        dtype = dtypes[rounds % len(dtypes)]
+        dtype = _DTYPES[rounds % len(_DTYPES)]
         everyone = np.arange(4.0 * size).reshape(1, -1) % 5 + np.arange(size).reshape(-1, 1)
         mine = tf.cast(everyone[rank], dtype)
         total = everyone.sum(0)
