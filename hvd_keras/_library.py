@@ -18,7 +18,7 @@ except ImportError as error:
     ) from error
 
 
-# What functions of the core return that got a wrong value: Code of native/core/base/status.h.
+# What the core returns for an invalid argument, see Code in native/core/base/status.h.
 INVALID_ARGUMENT = 1
 
 _BUILD = "python -m hvd_keras.build"
@@ -44,21 +44,21 @@ def _find(name: str) -> str:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The core: engine and transports, without TensorFlow.
+    """The core: the engine and the transports, without TensorFlow.
 
     Raises:
-        RuntimeError: there is no MPI that can be used.
+        RuntimeError: no usable MPI library was found.
     """
     abi, mpi = _mpi.load()
     if abi == "mpich" and not os.path.basename(mpi.path).startswith("libmpi.so"):
         ctypes.CDLL(_find("native/mpich/libmpi.so.12"))  # the name that the core asks for
     path = _search(f"native/{abi}/libhvd_core.so")
     if path is None:
-        kind = "Open MPI" if abi == "openmpi" else "MPICH's kind"
+        kind = "Open MPI's ABI" if abi == "openmpi" else "MPICH's ABI"
         raise RuntimeError(
-            f"hvd_keras was built for another kind of MPI than {mpi.path} ({mpi.origin}), which is "
-            f"{kind}. Set HVD_MPI_LIBRARY to the MPI that it was built for, or build it with "
-            "HVD_MPICXX set to this one's mpicxx."
+            f"hvd_keras was built for another ABI than that of {mpi.path} ({mpi.origin}), which "
+            f"has {kind}. Set HVD_MPI_LIBRARY to the MPI library that hvd_keras was built for, or "
+            "rebuild it with HVD_MPICXX set to this MPI's mpicxx."
         )
     try:
         library = ctypes.CDLL(path)
@@ -88,9 +88,9 @@ def core() -> ctypes.CDLL:
 
 
 def mpi_file() -> str:
-    """The MPI library, under the name that mpi4py knows it by (see native/CMakeLists.txt)."""
-    # The core comes first in any case: ctypes binds all of MPI's symbols at once, mpi4py each when
-    # it is first called; some would be bound to TensorFlow's copy of hwloc, which comes later.
+    """The path of the MPI library, by a name that mpi4py accepts (see native/CMakeLists.txt)."""
+    # The core is loaded first: ctypes binds all of MPI's symbols at once. mpi4py binds each at its
+    # first call, when some would resolve to the copy of hwloc inside TensorFlow.
     file: str = core().hvd_mpi_file().decode()
     if os.path.basename(file).startswith("libmpich."):
         return _find("native/mpich/libmpi.so.12")
@@ -104,7 +104,7 @@ def mpi_version() -> str:
 
 
 def tensorflow_folders() -> dict[str, pathlib.Path]:
-    """The folders of the libraries for TensorFlow, by its version (``"2.21"``), oldest first."""
+    """The folders with the TensorFlow ops, by TensorFlow's version (``"2.21"``), oldest first."""
     roots = [user_folder(), *(pathlib.Path(folder) / "native" for folder in hvd_keras.__path__)]
     found = {
         library.parent.name.removeprefix("tf"): library.parent
@@ -130,7 +130,7 @@ def _tensorflow_folder() -> pathlib.Path:
         raise RuntimeError(
             f"hvd_keras was built for TensorFlow {', '.join(folders) or '(none)'}, and this is "
             f"TensorFlow {tf.__version__}; their C++ interfaces differ. Run '{_BUILD}', which "
-            f"compiles for this one (needs g++){other}."
+            f"compiles the ops for it (needs g++){other}."
         )
     return folders[version]
 
@@ -144,14 +144,14 @@ def tensorflow_ops() -> Any:
     """
     import tensorflow as tf
 
-    core()  # which the ops' library asks for by its name alone
+    core()  # the library of the ops finds it by its soname
     path = _tensorflow_folder() / "libhvd_tensorflow.so"
     try:
         ops = tf.load_op_library(str(path))
     except (OSError, RuntimeError, tf.errors.OpError) as error:
         raise RuntimeError(
-            f"{path} does not load into this TensorFlow {tf.__version__}, which may be a build of "
-            f"its own: {error}. Run '{_BUILD}', which compiles for this one (needs g++)."
+            f"{path} does not load into this TensorFlow {tf.__version__}, which may be a "
+            f"custom build: {error}. Run '{_BUILD}', which compiles the ops for it (needs g++)."
         ) from error
     why_no_xla()
     return ops
@@ -165,7 +165,9 @@ def why_no_xla() -> str:
     core()
     path = _tensorflow_folder() / "libhvd_xla.so"
     if not path.exists():
-        return f"TensorFlow {tf.__version__} has no C++ interface to XLA's calls; 2.21 has"
+        return (
+            f"TensorFlow {tf.__version__} lacks XLA's C++ interface for custom calls; 2.21 has it"
+        )
     try:
         tf.load_library(str(path))
     except (OSError, RuntimeError, tf.errors.OpError) as error:

@@ -1,6 +1,6 @@
-"""Finds the MPI library to use, at run time: one build of hvd_keras serves all of them.
+"""Finds the MPI library at run time, so that one build of hvd_keras works with all of them.
 
-hvdrun imports this too, so the standard library has to do.
+hvdrun imports this as well, so it uses the standard library only.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 
 from hvd_keras import settings
 
-# Open MPI's; that of MPICH, Intel MPI and their kin, who share one; what Debian calls the latter.
+# Open MPI; MPICH, Intel MPI and compatible libraries, which share an ABI; Debian's MPICH.
 _NAMES = ("libmpi.so.40", "libmpi.so.12", "libmpich.so.12")
 
 _INSTALL = (
@@ -29,7 +29,7 @@ _INSTALL = (
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """An MPI library: its file, and why it is looked at."""
+    """An MPI library: its path, and where it was found, as text."""
 
     path: str
     origin: str
@@ -37,7 +37,7 @@ class Library:
 
     @property
     def abi(self) -> str:
-        """Which of the two binary interfaces its name stands for: "openmpi" or "mpich"."""
+        """The ABI that its file name indicates: "openmpi" or "mpich"."""
         name = os.path.basename(os.path.realpath(self.path))
         match = re.match(r"libmpi\.so\.(\d+)", name)
         return "openmpi" if match and int(match[1]) >= 20 else "mpich"
@@ -48,20 +48,20 @@ def loaded() -> list[str]:
     found = []
     for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
         path = line[line.find("/") :]
-        is_ours = "/hvd_keras/native/" in path  # stands for another, see native/CMakeLists.txt
+        is_ours = "/hvd_keras/native/" in path  # an alias, see native/CMakeLists.txt
         if re.search(r"/lib(mpi|mpich)\.so[.\d]*$", path) and not is_ours and path not in found:
             found.append(path)
     return found
 
 
 def candidates() -> Iterator[Library]:
-    """The MPI libraries that there are, those that come first first."""
+    """The installed MPI libraries, the preferred ones first."""
     for path in loaded():
         yield Library(path, "which this process has loaded", True)
     if chosen := settings.mpi_library():
         yield Library(_with_version(chosen), "of HVD_MPI_LIBRARY", True)
     if built_with := _of_build():
-        yield Library(_with_version(built_with), "that HVD_MPICXX asked for", True)
+        yield Library(_with_version(built_with), "chosen by HVD_MPICXX at build time", True)
     yield from _of_mpi4py()
     prefixes = (sysconfig.get_path("data"), site.getuserbase(), sys.base_prefix)
     folders = [os.path.join(prefix, "lib") for prefix in prefixes if prefix and prefix != "/usr"]
@@ -70,7 +70,7 @@ def candidates() -> Iterator[Library]:
 
 
 def beside(mpirun: str) -> Iterator[Library]:
-    """The MPI libraries that are installed together with an mpirun."""
+    """The MPI libraries that belong to the installation of an mpirun."""
     prefix = os.path.dirname(os.path.dirname(os.path.realpath(mpirun)))
     names = ("lib", "lib64", f"lib/{platform.machine()}-linux-gnu", "lib/release")
     folders = [os.path.join(prefix, name) for name in names]
@@ -79,10 +79,10 @@ def beside(mpirun: str) -> Iterator[Library]:
 
 
 def load() -> tuple[str, Library]:
-    """Loads the first that can be used, for this process alone. Returns its ABI too.
+    """Loads the first usable MPI library into this process. Returns its ABI, and the library.
 
     Raises:
-        RuntimeError: there is none, or the one that was chosen cannot be used.
+        RuntimeError: none was found, or the chosen one cannot be used.
     """
     refuse_two()
     problems = []
@@ -97,7 +97,7 @@ def load() -> tuple[str, Library]:
 
 
 def refuse_two() -> None:
-    """Raises RuntimeError if this process has loaded two MPIs, which do not know of each other."""
+    """Raises RuntimeError if this process has loaded two MPI libraries."""
     there = loaded()
     if len(there) > 1:
         raise RuntimeError(
@@ -108,7 +108,7 @@ def refuse_two() -> None:
 
 
 def _load(library: Library) -> str:
-    """The ABI by what the library says. Raises OSError."""
+    """Returns the ABI according to the library's version text. Raises OSError."""
     handle = ctypes.CDLL(library.path)
     text = ctypes.create_string_buffer(8192)  # MPICH's, which is the largest of all MPIs
     try:
@@ -120,11 +120,11 @@ def _load(library: Library) -> str:
         return "openmpi"
     if re.search(r"MPICH|Intel\(R\) MPI|MVAPICH", version):
         return "mpich"
-    raise OSError(f"it is {version[:80]!r}, expected Open MPI, MPICH or one of MPICH's kin")
+    raise OSError(f"it is {version[:80]!r}, expected Open MPI, MPICH or a compatible library")
 
 
 def _with_version(path: str) -> str:
-    """The library that a libmpi.so stands for, which may be a text that only linkers read."""
+    """Resolves a libmpi.so, which may be a linker script, to the library beside it."""
     if os.path.realpath(path).endswith(".so"):
         for name in _NAMES:
             versioned = os.path.join(os.path.dirname(path), name)
@@ -146,7 +146,7 @@ def _in_folders(
 def _of_build() -> str:
     try:
         from hvd_keras import _build_info
-    except ImportError:  # not built; whoever needs the native libraries says so
+    except ImportError:  # not built; loading the native libraries raises the error
         return ""
     return _build_info.MPI_LIBRARY
 
@@ -158,7 +158,7 @@ def _of_mpi4py() -> Iterator[Library]:
     spec = importlib.util.find_spec("mpi4py")
     folders = map(pathlib.Path, (spec and spec.submodule_search_locations) or ())
     for extension in [path for folder in folders for path in folder.glob("MPI.*.so")]:
-        # The wheel has one for each ABI, MPI.openmpi.cpython-…, and takes what it finds.
+        # mpi4py's wheel has one extension for each ABI, and chooses at run time.
         if not re.match(r"MPI\.(mpich|openmpi|mpiabi)\.", extension.name):
             try:
                 ctypes.CDLL(str(extension))

@@ -1,7 +1,7 @@
 """``python -m hvd_keras.build``: compiles the ops for the TensorFlow of this environment.
 
-The wheel has them for some versions of TensorFlow; this is for others, and for a TensorFlow that
-somebody built for themselves. It needs a C++17 compiler, and takes a minute or two.
+The wheel contains the ops for some versions of TensorFlow. This module compiles them for other
+versions and for custom builds. It needs a C++17 compiler and takes a minute or two.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from hvd_keras import _library
 
 
 def main() -> None:
-    """Compiles, and says where the libraries are."""
+    """Compiles the ops and prints the folder of the libraries."""
     if sys.argv[1:]:
         raise SystemExit(f"usage: python -m hvd_keras.build, without arguments; got {sys.argv[1:]}")
     core = next(iter(_native("*/libhvd_core.so")), None)
@@ -42,7 +42,7 @@ def main() -> None:
         for built in (pathlib.Path(work) / "hvd_keras" / "native").glob("tf*"):
             (folder / built.name).mkdir(parents=True, exist_ok=True)
             for library in built.iterdir():
-                # Not over the old one, which a process may have loaded.
+                # Rename, because a process may have loaded the old file.
                 new = folder / built.name / f"{library.name}.new"
                 shutil.copyfile(library, new)
                 new.replace(new.with_suffix(""))
@@ -66,8 +66,8 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         raise SystemExit(
-            f"{done.stdout}\nhvd_keras.build: the command above failed: {' '.join(command)}\nIf it "
-            "misses a compiler or make, install them (Debian: apt-get install g++ make)."
+            f"{done.stdout}\nhvd_keras.build: the command above failed: {' '.join(command)}\nIf a "
+            "compiler or make is missing, install it (Debian: apt-get install g++ make)."
         )
 
 

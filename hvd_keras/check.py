@@ -1,26 +1,52 @@
-"""``python -m hvd_keras.check``: what this installation is made of, and whether it works.
+"""``python -m hvd_keras.check`` prints the installation and runs a self-test.
 
-Under a launcher, ``hvdrun -np 2 python -m hvd_keras.check``, all ranks take part;
-``hvdrun --check`` does that.
+Under a launcher, ``hvdrun -np 2 -m hvd_keras.check``, all ranks take part; ``hvdrun --check`` does
+that.
 """
 
+import contextlib
 import os
 import platform
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 
-import keras
-import numpy as np
-import tensorflow as tf
 
-import hvd_keras as hvd
-from hvd_keras import _library, gpu, xla
+@contextlib.contextmanager
+def _held_back() -> Iterator[None]:
+    """Holds back what this process writes to stderr, and shows it only after an exception."""
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(stderr, held.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+
+
+with _held_back():  # what TensorFlow says at its start about CUDA, oneDNN and the CPU
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    import hvd_keras as hvd
+    from hvd_keras import _library, gpu, xla
+
+    _DTYPES = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
+    for _dtype in _DTYPES:
+        tf.zeros((), _dtype)
 
 _SELF_TEST_SECONDS = 2.0
 
 
 def facts() -> dict[str, str]:
-    """What hvd_keras was built with and what it runs on, in words. Needs no ``init()``."""
+    """Returns what hvd_keras was built with and runs on, as text. Works before ``init()``."""
     core = _library.core()
     gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
     return {
@@ -48,22 +74,21 @@ def _xla_fact(on_gpus: bool) -> str:
 
 
 def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
-    """Runs every collective again and again and compares its values. All ranks call it.
+    """Runs all collectives repeatedly and compares their results. All ranks must call it.
 
     Args:
-        seconds: how long, by rank 0's clock.
+        seconds: the duration, by rank 0's clock.
 
     Returns:
         The number of collectives that ran.
 
     Raises:
-        AssertionError: a value is wrong.
+        AssertionError: a result is wrong.
     """
     rank, size = hvd.rank(), hvd.size()
     start, rounds = time.monotonic(), 0
-    dtypes = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
     while hvd.broadcast(time.monotonic() - start < seconds, 0, name="check.go on"):
-        dtype = dtypes[rounds % len(dtypes)]
+        dtype = _DTYPES[rounds % len(_DTYPES)]
         everyone = np.arange(4.0 * size).reshape(1, -1) % 5 + np.arange(size).reshape(-1, 1)
         mine = tf.cast(everyone[rank], dtype)
         total = everyone.sum(0)
@@ -93,7 +118,7 @@ def main() -> None:
         say(f"{name + ':':<13} {fact}")
     count = self_test()
     ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
-    say(f"{'Self-test:':<13} {count} collectives of 7 kinds on {ranks}, all right")
+    say(f"{'Self-test:':<13} {count} collectives of 7 kinds on {ranks}, all correct")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Joins and leaves the job, and ends all ranks when one fails."""
+"""`init` and `shutdown`: join and leave the job; a failure of one rank ends all ranks."""
 
 import atexit
 import contextlib
@@ -18,7 +18,7 @@ from hvd_keras.training import patches
 
 del gradients  # importing it has registered them
 
-# How long a rank that fails waits for the others to receive its error.
+# Seconds for which a failing rank waits until the others have received its error.
 _ERROR_SECONDS = 2.0
 
 
@@ -32,9 +32,9 @@ class LeaveResult(enum.IntEnum):
     TIMED_OUT = 4  # the ranks had waited for too long
 
 
-# How long a rank lives on after it has left, in seconds. A rank that others waited for lets them
-# print their errors; a rank that followed another lets that one end first, so that the launcher
-# sees who failed first.
+# Seconds for which a rank stays alive after it has left. A rank that others waited for gives them
+# time to print their errors; a rank that failed because of another one lets that one end first, so
+# that the launcher sees which failed first.
 _LINGER_SECONDS = {
     LeaveResult.TOGETHER: 0.0,
     LeaveResult.AWAITED: 1.0,
@@ -43,7 +43,7 @@ _LINGER_SECONDS = {
     LeaveResult.TIMED_OUT: 0.5,
 }
 
-# The exit status of a rank that fails. It tells hvdrun which ranks only followed another.
+# The exit status of a failing rank: hvdrun learns which ranks failed because of another one.
 _EXIT_STATUS = {
     LeaveResult.DESERTED: exit_codes.DESERTED,
     LeaveResult.TIMED_OUT: exit_codes.WAITED_IN_VAIN,
@@ -53,36 +53,37 @@ _guards_installed = False
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
-    """Joins the job: starts MPI if nobody has, and the engine of this process.
+    """Joins the job: starts MPI, unless it is running, and the engine of this process.
 
-    Call it once at the top of the script, on every rank. A second call only adds the process sets
-    that are not there yet. Without a launcher the process is a world of size 1, in which everything
-    works. All ranks wait here for each other, for at most ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0:
-    no limit). After that the process ends with status 75, since there is no other way out of MPI.
+    Call it once at the top of the script, on every rank. A second call only adds process sets that
+    do not exist yet. Without a launcher the process is a job of size 1, in which everything works.
+    All ranks wait here for each other, for at most ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0: no
+    limit). After that the process ends with status 75, because a wait inside MPI cannot be
+    interrupted.
 
-    On a host with GPUs the process gets the GPU of its ``local_rank()``, with memory growth, unless
-    the script has chosen with ``tf.config.set_visible_devices``. See docs/gpu.md.
+    On a host with GPUs the process uses the GPU with the number ``local_rank()``, with memory
+    growth, unless the script has called ``tf.config.set_visible_devices``. See docs/gpu.md.
 
     Args:
         comm: the processes of the job: an mpi4py communicator, or a list of ranks of
-            ``MPI.COMM_WORLD``; each of them calls ``init`` with the same. Default: all processes.
-        process_sets: ``hvd.ProcessSet`` objects, or lists of ranks, to add at once, the same on all
-            ranks. (Horovod's ``"dynamic"`` is accepted; sets can be added at any time.)
+            ``MPI.COMM_WORLD``; all of them pass the same. Default: all processes.
+        process_sets: ``hvd.ProcessSet`` objects, or lists of ranks, to add, the same on all ranks.
+            (Horovod's ``"dynamic"`` is accepted; sets can be added at any time.)
 
     Raises:
-        RuntimeError: MPI cannot be used (it was finalised, gives fewer threads than
-            ``MPI_THREAD_MULTIPLE``, was loaded twice, or is not the launcher's), or the host has
-            fewer GPUs than processes, or TensorFlow has already taken all GPUs; or the native
-            libraries are missing or do not fit this TensorFlow; or this process has left a job in
-            which others waited for it.
-        ValueError: an ``HVD_`` environment variable has an impossible value, or ``comm`` does not
-            contain this process, or a process set is impossible (see ``add_process_set``).
+        RuntimeError: MPI cannot be used (it was finalised, lacks ``MPI_THREAD_MULTIPLE``, was
+            loaded twice, or does not belong to the launcher); or the host has fewer GPUs than
+            processes; or TensorFlow has already initialized all GPUs; or the native libraries are
+            missing or were built for another TensorFlow; or this process has left a job while
+            other ranks waited for it.
+        ValueError: an ``HVD_`` environment variable has an invalid value, or ``comm`` does not
+            contain this process, or a process set is invalid (see ``add_process_set``).
     """
     core = _library.core()
     if rank_info.has_left_alone():
         raise RuntimeError(
-            "hvd.init: this process has left the job while other ranks waited for it, or it for "
-            "them, so it cannot join again. Start the job again."
+            "hvd.init: this process left the job while other ranks waited for it, or it waited for "
+            "them, so it cannot join again. Restart the job."
         )
     if core.hvd_initialized():
         _add_process_sets(process_sets)
@@ -97,7 +98,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     if arrival is not None:
         with contextlib.suppress(OSError):  # hvdrun then says less if another rank does not come
             arrival.touch()
-    _flush()  # the process may end in hvd_init, if another rank does not come
+    _flush()  # hvd_init ends the process if another rank does not come
     if code := core.hvd_init(array, len(ranks), communicator):
         kind = ValueError if code == _library.INVALID_ARGUMENT else RuntimeError
         raise kind(core.hvd_error().decode())
@@ -118,10 +119,10 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
 
 
 def shutdown() -> None:
-    """Leaves the job; waits until all ranks have. ``init()`` may follow.
+    """Leaves the job and waits until all ranks have left. ``init()`` may be called again.
 
-    Runs by itself when the script ends. If other ranks still wait for a collective of this rank,
-    they get an error that says that it has left, and this process cannot join a job again.
+    Called automatically at the end of the script. If other ranks still wait for a collective of
+    this rank, they get an error that names it, and this process cannot join a job again.
     """
     if rank_info.is_initialized():
         if _leave("it called hvd.shutdown()", -1.0) is not LeaveResult.TOGETHER:
@@ -136,13 +137,13 @@ def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
     for wanted in process_sets:
         process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
         is_there = process_set.process_set_id is not None
-        # Of ranks alone there is no object that would have to take effect.
+        # A list of ranks whose set exists needs nothing; an object must be registered itself.
         if not is_there and (process_set is wanted or process_set.ranks not in there):
             add_process_set(process_set)
 
 
 def _members(comm: Any) -> tuple[list[int], int | None]:
-    """Ranks of the world (empty: all), and the address of an MPI_Comm."""
+    """Ranks of MPI.COMM_WORLD (empty: all), and the address of an MPI_Comm."""
     if comm is None:
         return [], None
     if hasattr(comm, "Get_group"):
@@ -175,9 +176,9 @@ def _refuse_lonely_world() -> None:
 
 
 def _install_guards() -> None:
-    """Makes an uncaught error, or the end, of this rank reach all ranks.
+    """Notifies all ranks when this rank raises an uncaught exception or ends.
 
-    They would wait for it forever.
+    Otherwise they would wait for it forever.
     """
     global _guards_installed
     if _guards_installed:

@@ -1,14 +1,14 @@
-"""Every public name of Horovod 0.28.1 for TensorFlow and Keras: where it lives, and what differs.
+"""Every public name of Horovod 0.28.1 for TensorFlow and Keras: where it is, and what differs.
 
-The package ``horovod`` is built from this table (``modules``), and so is that of docs/migrating.md.
+The package ``horovod`` (``modules``) and the table of docs/migrating.md are built from this table.
 """
 
 from dataclasses import dataclass
 
-#: Horovod's version whose names these are.
+#: The version of Horovod that has these names.
 VERSION = "0.28.1"
 
-#: What the last column says where nothing differs from what stands beside it.
+#: The text of the last column if it has the same differences as the column beside it.
 LIKEWISE = "the same"
 
 
@@ -60,11 +60,11 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(
             "is_homogeneous mpi_threads_supported mpi_enabled mpi_built nccl_built cuda_built "
             "rocm_built",
-            note="`nccl_built`, `cuda_built`: what was found when asked, not when built; ROCm: no",
+            note="`nccl_built`, `cuda_built`: what is found at run time; ROCm: always False",
         ),
         Row(
             "gloo_built gloo_enabled ddl_built ccl_built",
-            note="always False: MPI and shared memory are in their place",
+            note="always False: MPI and shared memory are used instead",
         ),
         Row(
             "sycl_built",
@@ -76,15 +76,15 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("rank_op size_op local_rank_op local_size_op process_set_included_op"),
         Row(
             "start_timeline stop_timeline",
-            note="there are no cycles to mark; also `hvd.stats()`",
+            note="there are no cycles to mark; see also `hvd.stats()`",
         ),
     ),
     "collectives": (
         Row("Average Sum Min Max Product", note="members of `hvd.ReduceOp`"),
         Row(
             "Adasum",
-            note="for any number of ranks, and any optimizer (with `sparse_as_dense` where "
-            "gradients are sparse); has no gradient",
+            note="any number of ranks and any optimizer (sparse gradients need "
+            "`sparse_as_dense`); has no gradient",
         ),
         Row(
             "allreduce grouped_allreduce",
@@ -95,13 +95,13 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "allgather grouped_allgather broadcast",
-            note="[gradients](#gradients-through-collectives) through them have another scale",
+            note="their [gradients](#gradients-through-collectives) are scaled differently",
             horovod="",
             home=_COLLECTIVES,
         ),
         Row(
             "reducescatter grouped_reducescatter",
-            note="[gradients](#gradients-through-collectives) through them have another scale; "
+            note="their [gradients](#gradients-through-collectives) are scaled differently; "
             "averages of integers are refused",
             horovod="",
             home=_COLLECTIVES,
@@ -110,7 +110,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("barrier"),
         Row(
             "join",
-            note="a tensor, as there; other ranks may call anything but `alltoall` meanwhile, also "
+            note="returns a tensor; meanwhile other ranks may call anything but `alltoall`, also "
             "with sparse gradients",
         ),
         Row(
@@ -130,22 +130,22 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "broadcast_global_variables BroadcastGlobalVariablesHook",
-            note="TensorFlow 1; an op, also where `horovod.keras` runs it at once",
+            note="TensorFlow 1; always an op (`horovod.keras` runs it immediately)",
             horovod="TensorFlow 1",
         ),
         Row(
             "ProcessSet add_process_set global_process_set",
-            note="may be added at any time; without `mpi_comm`; numbers are not used again; "
-            "`size()` of a set that was not added is its number of ranks",
+            note="can be added at any time; no `mpi_comm`; ids are not reused; `size()` of a set "
+            "that was not added is its number of ranks",
         ),
         Row(
             "remove_process_set",
-            note="that of all ranks is an error",
+            note="removing the global set is an error",
             horovod="",
             home="horovod.process_sets",
         ),
-        Row("Compression", note="and `.bf16`; `Compressor` is public"),
-        Row("Compressor", "same", "derive your own compression from it"),
+        Row("Compression", note="also `.bf16`; `Compressor` is public"),
+        Row("Compressor", "same", "base class for your own compression"),
     ),
     "training": (
         Row(
@@ -155,17 +155,17 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "DistributedOptimizer",
-            note="without `use_locking`; changes and returns the optimizer that it gets; `op=Sum` "
-            "sums; a rank outside of `process_set` gets an error",
-            horovod="changes and returns the optimizer that it gets; `op=Sum` sums",
+            note="no `use_locking`; modifies and returns its argument; `op=Sum` sums; a rank "
+            "outside of `process_set` gets an error",
+            horovod="modifies and returns its argument; `op=Sum` sums",
             home=_TRAINING,
         ),
         Row("….register_local_var", home=None),
         Row(
             "DistributedGradientTape",
-            note="`.gradient` without `use_generic_names`, for names are generic always; a rank "
+            note="names are always generic, so `.gradient` has no `use_generic_names`; a rank "
             "outside of `process_set` gets an error",
-            horovod="names are generic always",
+            horovod="names are always generic",
             home=_TRAINING,
         ),
         Row("….register_local_source", home=None),
@@ -179,8 +179,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("PartialDistributedOptimizer", home="horovod.keras_training"),
         Row(
             "load_model",
-            note="without `legacy_opts`; `custom_optimizers` for classes of your own only",
-            horovod="`legacy_opts` is not needed; `custom_optimizers` for classes of your own only",
+            note="no `legacy_opts`; `custom_optimizers` only for your own classes",
+            horovod="`legacy_opts` is not needed; `custom_optimizers` only for your own classes",
             home=_TRAINING,
         ),
     ),
@@ -188,28 +188,28 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(
             "allreduce",
             "changed",
-            "`allreduce(value, average=…, name=…)`; there `(value, name, average, …)`",
+            "`allreduce(value, average=…, name=…)`; Horovod: `(value, name, average, …)`",
             horovod="",
             home=_KERAS,
         ),
         Row(
             "allgather broadcast",
             "changed",
-            "the first argument is called `tensor`; there `value`",
+            "the first argument is called `tensor`; Horovod: `value`",
             horovod="",
             home=_KERAS,
         ),
         Row(
             "reducescatter",
             "changed",
-            "`reducescatter(value, op=…, name=…)`; there `(value, name, op)`",
+            "`reducescatter(value, op=…, name=…)`; Horovod: `(value, name, op)`",
             horovod="",
             home=_KERAS,
         ),
         Row(
             "broadcast_global_variables",
             "changed",
-            "an op, to be run in a session; there it runs at once",
+            "an op, to be run in a session; Horovod runs it immediately",
             horovod="",
             home=_KERAS,
         ),
@@ -218,14 +218,14 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "callbacks": (
         Row(
             "callbacks.BroadcastGlobalVariablesCallback",
-            note="without `device`; `local_variables` is not needed: variables registered as local "
-            "are left out; before the first step of each `fit`, with the optimizer's state",
-            horovod="before the first step of each `fit`, with the optimizer's state",
+            note="no `device`; `local_variables` is not needed: variables registered as local are "
+            "skipped; runs before the first step of each `fit`, includes the optimizer's state",
+            horovod="runs before the first step of each `fit`, includes the optimizer's state",
             home="horovod.callbacks",
         ),
         Row(
             "callbacks.MetricAverageCallback",
-            note="without `device`; exact: the metrics' states are summed, also for AUC, Precision "
+            note="no `device`; exact: the metrics' states are summed, also for AUC, Precision "
             "or unequal batch counts",
             horovod="exact: the metrics' states are summed, also for AUC, Precision or unequal "
             "batch counts",
@@ -250,7 +250,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "elastic.ObjectState",
             "renamed",
             "`callbacks.Checkpoint` and `hvdrun --max-restarts`",
-            horovod="[a new process](#elastic-training) goes on from the last commit",
+            horovod="[a new process](#elastic-training) continues from the last commit",
             home=_ELASTIC,
         ),
         Row(
@@ -258,8 +258,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "elastic.UpdateEpochStateCallback",
             "renamed",
             "`callbacks.Checkpoint`",
-            horovod="`state.batch` counts the batches that are done; `state.epoch` is right with "
-            "`initial_epoch`, too",
+            horovod="`state.batch` counts completed batches; `state.epoch` is also correct with "
+            "`initial_epoch`",
             home=_ELASTIC,
         ),
     ),
@@ -267,15 +267,15 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(
             "horovod.run",
             "changed",
-            "`hvd.run(func, args, kwargs, np=…, hosts=…)`; other arguments are options of "
-            "`hvdrun`, in `options=[…]`",
+            "`hvd.run(func, args, kwargs, np=…, hosts=…)`; other settings are options of "
+            "`hvdrun`: `options=[…]`",
             horovod="arguments that `hvdrun` has no option for are refused",
             home="horovod.runner",
         ),
         Row(
             "horovod.spark.* horovod.ray.* horovod.tensorflow.data.*",
             "gone",
-            "`mpirun` and `srun` start the same script",
+            "start the same script with `mpirun` or `srun`",
             home=None,
         ),
     ),
@@ -283,7 +283,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
 
 
 def _homes(*sections: str) -> dict[str, str]:
-    """The names of some sections; a later one goes before an earlier one."""
+    """The names of some sections; later sections take precedence."""
     return {k: v for section in sections for row in TABLE[section] for k, v in row.homes().items()}
 
 

@@ -38,7 +38,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
             shutil.rmtree(given.call[1], ignore_errors=True)  # its owner was killed
 
 
-async def _run(asked: job_spec.Request) -> Verdict:
+async def _run(asked: job_spec.JobSpec) -> Verdict:
     with Signals() as signals:
         return await restarts.run(asked, signals)
 

@@ -48,11 +48,11 @@ def _log_level(text: str) -> str:
     return level
 
 
-_ONE_SIZE = "not needed: one bucket size is near the best everywhere"
-_HIERARCHY = "not needed: sums over several hosts are hierarchical; HVD_ALLREDUCE chooses how"
+_ONE_SIZE = "not needed: one bucket size is close to the best everywhere"
+_HIERARCHY = "not needed: sums over several hosts are hierarchical; HVD_ALLREDUCE selects how"
 _CYCLES = "not needed: there are no cycles and no cache"
 _MPI = "not needed: ranks use MPI and shared memory"
-_TIMES = "not there: lines have the rank before them, no time"
+_TIMES = "not supported: lines are prefixed with the rank, without a timestamp"
 
 OPTIONS = (
     Option(("-v",), 0, option="--version"),
@@ -79,7 +79,7 @@ OPTIONS = (
     Option(
         ("--no-stall-check",), 0, setting=("HVD_STALL_WARNING_SECONDS", lambda text: text or "0")
     ),
-    Option(("--stall-check",), 0, note="not needed: it is on"),
+    Option(("--stall-check",), 0, note="not needed: always on"),
     Option(("--disable-cache",), 0, note=_CYCLES),
     Option(("--cycle-time-ms", "--cache-capacity"), note=_CYCLES),
     Option(("--timeline-mark-cycles", "--no-timeline-mark-cycles"), 0, note=_CYCLES),
@@ -105,16 +105,16 @@ OPTIONS = (
     Option(("--log-hide-timestamp", "--no-log-hide-timestamp"), 0, note=_TIMES),
     Option(
         ("--max-np", "--max-num-proc"),
-        note="not needed: a restart takes at most -np ranks; --max-restarts says how many restarts",
+        note="not needed: a restart uses at most -np ranks; see also --max-restarts",
     ),
-    Option(("--blacklist-cooldown-range",), 2, note="not needed: a restart asks all hosts again"),
+    Option(("--blacklist-cooldown-range",), 2, note="not needed: a restart checks all hosts"),
     Option(
         ("--slots-per-host",),
         refused=True,
-        note="give the slots with the hosts: -H server1:4, or lines 'server1:4' of the hostfile or "
-        "the discovery script",
+        note="write the slots after each host: -H server1:4, or 'server1:4' in the hostfile or in "
+        "the output of the discovery script",
     ),
-    Option(("--jsrun",), 0, refused=True, note="start the ranks with jsrun itself, without hvdrun"),
+    Option(("--jsrun",), 0, refused=True, note="start the script with jsrun, not hvdrun"),
     Option(("--binding-args",), refused=True, note="use --mpi-args"),
     Option(("--config-file",), refused=True, note="give the options on the command line"),
 )
@@ -147,6 +147,8 @@ class _Action(argparse.Action):
             action = parser._option_string_actions[horovod.option]
             if isinstance(action, argparse._StoreTrueAction | argparse._VersionAction):
                 value = []
+            else:
+                value = parser._get_value(action, value)
             action(parser, namespace, value, horovod.option)
         elif horovod.setting is not None:
             name, convert = horovod.setting

@@ -28,20 +28,15 @@ PASSED_PREFIXES = (
 
 
 @dataclass(frozen=True)
-class Request:
+class JobSpec:
     """A job. `hosts` is None for a job on this host, and with srun where SLURM places the ranks."""
 
     options: argparse.Namespace
     command: Sequence[str]
-    extra: Sequence[str]
     engine: Mpirun | Srun
     hosts: Sequence[Host] | None
     size: int | None  # None: all slots of the hosts
     ssh: Ssh
-    start_timeout: int
-    max_restarts: int
-    min_size: int | None
-    restart_timeout: int
     jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
     lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
 
@@ -69,7 +64,7 @@ class Request:
             if name in PASSED or name.startswith(PASSED_PREFIXES) or name in self.options.env
         }
 
-    def observers(self) -> dict[str, str]:
+    def option_settings(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
         settings = dict(self.options.settings)
         if isinstance(self.engine, Mpirun) and self.engine.library:
@@ -83,9 +78,11 @@ class Request:
         return settings
 
 
-def build(given: argparse.Namespace) -> Request:
+def build(given: argparse.Namespace) -> JobSpec:
     """Build the job from the options. Raises UsageError."""
     words = given.command[1:] if given.command[:1] == ["--"] else given.command
+    if given.module:
+        words = ["-m", *given.module]
     if given.check:
         if words:
             raise UsageError(
@@ -93,10 +90,9 @@ def build(given: argparse.Namespace) -> Request:
             )
         words = [sys.executable, "-m", "hvd_keras.check"]
         if given.size is None and not (given.hosts or given.hostfile):
-            given.size = str(min(2, usable_cores()))
+            given.size = min(2, usable_cores())
     wanted = _hosts(given)
-    size = None if given.size is None else options.number(given.size, "-np", 1, "number of ranks")
-    engine, wanted, size = _engine(given, wanted, size)
+    engine, wanted, size = _engine(given, wanted, given.size)
     if not words:
         raise UsageError(
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"
@@ -107,28 +103,18 @@ def build(given: argparse.Namespace) -> Request:
             raise UsageError(
                 f"--env got {name!r}, which is not set; expected the name of a variable"
             )
-    port = given.ssh_port
     identity = given.ssh_identity_file
     if identity is not None and not Path(identity).is_file():
         raise UsageError(f"--ssh-identity-file got {identity!r}, which is not a file")
-    least = None if given.min_np is None else options.number(given.min_np, "--min-np", 1)
-    if least is not None and size is not None and least > size:
-        raise UsageError(f"--min-np got {least}; expected at most -np, which is {size}")
-    return Request(
+    if given.min_np is not None and size is not None and given.min_np > size:
+        raise UsageError(f"--min-np got {given.min_np}; expected at most -np, which is {size}")
+    return JobSpec(
         options=given,
         command=command_check.resolve(words),
-        extra=options.words(given.mpi_args, "--mpi-args"),
         engine=engine,
         hosts=wanted,
         size=size,
-        ssh=Ssh(
-            None if port is None else options.number(port, "--ssh-port", 1),
-            None if identity is None else str(Path(identity).absolute()),
-        ),
-        start_timeout=options.number(given.start_timeout, "--start-timeout", 1),
-        max_restarts=options.number(given.max_restarts, "--max-restarts", 0),
-        min_size=least,
-        restart_timeout=options.number(given.restart_timeout, "--restart-timeout", 0),
+        ssh=Ssh(given.ssh_port, None if identity is None else str(Path(identity).absolute())),
     )
 
 

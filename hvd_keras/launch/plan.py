@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_keras.launch.job_spec import Request
+from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
 from hvd_keras.launch.start.hosts import Host
@@ -66,19 +66,19 @@ def memory_folder(job: str) -> str:
     return f"/dev/shm/hvdrun-{job}"
 
 
-def _environment(request: Request, placement: Placement, job: str) -> dict[str, str]:
-    settings = request.observers()
-    if isinstance(request.engine, Mpirun):
-        settings |= request.engine.memory_settings(memory_folder(job))
+def _environment(spec: JobSpec, placement: Placement, job: str) -> dict[str, str]:
+    settings = spec.option_settings()
+    if isinstance(spec.engine, Mpirun):
+        settings |= spec.engine.memory_settings(memory_folder(job))
     else:
-        settings |= request.engine.rank_settings()
-    if request.is_local:  # the rest is inherited
+        settings |= spec.engine.rank_settings()
+    if spec.is_local:  # the rest is inherited
         return settings | thread_settings(placement.size, os.environ, usable_cores())
-    return request.environment() | settings | {worker.JOB: job}
+    return spec.environment() | settings | {worker.JOB: job}
 
 
 def plan(
-    request: Request,
+    spec: JobSpec,
     placement: Placement,
     *,
     directory: Path,
@@ -91,8 +91,8 @@ def plan(
     machines = directory / "machines"
     agent = directory / "ssh"
     files = {}
-    options = request.options
-    engine = request.engine
+    options = spec.options
+    engine = spec.engine
     if isinstance(engine, Srun):
         if placement.hosts is not None:
             lines = [host.name for host in placement.hosts for _ in range(host.slots or 0)]
@@ -101,7 +101,7 @@ def plan(
         command = engine.command(
             placement.size,
             oversubscribe=options.oversubscribe,
-            extra=request.extra,
+            extra=options.mpi_args,
             program=PROGRAM,
             hosts=placement.hosts,
         )
@@ -110,7 +110,7 @@ def plan(
         if placement.hosts is not None:
             network = options.network_interface or common_network(placement.hosts)
             remote = Remote(placement.hosts, agent, machines, network)
-            files[agent] = request.ssh.agent(job)
+            files[agent] = spec.ssh.agent(job)
             if engine.kind == "Intel MPI":
                 files[machines] = "".join(f"{host.name}:{host.slots}\n" for host in placement.hosts)
         settings = engine.settings(directory)
@@ -118,9 +118,9 @@ def plan(
             placement.size,
             oversubscribe=options.oversubscribe,
             variables=variables,
-            extra=request.extra,
+            extra=options.mpi_args,
             program=PROGRAM,
             remote=remote,
         )
-    environment = _environment(request, placement, job)
-    return Plan(variables | settings, command, files, environment, request.is_local)
+    environment = _environment(spec, placement, job)
+    return Plan(variables | settings, command, files, environment, spec.is_local)

@@ -15,7 +15,7 @@ from hvd_keras.launch import run_job
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
-from hvd_keras.launch.job_spec import Request
+from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost.channel import SILENCE
 from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.start import clean_up, hosts, preflight
@@ -25,19 +25,20 @@ from hvd_keras.launch.start.hosts import Host
 LOOK_AGAIN = 5.0
 
 
-async def run(request: Request, signals: Signals) -> Verdict:
+async def run(spec: JobSpec, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
-    placement = place(request)
+    placement = place(spec)
     size = placement.size
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
-    if request.max_restarts and "HVD_COMMITS" not in os.environ:
-        request.options.settings["HVD_COMMITS"] = str(commits)
-    verdict = await run_job.run(request, placement, signals, first=True)
-    for number in range(1, request.max_restarts + 1):
+    if spec.options.max_restarts and "HVD_COMMITS" not in os.environ:
+        spec.options.settings["HVD_COMMITS"] = str(commits)
+    verdict = await run_job.run(spec, placement, signals, first=True)
+    restarts = spec.options.max_restarts
+    for number in range(1, restarts + 1):
         if verdict.status == 0 or signals.stop is not None:
             break
-        if not request.is_local:
-            found = await _replace(request, size, signals)
+        if not spec.is_local:
+            found = await _replace(spec, size, signals)
             if found is None:
                 break
             placement = found
@@ -45,16 +46,16 @@ async def run(request: Request, signals: Signals) -> Verdict:
         if placement.hosts is not None:
             where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
         ranks = placement.size
-        _say(f"restart {number} of {request.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
-        verdict = await run_job.run(request, placement, signals, first=False)
+        _say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        verdict = await run_job.run(spec, placement, signals, first=False)
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)
-        await _sweep_lost(request, signals, SILENCE)
-    elif len(request.jobs) > 1:  # what the first has lost may be there again
-        await _sweep_lost(request, signals, 0.0)
+        await _sweep_lost(spec, signals, SILENCE)
+    elif len(spec.jobs) > 1:  # what the first has lost may be there again
+        await _sweep_lost(spec, signals, 0.0)
     if verdict.status != 0 and commits.exists():
         _say(f"to go on from the last commit, start the job again with HVD_COMMITS={commits}")
-    if verdict.separate and not request.options.separate and _is_wanted(request, verdict):
+    if verdict.separate and not spec.options.separate and _is_wanted(spec, verdict):
         _say(
             "no rank called hvd.init(), so these were separate runs, which trained separate models "
             "and overwrote each other's files if they wrote any. Call hvd.init() first, on every "
@@ -64,48 +65,48 @@ async def run(request: Request, signals: Signals) -> Verdict:
     return verdict
 
 
-def _is_wanted(request: Request, verdict: Verdict) -> bool:
+def _is_wanted(spec: JobSpec, verdict: Verdict) -> bool:
     """Whether the command is a program of hvd_keras: other programs never call hvd.init()."""
-    return verdict.asked or bool(request.options.horovod)
+    return verdict.asked or bool(spec.options.horovod)
 
 
-async def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:
+async def _sweep_lost(spec: JobSpec, signals: Signals, patience: float) -> None:
     """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + patience
-    lost = request.lost
-    while lost := clean_up.sweep_hosts(lost, request.reach, request.jobs, 0.0):
+    lost = spec.lost
+    while lost := clean_up.sweep_hosts(lost, spec.reach, spec.jobs, 0.0):
         if time.monotonic() >= limit or not await signals.sleep(1.0):
             break
     for name in sorted(lost):
         _say(f"{name} cannot be reached; processes or files of the job may be left there")
 
 
-def place(request: Request, look: bool = True) -> Placement:
+def place(spec: JobSpec, look: bool = True) -> Placement:
     """Place the ranks for the first start. Raises UsageError if any host has a problem.
 
     `look=False` asks the hosts only where nothing else tells how many ranks they take.
     """
-    if request.is_local:
-        assert request.size is not None
-        return Placement(request.size, None, {socket.gethostname(): ""})
-    if request.hosts is None and not look:
-        assert request.size is not None
-        return Placement(request.size, None, {})
-    found = request.wanted() if request.hosts is None else request.hosts
+    if spec.is_local:
+        assert spec.size is not None
+        return Placement(spec.size, None, {socket.gethostname(): ""})
+    if spec.hosts is None and not look:
+        assert spec.size is not None
+        return Placement(spec.size, None, {})
+    found = spec.wanted() if spec.hosts is None else spec.hosts
     names = {host.name: host.name for host in found}
     if look or any(host.slots is None for host in found):
-        seen = _look(request, found)
+        seen = _look(spec, found)
         if seen.problems:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
         found = _with_slots(found, seen)
         names = _names(seen)
-    if request.hosts is None:
-        assert request.size is not None
-        return Placement(request.size, None, names)
+    if spec.hosts is None:
+        assert spec.size is not None
+        return Placement(spec.size, None, names)
     slots = sum(host.slots or 0 for host in found)
-    size = request.size or slots
+    size = spec.size or slots
     if size > slots:
-        if not request.options.oversubscribe:
+        if not spec.options.oversubscribe:
             told = ", ".join(f"{host.name}:{host.slots}" for host in found)
             raise UsageError(
                 f"-np got {size}, but the hosts have {slots} slots ({told}); expected at most "
@@ -115,8 +116,8 @@ def place(request: Request, look: bool = True) -> Placement:
     return Placement(size, hosts.share(found, size), names)
 
 
-def _look(request: Request, wanted: Sequence[Host]) -> preflight.Look:
-    return preflight.look(wanted, request.reach, os.getcwd(), request.command[0])
+def _look(spec: JobSpec, wanted: Sequence[Host]) -> preflight.Look:
+    return preflight.look(wanted, spec.reach, os.getcwd(), spec.command[0])
 
 
 def _names(seen: preflight.Look) -> dict[str, str]:
@@ -138,31 +139,31 @@ def _stretched(found: Sequence[Host], size: int) -> list[Host]:
     return [Host(host.name, -(-(host.slots or 0) * size // slots)) for host in found]
 
 
-async def _replace(request: Request, size: int, signals: Signals) -> Placement | None:
+async def _replace(spec: JobSpec, size: int, signals: Signals) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
-    least = request.min_size or size
-    limit = time.monotonic() + request.restart_timeout
+    least = spec.options.min_np or size
+    limit = time.monotonic() + spec.options.restart_timeout
     told: dict[str, str] = {}
     while True:
         try:
-            wanted = request.wanted()
+            wanted = spec.wanted()
         except UsageError as error:  # the hosts' list may be there again soon
             wanted = []
             if told.get("") != str(error):
                 told[""] = str(error)
                 _say(f"no hosts: {error}")
-        seen = _look(request, wanted)
+        seen = _look(spec, wanted)
         # A host that was lost has kept what ran there.
-        clean_up.sweep_hosts(seen.facts, request.reach, request.jobs, 0.0)
+        clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
         for name, text in seen.problems.items():
             if told.get(name) != text:
                 told[name] = text
                 _say(f"left out: {name} {text}")
-        if request.hosts is None and wanted and not seen.problems:
+        if spec.hosts is None and wanted and not seen.problems:
             return Placement(size, None, _names(seen))
         found = _with_slots(wanted, seen)
         slots = sum(host.slots or 0 for host in found)
-        if found and request.options.oversubscribe and slots < size:
+        if found and spec.options.oversubscribe and slots < size:
             found, slots = _stretched(found, size), size
         if slots >= least:
             return Placement(min(size, slots), hosts.share(found, min(size, slots)), _names(seen))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
-import shutil
 import sys
-import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,32 +15,27 @@ from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
 from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_directory
-from hvd_keras.launch.job_spec import Request
+from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost.channel import new_secret
-from hvd_keras.launch.onhost.process import GRACE
 from hvd_keras.launch.plan import Placement, Plan, memory_folder, plan
 from hvd_keras.launch.start import clean_up
 from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.mpirun import Mpirun
 from hvd_keras.launch.start.network import own_addresses
 
-# Seconds that what mpirun and the workers have left running gets to end by itself.
-SWEEP_GRACE = 1.0
 
-
-async def run(request: Request, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
+async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
     """Run the job once and judge its outcome."""
     job, secret = secrets.token_hex(8), new_secret()
-    options = request.options
-    if not request.is_local:
-        request.jobs.append(job)
-    # On this host alone the workers' temporary folder is ours; a sweep would empty it too early.
-    with job_directory(job if request.is_local else secrets.token_hex(8)) as directory:
+    options = spec.options
+    if not spec.is_local:
+        spec.jobs.append(job)
+    with job_directory(job) as directory:
         changed = signals.changed.set
         output = Output(options.prefix, options.output_dir, append=not first, changed=changed)
-        ranks = _listen(request, placement, secret, directory)
+        ranks = _listen(spec, placement, secret, directory)
         planned = plan(
-            request,
+            spec,
             placement,
             directory=directory,
             job=job,
@@ -54,81 +48,77 @@ async def run(request: Request, placement: Placement, signals: Signals, *, first
         if options.verbose:
             print(planned.describe(), file=sys.stderr, flush=True)
         call = None if options.call is None else Path(options.call[1])
-        start = _start(request, planned, job)
+        start = _start(spec, planned, job)
         # A restart has no input: what was read for a start before it is gone.
         ranks.open(output, start, has_input=first, call=call, changed=changed)
 
-        async def clean(running: Job) -> Collection[str]:
-            return await _clean(running, ranks, placement, request, job)
+        async def sweep(grace: float) -> Collection[str]:
+            return await _sweep(ranks, placement, spec, job, grace)
 
         try:
             return await Job(
                 planned.command,
-                _environment(request, planned),
+                _environment(spec, planned),
                 ranks=ranks,
                 output=output,
                 signals=signals,
                 verbose=options.verbose,
-                clean=clean,
+                sweep=sweep,
             ).run()
         finally:
             await ranks.close()
             if options.stats:
-                print(statistics.table(directory, placement.size), file=sys.stderr, flush=True)
+                print(statistics.table(ranks.statistics, ranks.size), file=sys.stderr, flush=True)
 
 
-def _listen(request: Request, placement: Placement, secret: str, directory: Path) -> Ranks:
+def _listen(spec: JobSpec, placement: Placement, secret: str, directory: Path) -> Ranks:
     names = [host.name for host in placement.hosts or ()] or list(placement.names.values())
-    interface = request.options.network_interface
+    interface = spec.options.network_interface
     return Ranks(
         placement.size,
-        [] if request.is_local else own_addresses(interface, names),
+        [] if spec.is_local else own_addresses(interface, names),
         secret,
-        float("inf") if request.is_local else request.start_timeout,
+        float("inf") if spec.is_local else spec.options.start_timeout,
         directory,
         placement.names,
         {name for name in placement.names.values() if not name or is_here(name)},
     )
 
 
-def _start(request: Request, planned: Plan, job: str) -> dict[str, Any]:
+def _start(spec: JobSpec, planned: Plan, job: str) -> dict[str, Any]:
     """Return what the workers are to start, as `Worker` takes it."""
-    engine = request.engine
+    engine = spec.engine
     has_memory = isinstance(engine, Mpirun) and bool(engine.memory_settings(""))
     return {
-        "command": list(request.command),
+        "command": list(spec.command),
         "directory": os.getcwd(),
         "environment": dict(planned.environment),
         "folders": [memory_folder(job)] if has_memory else [],
-        "statistics": request.options.stats,
-        "own_temporary": not request.is_local,
-        "open_files": OPEN_FILES[0] if request.is_local else None,
+        "statistics": spec.options.stats,
+        "own_temporary": not spec.is_local,
+        "open_files": OPEN_FILES[0] if spec.is_local else None,
     }
 
 
-def _environment(request: Request, planned: Plan) -> dict[str, str]:
+def _environment(spec: JobSpec, planned: Plan) -> dict[str, str]:
     """Return the environment of mpirun or srun."""
     environment = os.environ | planned.settings
-    engine = request.engine
-    if isinstance(engine, Mpirun) and engine.kind != "Open MPI" and not request.is_local:
+    engine = spec.engine
+    if isinstance(engine, Mpirun) and engine.kind != "Open MPI" and not spec.is_local:
         # hydra would put it before the one that the agent has set on each host.
         environment.pop("TMPDIR", None)
     return environment
 
 
-async def _clean(
-    running: Job, ranks: Ranks, placement: Placement, request: Request, job: str
+async def _sweep(
+    ranks: Ranks, placement: Placement, spec: JobSpec, job: str, grace: float
 ) -> Collection[str]:
-    """Wait for the workers' last messages, then clean up all hosts; returns the lost hosts."""
-    limit = time.monotonic() + GRACE
-    while ranks.live() and time.monotonic() < limit and not running.hurry:
-        await running.turn(0.1)
-    if request.is_local:  # its processes have ended as our children
-        shutil.rmtree(memory_folder(job), ignore_errors=True)
+    """Clean up all hosts of the job; returns the lost hosts."""
+    if spec.is_local:
+        await asyncio.to_thread(clean_up.sweep_here, [job], grace)
         return ()
     lost = ranks.silent_hosts()
-    grace = 0.0 if running.hurry else SWEEP_GRACE
     names = {host.name for host in placement.hosts or ()} or set(placement.names.values())
-    lost = lost | clean_up.sweep_hosts(names - lost, request.reach, [job], grace)
-    request.lost.update(lost)
+    lost |= await asyncio.to_thread(clean_up.sweep_hosts, names - lost, spec.reach, [job], grace)
+    spec.lost.update(lost)
     return lost

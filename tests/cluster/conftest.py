@@ -1,4 +1,4 @@
-"""Hosts for the tests. If they cannot be created, the tests are skipped with the reason."""
+"""Simulated hosts for the tests, which are skipped, with the reason, where none can be created."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from tests.harness.hosts import Hosts, missing
 
 @pytest.fixture(scope="session")
 def common_hosts() -> Iterator[Hosts]:
-    """Three hosts for all tests, because the first ssh to a host takes long."""
+    """Three hosts shared by all tests, because the first ssh to a host is slow."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
@@ -19,7 +19,7 @@ def common_hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def hosts(common_hosts: Hosts) -> Iterator[Hosts]:
-    """Three hosts that a test may disturb; it must leave nothing behind."""
+    """Three hosts into which a test may inject faults; no process or file may be left behind."""
     yield common_hosts
     for host in common_hosts:
         host.repair()

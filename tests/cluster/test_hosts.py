@@ -1,4 +1,4 @@
-"""The hosts of these tests: they are isolated from each other, and can be broken."""
+"""The simulated hosts are isolated from each other, and faults can be injected."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ def ssh(host: Host, to: Host, command: str, *options: str) -> subprocess.Complet
     return host.run(["ssh", *options, to.name, command])
 
 
-def test_each_host_is_one_of_its_own(hosts: Hosts) -> None:
+def test_hosts_are_isolated(hosts: Hosts) -> None:
     for host in hosts:
         told = ssh(hosts[0], host, "hostname; echo $TMPDIR; touch /dev/shm/$(hostname) $TMPDIR/x")
         assert told.stdout.split() == [host.name, str(host.temporary)], told
@@ -32,20 +32,20 @@ def test_each_host_is_one_of_its_own(hosts: Hosts) -> None:
         assert sleeper.wait(timeout=60) == -signal.SIGTERM
 
 
-def test_faults_of_the_network_begin_and_end(hosts: Hosts) -> None:
+def test_network_faults_can_be_injected_and_undone(hosts: Hosts) -> None:
     first, second, _ = hosts
     second.unplug()
     assert "timed out" in ssh(first, second, "true", *SOON).stderr
     second.plug()
-    wait_until(lambda: ssh(first, second, "true").returncode == 0, "the way to the second host")
+    wait_until(lambda: ssh(first, second, "true").returncode == 0, "the route to the second host")
     second.reset()
     assert "refused" in ssh(first, second, "true", *SOON).stderr
     second.accept()
     assert ssh(first, second, "true").returncode == 0
 
 
-def test_a_throttled_host_sends_no_faster(hosts: Hosts) -> None:
-    """2 MB queued at 1 Mbit/s would take 16 s: the queue must be gone."""
+def test_a_throttled_host_sends_no_faster_than_its_limit(hosts: Hosts) -> None:
+    """2 MB would take 16 s at 1 Mbit/s: the queue must have been dropped."""
     hosts.throttle(1)
     send = "head -c 2000000 /dev/zero | timeout 2 ssh server2 'wc -c'"
     assert hosts[0].run(["sh", "-c", send]).stdout == ""
@@ -65,7 +65,7 @@ def test_a_host_can_crash_and_come_back() -> None:
         assert not lives(outside)
         assert "timed out" in ssh(first, second, "true", *SOON).stderr
         second.boot()
-        # The first host still has pending ARP requests that nobody answers.
+        # The first host still has unanswered ARP requests.
         wait_until(lambda: ssh(first, second, "hostname").stdout == "server2\n", "its return")
         folder, pids = first.folder.parent, [host.pid for host in hosts]
     assert not any(lives(pid) for pid in pids)

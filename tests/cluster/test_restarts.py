@@ -1,8 +1,8 @@
-"""Faults of processes, daemons, hosts and networks: told rightly, and survived by a restart.
+"""Faults of processes, daemons, hosts and networks are reported correctly; a restart recovers.
 
-Three hosts train with a rank each. One job meets every row's fault, one in an epoch. Each time it
-must end soon, name the culprit, leave nothing and start again; the weights at the end must be those
-of an undisturbed run.
+Three hosts train with one rank each. One job meets the fault of each row, one per epoch. Each time
+it must end soon, name the culprit, leave nothing behind and restart. The final weights must be
+those of an undisturbed run.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from tests.harness.hosts import Hosts
 SCRIPT = [sys.executable, restarting.__file__]
 HOSTS = "server1:1,server2:1,server3:1"
 EPOCHS = 3
-PAUSE = 0.05  # seconds a step, so that faults come while it trains
-DEADLINE = 12.0  # seconds; 5 s without a network are survived
+PAUSE = 0.05  # seconds per step, so that faults happen during training
+DEADLINE = 12.0  # seconds; an interruption of 5 s is tolerated
 ENVIRONMENT = cluster.environment_of_tests(
     HVD_TIMEOUT_SECONDS=str(int(DEADLINE)), TF_CPP_MIN_LOG_LEVEL="3"
 )
@@ -39,7 +39,7 @@ def end(output: str) -> str:
 
 @dataclasses.dataclass
 class Row:
-    """A fault from outside, or one that the script has; and what is said."""
+    """A fault, injected by the test or (None) by the script; and the message that it must cause."""
 
     summary: str
     fault: Callable[[Running], None] | None = None
@@ -89,7 +89,7 @@ ROWS = {
 
 
 class Chain(Running):
-    """A job that meets the faults of these rows, the first in its second epoch."""
+    """A job with the faults of these rows, the first one in its second epoch."""
 
     def __init__(self, hosts: Hosts, folder: Path, rows: list[str], group: Path | str) -> None:
         self.group = group
@@ -104,11 +104,11 @@ class Chain(Running):
         super().__init__(hosts, folder, cluster.hvdrun(*options, *command), settings)
 
     def said(self, start: int) -> str:
-        """What was printed between this start of the job, counted from 1, and the next one."""
+        """The output of the job's n-th start, counted from 1."""
         return re.split("^hvdrun: restart ", self.output, flags=re.MULTILINE)[start - 1]
 
     def left(self) -> set[object]:
-        """The processes, but hvdrun's own, and the files that are on any host."""
+        """All processes except hvdrun itself, and all files, on all hosts."""
         found: set[object] = set()
         for host in self.hosts:
             found |= {
@@ -124,7 +124,7 @@ class Chain(Running):
 def chain(
     common_hosts: Hosts, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Chain]:
-    """The job, with the rows that were selected."""
+    """The job, with the selected rows."""
     items = [item for item in request.session.items if hasattr(item, "callspec")]
     rows = [item.callspec.params["row"] for item in items if "row" in item.callspec.params]
     with memory.group() as group:
@@ -139,7 +139,7 @@ FAST = ["SIGKILL", "SIGSTOP", "cut", "exception", "os._exit(0)"]
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=[pytest.mark.slow] * (row not in FAST)) for row in ROWS]
 )
-def test_a_fault_is_told_and_survived(chain: Chain, row: str) -> None:
+def test_a_fault_is_reported_and_a_restart_recovers(chain: Chain, row: str) -> None:
     if row not in chain.rows:
         pytest.skip(str(chain.group))
     number, fault = chain.rows.index(row) + 1, ROWS[row].fault
@@ -161,7 +161,7 @@ def test_a_fault_is_told_and_survived(chain: Chain, row: str) -> None:
     assert f"begins with epoch {number} " in chain.said(number + 1)
 
 
-def test_five_seconds_without_network_are_survived_and_the_end_is_right(
+def test_an_interruption_of_five_seconds_is_tolerated_and_the_result_is_right(
     chain: Chain, tmp_path: Path
 ) -> None:
     chain.wait_for(f"epoch {chain.epochs - 1} batch 5\n", 1)
@@ -182,13 +182,13 @@ def test_five_seconds_without_network_are_survived_and_the_end_is_right(
 
 @pytest.fixture
 def job_folder(tmp_path: Path) -> Iterator[Path]:
-    """Where hvdrun is started."""
+    """The folder in which hvdrun is started; its output is shown if the test fails."""
     yield tmp_path
     print((tmp_path / "output.txt").read_text(errors="replace")[-6000:])
 
 
-def test_training_goes_on_with_the_hosts_that_are_left(hosts: Hosts, job_folder: Path) -> None:
-    """One of three is lost for good: the rate and the rows are right for two."""
+def test_training_continues_on_the_remaining_hosts(hosts: Hosts, job_folder: Path) -> None:
+    """One of three is lost for good: learning rate and rows are right for two."""
     command = [*SCRIPT, "checkpoints", str(EPOCHS), str(PAUSE)]
     options = ["-H", HOSTS, "--max-restarts", "1", "--min-np", "2"]
     with cluster.started(hosts, *options, *command, folder=job_folder, env=ENVIRONMENT) as job:
@@ -206,13 +206,13 @@ def test_training_goes_on_with_the_hosts_that_are_left(hosts: Hosts, job_folder:
     assert set(trained) == {(e, r) for e in range(EPOCHS) for r in range(restarting.ROWS)}
     again = [place for place, count in trained.items() if count > 1]
     assert {epoch for epoch, _ in again} <= {1}
-    # Since the last checkpoint, what was being trained, and the rest of a step of two ranks.
+    # At most: the steps since the last checkpoint, and the rest of a step of two ranks.
     assert len(again) <= restarting.BATCH * (3 * (restarting.EVERY + 1) + 2)
 
 
 @pytest.mark.slow
-def test_a_discovered_host_takes_part_after_a_restart(hosts: Hosts, job_folder: Path) -> None:
-    """And a host that has crashed does not, until it is there again."""
+def test_a_discovered_host_joins_at_a_restart(hosts: Hosts, job_folder: Path) -> None:
+    """A host that has crashed does not, until it answers again."""
     script = job_folder / "hosts.sh"
     script.write_text("#!/bin/sh\ncat hosts.txt\n")
     script.chmod(0o755)

@@ -1,4 +1,4 @@
-"""hvdrun on several hosts: what the ranks get, what it refuses, how it ends."""
+"""hvdrun on several hosts: the environment of the ranks, bad input, how a job ends."""
 
 import re
 import signal
@@ -11,7 +11,7 @@ from tests.harness import cluster
 from tests.harness.hosts import Hosts
 from tests.harness.launcher import wait_until
 
-# What a rank sees, without MPI.
+# A rank without MPI.
 WHO = """
 import os, signal, socket, sys, time
 from hvd_keras.launch.onhost.worker import find_rank
@@ -26,14 +26,14 @@ def script(folder: Path, text: str) -> list[str]:
 
 
 def clean(hosts: Hosts) -> None:
-    """Nothing is left on any host at the moment at which hvdrun has ended."""
+    """Asserts that no process or file is left on any host when hvdrun has ended."""
     assert [(host.name, host.processes(), host.leftovers()) for host in hosts] == [
         (host.name, {}, []) for host in hosts
     ]
 
 
 def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
-    """Place, arguments, input, settings and output of four ranks; the first host takes none."""
+    """Host, arguments, input, settings and output of four ranks; none runs on hvdrun's host."""
     code = """
         print(socket.gethostname(), ascii(sys.argv[1:]), repr(sys.stdin.read()))
         print(*map(os.environ.get, ("OMP_NUM_THREADS", "MINE", "TMPDIR")), os.getcwd())
@@ -75,7 +75,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_ranks_that_end_at_different_times(hosts: Hosts, tmp_path: Path) -> None:
-    """Those whose report hvdrun has read leave the others alone."""
+    """A worker whose report hvdrun has read does not end the others."""
     command = script(tmp_path, "time.sleep(0.01 * rank if rank else 1.5)")
     slots = "server1:1,server2:4,server3:4"
     done = cluster.run(hosts[0], "--oversubscribe", "-H", slots, *command, folder=tmp_path)
@@ -83,7 +83,7 @@ def test_ranks_that_end_at_different_times(hosts: Hosts, tmp_path: Path) -> None
     clean(hosts)
 
 
-def test_the_secret_stands_on_no_command_line(hosts: Hosts, tmp_path: Path) -> None:
+def test_the_secret_is_on_no_command_line(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
     with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
         job.wait_for("ready", 2)
@@ -111,7 +111,7 @@ def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) 
     assert re.fullmatch(r"hvdrun: rank 0 on server2: killed .*", other)
 
 
-def test_a_host_that_cannot_be_reached_at_the_end_gets_some_time(
+def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(
     hosts: Hosts, tmp_path: Path
 ) -> None:
     code = """
@@ -135,7 +135,7 @@ def test_a_host_that_cannot_be_reached_at_the_end_gets_some_time(
 
 
 def test_a_rank_that_stops_before_init_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    """The others wait inside MPI, where no rank can tell another anything."""
+    """The others wait inside MPI, where ranks cannot notify each other."""
     code = """
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -156,7 +156,7 @@ def test_a_rank_that_stops_before_init_is_named(hosts: Hosts, tmp_path: Path) ->
 
 
 def test_a_rank_that_leaves_without_an_error_is_no_success(hosts: Hosts, tmp_path: Path) -> None:
-    """What else a rank has started is ended as well."""
+    """Processes that the rank has started are ended as well."""
     code = """
         import subprocess
         subprocess.Popen(["sleep", "1234"], start_new_session=True)
@@ -172,10 +172,10 @@ def test_a_rank_that_leaves_without_an_error_is_no_success(hosts: Hosts, tmp_pat
     assert done.stderr == cause
 
 
-def test_what_is_wrong_with_a_host_is_told_before_anything_starts(
+def test_problems_of_hosts_are_reported_before_anything_starts(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    """One line each, of all hosts at once."""
+    """One line per host, for all hosts at once."""
     touch = script(tmp_path, "open('touched', 'w')")
     hosts[2].run(["hostname", "server2"])
     try:
@@ -195,7 +195,7 @@ def test_what_is_wrong_with_a_host_is_told_before_anything_starts(
     assert not (tmp_path / "touched").exists()
 
 
-def test_a_missing_folder_or_program_is_told(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_missing_folder_or_program_is_reported(hosts: Hosts, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     command = script(hidden, "")
@@ -215,7 +215,7 @@ def test_a_missing_folder_or_program_is_told(hosts: Hosts, tmp_path: Path) -> No
     assert told[1].startswith(f"hvdrun: server2 has no program {program}; expected")
 
 
-def test_a_host_without_room_for_the_jobs_files_is_told(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_host_without_room_for_the_jobs_files_is_reported(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, "time.sleep(1000)")
     hosts[1].run(["mount", "-o", "remount,ro", "/dev/shm"])
     try:
@@ -229,7 +229,7 @@ def test_a_host_without_room_for_the_jobs_files_is_told(hosts: Hosts, tmp_path: 
 
 
 def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
-    """mpirun and a rank do not react to the first."""
+    """mpirun and a rank ignore the first one."""
     code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)"
     command = script(tmp_path, f"{code}\ntime.sleep(1000)")
     with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
@@ -242,7 +242,7 @@ def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
         clean(hosts)
 
 
-def test_nothing_runs_on_when_hvdrun_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+def test_nothing_survives_a_killed_hvdrun(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
     with cluster.started(hosts, "-H", "server2:1,server3:1", *command, folder=tmp_path) as job:
         job.wait_for("ready", 2)
@@ -250,7 +250,7 @@ def test_nothing_runs_on_when_hvdrun_is_killed(hosts: Hosts, tmp_path: Path) -> 
         job.wait()
         wait_until(lambda: not any(host.processes() for host in hosts), "the end of all ranks")
         wait_until(lambda: not any(host.leftovers() for host in hosts[1:]), "the end of all files")
-        hosts[0].clear()  # hvdrun's own files: nobody is left who could remove them
+        hosts[0].clear()  # hvdrun's own files: nothing runs there that could remove them
 
 
 RUN = """
@@ -302,7 +302,7 @@ def test_the_readme_can_be_followed(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "hosts.txt").write_text("server1:2\nserver2:1\n")
     here = str(Path(sys.executable).parent)
-    expected = ["all right", "trained by 3 on 2 hosts", "trained by 3 on 2 hosts"]
+    expected = ["all correct", "trained by 3 on 2 hosts", "trained by 3 on 2 hosts"]
     for command, words in zip(commands, expected, strict=True):
         environment = cluster.environment()
         environment["PATH"] = f"{here}:{environment['PATH']}"

@@ -1,4 +1,4 @@
-"""hvdrun in allocations of SLURM, with a node on each of three hosts."""
+"""hvdrun in SLURM allocations; each of three hosts is a node."""
 
 import re
 import signal
@@ -20,7 +20,7 @@ ALLOCATION = ["salloc", "--quiet", "--nodes=3", "--no-kill"]
 
 @pytest.fixture(scope="module")
 def nodes(common_hosts: Hosts) -> Iterator[Slurm]:
-    """SLURM on the hosts."""
+    """SLURM, running on the hosts."""
     reason = slurm.missing()
     if reason is not None:
         pytest.skip(reason)
@@ -30,7 +30,7 @@ def nodes(common_hosts: Hosts) -> Iterator[Slurm]:
 
 @pytest.fixture
 def ready(nodes: Slurm) -> Iterator[Slurm]:
-    """SLURM with nothing to do; nothing of a test's jobs may be left on any host."""
+    """An idle SLURM; no process or file of a test's job may be left on any host."""
     yield nodes
     for host in nodes.hosts:
         host.repair()
@@ -54,7 +54,7 @@ SUM = """
 
 
 def test_ranks_on_all_nodes(ready: Slurm, tmp_path: Path) -> None:
-    """As SLURM places them, and as hvdrun is told to."""
+    """Placed by SLURM, and by -H."""
     command = cluster.hvdrun(*script(tmp_path, SUM))
     (tmp_path / "text").write_text("text")
     with (tmp_path / "text").open() as stdin:
@@ -92,7 +92,7 @@ def test_the_first_failure_is_named_with_its_node(ready: Slurm, tmp_path: Path) 
     assert not ready.left()
 
 
-def test_what_is_wrong_with_a_node_is_told_before_anything_starts(
+def test_problems_of_nodes_are_reported_before_anything_starts(
     ready: Slurm, tmp_path: Path
 ) -> None:
     hidden = tmp_path / "hidden"
@@ -125,8 +125,10 @@ def test_ctrl_c_ends_all_ranks(ready: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["kill", "unplug"])
-def test_a_fault_is_told_and_survived(ready: Slurm, tmp_path: Path, fault: str) -> None:
-    """A killed rank costs a restart; a lost node as well, on those that are left."""
+def test_a_fault_is_reported_and_a_restart_recovers(
+    ready: Slurm, tmp_path: Path, fault: str
+) -> None:
+    """The job restarts after a killed rank; after a lost node, on the remaining nodes."""
     folder = tmp_path / "undisturbed"
     folder.mkdir()
     command = [*SCRIPT, "checkpoints", str(EPOCHS), "0"]
@@ -143,7 +145,7 @@ def test_a_fault_is_told_and_survived(ready: Slurm, tmp_path: Path, fault: str) 
         assert job.wait() == 0
         assert "begins with epoch 1 " in job.output
         if fault == "kill":
-            # SLURM may kill the step before anything is told.
+            # SLURM may kill the step before any report arrives.
             told = "hvdrun: rank 1 on server2 failed first: killed by SIGKILL\n"
             unknown = (
                 "hvdrun: ranks 0, 1, 2 were killed at the same moment, before they could report"

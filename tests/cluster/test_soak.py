@@ -1,4 +1,4 @@
-"""Random faults, one after another, while three hosts train."""
+"""Training on three hosts under random faults."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests.harness.hosts import missing
 
 @pytest.mark.slow
 def test_two_minutes_of_random_faults() -> None:
-    """Of `make soak`."""
+    """A short `make soak`."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)

@@ -102,8 +102,13 @@ class Launcher:
         return found
 
 
-def parent(pid: int) -> int:
-    return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def parent(pid: int) -> int | None:
+    """The parent of a process; None if it has ended."""
+    try:
+        text = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(text.rpartition(")")[2].split()[1])
 
 
 def wait_until(condition, what: str) -> None:

@@ -114,15 +114,14 @@ def test_hvdrun_refuses_a_timeline_without_a_folder(hvdrun, path: str) -> None:
     assert f"--timeline got {path!r}; expected the path of a file" in done.stderr
 
 
-def test_statistics_of_a_job_that_left_some_or_none(hvdrun, tmp_path) -> None:
+def test_statistics_of_a_job_that_left_some_or_none(hvdrun) -> None:
     done = hvdrun.run("-np", "1", "--stats", "python", "-c", "1")
     assert (done.returncode, done.stdout) == (0, "")
     assert "no statistics: no rank finished after hvd.init()" in done.stderr
     spent = {"requests": 3, "bytes": 5e9, "waiting_seconds": 1.0, "moving_seconds": 0.5}
     late = [{"last": 0, "awaited_seconds": 0.0}, {"last": 7, "awaited_seconds": 0.1}]
     own = {"rank": 1, "seconds": 4.0, "collectives": {"allreduce": spent}, "ranks": late}
-    (tmp_path / "stats-1.json").write_text(json.dumps(own))
-    table = statistics.table(tmp_path, 2)
+    table = statistics.table({1: own}, 2)
     assert "1.0 s  25%   0.5 s  12%    7 times" in table
     assert "5 GB" in table
     assert table.endswith("No statistics of rank 0, which did not finish.")

@@ -1,5 +1,7 @@
 """Models without variables before their first step: everything before that step works."""
 
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -306,6 +308,15 @@ def test_a_second_fit_traces_nothing_anew() -> None:
     x, _ = data()
     model.fit(share(x), batch_size=BATCH, verbose=0)
     assert building.is_built(model)
+
+
+def test_the_documentation_lists_every_patch() -> None:
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    table = [line for line in text.splitlines() if line.startswith("| `")]
+    for row in patches._rows():
+        names = [f"`{row.attribute}`"] + ["`on_…`"] * row.attribute.startswith("on_")
+        own = [line for line in table if f"`{row.owner.__name__}`" in line]
+        assert any(name in line for line in own for name in names), row
 
 
 def test_patches_are_undone() -> None:

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import resource
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from hvd_keras.launch.onhost.channel import (
     silence,
     watch_liveness,
 )
+from hvd_keras.launch.onhost.worker import FUNCTION
 from tests.harness import launcher
 
 SECRET = "s" * 64
@@ -114,13 +116,15 @@ def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
         wire.worker.feed(b"x" * (LIMIT + 1))
 
 
-async def listen(folder: Path, size: int) -> tuple[Ranks, tuple[str, int]]:
+async def listen(
+    folder: Path, size: int, call: Path | None = None
+) -> tuple[Ranks, tuple[str, int]]:
     """A job of so many ranks that waits for its workers, and its address."""
     ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, ())
     host, _, port = ranks.addresses.rpartition(":")
     output = Output(True, None, append=False, changed=lambda: None)
     start = {"command": ["true"], "environment": {}}
-    ranks.open(output, start, has_input=False, call=None, changed=lambda: None)
+    ranks.open(output, start, has_input=False, call=call, changed=lambda: None)
     return ranks, (host, int(port))
 
 
@@ -234,11 +238,11 @@ async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Pat
 
 @in_loop
 async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
-    ranks, address = await listen(tmp_path, 1)
+    (tmp_path / FUNCTION).write_bytes(b"pickle")
+    ranks, address = await listen(tmp_path, 1, call=tmp_path)
     worker, channel = await join(address)
-    tmp_path.rmdir()  # stands for a full disk
-    report = {"status": 0, "stopped": False, "ended": True, "asked": False}
-    channel.put(report=report, statistics={"seconds": 1})
+    shutil.rmtree(tmp_path)  # stands for a full disk
+    channel.put(result=base64.b64encode(b"pickle").decode())
     await send(worker, channel)
     await until(lambda: ranks.reports and ranks.reports[0].gone | bool(ranks.problem))
     assert ranks.check()

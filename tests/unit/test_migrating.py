@@ -44,11 +44,11 @@ def test_every_public_name_of_horovod_is_ours_or_is_told() -> None:
 @pytest.mark.parametrize(
     ("given", "attribute", "expected", "told"),
     [
-        (["-p", "2222"], "ssh_port", "2222", ""),
+        (["-p", "2222"], "ssh_port", 2222, ""),
         (["-i", "key"], "ssh_identity_file", "key", ""),
         (["-hostfile", "hosts"], "hostfile", "hosts", ""),
-        (["--min-num-proc", "2"], "min_np", "2", "--min-np"),
-        (["--reset-limit", "3"], "max_restarts", "3", "--max-restarts"),
+        (["--min-num-proc", "2"], "min_np", 2, "--min-np"),
+        (["--reset-limit", "3"], "max_restarts", 3, "--max-restarts"),
         (["--timeline-filename", "t.json"], "timeline", "t.json", "--timeline"),
         (["--network-interfaces", "eth0"], "network_interface", "eth0", "--network-interface"),
         (["--check-build"], "check", True, "--check"),
@@ -73,7 +73,7 @@ def test_options_of_horovodrun(given, attribute, expected, told, capsys) -> None
     [
         (["--config-file", "f"], "give the options on the command line"),
         (["--slots-per-host", "2"], "server1:4"),
-        (["--jsrun"], "jsrun itself"),
+        (["--jsrun"], "start the script with jsrun"),
         (["--fusion-threshold-mb", "x"], "whole number"),
         (["--log-level", "loud"], "expected debug"),
         (["--network-interfaces", "eth0,eth1"], "expected one interface"),
@@ -86,6 +86,6 @@ def test_options_of_horovodrun_that_are_refused(given, told) -> None:
 
 def test_options_reach_the_ranks() -> None:
     parsed = options.parse(["-np", "1", "--horovod", "--fusion-threshold-mb", "1", "true"])
-    settings = job_spec.build(parsed).observers()
+    settings = job_spec.build(parsed).option_settings()
     assert settings["HVD_BUCKET_BYTES"] == str(1 << 20)
     assert settings["PYTHONPATH"].split(":")[0] == PATH

@@ -62,16 +62,15 @@ class Verdict:
     """The exit status of hvdrun and its last words.
 
     `explained` tells whether they name a cause, `culprit` is the rank that failed first, if one
-    did, `hosts` are those that seem to be at fault, and `waiting` is a rank that knows more. Of a
-    job that succeeded, `separate` tells that its ranks did not train together: none of several
-    called hvd.init(), and `asked` whether one of them has used hvd_keras.
+    did, and `waiting` is a rank that knows more. Of a job that succeeded, `separate` tells that its
+    ranks did not train together: none of several called hvd.init(), and `asked` whether one of them
+    has used hvd_keras.
     """
 
     status: int
     lines: Sequence[str]
     explained: bool
     culprit: int | None = None
-    hosts: Sequence[str] = ()
     waiting: int | None = None
     separate: bool = False
     asked: bool = False
@@ -149,7 +148,7 @@ def judge(
     if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
         hosts = sorted({reports[rank].host for rank in on_lost})
         cause = f"lost {' and '.join(hosts)} with {_names(on_lost)}: the network or the host failed"
-        return Verdict(1, [cause, *_describe_others(reports, size, None)], True, None, hosts)
+        return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
     culprit = first_failure(reports)
     others = _describe_others(reports, size, culprit)
     orphan = min(reports, key=lambda rank: reports[rank].orphaned, default=None)
@@ -158,7 +157,7 @@ def judge(
     ):
         host = reports[orphan].host
         cause = f"mpirun's daemon on {host} died first, above {_names([orphan])}"
-        return Verdict(1, [cause, *_describe_others(reports, size, None)], True, None, [host])
+        return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
     if culprit is not None and (others_too := _killed_with(culprit, reports)):
         cause = (
             f"{_names(sorted([culprit, *others_too]))} were killed at the same moment, before "
@@ -172,8 +171,7 @@ def judge(
         how = report.describe() if report.status is None else _describe_status(status)
         place = f" on {report.host}" if report.host else ""
         cause = f"rank {culprit}{place} failed first: {how}"
-        hosts = [report.host] * (status == -signal.SIGKILL and bool(report.host))
-        return Verdict(_shell_status(status), [cause, *others], True, culprit, hosts)
+        return Verdict(_shell_status(status), [cause, *others], True, culprit)
     if early := _ended_early(reports):
         cause = f"{_names(early)} exited (status 0) while the others were still running"
         return Verdict(1, [cause, *others], True)

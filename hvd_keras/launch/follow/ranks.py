@@ -6,7 +6,6 @@ import asyncio
 import base64
 import errno
 import functools
-import json
 import os
 import signal
 import socket
@@ -40,9 +39,6 @@ TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimi
 
 # The socket in the job's directory, for a job on this host.
 SOCKET = "socket"
-
-# Bytes of input that rank 0 may leave unread before it is sent more.
-INPUT_WINDOW = 1 << 16
 
 
 class _Peer(asyncio.Protocol):
@@ -130,6 +126,7 @@ class Ranks:
         self.size = size
         self.problem = ""  # why the job cannot go on, if the reports do not tell
         self.reports: dict[int, Report] = {}  # what is known of each rank whose worker was there
+        self.statistics: dict[int, Any] = {}  # what the ranks have left, with `--stats`
         self._secret = secret
         self._start_timeout = start_timeout
         self._directory = directory
@@ -143,7 +140,6 @@ class Ranks:
         self._gone: set[int] = set()
         self._paused: set[_Peer] = set()
         self._accepting: list[asyncio.Task[None]] = []
-        self._unread = 0  # bytes of input that rank 0 has not read
 
     @property
     def addresses(self) -> str:
@@ -171,7 +167,7 @@ class Ranks:
         self._output, self._start, self._has_input = output, start, has_input
         self._call, self._changed = call, changed
         self._limit = time.monotonic() + self._start_timeout
-        self._may_send_input = asyncio.Event()
+        self._input_was_read = asyncio.Event()
         self._places = asyncio.Semaphore(STRANGERS)
         for listener in self._listeners:
             listener.setblocking(False)
@@ -223,7 +219,7 @@ class Ranks:
                 # A killed worker here may have left something unread, which breaks it as well.
                 report.lost = "" if peer.host in self._here else why
             if peer.rank == 0:
-                self._may_send_input.set()
+                self._input_was_read.set()
         self._changed()
 
     def take(self, peer: _Peer, message: dict[str, Any]) -> None:
@@ -239,10 +235,8 @@ class Ranks:
             if self._output.full:
                 self._paused.add(peer)
                 peer.transport.pause_reading()
-        elif "took" in message:
-            self._unread -= message["took"]
-            if self._unread < INPUT_WINDOW:
-                self._may_send_input.set()
+        elif "input_was_read" in message:
+            self._input_was_read.set()
         elif "arrived" in message:
             report.arrived = True
         elif "orphan" in message:
@@ -259,8 +253,7 @@ class Ranks:
             report.ended = message["report"]["ended"]
             report.asked = message["report"]["asked"]
             if message["statistics"] is not None:
-                path = self._directory / f"stats-{peer.rank}.json"
-                path.write_text(json.dumps(message["statistics"]))
+                self.statistics[peer.rank] = message["statistics"]
             peer.finish()
 
     def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
@@ -290,27 +283,24 @@ class Ranks:
             environment = {**threads, **self._start["environment"]}
             peer.send(start={**self._start, "environment": environment})
         if self._has_input:
-            self._may_send_input.set()
             stdin.forward(self._send_input)
         else:
             self._peers[0].send(input_ends=True)
 
     async def _send_input(self, data: bytes) -> bool:
-        """Send rank 0 a piece of its input, or its end, once it has read most of what came before.
+        """Send rank 0 a piece of its input, and wait until it has read it; or the end of its input.
 
         Returns whether it may read more.
         """
-        await self._may_send_input.wait()
         if 0 in self._gone:
             return False
         if not data:
             self._peers[0].send(input_ends=True)
             return False
-        self._unread += len(data)
-        if self._unread >= INPUT_WINDOW:
-            self._may_send_input.clear()
+        self._input_was_read.clear()
         self._peers[0].send(input=base64.b64encode(data).decode())
-        return True
+        await self._input_was_read.wait()
+        return 0 not in self._gone
 
     def check(self) -> bool:
         """Look for lost hosts and time limits; returns whether the job cannot go on."""

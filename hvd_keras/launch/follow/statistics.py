@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # A rank is worth a sentence if the others waited for it for this part of the time, and this many
@@ -13,13 +11,9 @@ WORTH_A_WORD = 0.05
 FAR_MORE = 2
 
 
-def table(directory: Path, size: int) -> str:
-    """What the ranks have left in `directory` at their ends (see docs/observing.md), in words."""
-    stats = {}
-    for rank in range(size):
-        path = directory / f"stats-{rank}.json"
-        if path.exists():
-            stats[rank] = json.loads(path.read_text())
+def table(statistics: Mapping[int, Any], size: int) -> str:
+    """What the ranks have sent at their ends (see docs/observing.md), in words."""
+    stats = dict(sorted(statistics.items()))
     if not stats:
         return "hvdrun: no statistics: no rank finished after hvd.init()"
     missing = [str(rank) for rank in range(size) if rank not in stats]

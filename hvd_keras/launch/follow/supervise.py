@@ -19,15 +19,13 @@ from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict, has_failed, judge
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
-from hvd_keras.launch.onhost.process import (
-    GRACE,
-    PR_SET_CHILD_SUBREAPER,
-    die_with_parent,
-    prctl,
-)
+from hvd_keras.launch.onhost.process import GRACE, die_with_parent
 
 # Seconds between two looks at the reports while the job runs.
 REPORT_CHECK = 1.0
+
+# Seconds that what mpirun and the workers have left running gets to end by itself.
+SWEEP_GRACE = 1.0
 
 # Seconds that mpirun may take after the last rank is over, when it was asked to end.
 OVER_GRACE = 1.0
@@ -125,8 +123,8 @@ class Signals:
 class Job:
     """One run of mpirun, whose workers report through `ranks`.
 
-    `clean`, called when mpirun has ended, leaves nothing of the job on any host and returns those
-    that are lost.
+    `sweep`, called when mpirun has ended, kills what is left of the job on its hosts after so many
+    seconds, removes its files, and returns the hosts that are lost.
     """
 
     command: Sequence[str]
@@ -135,7 +133,7 @@ class Job:
     output: Output
     signals: Signals
     verbose: bool
-    clean: Callable[[Job], Awaitable[Collection[str]]]
+    sweep: Callable[[float], Awaitable[Collection[str]]]
     _mpirun_text: bytes = b""
     _stopping: bool = False
     _kill_time: float = INFINITY  # when to stop being patient with mpirun; finite once asked
@@ -145,9 +143,6 @@ class Job:
 
     async def run(self) -> Verdict:
         """Run the job to its end."""
-        # Whatever the job starts and abandons becomes our child and can be found at the end.
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
-        strangers = _children()  # a shell's `exec hvdrun` hands its own children over
         hvdrun = os.getpid()
         mpirun = subprocess.Popen(
             self.command,
@@ -173,8 +168,7 @@ class Job:
             if mpirun.poll() is None:
                 self._kill()
                 mpirun.wait()
-            await self._sweep(strangers)
-            lost = await self.clean(self)
+            lost = await self._clean()
             self._take_mpirun_text()
             loop.remove_reader(mpirun.stdout)
             mpirun.stdout.close()
@@ -209,11 +203,6 @@ class Job:
         if not self.output.full:
             self.ranks.resume()
 
-    @property
-    def hurry(self) -> bool:
-        """Whether the user does not want to wait for anything."""
-        return self.signals.hurry
-
     def _check(self) -> None:
         """End the job where mpirun does not do it by itself."""
         now = time.monotonic()
@@ -245,22 +234,12 @@ class Job:
         if self._mpirun.poll() is None:
             os.killpg(self._mpirun.pid, signal.SIGKILL)
 
-    async def _sweep(self, strangers: set[int]) -> None:
-        """End what is left of the job: processes that mpirun lost or that the ranks left behind."""
-        now = time.monotonic()
-        kill_time = min(self._kill_time, now + GRACE)
-        asked: set[int] = set()
-        while left := _children() - strangers:
-            kill = time.monotonic() >= kill_time
-            for pid in left:
-                if kill or pid not in asked:
-                    os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
-                    asked.add(pid)
-                os.waitpid(pid, os.WNOHANG)
-            if time.monotonic() >= kill_time + GRACE:  # stuck in the kernel, on a disk perhaps
-                self.output.say(f"process {', '.join(map(str, left))} of the job cannot be killed")
-                return
-            await self.turn(0.02)  # a process that waits for us to read its output cannot end
+    async def _clean(self) -> Collection[str]:
+        """Wait for the workers' last messages, then clean up all hosts; returns the lost hosts."""
+        limit = time.monotonic() + GRACE
+        while self.ranks.live() and time.monotonic() < limit and not self.signals.hurry:
+            await self.turn(0.1)
+        return await self.sweep(0.0 if self.signals.hurry else SWEEP_GRACE)
 
     def _verdict(self, mpirun_status: int, lost: Collection[str]) -> Verdict:
         reports = self.ranks.reports
@@ -280,7 +259,7 @@ class Job:
             verdict = judge(reports, self.ranks.size, mpirun_status, lost)
             if self.ranks.problem:
                 lines = [self.ranks.problem, *verdict.lines[1:]]
-                verdict = Verdict(1, lines, False, None, verdict.hosts)
+                verdict = Verdict(1, lines, False)
         if not verdict.explained or (verdict.status != 0 and not reports):
             self.output.write_raw(self._mpirun_text)
         cause, *others = [*verdict.lines] or [""]
@@ -295,16 +274,3 @@ class Job:
         for line in others:
             self.output.say(line)
         return verdict
-
-
-def _children() -> set[int]:
-    """The processes whose parent is this one, ended ones included."""
-    found = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):  # it may be gone by now
-                # "pid (name) state parent ...", where the name may hold anything
-                fields = Path("/proc", entry, "stat").read_text(errors="replace").rpartition(")")[2]
-                if int(fields.split()[1]) == os.getpid():
-                    found.add(int(entry))
-    return found

@@ -1,4 +1,4 @@
-"""Process options of Linux, and signals at the death of the parent."""
+"""How a process ends: with its parent, or soon after it was asked to."""
 
 from __future__ import annotations
 
@@ -9,20 +9,12 @@ import signal
 # Seconds from the request to end until the kill: enough to flush and close files.
 GRACE = 5.0
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def prctl(option: int, value: int) -> None:
-    """Set one of Linux's per-process options."""
-    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have this process get a signal when `parent` dies, at once if it is dead."""
-    prctl(PR_SET_PDEATHSIG, number)
+    _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
     if os.getppid() != parent:  # it died before the option was set
         os.kill(os.getpid(), number)

@@ -48,8 +48,8 @@ def shared_memory(pids: "list[int]") -> "set[str]":
     return found
 
 
-def end(job: str, grace: float) -> "set[str]":
-    """Kill the job's processes; returns the shared-memory files that they used."""
+def end(job: str, grace: float) -> "tuple[set[str], list[int]]":
+    """Kill the job's processes; returns the shared-memory files that they used, and who is left."""
     used: set[str] = set()
     asked: set[int] = set()
     start = time.monotonic()
@@ -57,7 +57,6 @@ def end(job: str, grace: float) -> "set[str]":
         used |= shared_memory(left)
         kill = time.monotonic() >= start + grace
         if time.monotonic() >= start + grace + GONE:  # stuck in the kernel, on a disk perhaps
-            print(f"process {', '.join(map(str, left))} of the job cannot be killed")
             break
         for pid in left:
             if kill or pid not in asked:
@@ -68,7 +67,7 @@ def end(job: str, grace: float) -> "set[str]":
                 except ProcessLookupError:
                     continue
         time.sleep(STEP)
-    return used
+    return used, left
 
 
 def abandoned() -> "set[str]":
@@ -87,11 +86,14 @@ def abandoned() -> "set[str]":
     return found - shared_memory(everybody) if found else found
 
 
-def sweep(jobs: "list[str]", grace: float) -> None:
-    """Kill the jobs' processes and delete their files."""
+def sweep(jobs: "list[str]", grace: float) -> "list[int]":
+    """Kill the jobs' processes and delete their files; returns the processes that are left."""
     used: set[str] = set()
+    stuck: list[int] = []
     for job in jobs:
-        used |= end(job, grace)
+        files, left = end(job, grace)
+        used |= files
+        stuck += left
     for path in used | abandoned():
         if os.path.exists(path) and os.stat(path).st_uid == os.getuid():
             os.unlink(path)
@@ -100,7 +102,8 @@ def sweep(jobs: "list[str]", grace: float) -> None:
             path = os.path.join(folder, f"hvdrun-{job}")
             if os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)
+    return stuck
 
 
 if __name__ == "__main__":
-    sweep(sys.argv[2:], float(sys.argv[1]))
+    print(*sweep(sys.argv[2:], float(sys.argv[1])))

@@ -380,23 +380,21 @@ class Worker:
             self._channel.put(output=name, data=base64.b64encode(data).decode())
 
     def _feed_command(self) -> None:
-        """Write as much input as the command accepts, and report how much that was."""
+        """Write as much input as the command accepts, and report when that was all."""
         pipe = None if self._child is None else self._child.stdin
         if pipe is None:  # it does not read any more
             return
-        taken = 0
+        had_input = bool(self._input)
         try:
             while self._input:
-                count = os.write(pipe.fileno(), self._input[:PIECE])
-                del self._input[:count]
-                taken += count
+                del self._input[: os.write(pipe.fileno(), self._input[:PIECE])]
         except BlockingIOError:
             pass
         except BrokenPipeError:  # it does not read any more
             self._input.clear()
             self._input_ends = True
-        if taken and not self._hvdrun_gone:
-            self._channel.put(took=taken)
+        if had_input and not self._input and not self._hvdrun_gone:
+            self._channel.put(input_was_read=True)
         self._watch(pipe, selectors.EVENT_WRITE if self._input else 0, self._feed_command)
         if not self._input and self._input_ends:
             with contextlib.suppress(BrokenPipeError):

@@ -11,6 +11,11 @@ from hvd_keras.launch.onhost.process import GRACE
 from hvd_keras.launch.start.remote_shell import Reach, run_on_all
 
 
+def sweep_here(jobs: list[str], grace: float) -> None:
+    """Kill processes and remove files of these jobs on this host."""
+    _tell_stuck("", sweep.sweep(jobs, grace))
+
+
 def sweep_hosts(names: Iterable[str], reach: Reach, jobs: Sequence[str], grace: float) -> set[str]:
     """Kill processes and remove files of these jobs; returns the hosts that cannot be reached."""
     command = [sys.executable, "-I", "-S", "-", str(grace), *jobs]
@@ -20,6 +25,12 @@ def sweep_hosts(names: Iterable[str], reach: Reach, jobs: Sequence[str], grace: 
     for name, done in run_on_all(names, reach, command, text, limit).items():
         if done is None or reach.failure(done.returncode, done.stderr) is not None:
             lost.add(name)
-        elif done.stdout.strip():
-            print(f"hvdrun: {name}: {done.stdout.strip()}", file=sys.stderr, flush=True)
+        else:
+            _tell_stuck(f"{name}: ", done.stdout.split())
     return lost
+
+
+def _tell_stuck(where: str, processes: Sequence[object]) -> None:
+    if processes:
+        told = ", ".join(map(str, processes))
+        print(f"hvdrun: {where}cannot kill process {told} of the job", file=sys.stderr, flush=True)

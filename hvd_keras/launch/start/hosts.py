@@ -123,14 +123,6 @@ def is_here(name: str) -> bool:
     return True
 
 
-def address_towards(name: str) -> str:
-    """Return this host's address on the route to another host; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(name), 9))
-        address: str = probe.getsockname()[0]
-        return address
-
-
 def share(hosts: Sequence[Host], size: int) -> list[Host]:
     """Return the hosts with the number of ranks that each gets; the first are filled first."""
     shared = []

@@ -19,18 +19,22 @@ _SIOCGIFNETMASK = 0x891B
 
 
 def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
-    """Return this host's addresses on the routes to these hosts."""
+    """Return this host's addresses on the routes to these hosts. Raises UsageError."""
     if interface is not None:
         return [str(_interface(interface).ip)]
-    return addresses_towards(names) or [hosts.address_towards(socket.gethostname())]
-
-
-def addresses_towards(names: Sequence[str]) -> list[str]:
-    """Return our addresses on the routes to the other ones of these hosts. Raises UsageError."""
+    others = [name for name in names if not hosts.is_here(name)] or [socket.gethostname()]
     try:
-        return sorted({hosts.address_towards(name) for name in names if not hosts.is_here(name)})
+        return sorted({_address_towards(name) for name in others})
     except OSError as error:
         raise UsageError(f"no route to one of {', '.join(names)}: {error}") from error
+
+
+def _address_towards(name: str) -> str:
+    """Return this host's address on the route to another host; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((socket.gethostbyname(name), 9))
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def common_network(wanted: Iterable[Host]) -> str | None:

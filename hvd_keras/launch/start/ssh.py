@@ -59,9 +59,10 @@ class Ssh:
         """Return why the host could not be reached, or None if the command itself failed."""
         if status != FAILED:
             return None
+        reason = reach.last_line(err).removeprefix("ssh: ")
         return (
-            f"cannot be reached by ssh: {reach.last_line(err)}; expected that `ssh HOST true` "
-            "works without a prompt (a key without a passphrase or in an agent, a known host)"
+            f"cannot be reached by ssh: {reason}; expected that `ssh HOST true` works without a "
+            "prompt (a key without a passphrase or in an agent, a known host)"
         )
 
     def agent(self, job: str) -> str:
