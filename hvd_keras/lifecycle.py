@@ -103,6 +103,9 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         raise kind(core.hvd_error().decode())
     if comm is None:
         _refuse_lonely_world()
+    settings.tell_hvdrun(settings.JOINED)
+    if rank_info.size() < settings.launched()[2]:
+        settings.tell_hvdrun(settings.CHOSEN)
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()
     gpu.pin(rank_info.local_rank(), rank_info.local_size())

@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--separate",
         action="store_true",
-        help="allow that no rank calls hvd.init() though the program uses hvd_keras (default: off: "
-        "exit status 1)",
+        help="allow that ranks of a program that uses hvd_keras end without having completed "
+        "hvd.init() (default: off: exit status 1)",
     )
     add(
         "--oversubscribe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shutil
@@ -27,11 +28,12 @@ LOOK_AGAIN = 5.0
 
 async def run(request: Request, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
+    options = request.options
     placement = place(request)
     size = placement.size
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
     if request.max_restarts and "HVD_COMMITS" not in os.environ:
-        request.options.settings["HVD_COMMITS"] = str(commits)
+        options.settings["HVD_COMMITS"] = str(commits)
     verdict = await run_job.run(request, placement, signals, first=True)
     for number in range(1, request.max_restarts + 1):
         if verdict.status == 0 or signals.stop is not None:
@@ -54,19 +56,14 @@ async def run(request: Request, signals: Signals) -> Verdict:
         await _sweep_lost(request, signals, 0.0)
     if verdict.status != 0 and commits.exists():
         _say(f"to go on from the last commit, start the job again with HVD_COMMITS={commits}")
-    if verdict.separate and not request.options.separate and _is_wanted(request, verdict):
+    # Programs that do not use hvd_keras never call hvd.init().
+    if verdict.apart and not options.separate and (verdict.asked or options.horovod):
         _say(
-            "no rank called hvd.init(), so these were separate runs, which trained separate models "
-            "and overwrote each other's files if they wrote any. Call hvd.init() first, on every "
-            "rank; or use --separate if it is intended"
+            f"{verdict.apart}. Call hvd.init() first, on every rank, and end if it fails; or use "
+            "--separate if it is intended"
         )
-        return Verdict(1, [], True)
+        return dataclasses.replace(verdict, status=verdict.status or 1)
     return verdict
-
-
-def _is_wanted(request: Request, verdict: Verdict) -> bool:
-    """Whether the command is a program of hvd_keras: other programs never call hvd.init()."""
-    return verdict.asked or bool(request.options.horovod)
 
 
 async def _sweep_lost(request: Request, signals: Signals, patience: float) -> None:

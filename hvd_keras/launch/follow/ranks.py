@@ -257,7 +257,7 @@ class Ranks:
             report.status = message["report"]["status"]
             report.stopped = message["report"]["stopped"]
             report.ended = message["report"]["ended"]
-            report.asked = message["report"]["asked"]
+            report.marks = message["report"]["marks"]
             if message["statistics"] is not None:
                 path = self._directory / f"stats-{peer.rank}.json"
                 path.write_text(json.dumps(message["statistics"]))
