@@ -237,7 +237,7 @@ async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
     ranks, address = await listen(tmp_path, 1)
     worker, channel = await join(address)
     tmp_path.rmdir()  # stands for a full disk
-    report = {"status": 0, "stopped": False, "ended": True, "asked": False}
+    report = {"status": 0, "stopped": False, "ended": True, "marks": []}
     channel.put(report=report, statistics={"seconds": 1})
     await send(worker, channel)
     await until(lambda: ranks.reports and ranks.reports[0].gone | bool(ranks.problem))
