@@ -30,7 +30,7 @@ class ProcessSet(process_sets.ProcessSet):
             raise ValueError(str(error)) from error
 
     @property
-    def process_set_id(self) -> int | None:  # type: ignore[override]
+    def process_set_id(self) -> int | None:
         """The lowest number that no other set had when this one was added; None if it is not."""
         return self._horovod_number
 
@@ -84,7 +84,7 @@ class _AllRanks(ProcessSet):
 global_process_set: ProcessSet = _AllRanks()
 
 
-def add_process_set(process_set: process_sets.ProcessSet | Iterable[int] | Any) -> ProcessSet:
+def add_process_set(process_set: Any) -> process_sets.ProcessSet:
     """``hvd_keras.add_process_set``.
 
     Raises:

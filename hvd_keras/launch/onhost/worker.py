@@ -437,9 +437,13 @@ class Worker:
         if not self._hvdrun_gone:
             status = self._send_result(status)
             self._look_for_arrival()
-            report = {"status": status, "stopped": self._stopped, "ended": self._has_ended()}
             folder = self._folder
-            report["marks"] = [] if folder is None else [m for m in MARKS if (folder / m).exists()]
+            report = {
+                "status": status,
+                "stopped": self._stopped,
+                "ended": self._has_ended(),
+                "marks": [m for m in MARKS if folder is not None and (folder / m).exists()],
+            }
             self._channel.put(report=report, statistics=self._read_statistics())
             self._reported = True
         if self._folder is not None:
