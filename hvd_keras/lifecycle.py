@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import enum
+import operator
 import os
 import sys
 import time
@@ -76,9 +77,15 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
             processes; or TensorFlow has already initialized all GPUs; or the native libraries are
             missing or were built for another TensorFlow; or this process has left a job while
             other ranks waited for it.
-        ValueError: an ``HVD_`` environment variable has an invalid value, or ``comm`` does not
-            contain this process, or a process set is invalid (see ``add_process_set``).
+        ValueError: an ``HVD_`` environment variable has an invalid value, or ``comm`` is no
+            communicator or list of ranks, or does not contain this process, or a process set is
+            invalid (see ``add_process_set``).
     """
+    if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
+        raise ValueError(
+            f"hvd.init: process_sets is {process_sets!r}, expected hvd.ProcessSet objects or lists "
+            'of ranks, or "dynamic".'
+        )
     core = _library.core()
     if rank_info.has_left_alone():
         raise RuntimeError(
@@ -104,6 +111,9 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         raise kind(core.hvd_error().decode())
     if comm is None:
         _refuse_lonely_world()
+    settings.tell_hvdrun(settings.JOINED)
+    if rank_info.size() < settings.launched()[2]:
+        settings.tell_hvdrun(settings.CHOSEN)
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()
     gpu.pin(rank_info.local_rank(), rank_info.local_size())
@@ -132,7 +142,7 @@ def shutdown() -> None:
 
 def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
     if process_sets is None or isinstance(process_sets, str):
-        return
+        return  # "dynamic"
     there = [process_set.ranks for process_set in added()]
     for wanted in process_sets:
         process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
@@ -149,12 +159,21 @@ def _members(comm: Any) -> tuple[list[int], int | None]:
     if hasattr(comm, "Get_group"):
         from mpi4py import MPI
 
+        if comm == MPI.COMM_NULL:
+            raise ValueError(
+                "hvd.init: comm is MPI.COMM_NULL, so this process is not among those of the job. "
+                "Call hvd.init only on those that are."
+            )
         return [], MPI._addressof(comm)
-    ranks = [int(rank) for rank in comm]
+    try:
+        ranks = [operator.index(rank) for rank in comm]
+    except TypeError:
+        ranks = []
     if not ranks or len(set(ranks)) < len(ranks):
         raise ValueError(
             f"hvd.init: comm is {comm!r}, expected ranks of MPI.COMM_WORLD, each once, or an "
-            "mpi4py communicator."
+            "mpi4py communicator. Of several communicators, give that of the whole job as comm, "
+            "and the others as process_sets=[hvd.ProcessSet(other), …]."
         )
     return ranks, None
 

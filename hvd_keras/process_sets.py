@@ -1,6 +1,7 @@
 """Process sets: subsets of the ranks with their own collectives."""
 
 import ctypes
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ class ProcessSet:
 
     Attributes:
         process_set_id: its number, the same on all ranks; None until it is added.
+        mpi_comm: the communicator, if it was created from one.
 
     Raises:
         ValueError: ``ranks_or_comm`` is empty, or a rank occurs twice.
@@ -29,9 +31,11 @@ class ProcessSet:
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         self.process_set_id: int | None = None
+        self.mpi_comm: Any = None
         self._ranks = self._world_ranks = None
         if hasattr(ranks_or_comm, "Get_group"):  # mpi4py's
             self._world_ranks = world_ranks_of(ranks_or_comm)
+            self.mpi_comm = ranks_or_comm
             return
         self._ranks = sorted(_integers(ranks_or_comm))
         if not self._ranks or len(set(self._ranks)) < len(self._ranks):
@@ -107,7 +111,7 @@ class ProcessSet:
 class _AllRanks(ProcessSet):
     def __init__(self) -> None:
         self.process_set_id = 0
-        self._ranks = self._world_ranks = None
+        self.mpi_comm = self._ranks = self._world_ranks = None
 
 
 global_process_set: ProcessSet = _AllRanks()
@@ -123,6 +127,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
 
     Args:
         process_set: a ``ProcessSet``, or the argument for one: ranks, or an mpi4py communicator.
+            With communicators, each rank may pass the one that it is in, as ``MPI.Comm.Split`` has
+            made them: a set is added for each of them.
 
     Returns:
         The process set, ready for use.
@@ -137,9 +143,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set} has been added already.")
     # The ranks may have been in other jobs before, and have used different numbers.
-    views = agree.gather_json("add_process_set", [process_set.ranks, _next_number])
-    asked = [ranks for ranks, _ in views]
-    if any(ranks != asked[0] for ranks in asked):
+    is_comm = process_set.mpi_comm is not None
+    views = agree.gather_json("add_process_set", [process_set.ranks, _next_number, is_comm])
+    asked = [ranks for ranks, _, _ in views]
+    is_split = all(is_comm for _, _, is_comm in views) and all(
+        asked[member] == ranks for ranks in asked for member in ranks
+    )
+    if any(ranks != asked[0] for ranks in asked) and not is_split:
         raise ValueError(
             "hvd.add_process_set: the ranks pass different process sets:"
             + "".join(f"\n  rank {r}: {ranks}" for r, ranks in enumerate(asked))
@@ -150,9 +160,13 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
             f"{rank_info.size() - 1}."
         )
     for other in added():
-        if other.ranks == process_set.ranks:
+        if other.ranks in asked:
             raise ValueError(f"hvd.add_process_set: {other} has the same ranks. Use that one.")
-    _begin(process_set, max(number for _, number in views))
+    number = max(number for _, number, _ in views)
+    for ranks in sorted(map(list, set(map(tuple, asked)))):
+        is_own = ranks == process_set.ranks
+        _begin(process_set if is_own else type(process_set)(ranks), number)
+        number += 1
     return process_set
 
 
@@ -160,7 +174,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Removes a process set. Every rank of the job must call it, in the set or not.
 
     Args:
-        process_set: the set to remove.
+        process_set: the set to remove; of sets made by ``MPI.Comm.Split`` each rank's own.
 
     Returns:
         True if it was removed; False if it was not added.
@@ -172,15 +186,20 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         raise ValueError(
             "hvd.remove_process_set: got the set of all ranks, which cannot be removed."
         )
-    asked = agree.gather_json("remove_process_set", process_set.process_set_id)
-    if any(number != asked[0] for number in asked):
+    number = None if process_set.process_set_id is None else process_set.id()
+    asked = agree.gather_json("remove_process_set", number)
+    is_split = None not in asked and all(
+        asked[member] == number for number in asked for member in of_id(number).ranks
+    )
+    if any(number != asked[0] for number in asked) and not is_split:
         raise ValueError(
             "hvd.remove_process_set: the ranks pass different process sets:"
             + "".join(f"\n  rank {r}: {number}" for r, number in enumerate(asked))
         )
     if process_set.process_set_id is None:
         return False
-    _end(process_set)
+    for number in set(asked):
+        _end(of_id(number))
     return True
 
 
@@ -223,13 +242,15 @@ def world_ranks_of(comm: Any) -> list[int]:
     """The ranks in ``MPI.COMM_WORLD`` of an mpi4py communicator's processes, in its order."""
     from mpi4py import MPI
 
+    if comm == MPI.COMM_NULL:
+        raise ValueError("got MPI.COMM_NULL, expected a communicator that this process is in.")
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     return list(MPI.Group.Translate_ranks(group, range(group.Get_size()), world))
 
 
 def _integers(ranks: Any) -> list[int]:
     try:
-        return [int(rank) for rank in ranks]
+        return [operator.index(rank) for rank in ranks]
     except TypeError as error:
         raise TypeError(
             f"got {ranks!r}, expected ranks, such as [0, 2], or an mpi4py communicator."

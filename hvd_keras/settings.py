@@ -11,9 +11,11 @@ import pathlib
 import re
 from typing import Any
 
-#: Equal to the constant in hvd_keras/launch/onhost/worker.py, which cannot import this module.
+#: Equal to the constants in hvd_keras/launch/onhost/worker.py, which cannot import this module.
 SCRIPT_HAS_ENDED = "ended"
 ASKED_FOR = "asked-for"
+JOINED = "joined"
+CHOSEN = "chosen"
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -120,11 +122,16 @@ def launched() -> tuple[str, str, int]:
     return "", "", 1
 
 
-def note_that_hvd_keras_is_asked_for() -> None:
-    """Lets hvdrun expect that this program calls ``hvd.init()``."""
+def tell_hvdrun(mark: str) -> None:
+    """Tells hvdrun, if it has started this process, something about this rank.
+
+    Args:
+        mark: ``ASKED_FOR``: the program uses hvd_keras, so it should call ``hvd.init()``;
+            ``JOINED``: ``hvd.init()`` has succeeded; ``CHOSEN``: with a ``comm`` of some ranks.
+    """
     if arrival := os.environ.get("HVDRUN_ARRIVAL"):
-        with contextlib.suppress(OSError):  # hvdrun then takes it for another program
-            pathlib.Path(arrival).with_name(ASKED_FOR).touch()
+        with contextlib.suppress(OSError):  # it takes the program for one without hvd_keras
+            pathlib.Path(arrival).with_name(mark).touch()
 
 
 def point_mpi4py_at(mpi_library: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import hvd_keras
 from hvd_keras import lifecycle, log, rank_info
+from hvd_keras.horovod.process_sets import as_process_set, global_process_set
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
@@ -18,7 +19,11 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     Raises:
         As ``hvd_keras.init``.
     """
+    if process_sets is not None and not isinstance(process_sets, str):
+        process_sets = [as_process_set(given) for given in process_sets]
     lifecycle.init(comm, process_sets)
+    if hasattr(comm, "Get_group"):
+        global_process_set.mpi_comm = comm
     if rank_info.rank() == 0:
         _tell()
 

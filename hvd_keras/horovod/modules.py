@@ -25,7 +25,7 @@ def fill(module: str) -> Filled:
     Args:
         module: its full name, such as "horovod.tensorflow".
     """
-    settings.note_that_hvd_keras_is_asked_for()
+    settings.tell_hvdrun(settings.ASKED_FOR)
     homes = names.MODULES[module]
 
     def get(name: str) -> Any:

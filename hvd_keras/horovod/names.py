@@ -40,6 +40,7 @@ class Row:
 
 _COLLECTIVES = "horovod.collectives"
 _KERAS = "horovod.keras_collectives"
+_SETS = "horovod.process_sets"
 _TRAINING = "horovod.training"
 _ELASTIC = "horovod.elastic"
 
@@ -73,7 +74,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
             horovod="always False",
             home="horovod.common",
         ),
-        Row("rank_op size_op local_rank_op local_size_op process_set_included_op"),
+        Row("rank_op local_rank_op local_size_op"),
+        Row("size_op process_set_included_op", home=_SETS),
         Row(
             "start_timeline stop_timeline",
             note="there are no cycles to mark; see also `hvd.stats()`",
@@ -135,14 +137,16 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "ProcessSet add_process_set global_process_set",
-            note="can be added at any time; no `mpi_comm`; ids are not reused; `size()` of a set "
-            "that was not added is its number of ranks",
+            note="can be added at any time; ids are not reused; `size()` of a set that was not "
+            "added is its number of ranks",
+            horovod="can be added at any time",
+            home=_SETS,
         ),
         Row(
             "remove_process_set",
             note="removing the global set is an error",
             horovod="",
-            home="horovod.process_sets",
+            home=_SETS,
         ),
         Row("Compression", note="also `.bf16`; `Compressor` is public"),
         Row("Compressor", "same", "base class for your own compression"),
@@ -173,6 +177,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "….get_local_and_global_gradients",
             "gone",
             "`gradient` returns both in the order of the sources",
+            horovod="",
             home=None,
         ),
         Row("PartialDistributedGradientTape", home=_TRAINING),
@@ -298,7 +303,6 @@ _BUILT = (
     "mpi_built gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built "
     "mpi_enabled gloo_enabled mpi_threads_supported"
 )
-_PROCESS_SETS = "ProcessSet add_process_set global_process_set"
 
 
 def _of(home: str, names: str) -> dict[str, str]:
@@ -332,8 +336,9 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.common.exceptions": _of(
         "horovod.common", "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError"
     ),
-    "horovod.common.process_sets": _of("", _PROCESS_SETS)
-    | _of("horovod.process_sets", "remove_process_set"),
+    "horovod.common.process_sets": _of(
+        _SETS, "ProcessSet add_process_set global_process_set remove_process_set"
+    ),
 }
 
 #: Modules that raise ImportError, with the reason.

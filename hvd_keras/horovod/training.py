@@ -13,7 +13,7 @@ from hvd_keras._keras import keras
 from hvd_keras.horovod import keras_training
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import loading, tape
+from hvd_keras.training import exchange, forgotten, loading, tape
 from hvd_keras.training.optimizer import local_variables
 
 
@@ -75,23 +75,72 @@ class DistributedGradientTape(tape.DistributedGradientTape):
         """As ``hvd_keras.DistributedGradientTape.gradient``."""
         kwargs.pop("use_generic_names", None)
         if self._alone:
+            forgotten.mark_reduced(tf.nest.flatten(sources))
             return self._tape.gradient(target, sources, *args, **kwargs)
         return super().gradient(target, sources, *args, **kwargs)
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Sequence[Any],
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """``gradient``, by whether a source belongs to this rank.
+
+        Args:
+            target, sources, output_gradients: as in ``tf.GradientTape.gradient``.
+            use_generic_names: has no effect: names are generic always.
+
+        Returns:
+            The sources that were registered as local, with their gradients; and all others, with
+            theirs over all ranks. Both in the order of ``sources``.
+
+        Raises:
+            As ``gradient``.
+        """
+        gradients = self.gradient(target, sources, output_gradients)
+        own = {exchange.variable_id(source) for source in self._local}
+        pairs: tuple[list[Any], list[Any]] = [], []
+        for source, gradient in zip(sources, gradients, strict=True):
+            pairs[exchange.variable_id(source) not in own].append((source, gradient))
+        return pairs
 
 
 def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     gradtape: tf.GradientTape,
-    *args: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ops.ReduceOp = ops.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
-    **kwargs: Any,
+    scale_local_gradients: bool = True,
 ) -> DistributedGradientTape:
     """``hvd_keras.PartialDistributedGradientTape``.
 
     Raises:
         As ``hvd_keras.PartialDistributedGradientTape``.
     """
-    partial = DistributedGradientTape(gradtape, *args, **kwargs)
-    for variable in local_variables(local_layers):
+    variables = local_variables(local_layers)
+    partial = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for variable in variables:
         partial.register_local_source(variable)
     return partial
 

@@ -254,8 +254,8 @@ def _add_programs(group: argparse._ArgumentGroup) -> None:
     add(
         "--separate",
         action="store_true",
-        help="allow that no rank calls hvd.init() though the program uses hvd_keras (default: off: "
-        "exit status 1)",
+        help="allow that ranks of a program that uses hvd_keras end without having completed "
+        "hvd.init() (default: off: exit status 1)",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import shutil
@@ -55,19 +56,15 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
         await _sweep_lost(spec, signals, 0.0)
     if verdict.status != 0 and commits.exists():
         _say(f"to go on from the last commit, start the job again with HVD_COMMITS={commits}")
-    if verdict.separate and not spec.options.separate and _is_wanted(spec, verdict):
+    # Programs that do not use hvd_keras never call hvd.init().
+    options = spec.options
+    if verdict.apart and not options.separate and (verdict.asked or options.horovod):
         _say(
-            "no rank called hvd.init(), so these were separate runs, which trained separate models "
-            "and overwrote each other's files if they wrote any. Call hvd.init() first, on every "
-            "rank; or use --separate if it is intended"
+            f"{verdict.apart}. Call hvd.init() first, on every rank, and end if it fails; or use "
+            "--separate if it is intended"
         )
-        return Verdict(1, [], True)
+        return dataclasses.replace(verdict, status=verdict.status or 1)
     return verdict
-
-
-def _is_wanted(spec: JobSpec, verdict: Verdict) -> bool:
-    """Whether the command is a program of hvd_keras: other programs never call hvd.init()."""
-    return verdict.asked or bool(spec.options.horovod)
 
 
 async def _sweep_lost(spec: JobSpec, signals: Signals, patience: float) -> None:

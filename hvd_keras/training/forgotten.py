@@ -64,6 +64,7 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
     if (
         _alone_on_purpose.get()
         or exchanged.get()
+        or hasattr(optimizer, "_hvd_alone")
         or building.is_building()
         or not rank_info.is_initialized()
         or rank_info.size() == 1
@@ -88,6 +89,13 @@ _empty_broadcast = False
 _synchronized = exchange.VariableSet()
 _reduced = exchange.VariableSet()
 _reductions = 0
+
+
+def mark_alone(optimizer: Any) -> None:
+    """Records that a script leaves this rank out of what others train together."""
+    optimizer._hvd_alone = True
+    if hasattr(optimizer, "inner_optimizer"):
+        optimizer.inner_optimizer._hvd_alone = True
 
 
 def mark_synchronized(variables: Iterable[Any]) -> None:

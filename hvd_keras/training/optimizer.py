@@ -138,7 +138,7 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
         The same optimizer.
 
     Raises:
-        ValueError: a local layer is not built; and as ``DistributedOptimizer``.
+        ValueError: a local layer is not built, or none; and as ``DistributedOptimizer``.
     """
     variables = local_variables(local_layers)
     distributed = DistributedOptimizer(optimizer, *args, **kwargs)
@@ -151,7 +151,7 @@ def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | 
     """All variables of layers that belong to this rank alone.
 
     Raises:
-        ValueError: a layer is not built.
+        ValueError: a layer is not built, or none.
     """
     if layers is None:
         return []
@@ -159,6 +159,8 @@ def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | 
         layers = [layers]
     layers = list(layers)
     for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(f"local_layers has {layer!r}, expected layers of Keras.")
         if not layer.built:
             raise ValueError(
                 f"local layer {layer.name!r} has no variables yet. Build the model first: give it "

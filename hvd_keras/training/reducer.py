@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log, ops, settings
+from hvd_keras import log, ops, rank_info, settings
 from hvd_keras._keras import keras, require
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import buckets, building, exchange, forgotten
@@ -85,10 +85,11 @@ class GradientReducer:
                 distributes the step, too.
         """
         gradients = list(gradients)
+        if rank_info.size() > 1 and not building.is_building():
+            forgotten.mark_reduced(variables)
         if self.process_set.size() == 1 or not gradients or building.is_building():
             return Step(self, None, gradients, [], [])
         exchange.refuse_strategies()
-        forgotten.mark_reduced(variables)
         gradients = self.options.densified(gradients)
         local_ids = {*self.local, *map(exchange.variable_id, local)}
         shared = [i for i, v in enumerate(variables) if exchange.variable_id(v) not in local_ids]

@@ -116,7 +116,7 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
         The tape.
 
     Raises:
-        ValueError: a local layer is not built; and as ``DistributedGradientTape``.
+        ValueError: a local layer is not built, or none; and as ``DistributedGradientTape``.
     """
     tape = DistributedGradientTape(gradtape, *args, **kwargs)
     for variable in local_variables(local_layers):

@@ -22,7 +22,7 @@ def table_of_names() -> str:
         for row in rows:
             listed = ", ".join(f"`{name}`" for name in row.names.split())
             horovod = row.horovod if row.note or row.horovod != names.LIKEWISE else ""
-            if row.home is None and row.state != "same":
+            if row.home is None and row.state != "same" and row.horovod == names.LIKEWISE:
                 horovod = "not there"
             lines.append(f"| {listed} | {row.state} | {row.note} | {horovod} |")
     return "\n".join(lines)

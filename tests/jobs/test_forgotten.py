@@ -95,6 +95,28 @@ for batch in range(3):
         loss = tf.reduce_mean((model(x) - 1.0) ** 2)
     gradients = [hvd.allreduce(g) for g in tape.gradient(loss, model.trainable_variables)]
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+
+import hvd_keras.horovod  # a rank outside of a process set, or alone in one
+hvd_keras.horovod.install()
+import horovod.tensorflow.keras as horovod
+import horovod.tensorflow as horovod_tensorflow
+for process_set in (hvd.add_process_set([0]), hvd.add_process_set([1])):
+    alone = keras.Sequential([keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD()
+    alone.compile(horovod.DistributedOptimizer(optimizer, process_set=process_set), loss="mse")
+    alone.fit(x, y, verbose=0)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer = horovod.PartialDistributedOptimizer(optimizer, process_set=process_set)
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(tf.reduce_mean(alone(x) ** 2))
+    optimizer.apply(tape.gradient(loss, alone.trainable_variables), alone.trainable_variables)
+    optimizer = keras.optimizers.SGD()
+    alone = keras.Sequential([keras.layers.Dense(1)])
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(alone(x) ** 2)
+    tape = horovod_tensorflow.DistributedGradientTape(tape, process_set=process_set)
+    optimizer.apply(tape.gradient(loss, alone.trainable_variables), alone.trainable_variables)
+
 weights = hvd.allgather(np.concatenate([w.ravel() for w in model.get_weights()])[None]).numpy()
 assert (weights == weights[0]).all()
 """

@@ -194,7 +194,16 @@ except AttributeError:
     hvd = None
 print("trained")
 """
-TOLD = "no rank called hvd.init(), so these were separate runs"
+TOLD = "no rank has completed hvd.init(), so these were separate runs"
+
+FAILED = """
+import hvd_keras as hvd
+os.environ["HVD_BUCKET_BYTES"] = "many"
+try:
+    hvd.init()
+except ValueError:
+    print("trained")
+"""
 
 
 @pytest.mark.parametrize(
@@ -205,16 +214,36 @@ TOLD = "no rank called hvd.init(), so these were separate runs"
         (["--horovod", "--separate"], SERIAL, 0),
         (["--horovod"], "print('trained')", 1),  # a Python that does not see PYTHONPATH, say
         ([], "import hvd_keras as hvd; hvd.linear_scaling; print('trained')", 1),
+        ([], FAILED, 1),
         ([], "import hvd_keras; print('trained')", 0),
         ([], "print('trained')", 0),
     ],
-    ids=["import", "restarts", "separate", "nothing", "hvd_keras", "unused", "other program"],
+    ids=["import", "restarts", "separate", "nothing", "hvd_keras", "failed", "unused", "other"],
 )
 def test_separate_runs_are_a_failure(hvdrun, options, text, status) -> None:
     command = [sys.executable, hvdrun.script(text)]
     done = hvdrun.run(*options, "-np", "2", "--oversubscribe", *command)
     assert done.stdout.count("trained") == 2, done.stderr
     assert (done.returncode, done.stderr.count(TOLD)) == (status, status), done.stderr
+
+
+def test_a_rank_that_runs_without_the_others_is_named(hvdrun) -> None:
+    """After what has ended the job: rank 0 has waited for it."""
+    text = """
+        if rank == 1:
+            meet(1)
+            sys.exit()
+        open("here-0", "w").close()
+        import hvd_keras as hvd
+        hvd.init()
+    """
+    hvdrun.environment |= {"HVD_TIMEOUT_SECONDS": "2", "HVD_FIRST_TIMEOUT_SECONDS": "2"}
+    done = hvdrun.python(2, text)
+    first, *others = [line for line in done.stderr.splitlines() if line.startswith("hvdrun: ")]
+    assert done.returncode == 1, done.stderr
+    assert first.startswith("hvdrun: rank 1 exited (status 0) while the others"), done.stderr
+    said = "hvdrun: rank 1 has not completed hvd.init(), and has run without the others"
+    assert sum(line.startswith(said) for line in others) == 1, done.stderr
 
 
 def test_one_rank_needs_no_init(hvdrun) -> None:

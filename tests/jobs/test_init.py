@@ -71,9 +71,16 @@ def test_ranks_and_communicators(tmp_path: pathlib.Path) -> None:
         hvd.shutdown()
         assert pair.process_set_id is None
 
-        for wrong, text in (([0, 0], "each once"), ([0, 7], "rank 7 of comm does not exist")):
+        for wrong, text in (
+            (dict(comm=[0, 0]), "each once"),
+            (dict(comm=[0, 7]), "rank 7 of comm does not exist"),
+            (dict(comm=7), "an mpi4py communicator"),
+            (dict(comm=MPI.COMM_NULL), "not among those"),
+            (dict(comm=[world, world]), "as process_sets=[hvd.ProcessSet(other), …]"),
+            (dict(process_sets="static"), "is 'static', expected hvd.ProcessSet objects"),
+        ):
             try:
-                hvd.init(comm=wrong)
+                hvd.init(**wrong)
                 raise SystemExit("no error")
             except ValueError as error:
                 assert text in str(error), error

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from hvd_keras.exit_codes import FOLLOWERS
-from hvd_keras.launch.follow.outcome import TIE, Report, judge
+from hvd_keras.launch.follow.outcome import TIE, Report, describe_apart, judge
 
 
 def gone(time: float, status: int | None = None) -> Report:
@@ -58,3 +58,21 @@ def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) 
     assert judge(reports, 2, status).culprit is None
     reports[1].ended = True
     assert judge(reports, 2, status).culprit == 1
+
+
+def test_ranks_that_have_not_joined_are_named_if_they_have_ended_well() -> None:
+    def ended(*marks: str, status: int = 0, stopped: bool = False) -> Report:
+        return Report(status, 10.0, stopped, marks=marks)
+
+    together = {rank: ended("asked-for", "joined") for rank in range(3)}
+    assert describe_apart(together, 3) == ""
+    # A rank that fails may do so before hvd.init(); one that is asked to end has not run for long.
+    others = {3: ended(status=1), 4: ended(stopped=True)}
+    assert describe_apart(together | others, 5) == ""
+    said = describe_apart(together | others | {5: ended("asked-for")}, 6)
+    assert said.startswith("rank 5 has not completed hvd.init(), and has run without")
+    assert describe_apart({0: ended(), 1: ended()}, 2).startswith("no rank has completed")
+    assert describe_apart({0: ended()}, 1) == ""
+    # hvd.init(comm=[0, 1]): the script has chosen.
+    chosen = {rank: ended("joined", "chosen") for rank in range(2)}
+    assert describe_apart(chosen | {2: ended()}, 3) == ""

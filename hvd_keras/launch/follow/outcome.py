@@ -22,18 +22,19 @@ _FOLLOWED = {
 class Report:
     """What is known of one rank.
 
-    `asked` tells that it has used hvd_keras, `arrived` that it has called `hvd.init()`, `ended`
-    that its script has ended by itself after that, with an exit status of its own choice. Of a rank
-    on several hosts besides: its `host`; whether its worker is `gone`; how the connection was
-    `lost`, in words; and when mpirun's daemon there had died before anybody asked the rank to end.
+    `arrived` tells that it has called `hvd.init()`, `ended` that its script has ended by itself
+    after that, with an exit status of its own choice, and `marks` what `settings.tell_hvdrun` has
+    told. Of a rank on several hosts besides: its `host`; whether its worker is `gone`; how the
+    connection was `lost`, in words; and when mpirun's daemon there had died before anybody asked
+    the rank to end.
     """
 
     status: int | None
     time: float
     stopped: bool
-    asked: bool = False
     arrived: bool = False
     ended: bool = False
+    marks: Collection[str] = ()
     host: str = ""
     gone: bool = False
     lost: str = ""
@@ -62,9 +63,8 @@ class Verdict:
     """The exit status of hvdrun and its last words.
 
     `explained` tells whether they name a cause, `culprit` is the rank that failed first, if one
-    did, and `waiting` is a rank that knows more. Of a job that succeeded, `separate` tells that its
-    ranks did not train together: none of several called hvd.init(), and `asked` whether one of them
-    has used hvd_keras.
+    did, and `waiting` is a rank that knows more. `apart` tells which ranks have ended well without
+    having joined the job, and `asked` whether a rank has used hvd_keras at all.
     """
 
     status: int
@@ -72,7 +72,7 @@ class Verdict:
     explained: bool
     culprit: int | None = None
     waiting: int | None = None
-    separate: bool = False
+    apart: str = ""
     asked: bool = False
 
 
@@ -142,9 +142,7 @@ def judge(
         report.status == 0 and not report.stopped
         for report in reports.values()
     ):
-        separate = size > 1 and not any(report.arrived for report in reports.values())
-        asked = any(report.asked for report in reports.values())
-        return Verdict(0, [], True, separate=separate, asked=asked)
+        return Verdict(0, [], True)
     if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
         hosts = sorted({reports[rank].host for rank in on_lost})
         cause = f"lost {' and '.join(hosts)} with {_names(on_lost)}: the network or the host failed"
@@ -185,6 +183,30 @@ def judge(
         return Verdict(MPI_LOST, [cause, *others], False)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
     return Verdict(_shell_status(mpirun_status) or 1, [cause, *others], False)
+
+
+def describe_apart(reports: dict[int, Report], size: int) -> str:
+    """Say which of several ranks have ended well outside of the job; empty if none has.
+
+    With a `comm` of some ranks, the script has chosen who joins.
+    """
+    apart = [
+        rank
+        for rank, report in sorted(reports.items())
+        if report.status == 0 and not report.stopped and "joined" not in report.marks
+    ]
+    if size == 1 or not apart or any("chosen" in report.marks for report in reports.values()):
+        return ""
+    if len(apart) == size:
+        return (
+            "no rank has completed hvd.init(), so these were separate runs, which trained separate "
+            "models and overwrote each other's files if they wrote any"
+        )
+    have, it = ("have", "they") if apart[1:] else ("has", "it")
+    return (
+        f"{_names(apart)} {have} not completed hvd.init(), and {have} run without the others, "
+        f"whose files {it} may have overwritten"
+    )
 
 
 def _describe_absent(reports: dict[int, Report]) -> str:

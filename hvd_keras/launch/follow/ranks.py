@@ -251,7 +251,7 @@ class Ranks:
             report.status = message["report"]["status"]
             report.stopped = message["report"]["stopped"]
             report.ended = message["report"]["ended"]
-            report.asked = message["report"]["asked"]
+            report.marks = message["report"]["marks"]
             if message["statistics"] is not None:
                 self.statistics[peer.rank] = message["statistics"]
             peer.finish()

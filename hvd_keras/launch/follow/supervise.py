@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import resource
 import shutil
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow.outcome import Verdict, has_failed, judge
+from hvd_keras.launch.follow.outcome import Verdict, describe_apart, has_failed, judge
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
 from hvd_keras.launch.onhost.process import GRACE, die_with_parent
@@ -256,7 +257,12 @@ class Job:
             if mpirun_status < 0 and not self._stopping:  # its daemons died of that
                 for report in reports.values():
                     report.orphaned = INFINITY
-            verdict = judge(reports, self.ranks.size, mpirun_status, lost)
+            size = self.ranks.size
+            verdict = dataclasses.replace(
+                judge(reports, size, mpirun_status, lost),
+                apart=describe_apart(reports, size),
+                asked=any(report.arrived or report.marks for report in reports.values()),
+            )
             if self.ranks.problem:
                 lines = [self.ranks.problem, *verdict.lines[1:]]
                 verdict = Verdict(1, lines, False)

@@ -54,7 +54,7 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 # holds what `hvd_keras.run` calls.
 ARRIVAL = "HVDRUN_ARRIVAL"
 SCRIPT_HAS_ENDED = "ended"
-ASKED_FOR = "asked-for"
+MARKS = ("asked-for", "joined", "chosen")
 CALL = "HVDRUN_CALL"
 
 # Its files: the pickled function with its arguments, and what the function has returned.
@@ -435,8 +435,13 @@ class Worker:
         if not self._hvdrun_gone:
             status = self._send_result(status)
             self._look_for_arrival()
-            report = {"status": status, "stopped": self._stopped, "ended": self._has_ended()}
-            report["asked"] = self._folder is not None and (self._folder / ASKED_FOR).exists()
+            folder = self._folder
+            report = {
+                "status": status,
+                "stopped": self._stopped,
+                "ended": self._has_ended(),
+                "marks": [m for m in MARKS if folder is not None and (folder / m).exists()],
+            }
             self._channel.put(report=report, statistics=self._read_statistics())
             self._reported = True
         if self._folder is not None:

@@ -137,6 +137,47 @@ def test_a_rank_outside_of_a_process_set() -> None:
     assert not hvd.remove_process_set(hvd.global_process_set)
 
 
+@pytest.mark.parametrize("is_graph", [False, True])
+def test_local_and_global_gradients(is_graph: bool) -> None:
+    keras = pytest.importorskip("keras")
+    own, shared = keras.layers.Dense(1, use_bias=False), keras.layers.Dense(1, use_bias=False)
+    for layer in (own, shared):
+        layer.build((None, 1))
+        layer.kernel.assign([[1.0]])
+
+    def gradients(make, **options):
+        with tf.GradientTape() as plain:
+            loss = (RANK + 1.0) * (own(tf.ones((1, 1))) + 2.0 * shared(tf.ones((1, 1))))
+        sources = [shared.kernel.value, own.kernel.value]
+        tape = make(plain, **options)
+        local, others = tape.get_local_and_global_gradients(loss, sources, None, True)
+        assert [id(source) for source, _ in local + others] == [id(x) for x in sources[::-1]]
+        return [gradient for _, gradient in local + others]
+
+    def registered(plain):
+        tape = hvd.DistributedGradientTape(plain)
+        tape.register_local_source(own.kernel.value)
+        return tape
+
+    def by_position(plain, **options):
+        none = hvd.Compression.none
+        return hvd.PartialDistributedGradientTape(
+            plain, "", "", none, False, hvd.Sum, 1.0, 0, None, hvd.global_process_set, own, False
+        )
+
+    means = [(RANK + 1) / SIZE, SIZE + 1]
+    for make, options, expected in (
+        (registered, {}, means),
+        (hvd.PartialDistributedGradientTape, {"local_layers": [own]}, means),
+        (by_position, {}, [RANK + 1, SIZE * (SIZE + 1)]),
+    ):
+        step = tf.function(gradients) if is_graph else gradients
+        np.testing.assert_allclose(np.ravel(step(make, **options)), expected, rtol=1e-6)
+    for make in (hvd.PartialDistributedGradientTape, horovod.keras.PartialDistributedOptimizer):
+        with pytest.raises(ValueError, match="expected layers of Keras"):
+            make(tf.GradientTape(), local_layers=["dense"])
+
+
 @pytest.mark.parametrize("module", KERAS_MODULES, ids=lambda module: module.__name__)
 def test_collectives_of_the_keras_modules(module) -> None:
     """Their second argument is the name."""
@@ -179,6 +220,58 @@ def test_local_variables_keep_their_values() -> None:
     for variable in model.variables:
         expected = RANK + 1.0 if any(variable is one for one in local) else 1.0
         np.testing.assert_array_equal(variable, np.full(variable.shape, expected))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="the set of rank 0 is that of all ranks")
+def test_process_sets_are_numbered_and_written_as_horovods() -> None:
+    everyone = f"ProcessSet(process_set_id=0, ranks={list(range(SIZE))}, mpi_comm=None)"
+    assert str(hvd.global_process_set) == everyone
+    wanted = hvd.ProcessSet([0])
+    assert (wanted.size(), wanted.rank(), wanted.process_set_id) == (None, None, None)
+    assert hvd.add_process_set(wanted) is wanted
+    others = hvd.add_process_set(range(1, SIZE))
+    assert isinstance(others, hvd.ProcessSet)
+    first = wanted.process_set_id
+    assert str(wanted) == f"ProcessSet(process_set_id={first}, ranks=[0], mpi_comm=None)"
+    assert hvd.remove_process_set(wanted)
+    assert (wanted.process_set_id, wanted.size()) == (None, None)
+    again = hvd.add_process_set([0])
+    assert again.process_set_id == first  # of a set that was removed
+    with pytest.raises(ValueError, match="was not added"):
+        hvd.allreduce(1, op=hvd.Sum, process_set=wanted)
+    for process_set in (again, others):
+        number = process_set.process_set_id
+        assert int(hvd.size_op(number)) == process_set.size() == len(process_set.ranks)
+        assert bool(hvd.process_set_included_op(number)) == process_set.included()
+        if process_set.included():
+            assert int(hvd.allreduce(RANK, op=hvd.Sum, process_set=process_set)) == sum(
+                process_set.ranks
+            )
+        assert hvd.remove_process_set(process_set)
+    assert not hvd.remove_process_set(others)
+    for wrong in (["0"], [0.5], 7):
+        with pytest.raises(ValueError, match="expected ranks"):
+            hvd.ProcessSet(wrong)
+
+
+@pytest.mark.parametrize("module", [hvd, hvd_keras])
+@pytest.mark.skipif(SIZE == 1, reason="the set of rank 0 is that of all ranks")
+def test_each_rank_gives_the_communicator_that_it_is_in(module) -> None:
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Split(RANK % 2, RANK)
+    process_set = module.add_process_set(comm)
+    assert process_set.mpi_comm is comm
+    assert process_set.ranks == list(range(RANK % 2, SIZE, 2))
+    total = module.allreduce(RANK, op=module.Sum, process_set=process_set)
+    assert int(total) == sum(process_set.ranks)
+    with pytest.raises(ValueError, match="has the same ranks"):
+        module.add_process_set(comm)
+    assert module.remove_process_set(process_set)
+    with pytest.raises(ValueError, match="different process sets"):
+        module.add_process_set([RANK])
+    with pytest.raises(ValueError, match="COMM_NULL"):
+        module.ProcessSet(MPI.COMM_NULL)
 
 
 def test_modules_have_every_name_of_the_table() -> None:
