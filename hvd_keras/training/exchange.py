@@ -128,9 +128,16 @@ class ExchangeOptions:
                 f"{self.op.value} nothing is divided. Leave one of them out."
             )
 
-    def scale_local(self, gradient: Any) -> Any:
-        """Scales the gradient of a variable that belongs to this rank."""
-        if gradient is None or not self.scale_local_gradients:
+    def scale_local(self, gradient: Any, is_divided: bool = False) -> Any:
+        """Scales the gradient of a variable that belongs to this rank.
+
+        Args:
+            gradient: of the variable.
+            is_divided: the variable is this rank's part of a table, and the gradient is the sum
+                over all ranks: it becomes what ``op`` makes of others.
+        """
+        scale = self.op is ops.Average if is_divided else self.scale_local_gradients
+        if gradient is None or not scale:
             return gradient
         factor = tf.constant(1 / self.process_set.size(), gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):

@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras import log
+from hvd_keras import log, shards
 from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import legacy_keras
+from hvd_keras.shards import clipping
 from hvd_keras.training import (
     checkpoint,
     fitting,
@@ -108,6 +109,12 @@ def _rows() -> list[Patch]:
             _telling(lambda grads, trainable_variables=None: trainable_variables or ()),
         ),
         Patch(
+            optimizers.Optimizer,
+            "add_variable_from_reference",
+            "to know the slots of tables that are divided between ranks",
+            shards.wrap_add_slot,
+        ),
+        Patch(
             optimizers.LossScaleOptimizer,
             "check_finite",
             "to skip a step on all ranks or on none",
@@ -183,7 +190,9 @@ def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
         def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
             if not hasattr(self, "_hvd_reducer"):
                 grads = list(grads)
-                forgotten.check_optimizer(self, variables_of(grads, *args, **kwargs))
+                variables = variables_of(grads, *args, **kwargs)
+                forgotten.check_optimizer(self, variables)
+                clipping.check_alone(self, variables)
             return method(self, grads, *args, **kwargs)
 
         apply.__doc__ = method.__doc__

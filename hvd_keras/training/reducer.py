@@ -15,9 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log, ops, rank_info, settings
+from hvd_keras import log, ops, rank_info, settings, shards
 from hvd_keras._keras import keras, require
 from hvd_keras.process_sets import ProcessSet
+from hvd_keras.shards import clipping
 from hvd_keras.training import buckets, building, exchange, forgotten
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
@@ -88,10 +89,12 @@ class GradientReducer:
         if rank_info.size() > 1 and not building.is_building():
             forgotten.mark_reduced(variables)
         if self.process_set.size() == 1 or not gradients or building.is_building():
-            return Step(self, None, gradients, [], [])
+            return Step(self, None, gradients, [], [], set())
         exchange.refuse_strategies()
         gradients = self.options.densified(gradients)
+        self._check_shards(variables)
         local_ids = {*self.local, *map(exchange.variable_id, local)}
+        local_ids.update(exchange.variable_id(v) for v in variables if shards.of(v))
         shared = [i for i, v in enumerate(variables) if exchange.variable_id(v) not in local_ids]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
         for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
@@ -111,7 +114,26 @@ class GradientReducer:
             )
             for i, value in zip(overwritten, largest, strict=True):
                 gradients[i] = value
-        return Step(self, plan, gradients, shared, overwritten)
+        divided = {i for i, variable in enumerate(variables) if shards.of(variable)}
+        return Step(self, plan, gradients, shared, overwritten, divided)
+
+    def _check_shards(self, variables: Sequence[Any]) -> None:
+        """Raises ValueError if the tables that are divided between ranks do not fit the options."""
+        for variable in variables:
+            shard = shards.of(variable)
+            if shard is None:
+                continue
+            path = getattr(variable, "path", variable.name)
+            if shard.process_set is not self.process_set:
+                raise ValueError(
+                    f"{self.name}: {path} is divided between {shard.process_set}, but "
+                    f"{self.process_set} trains it. Give both the same process_set."
+                )
+            if self.options.op is ops.Adasum:
+                raise ValueError(
+                    f"{self.name}: {path} is divided between ranks, so op=hvd.Adasum is not "
+                    "possible. Use hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
+                )
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(exchange.spec_of(v) for v in variables)
@@ -148,6 +170,8 @@ class Step:
     Attributes:
         gradients: in the order given; completed, those that travel not exchanged yet.
         exchanged: whether ``exchange`` was called.
+        divided: the places, among the gradients that the optimizer updates with, of those of tables
+            that are divided between ranks.
     """
 
     def __init__(
@@ -157,6 +181,7 @@ class Step:
         gradients: list[Any],
         shared: list[int],
         overwritten: list[int],
+        divided: set[int],
     ) -> None:
         self.gradients = gradients
         self._options = reducer.options
@@ -167,6 +192,7 @@ class Step:
             i for i, g in enumerate(gradients) if g is not None and i not in overwritten
         ]
         self.exchanged = plan is None
+        self.divided = {place for place, i in enumerate(self._updated) if i in divided}
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def finish(self) -> list[Any]:
@@ -193,8 +219,10 @@ class Step:
                 travelling[position] = gradient
         travelling = self._plan.exchange(travelling, self._options)
         return [
-            self._options.scale_local(gradient) if position is None else travelling[position]
-            for position, gradient in zip(positions, gradients, strict=True)
+            self._options.scale_local(gradient, place in self.divided)
+            if position is None
+            else travelling[position]
+            for place, (position, gradient) in enumerate(zip(positions, gradients, strict=True))
         ]
 
 
@@ -305,9 +333,8 @@ class KerasReducer(GradientReducer):
         optimizer._hvd_reducer = self
         optimizer.apply = self._apply
         optimizer.apply_gradients = self._apply_gradients
-        if optimizer.gradient_accumulation_steps:
-            require(optimizer, "_clip_gradients", "to exchange gradients after accumulation")
-            optimizer._clip_gradients = self._clip_gradients
+        require(optimizer, "_clip_gradients", "to exchange and clip accumulated gradients")
+        optimizer._clip_gradients = self._clip_gradients
         outermost.register_local_var = self.register_local
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
@@ -329,11 +356,11 @@ class KerasReducer(GradientReducer):
             variables = self.optimizer._trainable_variables
         step = self.begin(grads, variables := list(variables))
         token = forgotten.exchanged.set(True)
+        self._pending = step
         try:
             if not self.optimizer.gradient_accumulation_steps:
                 keras_apply(self.optimizer, step.finish(), trainable_variables)
                 return
-            self._pending = step
             keras_apply(self.optimizer, step.gradients, trainable_variables)
             # In eager execution Keras accumulates in one step and exchanges in another.
             if not step.exchanged and not tf.executing_eagerly():
@@ -344,11 +371,16 @@ class KerasReducer(GradientReducer):
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""
-        if self._pending is None:
-            raise self._not_exchanged("it calls _clip_gradients outside of apply")
-        grads = self._pending.exchange(grads)
-        if self._local_sum > 1:
-            grads = [g if g is None else g * tf.constant(self._local_sum, g.dtype) for g in grads]
+        step = self._pending
+        if self.optimizer.gradient_accumulation_steps:
+            if step is None:
+                raise self._not_exchanged("it calls _clip_gradients outside of apply")
+            grads = step.exchange(grads)
+            if self._local_sum > 1:
+                factor = self._local_sum
+                grads = [g if g is None else g * tf.constant(factor, g.dtype) for g in grads]
+        if step is not None and step.divided:
+            return clipping.clip(self.optimizer, grads, step.divided, self.name, self.process_set)
         return type(self.optimizer)._clip_gradients(self.optimizer, grads)
 
     def _not_exchanged(self, reason: str) -> RuntimeError:

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_keras import shards
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training.exchange import variable_id
@@ -81,7 +82,11 @@ def process_set_of(model: Any) -> ProcessSet | None:
 def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
     """The variables that all ranks have in common."""
     reducers = reducers_of(model)
-    return [v for v in variables if not any(is_local(reducer, v) for reducer in reducers)]
+    return [
+        variable
+        for variable in shards.without(variables)
+        if not any(is_local(reducer, variable) for reducer in reducers)
+    ]
 
 
 def is_local(reducer: GradientReducer, variable: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, settings
+from hvd_keras import ops, settings, shards
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.process_sets import ProcessSet, global_process_set
@@ -23,7 +23,8 @@ def broadcast_variables(
     """Assigns the root rank's values to the variables of every rank.
 
     Args:
-        variables: Keras variables or ``tf.Variable`` objects, in the same order on all ranks.
+        variables: Keras variables or ``tf.Variable`` objects, in the same order on all ranks. Parts
+            of tables that are divided between ranks, and optimizer slots of them, keep theirs.
         root_rank: the rank of the job whose values all ranks get.
         process_set: the ranks that take part.
         inplace: accepted for Horovod's scripts; variables are always assigned.
@@ -41,7 +42,7 @@ def broadcast_variables(
     if not tf.executing_eagerly() and not tf.inside_function():
         return tensorflow_v1.broadcast_variables(variables, root_rank, process_set)
     process_set.check_included("broadcast_variables")
-    variables = list(variables)
+    variables = shards.without(variables)
     if not variables and process_set.size() > 1:
         forgotten.warn_of_empty_broadcast(process_set)
     bucket: list[Any] = []

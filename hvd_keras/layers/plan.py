@@ -1,0 +1,108 @@
+"""Decides how the tables of a model are divided between ranks."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+from hvd_keras.shards import Layout
+
+Choice = Literal["auto", "rows", "columns"] | None
+CHOICES = ("auto", "rows", "columns", None)
+
+# A table of this size costs less to have on all ranks than to ask other ranks for.
+SMALL_BYTES = 1 << 20
+# How much more than its share a rank may have before a table is divided by columns.
+_UNBALANCED = 1.1
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSize:
+    """What the plan depends on.
+
+    Attributes:
+        name: the table's.
+        input_dim, output_dim: its rows and columns.
+        item_bytes: bytes of a value.
+        shard: what the user chose.
+    """
+
+    name: str
+    input_dim: int
+    output_dim: int
+    item_bytes: int
+    shard: Choice = "auto"
+
+    @property
+    def size(self) -> int:
+        """Bytes of the table."""
+        return self.input_dim * self.output_dim * self.item_bytes
+
+
+def layouts(tables: Sequence[TableSize], ranks: int) -> list[Layout | None]:
+    """How each table is divided; None: every rank has all of it.
+
+    With "auto", small tables are on all ranks. Of the others, those that are larger than half of a
+    rank's fair share are divided by rows. The rest goes, the largest first, to the rank that has
+    least; or by columns to all, where that rank would get more than its share.
+    """
+
+    def make(table: TableSize, kind: Literal["rows", "columns", "whole"], owner: int = 0) -> Layout:
+        return Layout(kind, table.input_dim, table.output_dim, ranks, owner)
+
+    chosen: dict[int, Layout] = {}
+    open_: list[int] = []
+    for i, table in enumerate(tables):
+        if table.shard == "rows" or table.shard == "columns":
+            chosen[i] = make(table, table.shard)
+        elif table.shard == "auto" and table.size > SMALL_BYTES:
+            open_.append(i)
+    share = sum(tables[i].size for i in (*chosen, *open_)) / ranks
+    whole: list[int] = []
+    for i in open_:
+        if ranks == 1 or 2 * tables[i].size > share:
+            chosen[i] = make(tables[i], "rows")
+        else:
+            whole.append(i)
+    loads = [sum(chosen[i].size(r) * tables[i].item_bytes for i in chosen) for r in range(ranks)]
+    for i in sorted(whole, key=lambda i: (-tables[i].size, i)):
+        rank = loads.index(min(loads))
+        too_much = loads[rank] + tables[i].size > _UNBALANCED * share
+        divide = too_much and tables[i].output_dim >= ranks
+        chosen[i] = make(tables[i], "columns") if divide else make(tables[i], "whole", rank)
+        for r in range(ranks):
+            loads[r] += chosen[i].size(r) * tables[i].item_bytes
+    return [chosen.get(i) for i in range(len(tables))]
+
+
+def as_text(tables: Sequence[TableSize], chosen: Sequence[Layout | None], ranks: int) -> str:
+    """The plan as a table: for each rank the MB that it has, and its share of the lookups."""
+    heads = ["table", "size", "divided", *(f"rank {r}" for r in range(ranks))]
+    lines = [heads]
+    loads = [0.0] * ranks
+    for table, layout in zip(tables, chosen, strict=True):
+        mb = [_mb_of(table, layout, r) for r in range(ranks)]
+        loads = [a + b for a, b in zip(loads, mb, strict=True)]
+        how = "on all ranks" if layout is None else "on one rank"
+        if layout is not None and layout.kind != "whole":
+            how = f"by {layout.kind}"
+        size = f"{table.input_dim} x {table.output_dim}"
+        cells = [f"{m:.1f} MB, {_lookups(layout, r)}" for r, m in enumerate(mb)]
+        lines.append([table.name, size, how, *cells])
+    lines.append(["all", "", "", *(f"{load:.1f} MB" for load in loads)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(row.rstrip() for row in rows)
+
+
+def _mb_of(table: TableSize, layout: Layout | None, rank: int) -> float:
+    values = table.input_dim * table.output_dim if layout is None else layout.size(rank)
+    return values * table.item_bytes / 1e6
+
+
+def _lookups(layout: Layout | None, rank: int) -> str:
+    """The share of all ranks' lookups that a rank answers, if all ids are equally frequent."""
+    if layout is None:
+        return "its own"
+    if layout.kind == "columns":
+        return "100%"
+    return f"{len(layout.part(rank).rows) / layout.input_dim:.0%}"

@@ -1,0 +1,73 @@
+"""Clips gradients by norms, where each rank has the gradients of its parts of tables."""
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops, shards
+from hvd_keras._keras import keras
+from hvd_keras.process_sets import ProcessSet
+
+
+def clip(
+    optimizer: Any, gradients: Sequence[Any], divided: Set[int], name: str, process_set: ProcessSet
+) -> Any:
+    """Does what ``optimizer._clip_gradients`` does in one process that has the whole tables.
+
+    Args:
+        optimizer: with Keras's options of clipping.
+        gradients: dense or sparse ones, or None; not in ``divided``, they are equal on all ranks.
+        divided: the places of the gradients of parts of tables.
+        name: identifies the optimizer on all ranks.
+        process_set: the ranks that have the other parts.
+    """
+    places = [i for i in sorted(divided) if gradients[i] is not None]
+    by_variable = optimizer.clipnorm and optimizer.clipnorm > 0
+    by_all = optimizer.global_clipnorm and optimizer.global_clipnorm > 0
+    if not places or not (by_variable or by_all):
+        return type(optimizer)._clip_gradients(optimizer, gradients)
+    mine = [keras.ops.sum(keras.ops.square(gradients[i])) for i in places]
+    sums = ops.grouped_allreduce(
+        mine, op=ops.Sum, name=f"{name} norms of tables", process_set=process_set
+    )
+    squares = dict(zip(places, sums, strict=True))
+    if not by_variable:
+        others = [
+            squares[i] if i in squares else keras.ops.sum(keras.ops.square(gradient))
+            for i, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
+        norm = tf.sqrt(tf.add_n(others))
+        limit = optimizer.global_clipnorm
+        # As Keras does it: NaN if the norm is not finite.
+        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+        return [g if g is None else g * scale for g in gradients]
+    clipped = list(gradients)
+    rest = [i for i in range(len(clipped)) if i not in squares]
+    cut = type(optimizer)._clip_gradients(optimizer, [clipped[i] for i in rest])
+    for i, gradient in zip(rest, cut, strict=True):
+        clipped[i] = gradient
+    for i, square in squares.items():
+        scaled = keras.ops.multiply(clipped[i], optimizer.clipnorm)  # sparse ones stay so
+        norm = tf.maximum(tf.sqrt(square), tf.cast(optimizer.clipnorm, square.dtype))
+        clipped[i] = keras.ops.divide(scaled, norm)
+    return clipped
+
+
+def check_alone(optimizer: Any, variables: Iterable[Any]) -> None:
+    """Refuses an optimizer that would clip by norms of this rank's parts.
+
+    Raises:
+        ValueError: it is not distributed, clips by norms and updates a part of a table.
+    """
+    if not (getattr(optimizer, "clipnorm", None) or getattr(optimizer, "global_clipnorm", None)):
+        return
+    for variable in variables:
+        shard = shards.of(variable)
+        if shard is not None and shard.process_set.size() > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} clips by norms (clipnorm, global_clipnorm), but each "
+                f"rank has a part of {variable.path} only. Use hvd.DistributedOptimizer, which "
+                "computes the norms over all ranks, in place of a tape, or leave clipping out."
+            )

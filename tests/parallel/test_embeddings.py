@@ -1,0 +1,382 @@
+"""N ranks with parts of tables train like one process with plain Keras's whole tables."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+ROWS, COLUMNS, BATCH, STEPS = 23, 5, 4, 3
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+layers = keras.layers
+
+
+def divided(**options: Any) -> Callable[..., Any]:
+    return lambda **more: hvd.layers.Embedding(ROWS, COLUMNS, **options, **more)
+
+
+def plain(**options: Any) -> Any:
+    return layers.Embedding(ROWS, COLUMNS, **options)
+
+
+def model_of(embedding: Callable[..., Any], **options: Any) -> keras.Model:
+    """Two features share a table."""
+    table = embedding(**options)
+    one, two = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
+    both = layers.Concatenate(axis=1)([table(one), table(two)])
+    hidden = layers.Dense(4, activation="tanh")(layers.Flatten()(both))
+    return keras.Model([one, two], layers.Dense(1, dtype="float32")(hidden))
+
+
+def rows() -> list[np.ndarray]:
+    """Ids, many of them several times in a batch, and labels."""
+    random = np.random.default_rng(3)
+    count = SIZE * BATCH * STEPS
+    ids = random.integers(0, ROWS, (count, 5)) * random.integers(0, 2, (count, 5))
+    return [ids[:, :3], ids[:, 3:], random.normal(size=(count, 1)).astype("float32")]
+
+
+def share(array: np.ndarray, rank: int = RANK) -> np.ndarray:
+    """A rank's rows of each step."""
+    return array.reshape(STEPS, SIZE, BATCH, -1)[:, rank].reshape(STEPS * BATCH, -1)
+
+
+def tables_of(model: keras.Model) -> list[Any]:
+    kinds = (layers.Embedding, hvd.layers.Embedding)
+    return [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
+
+
+def others_of(model: keras.Model) -> list[Any]:
+    mine = {id(table.embeddings) for table in tables_of(model)}
+    return [weight for weight in model.weights if id(weight) not in mine]
+
+
+def set_weights(model: keras.Model) -> None:
+    random = np.random.default_rng(1)
+    for table in tables_of(model):
+        values = random.normal(size=(table.input_dim, table.output_dim), scale=0.5)
+        if isinstance(table, hvd.layers.Embedding):
+            table.set_table(values.astype("float32"))
+        else:
+            table.embeddings.assign(values)
+    for weight in others_of(model):
+        weight.assign(random.normal(size=weight.shape, scale=0.5))
+
+
+def values_of(model: keras.Model) -> list[np.ndarray]:
+    wholes = [
+        t.get_table() if isinstance(t, hvd.layers.Embedding) else t.embeddings.numpy()
+        for t in tables_of(model)
+    ]
+    return [*wholes, *(weight.numpy() for weight in others_of(model))]
+
+
+def assert_like_one_process(
+    together: keras.Model, alone: Callable[[], keras.Model], rtol: float, atol: float
+) -> None:
+    """Checks the weights; ``alone`` makes and trains the model of the one process."""
+    mine = values_of(together)
+    for weight in others_of(together):
+        everyone = hvd.allgather(weight.numpy()[np.newaxis]).numpy()
+        np.testing.assert_array_equal(everyone, np.broadcast_to(everyone[0], everyone.shape))
+    if RANK > 0:
+        return
+    with hvd.local_fit():
+        other = alone()
+    for one, two in zip(mine, values_of(other), strict=True):
+        np.testing.assert_allclose(one, two, rtol=rtol, atol=atol)
+    start = keras.models.clone_model(other)
+    set_weights(start)
+    for before, after in zip(values_of(start), values_of(other), strict=True):
+        assert np.abs(before - after).max() > 10 * atol, "training did nothing"
+
+
+def check(
+    make_optimizer: Callable[[], Any],
+    embedding: Callable[..., Any],
+    *,
+    make: Callable[..., keras.Model] = model_of,
+    eager: bool = True,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    plain: Callable[..., Any] = plain,
+    **options: Any,
+) -> keras.Model:
+    """Trains on all ranks and on one process, and compares.
+
+    Eager by default, because a few steps take less time than tracing.
+    """
+    data = rows()
+
+    def fit(model: keras.Model, optimizer: Any, batch: int, parts: list[np.ndarray]) -> None:
+        set_weights(model)
+        model.compile(optimizer=optimizer, loss="mse", run_eagerly=eager, jit_compile=False)
+        broadcast = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if batch == BATCH else []
+        arguments = {"batch_size": batch, "epochs": 2, "shuffle": False, "verbose": 0}
+        model.fit(parts[:-1], parts[-1], callbacks=broadcast, **arguments)
+
+    def alone() -> keras.Model:
+        model = make(plain, **options)
+        fit(model, make_optimizer(), SIZE * BATCH, data)
+        return model
+
+    together = make(embedding, **options)
+    optimizer = hvd.DistributedOptimizer(make_optimizer())
+    fit(together, optimizer, BATCH, [share(part) for part in data])
+    assert_like_one_process(together, alone, rtol, atol)
+    return together
+
+
+def sgd(**options: Any) -> Any:
+    return keras.optimizers.SGD(0.1, **options)
+
+
+def adam(**options: Any) -> Any:
+    return keras.optimizers.Adam(0.05, **options)
+
+
+@pytest.mark.parametrize("shard", ["rows", "columns"])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda: sgd(clipvalue=0.01),
+        lambda: sgd(momentum=0.9),
+        lambda: keras.optimizers.Adagrad(0.1),
+        lambda: adam(global_clipnorm=0.1),
+        lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, use_ema=True),
+        lambda: adam(clipnorm=0.05),
+        lambda: adam(gradient_accumulation_steps=3, global_clipnorm=0.1),
+    ],
+    ids=["SGD", "momentum", "Adagrad", "global norm", "AdamW", "norm", "accumulation"],
+)
+def test_optimizers(make_optimizer, shard) -> None:
+    model = check(make_optimizer, divided(shard=shard))
+    (table,) = tables_of(model)
+    size = table.layout.size(RANK)
+    slots = [v for v in model.optimizer.variables if len(v.shape) == 2 and np.prod(v.shape) == size]
+    assert all(v.shape == table.embeddings.shape for v in slots)
+    assert not any(v.shape == (ROWS, COLUMNS) for v in model.optimizer.variables) or SIZE == 1
+
+
+@pytest.mark.parametrize(("combiner", "mask_zero"), [("sum", False), ("mean", True)])
+def test_combiners(combiner: str, mask_zero: bool) -> None:
+    """Keras's mean over no ids of a masked sequence is 0, too."""
+
+    def make(embedding: Callable[..., Any]) -> keras.Model:
+        table = embedding()
+        inputs = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
+        found = [table(ids) for ids in inputs]
+        if embedding is alone and combiner == "mean":
+            found = [layers.GlobalAveragePooling1D()(rows) for rows in found]
+        elif embedding is alone:
+            found = [keras.ops.sum(rows, axis=1) for rows in found]
+        hidden = layers.Dense(4, activation="tanh")(layers.Concatenate()(found))
+        return keras.Model(inputs, layers.Dense(1)(hidden))
+
+    def alone() -> Any:
+        return plain(mask_zero=mask_zero)
+
+    together = divided(shard="rows", combiner=combiner, mask_zero=mask_zero)
+    check(adam, together, make=make, plain=alone)
+
+
+def test_in_a_graph() -> None:
+    """With XLA asked for, Keras trains without."""
+    check(adam, divided(shard="rows"), eager=False)
+
+
+def test_regularizer_and_constraint() -> None:
+    check(
+        adam,
+        divided(shard="rows"),
+        embeddings_regularizer=keras.regularizers.L2(0.1),
+        embeddings_constraint=keras.constraints.MaxNorm(0.7, axis=1),
+    )
+
+
+def test_half_precision_with_loss_scaling() -> None:
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        check(
+            lambda: keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=1024.0),
+            divided(shard="rows"),
+            rtol=2e-2,
+            atol=2e-3,
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def several_tables(embedding: Callable[..., Any]) -> keras.Model:
+    """Tables of all layouts: small ones have no options here, so each has its own."""
+    one, two = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
+    if embedding is plain:
+        tables = [layers.Embedding(ROWS, COLUMNS) for _ in range(3)]
+        found = [tables[0](one), tables[0](two), tables[1](one), tables[2](two)]
+    else:
+        lookup = hvd.layers.Embeddings(
+            {
+                "first": hvd.layers.Embedding(ROWS, COLUMNS, shard="rows"),
+                "second": hvd.layers.Embedding(ROWS, COLUMNS, shard="columns"),
+                "third": hvd.layers.Embedding(ROWS, COLUMNS, shard=None),
+            },
+            features={"a": "first", "b": "first", "c": "second", "d": "third"},
+        )
+        of = lookup({"a": one, "b": two, "c": one, "d": two})
+        found = [of[feature] for feature in "abcd"]
+    hidden = layers.Dense(4, activation="tanh")(layers.Flatten()(layers.Concatenate(axis=1)(found)))
+    return keras.Model([one, two], layers.Dense(1)(hidden))
+
+
+def test_many_tables_with_one_exchange() -> None:
+    before = counts()
+    check(adam, lambda **options: None, make=several_tables)
+    if SIZE > 1:
+        steps = 2 * STEPS
+        assert counts() - before == 3 * steps, "ids, rows and gradients, once in each step"
+
+
+def counts() -> int:
+    return hvd.stats()["collectives"].get("alltoall", {"requests": 0})["requests"]
+
+
+def test_uneven_batches_in_a_custom_loop() -> None:
+    """With hvd.Sum and a loss over the number of all rows, ranks may have different batches."""
+    data = rows()
+    count = len(data[0])
+    cuts = [count * r * (r + 1) // (SIZE * (SIZE + 1)) for r in range(SIZE + 1)]
+    optimizer = keras.optimizers.Adagrad(0.1)
+    model = model_of(divided(shard="rows"))
+    set_weights(model)
+
+    def train(
+        model: keras.Model, optimizer: Any, parts: list[np.ndarray], together: bool
+    ) -> keras.Model:
+        for _ in range(4):
+            with tf.GradientTape() as tape:
+                predicted = model(parts[:-1], training=True)
+                loss = tf.reduce_sum(tf.square(predicted - parts[-1])) / count
+            wrapped = hvd.DistributedGradientTape(tape, op=hvd.Sum) if together else tape
+            gradients = wrapped.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return model
+
+    train(model, optimizer, [part[cuts[RANK] : cuts[RANK + 1]] for part in data], True)
+
+    def alone() -> keras.Model:
+        other = model_of(plain)
+        set_weights(other)
+        return train(other, keras.optimizers.Adagrad(0.1), data, False)
+
+    # The optimizer has slots of parts, which a broadcast must leave alone.
+    before = model.get_weights(), [v.numpy() for v in optimizer.variables]
+    hvd.broadcast_variables([*model.variables, *optimizer.variables], 0)
+    for one, two in zip(
+        [*before[0], *before[1]], [*model.weights, *optimizer.variables], strict=True
+    ):
+        np.testing.assert_array_equal(one, two.numpy())
+    assert_like_one_process(model, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shard", ["rows", "columns", None])
+def test_ids_of_all_kinds(shard) -> None:
+    table = np.random.default_rng(1).normal(size=(ROWS, COLUMNS)).astype("float32")
+    layer = hvd.layers.Embedding(ROWS, COLUMNS, shard=shard, weights=table)
+    np.testing.assert_array_equal(layer.get_table(), table)
+    ids = np.random.default_rng(RANK).integers(0, ROWS, (3 + RANK, 2))
+    np.testing.assert_array_equal(layer(ids), table[ids])
+    np.testing.assert_array_equal(layer(ids.astype("float32")), table[ids])
+    np.testing.assert_array_equal(layer(ids[: RANK % 2]), table[ids[: RANK % 2]])  # none on rank 0
+    ragged = tf.ragged.constant([[1, 2, 2], [], [RANK]], dtype=tf.int32)
+    np.testing.assert_array_equal(layer(ragged).flat_values, table[[1, 2, 2, RANK]])
+    for combiner, expected in (
+        ("sum", table[[1, 2, 2]].sum(axis=0)),
+        ("mean", table[[1, 2, 2]].mean(axis=0)),
+        ("sqrtn", table[[1, 2, 2]].sum(axis=0) / np.sqrt(3)),
+    ):
+        options = {"shard": shard, "combiner": combiner, "weights": table}
+        combined = hvd.layers.Embedding(ROWS, COLUMNS, **options)(ragged).numpy()
+        np.testing.assert_allclose(combined, [expected, 0 * expected, table[RANK]], rtol=1e-5)
+    with pytest.raises(TypeError, match=r"sparse tensor, expected a dense or ragged tensor"):
+        layer.call(tf.sparse.from_dense(ids))
+
+
+@pytest.mark.parametrize("initializer", ["uniform", "random_normal", "he_normal", "glorot_uniform"])
+def test_initial_values_are_those_of_one_process(initializer: str) -> None:
+    made = [
+        cls(5000, 6, embeddings_initializer=keras.initializers.get(initializer), **more)
+        for cls, more in (
+            (hvd.layers.Embedding, {"shard": "rows"}),
+            (hvd.layers.Embedding, {"shard": "columns"}),
+        )
+        if keras.utils.set_random_seed(3) is None
+    ]
+    keras.utils.set_random_seed(3)
+    one = layers.Embedding(5000, 6, embeddings_initializer=keras.initializers.get(initializer))
+    for layer in (*made, one):
+        layer.build()
+    for layer in made:
+        np.testing.assert_array_equal(layer.get_table(), one.embeddings.numpy())
+
+
+@several
+def test_ids_out_of_range_are_an_error_on_all_ranks() -> None:
+    layer = hvd.layers.Embedding(ROWS, COLUMNS, shard="rows", name="items")
+    last = SIZE - 1
+    for call in (layer, tf.function(lambda ids: layer(ids))):
+        for wrong in (ROWS, -1):
+            ids = tf.constant([1, wrong if last == RANK else 2])
+            text = f"rank {last} looked up id {wrong} in embedding items, which has ids from 0 to"
+            with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+                call(ids)
+        assert call(tf.constant([1, 2])).shape == (2, COLUMNS), "works afterwards"
+    whole = hvd.layers.Embedding(ROWS, COLUMNS, shard=None)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"rank {RANK} looked up id {ROWS}"):
+        whole(tf.constant([ROWS]))
+
+
+@several
+def test_vocabularies_that_differ_are_found() -> None:
+    layer = hvd.layers.Embedding(ROWS + RANK, COLUMNS, shard="rows", name="items")
+    with pytest.raises(ValueError, match=f"items: the ranks' tables differ: rank 0: {ROWS} x"):
+        layer(tf.constant([1]))
+
+
+@several
+def test_what_is_not_possible_is_refused() -> None:
+    make = hvd.layers.Embedding
+    with pytest.raises(ValueError, match=r"shard is 'row', expected 'auto', 'rows', 'columns' or"):
+        make(ROWS, COLUMNS, shard="row")
+    with pytest.raises(ValueError, match="combiner is 'max', expected None, 'sum'"):
+        make(ROWS, COLUMNS, combiner="max")
+    with pytest.raises(ValueError, match="input_dim is 0, expected a positive integer"):
+        make(0, COLUMNS)
+    with pytest.raises(ValueError, match=r"output_dim 1 cannot be divided .* Use shard='rows'"):
+        make(ROWS, 1, shard="columns")
+    with pytest.raises(ValueError, match=r"constraint is .* Use shard=None"):
+        make(ROWS, COLUMNS, shard="rows", embeddings_constraint=keras.constraints.MaxNorm(1))
+    regularizer = keras.regularizers.OrthogonalRegularizer()
+    with pytest.raises(ValueError, match=r"regularizer is .* Use shard=None"):
+        make(ROWS, COLUMNS, shard="rows", embeddings_regularizer=regularizer)
+    with pytest.raises(ValueError, match="lora_rank is not supported"):
+        make(ROWS, COLUMNS, lora_rank=2)
+    with pytest.raises(ValueError, match=r"got a table of shape \[2, 2\], expected \[23, 5\]"):
+        make(ROWS, COLUMNS, weights=np.zeros((2, 2)))
+    layer = make(ROWS, COLUMNS, shard="rows")
+    layer.build()
+    with pytest.raises(ValueError, match=r"Lamb computes with whole variables.*shard=None"):
+        keras.optimizers.Lamb().build(layer.trainable_variables)
+    optimizer = hvd.DistributedOptimizer(sgd(), op=hvd.Adasum)
+    with pytest.raises(ValueError, match=r"op=hvd.Adasum is not possible"):
+        optimizer.apply([tf.zeros(layer.embeddings.shape)], layer.trainable_variables)
+    with pytest.raises(NotImplementedError, match=r"XLA cannot compile the lookup.*jit_compile"):
+        tf.function(lambda ids: layer(ids), jit_compile=True)(tf.constant([1]))
+    with pytest.raises(ValueError, match=r"clipnorm.*hvd.DistributedOptimizer"):
+        sgd(clipnorm=1.0).apply([tf.zeros(layer.embeddings.shape)], layer.trainable_variables)
+    with pytest.raises(ValueError, match=r"features .*x.* name tables that do not exist"):
+        hvd.layers.Embeddings({"a": layer}, {"x": "b"})
