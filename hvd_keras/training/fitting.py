@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, rank_info
+from hvd_keras import agree, log, ops, rank_info, settings
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import building, exchange, forgotten, sync_batch_norm, together
@@ -55,6 +55,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             if process_set is not None and process_set.size() > 1:
                 with self.distribute_strategy.scope():  # in which the model was made
                     exchange.refuse_strategies()
+                _warn_of_summed_losses(self, process_set)
         in_fit = forgotten.in_fit.set(True)
         own = None
         # On one rank, only a callback that restores a checkpoint needs the variables so early.
@@ -152,6 +153,29 @@ def _begin(own: _Fit, dataset: Any) -> None:
         for rank, (_, text) in zip(own.process_set.ranks, everyone, strict=True)
         if text is not None
     )
+
+
+def _warn_of_summed_losses(model: Any, process_set: ProcessSet) -> None:
+    """Tells that averaged gradients of a loss that sums over the batch are N times too small.
+
+    Raises:
+        ValueError: that is so, and ``HVD_STRICT`` is set.
+    """
+    averages = any(r.options.op is ops.Average for r in together.reducers_of(model))
+    losses = tf.nest.flatten(getattr(model, "loss", None))
+    summed = [loss for loss in losses if getattr(loss, "reduction", None) == "sum"]
+    if not averages or not summed:
+        return
+    text = (
+        f"the loss {type(summed[0]).__name__} of model {model.name!r} sums over the batch "
+        '(reduction="sum"), but the gradients are averaged over the ranks, so they are those of '
+        f"one process divided by {process_set.size()}. Use reduction="
+        '"sum_over_batch_size", or hvd.DistributedOptimizer(..., op=hvd.Sum).'
+    )
+    if settings.read().strict:
+        raise ValueError(f"hvd_keras: {text}")
+    if process_set.rank() == 0:
+        log.warn_once(text)
 
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
