@@ -69,7 +69,7 @@ CHECK = 0.5
 # Bytes that may wait for a slow connection before the command has to wait, too.
 BACKLOG = 1 << 18
 
-# What ends all that is left of a job on this host.
+# The script that ends everything left of a job on this host.
 SWEEP = Path(__file__).with_name("sweep.py")
 
 
@@ -124,9 +124,9 @@ def connect(addresses: str) -> socket.socket:
 
 
 def temporary_folder() -> Path:
-    """The job's own folder for temporary files on this host: gone with the job, however it ends.
+    """The job's folder for temporary files on this host, removed with the job however it ends.
 
-    Killed processes cannot remove their files. mpirun's agent may have made it, see `rsh_agent.py`.
+    (Killed processes cannot remove their files.) mpirun's agent may have made it, see `rsh_agent`.
     """
     name = f"hvdrun-{os.environ[JOB]}"
     folder = Path(tempfile.gettempdir())
@@ -170,7 +170,7 @@ class Worker(asyncio.Protocol):
         return await self._finish()
 
     async def _turn(self) -> None:
-        """Wait until something changes, at most CHECK seconds, and look at what gives no notice."""
+        """Wait until something changes, at most CHECK seconds; then check what must be polled."""
         self._changed.clear()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), CHECK)
@@ -245,7 +245,7 @@ class Worker(asyncio.Protocol):
         return self._folder / "arrived"
 
     def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End as mpirun's daemon wants it, or because it is gone.
+        """End because mpirun's daemon asks for it, or has died.
 
         If hvdrun is silent as well, the daemon has noticed before us that the network is lost.
         """
@@ -262,8 +262,8 @@ class Worker(asyncio.Protocol):
         self.resume_writing()  # to nobody, but the command must not wait
         self._stop()
         if not self._told_all:
-            # mpirun's daemon would wait for what does not come, and nobody else may reach it. When
-            # it dies it kills us, perhaps soon, so another process ends all that is here.
+            # mpirun's daemon may wait forever, and no other host may reach it. When it dies it
+            # kills this process, so another one ends all that is left here.
             command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
             environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
             environment["TMPDIR"] = str(temporary_folder().parent)
@@ -426,7 +426,7 @@ class Worker(asyncio.Protocol):
             report["asked"] = self._folder is not None and (self._folder / ASKED_FOR).exists()
             self._send(report=report, statistics=self._read_statistics())
             self._reported = True
-            # Only half: closed with something unread, the connection would drop what is on its way.
+            # A full close with unread data would discard what is on its way.
             self._transport.write_eof()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
