@@ -24,7 +24,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Becomes the program that the arguments name; returns an exit status if there is none."""
+    """Replaces this process by the program; returns an exit status if there is none."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, file=sys.stderr)
         return 0 if arguments else 2
@@ -48,7 +48,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _program(name: str) -> str | None:
-    """The path of a program; None for what the interpreter runs: a file, or one of its options."""
+    """The path of a program; None for Python files and options, which the interpreter takes."""
     if name.startswith("-") or name.endswith(".py"):
         return None
     own = str(Path(sys.executable).parent)

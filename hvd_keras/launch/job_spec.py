@@ -19,7 +19,7 @@ from hvd_keras.launch.start.remote_shell import Reach
 from hvd_keras.launch.start.slurm import Srun
 from hvd_keras.launch.start.ssh import Ssh
 
-# What the ranks on other hosts get of hvdrun's environment besides what --env names.
+# The variables of hvdrun's environment that ranks on other hosts get; --env adds further ones.
 PASSED = ("PATH", "LD_LIBRARY_PATH")
 PASSED_PREFIXES = (
     *("HVD_", "TF_", "KERAS_", "PYTHON", "OMP_", "XLA_", "CUDA_", "NCCL_"),
@@ -142,7 +142,7 @@ def _hosts(given: argparse.Namespace) -> list[Host] | None:
 def _engine(
     given: argparse.Namespace, wanted: list[Host] | None, size: int | None
 ) -> tuple[Mpirun | Srun, list[Host] | None, int | None]:
-    """What starts the ranks; then a job on this host alone has no hosts, but a size."""
+    """Choose what starts the ranks. A job on this host alone gets a size, but no hosts."""
     srun = slurm.find(os.environ) if given.mpirun is None else None
     if srun is not None:
         return srun, wanted, size if size is not None or wanted else slurm.size(os.environ)

@@ -237,7 +237,7 @@ def _add_programs(group: argparse._ArgumentGroup) -> None:
         metavar="MODULE",
         dest="module",
         nargs=argparse.REMAINDER,
-        help="run this Python module, as `python -m` does; what follows are its arguments "
+        help="run a Python module, as `python -m MODULE` does; all that follows are its arguments "
         "(default: none)",
     )
     add(

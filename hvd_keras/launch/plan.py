@@ -19,7 +19,7 @@ from hvd_keras.launch.start.slurm import Srun
 
 PROGRAM = [sys.executable, "-I", "-S", str(Path(worker.__file__).with_name("start_worker.py"))]
 
-# What stands for the secret where the settings are shown.
+# Shown in place of the secret.
 HIDDEN = "SECRET"
 
 
@@ -27,8 +27,8 @@ HIDDEN = "SECRET"
 class Placement:
     """The hosts of one start, with the ranks of each.
 
-    `names` are what the user calls the hosts, by what they call themselves; empty for this host in
-    a job on it alone. `hosts` is None there, and where SLURM places the ranks.
+    `names` maps the hosts' own names to the names that the user gave; in a job on this host alone,
+    to "". `hosts` is None in such a job, and if SLURM places the ranks.
     """
 
     size: int

@@ -118,7 +118,7 @@ def _look(spec: JobSpec, wanted: Sequence[Host]) -> preflight.Look:
 
 
 def _names(seen: preflight.Look) -> dict[str, str]:
-    """What the user calls the hosts, by what they call themselves."""
+    """Map the hosts' own names to the names that the user gave."""
     return {facts["host"]: name for name, facts in seen.facts.items()}
 
 
@@ -150,7 +150,7 @@ async def _replace(spec: JobSpec, size: int, signals: Signals) -> Placement | No
                 told[""] = str(error)
                 _say(f"no hosts: {error}")
         seen = _look(spec, wanted)
-        # A host that was lost has kept what ran there.
+        # Processes may still run on a host that was lost.
         clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
         for name, text in seen.problems.items():
             if told.get(name) != text:

@@ -49,7 +49,7 @@ async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: b
             print(planned.describe(), file=sys.stderr, flush=True)
         call = None if options.call is None else Path(options.call[1])
         start = _start(spec, planned, job)
-        # A restart has no input: what was read for a start before it is gone.
+        # A restart has no input, because an earlier start has consumed it.
         ranks.open(output, start, has_input=first, call=call, changed=changed)
 
         async def sweep(grace: float) -> Collection[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from hvd_keras.launch.follow import ranks as follow_ranks
 from hvd_keras.launch.follow.output import Destination, Output
-from hvd_keras.launch.follow.ranks import STRANGERS, Ranks
+from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
 from hvd_keras.launch.onhost.channel import (
     FIRST_LIMIT,
     GREETING,
@@ -131,11 +131,11 @@ async def listen(
 @in_loop
 async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: Path) -> None:
     """None is turned away."""
-    size = STRANGERS + 20
+    size = UNPROVEN + 20
     ranks, address = await listen(tmp_path, size)
     streams = [await asyncio.open_connection(*address) for _ in range(size)]
     await asyncio.sleep(0.2)  # as many are accepted as may be, before any proves itself
-    assert len(ranks._open) == STRANGERS
+    assert len(ranks._open) == UNPROVEN
 
     async def work(rank: int) -> bool:
         channel = Channel(SECRET, is_hvdrun=False)
@@ -159,7 +159,7 @@ async def test_who_proves_nothing_is_turned_away(tmp_path: Path, monkeypatch) ->
     """And leaves a place for another."""
     monkeypatch.setattr(follow_ranks, "PROOF_TIMEOUT", 0.5)
     ranks, address = await listen(tmp_path, 1)
-    for _ in range(STRANGERS + 1):
+    for _ in range(UNPROVEN + 1):
         reader, _ = await asyncio.open_connection(*address)
     data = await asyncio.wait_for(reader.readline(), launcher.LIMIT)
     assert data.startswith(GREETING)
@@ -246,5 +246,5 @@ async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
     await send(worker, channel)
     await until(lambda: ranks.reports and ranks.reports[0].gone | bool(ranks.problem))
     assert ranks.check()
-    assert ranks.problem.startswith("cannot keep what rank 0 has sent: [Errno 2] No such file")
+    assert ranks.problem.startswith("cannot store what rank 0 has sent: [Errno 2] No such file")
     await ranks.close()

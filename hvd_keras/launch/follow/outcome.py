@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hvd_keras.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
 
-# Seconds by which a failure may be reported later than mpirun has killed other ranks for it.
+# Seconds by which the report of a failure may arrive after mpirun has killed other ranks for it.
 TIE = 1.0
 
 _FOLLOWED = {
@@ -20,13 +20,19 @@ _FOLLOWED = {
 
 @dataclass
 class Report:
-    """What is known of one rank.
+    """The state of one rank.
 
-    `arrived` tells that it has called `hvd.init()`, `ended` that its script has ended by itself
-    after that, with an exit status of its own choice, and `marks` what `settings.tell_hvdrun` has
-    told. Of a rank on several hosts besides: its `host`; whether its worker is `gone`; how the
-    connection was `lost`, in words; and when mpirun's daemon there had died before anybody asked
-    the rank to end.
+    Attributes:
+        status: its exit status, as in `subprocess`; None while it is unknown.
+        time: when that was last reported.
+        stopped: it was asked to end.
+        marks: what `settings.tell_hvdrun` has told.
+        arrived: it has called `hvd.init()`.
+        ended: after that its script has ended by itself, with an exit status of its own choice.
+        host: its host, in a job on several.
+        gone: its worker has ended.
+        lost: how the connection was lost, as text.
+        orphaned: when mpirun's daemon there was found dead, before the rank was asked to end.
     """
 
     status: int | None
@@ -44,12 +50,12 @@ class Report:
     def follows(self) -> bool:
         """Whether hvd_keras or MPI ended the rank because of another one.
 
-        Before hvd.init() these statuses can only be the script's own, as when the script ends.
+        Before `hvd.init()`, and from a script that ended by itself, the statuses are the script's.
         """
         return self.status in FOLLOWERS and self.arrived and not self.ended
 
     def describe(self) -> str:
-        """The rank's state in words."""
+        """Return the rank's state as text."""
         if self.status is None and self.lost:
             return f"lost: {self.lost}"
         if self.status is None:
@@ -60,11 +66,16 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The exit status of hvdrun and its last words.
+    """The exit status of hvdrun and its last lines.
 
-    `explained` tells whether they name a cause, `culprit` is the rank that failed first, if one
-    did, and `waiting` is a rank that knows more. `apart` tells which ranks have ended well without
-    having joined the job, and `asked` whether a rank has used hvd_keras at all.
+    Attributes:
+        status: the exit status.
+        lines: the summary; the first line names the cause.
+        explained: whether the summary names a cause.
+        culprit: the rank that failed first, if one did.
+        waiting: a rank whose last traceback says more.
+        apart: which ranks have ended well without having joined the job, as text.
+        asked: a rank has used hvd_keras.
     """
 
     status: int
@@ -77,14 +88,14 @@ class Verdict:
 
 
 def first_failure(reports: dict[int, Report]) -> int | None:
-    """Return the rank that failed first by itself, if any.
+    """Return the rank that failed first, and not because of another rank; None if there is none.
 
-    Ranks that mpirun ended because of it have been asked to end, or have left no report of an end;
-    those that waited for it say so by their status.
+    Ranks that mpirun ended because of it were asked to end, or have not reported an end. Ranks that
+    waited for it have a status that says so.
     """
     failed = [rank for rank in _failed(reports) if not reports[rank].follows]
-    # One that was killed without a word came first, or mpirun did it because of another's end, of
-    # which it may hear before we do.
+    # A rank that vanished without a report failed first, or mpirun killed it because of another
+    # rank's end, of which mpirun may learn before we do.
     ends = [reports[rank].time for rank in _ended(reports)]
     first_end = min(ends + [reports[rank].time - TIE for rank in failed], default=float("inf"))
     failed += [
@@ -96,7 +107,7 @@ def first_failure(reports: dict[int, Report]) -> int | None:
 
 
 def _killed_with(culprit: int, reports: dict[int, Report]) -> list[int]:
-    """The other ranks that ended without a report when this one did, as when SLURM kills a step."""
+    """Other ranks that vanished at the same time as this one, as when SLURM kills a step."""
     if reports[culprit].status is not None:
         return []
     return [
@@ -134,8 +145,8 @@ def judge(
 ) -> Verdict:
     """Judge a job of `size` ranks that ended without a request from outside.
 
-    The reports decide; mpirun's own status (as in `subprocess`) counts only where they say nothing.
-    `lost_hosts` were not reachable at the end: what their loss made of other ranks is no cause.
+    The reports decide; mpirun's own status (as in `subprocess`) counts only if they do not.
+    `lost_hosts` could not be reached at the end; failures of other ranks are then consequences.
     """
     if len(reports) == size and all(
         # A script that was asked to end may save its work and exit with 0; it has not finished.

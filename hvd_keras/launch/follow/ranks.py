@@ -30,9 +30,9 @@ from hvd_keras.launch.onhost.channel import (
 from hvd_keras.launch.onhost.cores import thread_settings
 from hvd_keras.launch.onhost.worker import FUNCTION, RESULT, in_folder
 
-# Connections that may be open without having proved that they belong to the job, while others wait
-# to be accepted, and for how long.
-STRANGERS = 64
+# How many connections may be open that have not proved to belong to the job, and for how many
+# seconds; further ones wait to be accepted.
+UNPROVEN = 64
 PROOF_TIMEOUT = 10.0
 
 TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimit -n`)"
@@ -68,7 +68,7 @@ class _Peer(asyncio.Protocol):
         except ProtocolError as error:
             self.end(str(error))
         except OSError as error:  # a full disk under $TMPDIR
-            self._ranks.problem = f"cannot keep what rank {self.rank} has sent: {error}"
+            self._ranks.problem = f"cannot store what rank {self.rank} has sent: {error}"
             self.end(str(error))
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -77,7 +77,7 @@ class _Peer(asyncio.Protocol):
         self._ranks.lose(self, self._why or told)
 
     def send(self, **message: Any) -> None:
-        """Send a message, and what else waits in the channel; nothing after `finish`."""
+        """Send a message, and whatever the channel holds; nothing after `finish`."""
         if message:
             self.channel.put(**message)
         data = self.channel.take()
@@ -90,7 +90,7 @@ class _Peer(asyncio.Protocol):
         self.transport.write_eof()
 
     def end(self, why: str) -> None:
-        """Close the connection at once, for this reason."""
+        """Close the connection immediately, for this reason."""
         self._why = why
         self.transport.abort()
 
@@ -107,10 +107,10 @@ def _listen_in(directory: Path) -> socket.socket:
 class Ranks:
     """The ranks of a job.
 
-    Listens on the given addresses of this host, with a port of the system's choice, or without
-    addresses in its directory, where only this user can connect, until all ranks are there. A
-    connection that does not prove to know the secret is closed. `names` are what the user calls the
-    hosts, by what they call themselves; `here` are those of this host.
+    Until all ranks have connected, listens on the given addresses of this host, on a port that the
+    system chooses; without addresses, on a Unix socket in the directory, where only this user can
+    connect. A connection that does not prove knowledge of the secret is closed. `names` maps host
+    names to the names that the user gave; `here` are the names of this host.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Ranks:
         self._call, self._changed = call, changed
         self._limit = time.monotonic() + self._start_timeout
         self._input_was_read = asyncio.Event()
-        self._places = asyncio.Semaphore(STRANGERS)
+        self._places = asyncio.Semaphore(UNPROVEN)
         for listener in self._listeners:
             listener.setblocking(False)
             self._accepting.append(asyncio.create_task(self._accept(listener)))
@@ -187,7 +187,7 @@ class Ranks:
             task.cancel()
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections while there are places for strangers."""
+        """Accept connections, unless too many have not yet proved anything."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -331,14 +331,14 @@ class Ranks:
         return all(report.gone or report.status is not None for report in self.reports.values())
 
     def live(self) -> bool:
-        """Whether a worker has not yet told all, and its host is there."""
+        """Whether a worker on a host that answers may still send something."""
         return any(
             rank not in self._gone and silence(peer.connection) < SILENCE / 3
             for rank, peer in self._peers.items()
         )
 
     def resume(self) -> None:
-        """Read again from the ranks whose output did not fit."""
+        """Read again from the ranks whose output had to wait."""
         for peer in self._paused:
             peer.transport.resume_reading()
         self._paused.clear()

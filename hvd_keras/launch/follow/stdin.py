@@ -20,16 +20,16 @@ PIECE = 1 << 16
 
 
 def forward(send: Callable[[bytes], Coroutine[Any, Any, bool]]) -> None:
-    """Give `send` what standard input holds, and an empty piece at its end, as long as it wants.
+    """Pass standard input to `send`, and an empty piece at its end, until `send` returns False.
 
-    A thread reads, which ends with the process.
+    A thread reads; it ends with the process.
     """
-    # Ignored, it makes reading in the background fail instead of stopping us.
+    # If ignored, a read in the background fails instead of stopping hvdrun.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     loop = asyncio.get_running_loop()
 
     def pump() -> None:
-        # The loop cancels what it does, and ends, when the job has ended.
+        # When the job has ended, the loop ends and cancels the call.
         with contextlib.suppress(RuntimeError, CancelledError):
             while not loop.is_closed():
                 data = _read()

@@ -25,7 +25,7 @@ from hvd_keras.launch.onhost.process import GRACE, die_with_parent
 # Seconds between two looks at the reports while the job runs.
 REPORT_CHECK = 1.0
 
-# Seconds that what mpirun and the workers have left running gets to end by itself.
+# Seconds that processes left by mpirun and the workers get to end by themselves.
 SWEEP_GRACE = 1.0
 
 # Seconds that mpirun may take after the last rank is over, when it was asked to end.

@@ -1,1 +1,1 @@
-"""What runs on the hosts of a job, beside the ranks; it imports the standard library alone."""
+"""Code that runs on the hosts of a job, beside the ranks; it uses the standard library only."""

@@ -12,7 +12,6 @@ travels between the hosts is outside the threat model (see docs/security.md).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import json
@@ -75,11 +74,6 @@ class Channel:
         self._nonces = b""
         self.open = False  # whether both ends have proved that they know the secret
 
-    @property
-    def waiting(self) -> int:
-        """Bytes that wait to be sent."""
-        return len(self._outgoing)
-
     def feed(self, data: bytes) -> list[dict[str, Any]]:
         """Take what has arrived; returns the messages that it completes.
 
@@ -134,12 +128,6 @@ class Channel:
         data = bytes(self._outgoing)
         self._outgoing.clear()
         return data
-
-    def send_to(self, connection: socket.socket) -> None:
-        """Send as much of what waits as the connection, which does not block, takes."""
-        with contextlib.suppress(BlockingIOError):
-            while self._outgoing:
-                del self._outgoing[: connection.send(self._outgoing[: 1 << 20])]
 
 
 def watch_liveness(connection: socket.socket) -> None:

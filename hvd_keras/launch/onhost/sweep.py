@@ -13,14 +13,14 @@ import sys
 import tempfile
 import time
 
-# How long a killed process may take until it is gone.
+# Seconds that a killed process may take to disappear.
 GONE = 5.0
 
 STEP = 0.05
 
 
 def processes(job: str) -> "list[int]":
-    """The job's processes of this user, without this one and those that have ended."""
+    """The job's processes of this user, except this one and zombies."""
     marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF")}
     found = []
     for entry in os.listdir("/proc"):
@@ -29,7 +29,7 @@ def processes(job: str) -> "list[int]":
         try:
             with open(f"/proc/{entry}/environ", "rb") as file:
                 environment = file.read().split(b"\0")
-        except OSError:  # it is gone, or another user's
+        except OSError:  # it has ended, or is another user's
             continue
         if marks & set(environment):
             found.append(int(entry))
@@ -49,7 +49,7 @@ def shared_memory(pids: "list[int]") -> "set[str]":
 
 
 def end(job: str, grace: float) -> "tuple[set[str], list[int]]":
-    """Kill the job's processes; returns the shared-memory files that they used, and who is left."""
+    """Kill the job's processes; returns the shared-memory files they used, and those left."""
     used: set[str] = set()
     asked: set[int] = set()
     start = time.monotonic()

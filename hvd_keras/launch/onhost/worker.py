@@ -8,13 +8,12 @@ status can be 0 for a job that was killed. A rank whose hvdrun or daemon is gone
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
-import functools
 import json
 import os
 import resource
-import selectors
 import shutil
 import signal
 import socket
@@ -22,9 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from .channel import (
@@ -68,13 +66,11 @@ REACH_TIMEOUT = 30.0
 # Seconds between two looks whether hvdrun's host and mpirun's daemon still live.
 CHECK = 0.5
 
-# Bytes that may wait for a slow connection before the command's output is left to wait, too.
+# Bytes that may wait for a slow connection before the command has to wait, too.
 BACKLOG = 1 << 18
 
-# What ends all that is left of a job on this host.
+# The script that ends everything left of a job on this host.
 SWEEP = Path(__file__).with_name("sweep.py")
-
-SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT)
 
 
 def find_rank(environment: Mapping[str, str]) -> int:
@@ -128,9 +124,9 @@ def connect(addresses: str) -> socket.socket:
 
 
 def temporary_folder() -> Path:
-    """The job's own folder for temporary files on this host: gone with the job, however it ends.
+    """The job's folder for temporary files on this host, removed with the job however it ends.
 
-    Killed processes cannot remove their files. mpirun's agent may have made it, see `rsh_agent.py`.
+    (Killed processes cannot remove their files.) mpirun's agent may have made it, see `rsh_agent`.
     """
     name = f"hvdrun-{os.environ[JOB]}"
     folder = Path(tempfile.gettempdir())
@@ -140,14 +136,14 @@ def temporary_folder() -> Path:
     return folder
 
 
-class Worker:
+class Worker(asyncio.Protocol):
     """One rank's end of the connection to hvdrun, and its command."""
 
-    def __init__(self, rank: int, secret: str, connection: socket.socket) -> None:
+    def __init__(self, rank: int, secret: str) -> None:
         self._rank = rank
-        self._connection = connection
         self._channel = Channel(secret, is_hvdrun=False)
-        self._selector = selectors.DefaultSelector()
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
         self._parent = os.getppid()
         self._child: subprocess.Popen[bytes] | None = None
         self._outputs: dict[int, str] = {}  # descriptors of the command's output
@@ -158,88 +154,83 @@ class Worker:
         self._function: list[bytes] | None = None
         self._failure: int | None = None  # the status of a command that could not start
         self._stopped = False
-        self._kill_time = float("inf")
         self._hvdrun_gone = False
         self._reported = False  # the report is on its way to hvdrun
+        self._told_all = False  # hvdrun has closed its end after that
 
-    def run(self) -> int:
+    async def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
-        self._connection.setblocking(False)
-        watch_liveness(self._connection)
-        self._watch_signals()
-        self._selector.register(self._connection, selectors.EVENT_READ)
+        self._loop.add_signal_handler(signal.SIGCHLD, self._changed.set)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._follow_daemon, number)
         while self._failure is None and (self._child is None or self._child.poll() is None):
-            self._turn()
+            await self._turn()
             if self._child is None and self._stopped:
                 return 128 + signal.SIGTERM
-        return self._finish()
+        return await self._finish()
 
-    def _watch_signals(self) -> None:
-        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-
-        def note(number: int, frame: FrameType | None) -> None:
-            """Only the byte that the interpreter writes matters."""
-
-        for number in SIGNALS:
-            signal.signal(number, note)
-
-        def take() -> None:
-            for number in os.read(reader, 64):
-                if number != signal.SIGCHLD:
-                    self._follow_daemon(signal.Signals(number))
-
-        self._selector.register(reader, selectors.EVENT_READ, take)
-
-    def _watch(self, file: Any, events: int, ready: Callable[[], object] | None = None) -> None:
-        """Call `ready` at these events of a descriptor; without events, no more."""
-        watched = file in self._selector.get_map()
-        if events and not watched:
-            self._selector.register(file, events, ready)
-        elif watched and not events:
-            self._selector.unregister(file)
-
-    def _turn(self, patience: float = CHECK) -> None:
-        """Receive, send, wait for events and handle them."""
-        if not self._hvdrun_gone:
-            self._look_for_arrival()
-            self._exchange()
-        reading = selectors.EVENT_READ if self._channel.waiting <= BACKLOG else 0
-        for descriptor, name in self._outputs.items():
-            self._watch(descriptor, reading, functools.partial(self._take_output, descriptor, name))
-        wait = max(0.0, min(patience, self._kill_time - time.monotonic()))
-        for key, _ in self._selector.select(wait):
-            # A handler before this one may have forgotten it.
-            if key.data is not None and self._selector.get_map().get(key.fd) is key:
-                with contextlib.suppress(BlockingIOError):
-                    key.data()
+    async def _turn(self) -> None:
+        """Wait until something changes, at most CHECK seconds; then check what must be polled."""
+        self._changed.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), CHECK)
+        self._look_for_arrival()
         if not self._hvdrun_gone and silence(self._connection) > SILENCE:
             self._lose_hvdrun()
         if os.getppid() != self._parent and not self._stopped:
             self._follow_daemon()
-        if time.monotonic() >= self._kill_time and self._child is not None:
-            self._signal(signal.SIGKILL)
-            self._kill_time = float("inf")
 
-    def _exchange(self) -> None:
-        """Receive what is there, and send what the connection takes."""
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """From asyncio."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(BACKLOG)
+        self._connection = transport.get_extra_info("socket")
+        watch_liveness(self._connection)
+
+    def data_received(self, data: bytes) -> None:
+        """From asyncio."""
+        was_open = self._channel.open
         try:
-            with contextlib.suppress(BlockingIOError):
-                while data := self._connection.recv(1 << 20):
-                    self._take_messages(data)
-                self._lose_hvdrun()
-                return
-            self._channel.send_to(self._connection)
-        except (OSError, ProtocolError):
+            for message in self._channel.feed(data):
+                self._take_message(message)
+        except ProtocolError:
             self._lose_hvdrun()
             return
-        write = selectors.EVENT_WRITE if self._channel.waiting else 0
-        self._selector.modify(self._connection, selectors.EVENT_READ | write)
+        if self._channel.open and not was_open:
+            host, cores = socket.gethostname(), usable_cores()
+            self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
+        if answer := self._channel.take():
+            self._transport.write(answer)
+
+    def eof_received(self) -> None:
+        """From asyncio."""
+        # Having read the report, hvdrun closes its end.
+        self._told_all = self._reported and self._transport.get_write_buffer_size() == 0
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """From asyncio."""
+        self._lose_hvdrun()
+
+    def pause_writing(self) -> None:
+        """From asyncio."""
+        for descriptor in self._outputs:
+            self._loop.remove_reader(descriptor)
+
+    def resume_writing(self) -> None:
+        """From asyncio."""
+        for descriptor, name in self._outputs.items():
+            self._loop.add_reader(descriptor, self._take_output, descriptor, name)
+
+    def _send(self, **message: Any) -> None:
+        if not self._hvdrun_gone and not self._reported:
+            self._channel.put(**message)
+            self._transport.write(self._channel.take())
 
     def _look_for_arrival(self) -> None:
         if self._folder is not None and not self._arrived and self._arrival.exists():
             self._arrived = True
-            self._channel.put(arrived=True)
+            self._send(arrived=True)
 
     def _has_ended(self) -> bool:
         """Whether the script has ended by itself, after `hvd.init()`."""
@@ -254,7 +245,7 @@ class Worker:
         return self._folder / "arrived"
 
     def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End as mpirun's daemon wants it, or because it is gone.
+        """End because mpirun's daemon asks for it, or has died.
 
         If hvdrun is silent as well, the daemon has noticed before us that the network is lost.
         """
@@ -265,27 +256,18 @@ class Worker:
     def _lose_hvdrun(self) -> None:
         if self._hvdrun_gone:
             return
-        # Having read the report, hvdrun closes its end, perhaps before we look again.
-        told_all = self._reported and self._channel.waiting == 0
         self._hvdrun_gone = True
-        self._channel.take()
-        self._selector.unregister(self._connection)
+        self._transport.abort()
+        self._changed.set()
+        self.resume_writing()  # to nobody, but the command must not wait
         self._stop()
-        if not told_all:
-            # mpirun's daemon would wait for what does not come, and nobody else may reach it. When
-            # it dies it kills us, perhaps soon, so another process ends all that is here.
+        if not self._told_all:
+            # mpirun's daemon may wait forever, and no other host may reach it. When it dies it
+            # kills this process, so another one ends all that is left here.
             command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
             environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
             environment["TMPDIR"] = str(temporary_folder().parent)
             subprocess.Popen(command, env=environment, start_new_session=True)
-
-    def _take_messages(self, data: bytes) -> None:
-        was_open = self._channel.open
-        for message in self._channel.feed(data):
-            self._take_message(message)
-        if self._channel.open and not was_open:
-            host, cores = socket.gethostname(), usable_cores()
-            self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
 
     def _take_message(self, message: dict[str, Any]) -> None:
         if "start" in message:
@@ -355,6 +337,7 @@ class Worker:
             assert file is not None
             os.set_blocking(file.fileno(), False)
             self._outputs[file.fileno()] = name
+        self.resume_writing()
         if self._child.stdin is not None:
             os.set_blocking(self._child.stdin.fileno(), False)
         if self._stopped:
@@ -364,20 +347,23 @@ class Worker:
         text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
         self._send_output("err", text.encode())
         self._failure = 127 if isinstance(error, FileNotFoundError) else 126
+        self._changed.set()
 
     def _take_output(self, descriptor: int, name: str) -> bool:
         """Pass on a piece of output; returns whether there was one."""
-        data = os.read(descriptor, PIECE)
+        try:
+            data = os.read(descriptor, PIECE)
+        except BlockingIOError:
+            return False
         if data:
             self._send_output(name, data)
         else:
-            self._watch(descriptor, 0)
+            self._loop.remove_reader(descriptor)
             del self._outputs[descriptor]
         return bool(data)
 
     def _send_output(self, name: str, data: bytes) -> None:
-        if not self._hvdrun_gone:
-            self._channel.put(output=name, data=base64.b64encode(data).decode())
+        self._send(output=name, data=base64.b64encode(data).decode())
 
     def _feed_command(self) -> None:
         """Write as much input as the command accepts, and report when that was all."""
@@ -393,10 +379,13 @@ class Worker:
         except BrokenPipeError:  # it does not read any more
             self._input.clear()
             self._input_ends = True
-        if had_input and not self._input and not self._hvdrun_gone:
-            self._channel.put(input_was_read=True)
-        self._watch(pipe, selectors.EVENT_WRITE if self._input else 0, self._feed_command)
-        if not self._input and self._input_ends:
+        if self._input:
+            self._loop.add_writer(pipe, self._feed_command)
+            return
+        self._loop.remove_writer(pipe)
+        if had_input:
+            self._send(input_was_read=True)
+        if self._input_ends:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
             assert self._child is not None
@@ -411,24 +400,22 @@ class Worker:
             return
         if not self._stopped:
             self._stopped = True
-            self._kill_time = time.monotonic() + GRACE
-            if os.getppid() != self._parent and self._channel.open and not self._hvdrun_gone:
-                self._channel.put(orphan=True)
-        if number == signal.SIGKILL:
-            self._kill_time = time.monotonic()
+            self._changed.set()
+            self._loop.call_later(GRACE, self._signal, signal.SIGKILL)
+            if os.getppid() != self._parent and self._channel.open:
+                self._send(orphan=True)
         self._signal(number)
 
     def _signal(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:
             os.killpg(self._child.pid, number)
 
-    def _finish(self) -> int:
+    async def _finish(self) -> int:
         """Pass on the last output and the report, and wait until hvdrun has them."""
         for descriptor, name in list(self._outputs.items()):
-            with contextlib.suppress(BlockingIOError):
-                while self._take_output(descriptor, name):
-                    pass
-            self._watch(descriptor, 0)  # something that the command left may hold it open
+            while self._take_output(descriptor, name):
+                pass
+            self._loop.remove_reader(descriptor)  # what the command left may hold it open
         self._outputs.clear()
         status = self._failure if self._child is None else self._child.returncode
         assert status is not None
@@ -442,18 +429,15 @@ class Worker:
                 "ended": self._has_ended(),
                 "marks": [m for m in MARKS if folder is not None and (folder / m).exists()],
             }
-            self._channel.put(report=report, statistics=self._read_statistics())
+            self._send(report=report, statistics=self._read_statistics())
             self._reported = True
+            # A full close with unread data would discard what is on its way.
+            self._transport.write_eof()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
         # hvdrun may have to wait for the reader of its output, for any time.
-        while self._channel.waiting and not self._hvdrun_gone:
-            self._turn(0.1)
-        # Closed with something unread, the connection would drop what is on its way.
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
         while not self._hvdrun_gone:
-            self._turn(0.1)
+            await self._turn()
         return status if status >= 0 else 128 - status
 
     def _send_result(self, status: int) -> int:
@@ -463,7 +447,7 @@ class Worker:
         try:
             with (self._folder / RESULT).open("rb") as file:
                 while piece := file.read(LARGE_PIECE):
-                    self._channel.put(result=base64.b64encode(piece).decode())
+                    self._send(result=base64.b64encode(piece).decode())
         except OSError:
             text = "hvdrun: the function ended its process; expected it to return\n"
             self._send_output("err", text.encode())
@@ -477,8 +461,14 @@ class Worker:
         return json.loads(path.read_text()) if path.exists() else None
 
 
+async def _run() -> int:
+    connection = connect(os.environ[ADDRESSES])
+    worker = Worker(find_rank(os.environ), os.environ[SECRET])
+    await asyncio.get_running_loop().create_connection(lambda: worker, sock=connection)
+    return await worker.run()
+
+
 def main() -> int:
     """Run the worker of the rank that mpirun has started; returns the status to exit with."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    connection = connect(os.environ[ADDRESSES])
-    return Worker(find_rank(os.environ), os.environ[SECRET], connection).run()
+    return asyncio.run(_run())

@@ -90,8 +90,8 @@ class Mpirun:
         """
         command = [self.path, "-n", str(size)]
         if self.kind != "Open MPI":
-            # hydra passes its whole environment on, counts no cores and does not bind. (Told by
-            # -genvlist what to pass on to other hosts, it loses a variable now and then.)
+            # hydra passes on its whole environment, counts no cores and does not bind. (With
+            # -genvlist it loses a variable now and then.)
             hosts = [] if remote is None else self._hydra_hosts(remote)
             return [*command, *hosts, *extra, *program]
         # Hardware threads count as cores, as in the affinity mask that hvdrun checks against.

@@ -49,7 +49,7 @@ class Srun:
         words = [self.path, "-n", str(size), f"--mpi={self.interface}", "--export=ALL"]
         # A rank that fails ends the others; a host that fails leaves the allocation to us.
         words += ["--kill-on-bad-exit=1", "--no-kill", "--cpu-bind=none"]
-        # What a start before this one has left on a lost node counts as running for minutes.
+        # For minutes, an earlier start on a lost node counts as running.
         words.append("--overlap")
         if hosts is not None:
             words.append("--distribution=arbitrary")  # as $SLURM_HOSTFILE says
