@@ -74,6 +74,13 @@ TABLE: dict[str, tuple[Row, ...]] = {
             horovod="always False",
             home="horovod.common",
         ),
+        Row(
+            "gpu_available",
+            "gone",
+            "`tf.config.list_physical_devices('GPU')`",
+            horovod="",
+            home="horovod.common",
+        ),
         Row("rank_op local_rank_op local_size_op"),
         Row("size_op process_set_included_op", home=_SETS),
         Row(

@@ -1,0 +1,105 @@
+"""The text of a script: its places, and what its names stand for."""
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A place in a script.
+
+    Attributes:
+        start, end: its bytes in the text.
+        text: what is wrong, for people; empty for a part of what another finding tells.
+        new: what is written there instead; None: this is not certain.
+    """
+
+    start: int
+    end: int
+    text: str
+    new: str | None = None
+
+
+class Source:
+    """A script.
+
+    Attributes:
+        text, data: the script, and its bytes.
+        tree: its syntax.
+
+    Raises:
+        SyntaxError: it is no Python 3.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.data = text.encode()
+        self._lines = [0]
+        for line in text.splitlines(keepends=True):
+            self._lines.append(self._lines[-1] + len(line.encode()))
+        self.tree = ast.parse(text)
+        self._modules: dict[str, str] = {}  # what a name of the script stands for
+        self.nodes = list(ast.walk(self.tree))
+        for node in self.nodes:
+            self._note_names(node)
+
+    def at(self, node: ast.AST, text: str, new: str | None = None) -> Finding:
+        """A finding at a node of the tree."""
+        return Finding(*self.place(node), text, new)
+
+    def place(self, node: ast.AST) -> tuple[int, int]:
+        """The start and the end of a node."""
+        assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.alias))
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        start = self._lines[node.lineno - 1] + node.col_offset
+        return start, self._lines[node.end_lineno - 1] + node.end_col_offset
+
+    def lines_of(self, node: ast.stmt) -> tuple[int, int]:
+        """The start and the end of the lines of a statement."""
+        assert node.end_lineno is not None
+        return self._lines[node.lineno - 1], self._lines[node.end_lineno]
+
+    def source(self, node: ast.AST) -> str:
+        """The text of a node."""
+        start, end = self.place(node)
+        return self.data[start:end].decode()
+
+    def meaning(self, node: ast.AST) -> str:
+        """The full name of an expression such as ``hvd.callbacks.X``; empty if it has none."""
+        if isinstance(node, ast.Name):
+            return self._modules.get(node.id, "")
+        if isinstance(node, ast.Attribute):
+            of = self.meaning(node.value)
+            return f"{of}.{node.attr}" if of else ""
+        return ""
+
+    def without(
+        self, node: ast.Call, keywords: Iterable[ast.keyword], text: str = ""
+    ) -> list[Finding]:
+        """The removal of arguments of a call, each with a comma."""
+        arguments = sorted(self.place(part) for part in [*node.args, *node.keywords])
+        gone = {self.place(keyword): keyword.arg for keyword in keywords}
+        findings, kept = [], False
+        for i, place in enumerate(arguments):
+            if place not in gone:
+                kept = True
+                continue
+            start, end = place
+            if kept:
+                start = arguments[i - 1][1]
+            elif i + 1 < len(arguments):
+                end = arguments[i + 1][0]
+            told = text or f"remove {gone[place]}=…: it is not needed"
+            findings.append(Finding(start, end, told, ""))
+        return findings
+
+    def _note_names(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                self._modules[name] = alias.name if alias.asname else name
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                self._modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
