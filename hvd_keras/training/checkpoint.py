@@ -151,7 +151,7 @@ def read(path: pathlib.Path) -> Content:
     with h5py.File(path, "r") as file:
         facts = json.loads(file["facts"].asstr()[()])
         variables = [
-            Variable(data.attrs["path"], bool(data.attrs["by_rank"]), _restored(data))
+            Variable(data.attrs["path"], bool(data.attrs["by_rank"]), restored(data))
             for _, data in sorted(file["variables"].items())
         ]
     return Content(facts, variables)
@@ -195,7 +195,8 @@ def _storable(value: Any) -> Any:
     return np.frombuffer(value.tobytes(), np.uint8).reshape(*value.shape, value.dtype.itemsize)
 
 
-def _restored(data: Any) -> Any:
+def restored(data: Any) -> Any:
+    """The value of a dataset of ``write``, of the dtype that it had."""
     dtype = np.dtype(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
     value = np.asarray(data[()])
     if dtype.isbuiltin == 1:
