@@ -52,7 +52,7 @@ def test_dlrm(tmp_path):
     sizes = ["--samples", "20000", "--largest", "40000", "--batch-size", "256"]
     output = run(ROOT / "examples" / "dlrm.py", *sizes, "--save", tmp_path / "dlrm.keras")
     assert "by rows" in output
-    assert float(re.search(r"Test AUC: ([0-9.]+)", output)[1]) > 0.7  # 0.5 by guessing
+    assert float(re.search(r"Test AUC: ([0-9.]+)", output)[1]) > 0.6  # 0.5 by guessing
     assert (tmp_path / "dlrm.keras").exists()
 
 
