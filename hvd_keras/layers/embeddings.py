@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras._keras import keras
-from hvd_keras.layers import plan
+from hvd_keras.layers.plan import TableSize, as_text, layouts
 from hvd_keras.layers.embedding import Embedding
 from hvd_keras.layers.lookup import lookup
 
@@ -87,16 +87,16 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         self.autocast = False
         self.supports_jit = False
         self.supports_masking = any(t.supports_masking for t in tables.values())
-        layouts = plan.layouts(self._sizes(), self.process_set.size())
-        for table, layout in zip(tables.values(), layouts, strict=True):
+        chosen = layouts(self._sizes(), self.process_set.size())
+        for table, layout in zip(tables.values(), chosen, strict=True):
             table.set_layout(layout)
 
     def plan(self) -> str:
         """Which rank holds what, as a text of one line per table: MB, and share of the lookups."""
-        layouts = [table.layout for table in self.tables.values()]
-        return plan.as_text(self._sizes(), layouts, self.process_set.size())
+        chosen = [table.layout for table in self.tables.values()]
+        return as_text(self._sizes(), chosen, self.process_set.size())
 
-    def _sizes(self) -> list[plan.TableSize]:
+    def _sizes(self) -> list[TableSize]:
         return [
             dataclasses.replace(table.table_size(), name=name)
             for name, table in self.tables.items()
