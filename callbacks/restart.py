@@ -1,21 +1,20 @@
 """``Checkpoint``: saves the whole state of a training, and restores it after a restart."""
 
 import hashlib
-import itertools
 import json
 import os
 import pathlib
-import re
 import warnings
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from hvd_keras.callbacks import parts
 from hvd_keras.callbacks.base import Callback
 from hvd_keras.callbacks.checkpoint import on_leader
 
-from hvd_keras import agree, ops
+from hvd_keras import agree, ops, shards
 from hvd_keras._keras import is_legacy
 from hvd_keras.ops import objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
@@ -31,7 +30,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     Rank 0 writes one file per checkpoint, atomically and with a SHA-256 of its content, and then
     removes older ones. Rank 0 alone reads, too, so the ranks need no shared file system. A damaged
-    file is reported, and the one before it is used.
+    file is reported, and the one before it is used. Only tables that are divided between ranks
+    (``hvd.layers``) are written and read by all, into and from the same folder.
 
     Saved are weights, moving statistics, optimizer variables including the learning rate, epoch and
     batch, and the states of random generators: those of layers (dropout) and the global ones of
@@ -206,23 +206,15 @@ class Checkpoint(Callback):  # type: ignore[misc]
         """Returns what rank 0 has found, on all ranks. Reads the directory once."""
         if self._initial_epoch is not None:
             return self._found
-        seen: dict[str, Any] = {}
-        error: Exception | None = None
-        content: checkpoint.Content | None = None
-        if self._hvd_process_set.rank() == 0:
-            try:
-                content, seen = self._look()
-            except Exception as caught:
-                error = caught
-                seen = {"error": f"{type(caught).__name__}: {caught}"}
-        leader = self._hvd_process_set.ranks[0]
-        seen = objects.broadcast_object(
-            seen, leader, name="checkpoint found", process_set=self._hvd_process_set
-        )
-        if error is not None:
-            raise error
-        if "error" in seen:
-            raise RuntimeError(f"rank {leader} could not look for checkpoints: {seen['error']}")
+        bad_parts: dict[str, str] = {}
+        while True:
+            content, seen = self._look_on_leader(bad_parts)
+            if seen["facts"] is None:
+                break
+            problem = parts.problem_of(self.directory, seen["facts"], self._hvd_process_set)
+            if problem is None:
+                break
+            bad_parts[seen["path"]] = problem
         damaged = "; ".join(seen["damaged"])
         if seen["damaged"] and seen["facts"] is None:
             raise RuntimeError(
@@ -240,10 +232,34 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._found = _Found(seen["path"], seen["facts"], seen["stored"], content)
         return self._found
 
-    def _look(self) -> tuple[checkpoint.Content | None, dict[str, Any]]:
+    def _look_on_leader(self, bad_parts: dict[str, str]) -> tuple[Any, dict[str, Any]]:
+        seen: dict[str, Any] = {}
+        error: Exception | None = None
+        content: checkpoint.Content | None = None
+        if self._hvd_process_set.rank() == 0:
+            try:
+                content, seen = self._look(bad_parts)
+            except Exception as caught:
+                error = caught
+                seen = {"error": f"{type(caught).__name__}: {caught}"}
+        leader = self._hvd_process_set.ranks[0]
+        seen = objects.broadcast_object(
+            seen, leader, name="checkpoint found", process_set=self._hvd_process_set
+        )
+        if error is not None:
+            raise error
+        if "error" in seen:
+            raise RuntimeError(f"rank {leader} could not look for checkpoints: {seen['error']}")
+        return content, seen
+
+    def _look(self, bad_parts: dict[str, str]) -> tuple[checkpoint.Content | None, dict[str, Any]]:
         checkpoint.remove_unfinished(self.directory)
+        parts.remove_others(self.directory, None, [])
         damaged = []
         for path in checkpoint.files(self.directory) if self.restore else []:
+            if str(path) in bad_parts:
+                damaged.append(f"{path}: {bad_parts[str(path)]}")
+                continue
             try:
                 content = checkpoint.read(path)
             except (checkpoint.DamagedError, OSError) as error:
@@ -262,6 +278,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         same_ranks = found.facts["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
         _assign(found, own, self.model, self._hvd_process_set)
+        if parts.facts_of(own):
+            parts.restore(self.directory, found.facts, own, self._hvd_process_set)
         if same_ranks:
             variables.set_random_state(found.facts["random"][self._hvd_process_set.rank()])
         self.model._initial_epoch = found.facts["epoch"]
@@ -290,7 +308,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         return int(batches)
 
     def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
-        differences = _differences(found.stored, own)
+        differences = parts.differences(found.stored, found.facts, own)
         if not same_ranks:
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
@@ -318,7 +336,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def _save(self, epoch: int, batch: int) -> None:
         own = variables.of_training(self.model)
         apart = _of_each_rank(own, self._hvd_process_set)
-        facts = {
+        facts: dict[str, Any] = {
             "epoch": epoch,
             "batch": batch,
             "ranks": self._hvd_process_set.size(),
@@ -326,14 +344,20 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "random": _random_states(self._hvd_process_set),
         }
         path = checkpoint.path_of(self.directory, epoch, batch)
+        tables = parts.facts_of(own)
+        names = parts.write(path, own, tables, self._hvd_process_set)
+        facts["parts"] = {"tables": tables, "files": names}
+
+        def value(i: int) -> Any:
+            if str(i) in tables:  # is in the parts
+                return np.zeros(0, tf.as_dtype(own[i].dtype).as_numpy_dtype)
+            return apart[i] if i in apart else np.asarray(own[i])
 
         def write() -> None:
-            values = (
-                checkpoint.Variable(v.path, i in apart, apart[i] if i in apart else np.asarray(v))
-                for i, v in enumerate(own)
-            )
+            values = (checkpoint.Variable(v.path, i in apart, value(i)) for i, v in enumerate(own))
             checkpoint.write(path, facts, values)
             checkpoint.prune(path, self.keep)
+            parts.remove_others(self.directory, path, names)
 
         on_leader(self._hvd_process_set, write)
 
@@ -359,8 +383,8 @@ class _Skipping:
         self.batches = batches
         self._read = 0
         self._model = model
-        self._own = own
-        self._values = [np.asarray(variable).copy() for variable in own]
+        self._own = shards.without(own)  # a copy of the tables might not fit
+        self._values = [np.asarray(variable).copy() for variable in self._own]
         self._random = variables.random_state()
         self._train_function = model.train_function
         model.train_function = self._skip
@@ -404,25 +428,12 @@ def _random_states(process_set: ProcessSet) -> list[Any]:
     return agree.gather_json("checkpoint random state", mine, process_set)
 
 
-def _without_numbers(path: str) -> str:
-    """Removes the numbers by which Keras makes names unique in a process."""
-    return re.sub(r"_\d+(?=[_/]|$)", "", path)
-
-
-def _differences(stored: list[Any], own: list[Any]) -> list[str]:
-    there = [f"{path} {dtype}{list(shape)}" for path, shape, dtype, _ in stored]
-    here = [f"{v.path} {tf.as_dtype(v.dtype).name}{list(v.shape)}" for v in own]
-    return [
-        f"{theirs or 'nothing'} in the checkpoint, {mine or 'nothing'} in the model"
-        for theirs, mine in itertools.zip_longest(there, here)
-        if not theirs or not mine or _without_numbers(theirs) != _without_numbers(mine)
-    ]
-
-
 def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) -> None:
     values = found.content.variables if process_set.rank() == 0 else [None] * len(own)
     common = []
     for variable, value, (_, _, _, by_rank) in zip(own, values, found.stored, strict=True):
+        if shards.of(variable) is not None:
+            continue
         if by_rank:
             stack = _to_all_ranks(variable, value, found.facts["ranks"], process_set)
             # On another number of ranks, only moving statistics and seeds (set below) get here.
@@ -458,7 +469,10 @@ def _of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
     """Returns the stacked values of all ranks, by index, for variables that differ by rank."""
     if process_set.size() == 1:
         return {}
-    mine = b"".join(hashlib.sha256(np.asarray(v).tobytes()).digest() for v in own)
+    # Parts of tables have files of their own, so they do not count as different.
+    mine = b"".join(
+        hashlib.sha256(b"" if shards.of(v) else np.asarray(v).tobytes()).digest() for v in own
+    )
     everyone = agree.gather_bytes("checkpoint digests", mine, process_set)
     if len({len(digests) for digests in everyone}) > 1:
         counts = [len(digests) // 32 for digests in everyone]

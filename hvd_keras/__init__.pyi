@@ -1,6 +1,6 @@
 """The public names and their modules, for type checkers, editors and ``__init__.py``."""
 
-from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined]
+from hvd_keras import callbacks as callbacks
 from hvd_keras import data as data
 from hvd_keras import layers as layers
 from hvd_keras.compat.built import ccl_built as ccl_built
@@ -18,6 +18,8 @@ from hvd_keras.compat.tensorflow_v1 import (
 )
 from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
 from hvd_keras.launch.run_function import run as run
+from hvd_keras.layers.saving import load_model as load_model
+from hvd_keras.layers.saving import save_model as save_model
 from hvd_keras.lifecycle import init as init
 from hvd_keras.lifecycle import shutdown as shutdown
 from hvd_keras.observe import start_timeline as start_timeline
@@ -65,7 +67,6 @@ from hvd_keras.rank_info import size as size
 from hvd_keras.training.forgotten import local_fit as local_fit
 from hvd_keras.training.learning_rates import linear_scaling as linear_scaling
 from hvd_keras.training.learning_rates import sqrt_scaling as sqrt_scaling
-from hvd_keras.training.loading import load_model as load_model
 from hvd_keras.training.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvd_keras.training.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
 from hvd_keras.training.preprocessing import broadcast_preprocessing as broadcast_preprocessing

@@ -1,11 +1,12 @@
 """``Embedding``: a table of which each rank holds a part."""
 
+import contextvars
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops, rank_info, shards
+from hvd_keras import agree, rank_info, shards
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.layers import plan
 from hvd_keras.layers.initial import Initializer
@@ -337,22 +338,35 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
 
     def get_table(self) -> Any:
         """The whole table, as an array; all ranks must call it, and get it."""
-        mine = np.asarray(self.embeddings)
         if self.layout is None:
-            return mine
-        values = tf.reshape(mine, [-1])
-        name = f"{self.request_name()} table"
-        everyone = ops.allgather(values, name, process_set=self.process_set).numpy()
-        table = np.empty((self.input_dim, self.output_dim), mine.dtype)
-        first = 0
-        for rank in range(self.layout.ranks):
-            part = self.layout.part(rank)
-            last = first + self.layout.size(rank)
-            columns = slice(part.columns.start, part.columns.stop)
-            rows = slice(part.rows.start, part.rows.stop, part.rows.step)
-            table[rows, columns] = everyone[first:last].reshape(part.shape)
-            first = last
-        return table
+            return np.asarray(self.embeddings)
+        return shards.whole(self.embeddings)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Called by Keras.
+
+        Raises:
+            ValueError: the table is divided between several ranks.
+        """
+        if not self.built:
+            return
+        place = saving_places.get().get(id(self))
+        if place is None and self.layout is not None and self.layout.ranks > 1:
+            raise ValueError(
+                f"{self.name}: this rank has a part of the table only. Use hvd.save_model(model, "
+                "path), on all ranks, or hvd.callbacks.Checkpoint to continue training."
+            )
+        store["0"] = self.embeddings if place is None else place
+
+    def load_own_variables(self, store: Any) -> None:
+        """Called by Keras; reads no more than this rank's part at once, if Keras permits it."""
+        if not self.built:
+            return
+        # What store["0"] would return is all in memory.
+        dataset = getattr(store, "_h5_entry_group", {}).get("0")
+        if dataset is None or "dtype" in dataset.attrs:
+            dataset = store["0"]
+        self.set_table(dataset)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments, without ``weights`` and ``process_set``."""
@@ -370,6 +384,9 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
 
 
 BLOCK = 1 << 20  # values of a table that are copied at once
+
+# While hvd.save_model runs on the rank that writes: what each layer writes in place of its table.
+saving_places: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("places", default={})  # noqa: B039
 
 _L1_L2 = (keras.regularizers.L1, keras.regularizers.L2)
 

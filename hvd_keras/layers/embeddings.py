@@ -1,13 +1,14 @@
 """``Embeddings``: lookups in many tables with one exchange."""
 
+import dataclasses
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_keras._keras import keras
-from hvd_keras.layers import plan
 from hvd_keras.layers.embedding import Embedding
 from hvd_keras.layers.lookup import lookup
+from hvd_keras.layers.plan import TableSize, as_text, layouts
 
 
 @keras.saving.register_keras_serializable(package="hvd_keras")
@@ -86,19 +87,20 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         self.autocast = False
         self.supports_jit = False
         self.supports_masking = any(t.supports_masking for t in tables.values())
-        sizes = [table.table_size() for table in tables.values()]
-        layouts = plan.layouts(sizes, self.process_set.size())
-        for table, layout in zip(tables.values(), layouts, strict=True):
+        chosen = layouts(self._sizes(), self.process_set.size())
+        for table, layout in zip(tables.values(), chosen, strict=True):
             table.set_layout(layout)
 
     def plan(self) -> str:
         """Which rank holds what, as a text of one line per table: MB, and share of the lookups."""
-        tables = self.tables.values()
-        return plan.as_text(
-            [table.table_size() for table in tables],
-            [table.layout for table in tables],
-            self.process_set.size(),
-        )
+        chosen = [table.layout for table in self.tables.values()]
+        return as_text(self._sizes(), chosen, self.process_set.size())
+
+    def _sizes(self) -> list[TableSize]:
+        return [
+            dataclasses.replace(table.table_size(), name=name)
+            for name, table in self.tables.items()
+        ]
 
     def build(self, input_shape: Any = None) -> None:
         """Creates this rank's parts of the tables."""

@@ -58,17 +58,17 @@ def lookup(
         NotImplementedError: XLA shall compile the lookup.
         tf.errors.InvalidArgumentError: (on every rank, when it runs) an id is out of range.
     """
+    if xla.is_compiling():
+        raise NotImplementedError(
+            f"XLA cannot compile the lookup in {tables[0].name!r}: how many ids go to each rank "
+            "depends on the data. Use jit_compile=False, or keras.layers.Embedding."
+        )
     bad, safe = _out_of_range(tables, ids)
     if process_set is None or process_set.size() == 1:
         with tf.control_dependencies(_refuse(tables, bad[tf.newaxis], [rank_info.rank()])):
             safe = [tf.identity(i) for i in safe]
         parts = zip(tables, safe, strict=True)
         return [tf.cast(tf.gather(table.part, i), table.dtype) for table, i in parts]
-    if xla.is_compiling():
-        raise NotImplementedError(
-            f"XLA cannot compile the lookup in {tables[0].name!r}: how many ids go to each rank "
-            "depends on the data. Use jit_compile=False, or hvd.layers.Embedding(shard=None)."
-        )
     asked = [_Asked(table, i, process_set) for table, i in zip(tables, safe, strict=True)]
     messages = []
     for r in range(process_set.size()):
@@ -119,17 +119,10 @@ def _refuse(tables: Sequence[Table], problems: tf.Tensor, ranks: list[int]) -> l
     def text() -> tf.Tensor:
         rank = told[0]
         table, wrong = tf.unstack(problems[rank])
-        return tf.strings.format(
-            "rank {} looked up id {} in embedding {}",
-            [
-                tf.gather(tf.constant(ranks), rank),
-                wrong,
-                tf.gather(
-                    [f"{t.name}, which has ids from 0 to {t.layout.input_dim - 1}" for t in tables],
-                    table,
-                ),
-            ],
-        )
+        names = [f"{t.name}, which has ids from 0 to {t.layout.input_dim - 1}" for t in tables]
+        whose = tf.strings.as_string(tf.gather(tf.constant(ranks), rank))
+        parts = ["rank ", whose, " looked up id ", tf.strings.as_string(wrong), " in embedding "]
+        return tf.strings.join([*parts, tf.gather(tf.constant(names), table)])
 
     if tf.executing_eagerly():
         if tf.size(told):

@@ -9,11 +9,14 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
+from hvd_keras import ops
 from hvd_keras._keras import Variable, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.shards.layout import Layout, Part
 
-__all__ = ["Layout", "Part", "Shard", "mark", "of", "without", "wrap_add_slot"]
+__all__ = ["Layout", "Part", "Shard", "mark", "of", "whole", "without", "wrap_add_slot"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,25 @@ def of(variable: Any) -> Shard | None:
 def without(variables: Iterable[Any]) -> list[Any]:
     """The variables that are not parts of tables."""
     return [variable for variable in variables if of(variable) is None]
+
+
+def whole(variable: Any) -> Any:
+    """The table, as an array, of which the ranks' variables are parts; all of them must call it."""
+    shard = of(variable)
+    assert shard is not None
+    mine = np.asarray(variable)
+    name = f"table {shard.layout.input_dim} x {shard.layout.output_dim}"
+    gathered = ops.allgather(mine.reshape(-1), name, process_set=shard.process_set).numpy()
+    table = np.empty((shard.layout.input_dim, shard.layout.output_dim), mine.dtype)
+    first = 0
+    for rank in range(shard.layout.ranks):
+        part = shard.layout.part(rank)
+        last = first + shard.layout.size(rank)
+        rows = slice(part.rows.start, part.rows.stop, part.rows.step)
+        columns = slice(part.columns.start, part.columns.stop)
+        table[rows, columns] = gathered[first:last].reshape(part.shape)
+        first = last
+    return table
 
 
 def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:

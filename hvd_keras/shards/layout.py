@@ -34,10 +34,14 @@ class Part:
         Returns:
             The rows of this part that the block contains, as a slice, and their values.
         """
-        begin, end = (self._at_or_after(row) for row in (first, first + len(block)))
-        mine = self.rows[begin:end]
+        place = self.between(first, first + len(block))
+        mine = self.rows[place]
         values = block[mine.start - first : mine.stop - first : mine.step] if mine else block[:0]
-        return slice(begin, end), values[:, self.columns.start : self.columns.stop]
+        return place, values[:, self.columns.start : self.columns.stop]
+
+    def between(self, first: int, last: int) -> slice:
+        """Which of this part's rows are in [first, last) of the table."""
+        return slice(self._at_or_after(first), self._at_or_after(last))
 
     def _at_or_after(self, row: int) -> int:
         """How many rows of this part come before a row of the table."""

@@ -110,8 +110,6 @@ def write(path: pathlib.Path, facts: dict[str, Any], variables: Iterable[Variabl
         OSError: the disk is full, or a permission is missing. No partial file is left.
     """
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-
     def fill(temporary: pathlib.Path) -> None:
         with h5py.File(temporary, "w", userblock_size=_BLOCK) as file:
             file["facts"] = json.dumps(facts)
@@ -155,7 +153,7 @@ def read(path: pathlib.Path) -> Content:
     with h5py.File(path, "r") as file:
         facts = json.loads(file["facts"].asstr()[()])
         variables = [
-            Variable(data.attrs["path"], bool(data.attrs["by_rank"]), _restored(data))
+            Variable(data.attrs["path"], bool(data.attrs["by_rank"]), restored(data))
             for _, data in sorted(file["variables"].items())
         ]
     return Content(facts, variables)
@@ -199,7 +197,8 @@ def _storable(value: Any) -> Any:
     return np.frombuffer(value.tobytes(), np.uint8).reshape(*value.shape, value.dtype.itemsize)
 
 
-def _restored(data: Any) -> Any:
+def restored(data: Any) -> Any:
+    """The value of a dataset of ``write``, of the dtype that it had."""
     dtype = np.dtype(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
     value = np.asarray(data[()])
     if dtype.isbuiltin == 1:
@@ -254,16 +253,18 @@ def _file_to_replace(
     return target if overwrite or not target.exists() else None
 
 
-def write_whole(target: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
+def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
     """Lets ``write`` write a temporary file, and renames it to the target once it is on disk.
 
     Args:
-        target: the file to make, in an existing folder.
+        filepath: the target; its folder is created if necessary.
         write: called with the path to write to, which has the target's file name.
 
     Raises:
         OSError: the disk is full, or a permission is missing. No partial file is left.
     """
+    target = pathlib.Path(filepath)
+    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         temporary = pathlib.Path(folder) / target.name  # Keras chooses the format by the suffix
         write(temporary)

@@ -34,10 +34,11 @@ def model_of(embedding: Callable[..., Any], **options: Any) -> keras.Model:
 
 
 def rows() -> list[np.ndarray]:
-    """Ids, many of them several times in a batch, and labels."""
+    """Ids, many of them several times in a batch, the first of each feature not 0; labels."""
     random = np.random.default_rng(3)
     count = SIZE * BATCH * STEPS
     ids = random.integers(0, ROWS, (count, 5)) * random.integers(0, 2, (count, 5))
+    ids[:, [0, 3]] = np.maximum(ids[:, [0, 3]], 1)
     return [ids[:, :3], ids[:, 3:], random.normal(size=(count, 1)).astype("float32")]
 
 
@@ -48,7 +49,8 @@ def share(array: np.ndarray, rank: int = RANK) -> np.ndarray:
 
 def tables_of(model: keras.Model) -> list[Any]:
     kinds = (layers.Embedding, hvd.layers.Embedding)
-    return [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
+    return sorted(found, key=lambda layer: layer.name)
 
 
 def others_of(model: keras.Model) -> list[Any]:
@@ -115,7 +117,8 @@ def check(
 
     def fit(model: keras.Model, optimizer: Any, batch: int, parts: list[np.ndarray]) -> None:
         set_weights(model)
-        model.compile(optimizer=optimizer, loss="mse", run_eagerly=eager, jit_compile=False)
+        xla = not eager and batch == BATCH
+        model.compile(optimizer=optimizer, loss="mse", run_eagerly=eager, jit_compile=xla)
         broadcast = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if batch == BATCH else []
         arguments = {"batch_size": batch, "epochs": 2, "shuffle": False, "verbose": 0}
         model.fit(parts[:-1], parts[-1], callbacks=broadcast, **arguments)
@@ -165,7 +168,7 @@ def test_optimizers(make_optimizer, shard) -> None:
 
 @pytest.mark.parametrize(("combiner", "mask_zero"), [("sum", False), ("mean", True)])
 def test_combiners(combiner: str, mask_zero: bool) -> None:
-    """Keras's mean over no ids of a masked sequence is 0, too."""
+    """As Keras's layers do it."""
 
     def make(embedding: Callable[..., Any]) -> keras.Model:
         table = embedding()
@@ -187,7 +190,8 @@ def test_combiners(combiner: str, mask_zero: bool) -> None:
 
 def test_in_a_graph() -> None:
     """With XLA asked for, Keras trains without."""
-    check(adam, divided(shard="rows"), eager=False)
+    with pytest.warns(UserWarning, match="Model doesn't support `jit_compile=True`"):
+        check(adam, divided(shard="rows"), eager=False)
 
 
 def test_regularizer_and_constraint() -> None:
@@ -203,10 +207,12 @@ def test_half_precision_with_loss_scaling() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
         check(
-            lambda: keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=1024.0),
+            lambda: keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.5), initial_scale=1024.0
+            ),
             divided(shard="rows"),
-            rtol=2e-2,
-            atol=2e-3,
+            rtol=1e-2,
+            atol=1e-3,
         )
     finally:
         keras.config.set_dtype_policy("float32")
@@ -216,14 +222,15 @@ def several_tables(embedding: Callable[..., Any]) -> keras.Model:
     """Tables of all layouts: small ones have no options here, so each has its own."""
     one, two = keras.Input((3,), dtype="int32"), keras.Input((2,), dtype="int32")
     if embedding is plain:
-        tables = [layers.Embedding(ROWS, COLUMNS) for _ in range(3)]
+        names = ("first", "second", "third")
+        tables = [layers.Embedding(ROWS, COLUMNS, name=name) for name in names]
         found = [tables[0](one), tables[0](two), tables[1](one), tables[2](two)]
     else:
         lookup = hvd.layers.Embeddings(
             {
-                "first": hvd.layers.Embedding(ROWS, COLUMNS, shard="rows"),
-                "second": hvd.layers.Embedding(ROWS, COLUMNS, shard="columns"),
-                "third": hvd.layers.Embedding(ROWS, COLUMNS, shard=None),
+                "first": hvd.layers.Embedding(ROWS, COLUMNS, shard="rows", name="first"),
+                "second": hvd.layers.Embedding(ROWS, COLUMNS, shard="columns", name="second"),
+                "third": hvd.layers.Embedding(ROWS, COLUMNS, shard=None, name="third"),
             },
             features={"a": "first", "b": "first", "c": "second", "d": "third"},
         )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import keras
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +45,15 @@ def test_mnist(tmp_path):
     # The script left one file, which plain Keras reads, and no temporary files.
     assert list(checkpoint.parent.iterdir()) == [checkpoint]
     assert keras.models.load_model(checkpoint).count_params() > 0
+
+
+@pytest.mark.slow
+def test_dlrm(tmp_path):
+    sizes = ["--samples", "20000", "--largest", "40000", "--batch-size", "256"]
+    output = run(ROOT / "examples" / "dlrm.py", *sizes, "--save", tmp_path / "dlrm.keras")
+    assert "by rows" in output
+    assert float(re.search(r"Test AUC: ([0-9.]+)", output)[1]) > 0.6  # 0.5 by guessing
+    assert (tmp_path / "dlrm.keras").exists()
 
 
 def test_text_embedding(tmp_path):

@@ -17,6 +17,7 @@ PARALLEL = ROOT / "tests" / "parallel"
 LEFT_OUT = {
     1: [
         "combinations",
+        "embeddings",
         "fuzz",
         "metrics",
         "observe",
@@ -24,6 +25,7 @@ LEFT_OUT = {
         "preprocessing",
         "progress",
         "restart",
+        "tables_in_files",
         "together",
         "training",
         "unbuilt",
@@ -57,7 +59,8 @@ def chosen(size: int, slow: bool = False) -> list[str]:
     if slow:
         return [str(ROOT / test) for test in SLOW]
     if size == 4:
-        return [str(PARALLEL / "ops" / "test_xla.py"), "-k", "60-1 or convolution"]
+        files = [PARALLEL / "ops" / "test_xla.py", PARALLEL / "test_embeddings.py"]
+        return [*map(str, files), "-k", "60-1 or convolution or many_tables"]
     ignored = [
         f"--ignore={file}"
         for file in PARALLEL.rglob("test_*.py")

@@ -1,0 +1,185 @@
+"""The files of a checkpoint that hold the parts of tables, one of each rank.
+
+``checkpoint-00003-0000200.1f2e3d4c-0001.h5`` is rank 1's. The checkpoint itself, without the second
+number, is written when all of them are on disk, and names them: until then they count for nothing.
+"""
+
+import itertools
+import pathlib
+import re
+import secrets
+import shutil
+from typing import Any
+
+import h5py  # type: ignore[import-untyped]
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import agree, shards
+from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import checkpoint
+
+_NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")
+_UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
+_BLOCK = 1 << 20  # values that are read at once
+
+
+def facts_of(own: list[Any]) -> dict[str, Any]:
+    """Describes the tables among some variables, by index, in a form that JSON can represent."""
+    found = {str(i): shards.of(variable) for i, variable in enumerate(own)}
+    return {i: shard.layout.as_json() for i, shard in found.items() if shard is not None}
+
+
+def write(
+    path: pathlib.Path, own: list[Any], tables: dict[str, Any], process_set: ProcessSet
+) -> list[str]:
+    """Writes this rank's parts beside the checkpoint that will be written to ``path``.
+
+    Args:
+        path: of the checkpoint.
+        own: the variables of the training.
+        tables: from ``facts_of``.
+        process_set: the ranks that write.
+
+    Returns:
+        The names of all ranks' files; [] if there are no tables.
+
+    Raises:
+        OSError: (on the rank that has it) a file cannot be written.
+        RuntimeError: (on the other ranks) the same.
+    """
+    if not tables:
+        return []
+    token = agree.gather_json("checkpoint parts", secrets.token_hex(4), process_set)[0]
+    names = [f"{path.stem}.{token}-{rank:04d}.h5" for rank in range(process_set.size())]
+    mine = path.with_name(names[process_set.rank()])
+    error: Exception | None = None
+    try:
+        values = (
+            checkpoint.Variable(own[i].path, False, np.asarray(own[i])) for i in map(int, tables)
+        )
+        checkpoint.write(mine, {}, values)
+    except Exception as caught:
+        error = caught
+    text = f"{type(error).__name__}: {error}" if error else None
+    everyone = agree.gather_json("checkpoint parts are written", text, process_set)
+    for rank, told in zip(process_set.ranks, everyone, strict=True):
+        if told is not None:
+            mine.unlink(missing_ok=True)
+            if error is not None:
+                raise error
+            raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {told}")
+    return names
+
+
+def remove_others(directory: pathlib.Path, path: pathlib.Path | None, names: list[str]) -> None:
+    """Removes files that belong to no checkpoint.
+
+    Args:
+        directory: of the checkpoints.
+        path: the checkpoint that was written last; of its files all but ``names`` are removed.
+            None: no rank is writing, so unfinished files are removed, too.
+        names: from ``write``.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    if not directory.exists():
+        return
+    for file in directory.iterdir():
+        if path is None and _UNFINISHED.fullmatch(file.name):
+            shutil.rmtree(file, ignore_errors=True)
+        match = _NAME.fullmatch(file.name)
+        if match is None:
+            continue
+        main = directory / f"{match[1]}.h5"
+        if not main.exists() or (main == path and file.name not in names):
+            file.unlink(missing_ok=True)
+
+
+def problem_of(
+    directory: pathlib.Path, facts: dict[str, Any], process_set: ProcessSet
+) -> str | None:
+    """Verifies the files of a checkpoint, each on one rank; returns what is wrong, on all ranks."""
+    names = facts.get("parts", {}).get("files", [])
+    if not names:
+        return None
+    problem = None
+    for name in names[process_set.rank() :: process_set.size()]:
+        try:
+            checkpoint.verify(directory / name)
+        except (checkpoint.DamagedError, OSError) as error:
+            problem = problem or f"{name}: {error}"
+    everyone = agree.gather_json("checkpoint parts are intact", problem, process_set)
+    return next((text for text in everyone if text is not None), None)
+
+
+def restore(
+    directory: pathlib.Path, facts: dict[str, Any], own: list[Any], process_set: ProcessSet
+) -> None:
+    """Assigns this rank's parts of the tables, from files of any number of ranks.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    tables, names = facts["parts"]["tables"], facts["parts"]["files"]
+    for number, (index, layout) in enumerate(tables.items()):
+        variable = own[int(index)]
+        shard = shards.of(variable)
+        assert shard is not None
+        values = np.zeros(shard.part.shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
+        before = shards.Layout(**layout)
+        for rank, name in enumerate(names):
+            if before == shard.layout and rank != process_set.rank():
+                continue  # no rank needs another's
+            with h5py.File(directory / name, "r") as file:
+                data = file["variables"][f"{number:06d}"]
+                _copy(data, before.part(rank), values, shard.part)
+        variable.assign(values)
+
+
+def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> None:
+    """Copies what two parts of a table have in common from a file."""
+    first = max(theirs.columns.start, mine.columns.start)
+    last = min(theirs.columns.stop, mine.columns.stop)
+    if first >= last or not theirs.rows or not mine.rows:
+        return
+    rows, step = len(theirs.rows), max(1, _BLOCK // len(theirs.columns))
+    source = checkpoint.restored(data) if data.attrs["dtype"] != data.dtype.name else data
+    for begin in range(0, rows, step):
+        block = theirs.rows[begin : begin + step]
+        ids = np.arange(block.start, block.stop, block.step)
+        at, beyond = np.divmod(ids - mine.rows.start, mine.rows.step)
+        common = (beyond == 0) & (at >= 0) & (at < len(mine.rows))
+        if common.any():
+            read = source[begin : begin + step][common]
+            there = slice(first - theirs.columns.start, last - theirs.columns.start)
+            here = slice(first - mine.columns.start, last - mine.columns.start)
+            values[at[common], here] = read[:, there]
+
+
+def _without_numbers(path: str) -> str:
+    """Removes the numbers by which Keras makes names unique in a process."""
+    return re.sub(r"_\d+(?=[_/]|$)", "", path)
+
+
+def differences(stored: list[Any], facts: dict[str, Any], own: list[Any]) -> list[str]:
+    """Tells how the variables of a training differ from those of a checkpoint."""
+    tables = facts.get("parts", {}).get("tables", {})
+    there, here = [], []
+    for i, (path, shape, dtype, _) in enumerate(stored):
+        layout = tables.get(str(i))
+        how = [layout["input_dim"], layout["output_dim"]] if layout else list(shape)
+        there.append(f"{path} {dtype}{how}" + " in parts" * (layout is not None))
+    for variable in own:
+        shard = shards.of(variable)
+        how = list(variable.shape)
+        if shard is not None:
+            how = [shard.layout.input_dim, shard.layout.output_dim]
+        dtype = tf.as_dtype(variable.dtype).name
+        here.append(f"{variable.path} {dtype}{how}" + " in parts" * (shard is not None))
+    return [
+        f"{theirs or 'nothing'} in the checkpoint, {mine or 'nothing'} in the model"
+        for theirs, mine in itertools.zip_longest(there, here)
+        if not theirs or not mine or _without_numbers(theirs) != _without_numbers(mine)
+    ]

@@ -1,0 +1,220 @@
+"""Checkpoints and saved models of tables of which each rank has a part."""
+
+import warnings
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvd_keras as hvd
+from hvd_keras import shards
+from hvd_keras.training import checkpoint
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+ROWS, COLUMNS, BATCH, STEPS = 23, 6, 4, 3
+EVERYONE = hvd.global_process_set
+
+
+def build(process_set: Any = EVERYONE, shard: Any = "rows", epochs_rate: float = 0.05) -> Any:
+    """A model whose weights differ in each call."""
+    tables = {
+        "one": hvd.layers.Embedding(ROWS, COLUMNS, shard=shard, process_set=process_set),
+        "two": hvd.layers.Embedding(ROWS, 2, shard="rows", process_set=process_set),
+    }
+    ids = keras.Input((3,), dtype="int32")
+    rows = hvd.layers.Embeddings(tables)({"one": ids, "two": ids})
+    both = keras.layers.Flatten()(keras.layers.Concatenate()([rows["one"], rows["two"]]))
+    model = keras.Model(ids, keras.layers.Dense(1)(both))
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.Adam(epochs_rate), process_set=process_set
+    )
+    model.compile(optimizer=optimizer, loss="mse", run_eagerly=True)
+    return model
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        raise KeyboardInterrupt
+
+
+def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYONE) -> None:
+    random = np.random.default_rng(3)
+    count = of.size() * BATCH * STEPS
+    rows = random.integers(0, ROWS, (count, 3)), random.normal(size=(count, 1))
+    start = saved.initial_epoch if saved else 0
+    data = hvd.data.shard(rows, batch_size=BATCH, shuffle=False, start_epoch=start, process_set=of)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(of.ranks[0])]
+    callbacks += [saved] if saved else []
+    model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])
+
+
+def state_of(model: Any) -> list[np.ndarray]:
+    """All variables, of tables the whole."""
+    return [
+        shards.whole(v) if shards.of(v) else np.asarray(v)
+        for v in (*model.variables, *model.optimizer.variables)
+    ]
+
+
+def assert_equal(one: list[np.ndarray], two: list[np.ndarray]) -> None:
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shard", ["rows", "columns"])
+def test_an_interrupted_training_goes_on(directory, shard) -> None:
+    keras.utils.set_random_seed(1)
+    undisturbed = build(shard=shard)
+    train(undisturbed, None)
+    keras.utils.set_random_seed(1)
+    first = build(shard=shard)
+    with pytest.raises(KeyboardInterrupt):
+        train(first, hvd.callbacks.Checkpoint(directory, save_freq=2), Later(STEPS + 2))
+    again = build(shard=shard)
+    train(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
+    assert_equal(state_of(again), state_of(undisturbed))
+    if RANK == 0:
+        names = sorted(path.name for path in directory.iterdir())
+        assert len(names) == 2 * (1 + SIZE), "each has a file of each rank, and no others are left"
+
+
+class Later(Interrupt):
+    """Ends ``fit`` after a number of batches."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left <= 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.skipif(SIZE == 1, reason="needs another number of ranks")
+@pytest.mark.parametrize("shard", ["rows", "columns"])
+def test_other_numbers_of_ranks(directory, shard) -> None:
+    """From all ranks to some, and back."""
+    some = hvd.add_process_set(list(range(1, SIZE)))
+    model = build(shard=shard)
+    train(model, hvd.callbacks.Checkpoint(directory), epochs=1)
+    state = state_of(model)
+    there: list[Any] = []
+    if some.included():
+        fewer = build(some, shard)
+        train(fewer, hvd.callbacks.Checkpoint(directory, process_set=some), epochs=1, of=some)
+        assert_equal(state_of(fewer), state)
+        train(fewer, hvd.callbacks.Checkpoint(directory, process_set=some), epochs=2, of=some)
+        there = state_of(fewer)
+        assert any((a != b).any() for a, b in zip(there, state, strict=True)), "it has trained"
+    there = hvd.broadcast_object(there, root_rank=1)
+    model = build(shard=shard)
+    train(model, hvd.callbacks.Checkpoint(directory), epochs=2)
+    assert_equal(state_of(model), there)
+    hvd.remove_process_set(some)
+
+
+def test_a_damaged_part_is_told_and_the_checkpoint_before_is_used(directory) -> None:
+    model = build()
+    train(model, hvd.callbacks.Checkpoint(directory), epochs=1)
+    state = state_of(model)
+    train(model, hvd.callbacks.Checkpoint(directory, restore=True), epochs=2)
+    if RANK == 0:
+        newest = checkpoint.files(directory)[0]
+        part = sorted(directory.glob(f"{newest.stem}.*-*.h5"))[-1]
+        data = bytearray(part.read_bytes())
+        data[-1] ^= 1
+        part.write_bytes(data)
+        (directory / "checkpoint-00009-0000000.01234567-0000.h5").touch()  # its job was killed
+    again = build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(again, hvd.callbacks.Checkpoint(directory), epochs=1)
+    assert_equal(state_of(again), state)
+    told = [str(w.message) for w in caught if "damaged" in str(w.message)]
+    assert len(told) == (RANK == 0)
+    assert all("its content does not match its SHA-256" in text for text in told)
+    if RANK == 0:
+        assert not list(directory.glob("checkpoint-00009*"))
+
+
+def test_a_table_in_parts_does_not_fit_a_whole_one(directory) -> None:
+    train(build(), hvd.callbacks.Checkpoint(directory), epochs=1)
+    keras.utils.set_random_seed(1)  # so that the broadcast changes nothing
+    other = build(shard=None)
+    before = training.flat(other)
+    expected = rf"\[{ROWS}, {COLUMNS}\] in parts in the checkpoint, .*\[{ROWS}, {COLUMNS}\] in the"
+    with pytest.raises(ValueError, match=expected):
+        train(other, hvd.callbacks.Checkpoint(directory))
+    np.testing.assert_array_equal(training.flat(other), before)
+
+
+def test_a_part_that_cannot_be_written_is_an_error_on_all_ranks(directory) -> None:
+    class InTheWay(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            directory.rmdir()
+            directory.write_text("in the way")
+
+    mine = [InTheWay()] if RANK == 0 else []
+    with pytest.raises((OSError, RuntimeError), match=r"exist|directory|could not write its part"):
+        train(build(), hvd.callbacks.Checkpoint(directory), *mine)
+    if RANK == 0:
+        directory.unlink()
+        directory.mkdir()
+
+
+def save_and_compare(path: Any, model: Any, *, plain: bool) -> None:
+    """Saves, and loads in one process and on all ranks."""
+    ids = np.arange(12).reshape(4, 3)
+    expected = model(ids).numpy()
+    hvd.save_model(model, path)
+    again = hvd.load_model(path)
+    assert_equal([np.asarray(v) for v in again.variables], [np.asarray(v) for v in model.variables])
+    np.testing.assert_allclose(again(ids), expected, rtol=1e-6)
+    assert any(shards.of(v) for v in again.variables), "the tables are divided again"
+    if RANK == 0 and plain:
+        alone = keras.models.load_model(path)
+        kinds = {type(layer) for layer in alone.layers}
+        assert keras.layers.Embedding in kinds
+        assert not any(kind.__module__.startswith("hvd_keras") for kind in kinds)
+        np.testing.assert_allclose(alone(ids), expected, rtol=1e-6)
+        assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("shard", ["rows", "columns"])
+def test_a_saved_model_is_plain_keras(directory, shard) -> None:
+    words = keras.layers.StringLookup(vocabulary=["a", "b"])  # has a file of its own
+    model = keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            hvd.layers.Embedding(400_003, 4, shard=shard, mask_zero=True),  # in several blocks
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(2),
+        ]
+    )
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam()), loss="mse")
+    hvd.broadcast_variables(model.variables, 0)
+    save_and_compare(directory / "new" / "model.keras", model, plain=True)
+    assert words(["b"]).numpy() == [2]
+
+
+def test_a_saved_model_with_layers_of_hvd_keras(directory) -> None:
+    model = build()
+    hvd.broadcast_variables(model.variables, 0)
+    save_and_compare(directory / "model.keras", model, plain=False)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has the whole table")
+def test_what_cannot_be_saved(directory) -> None:
+    model = build()
+    with pytest.raises(ValueError, match=r"a part of the table only. Use hvd.save_model"):
+        model.save(directory / f"{RANK}.keras")
+    with pytest.raises(ValueError, match=r"expected a name that ends in \.keras"):
+        hvd.save_model(model, directory / "model.h5")
+    if RANK == 0:
+        (directory / "file").touch()
+    with pytest.raises((OSError, RuntimeError), match=r"File exists|rank 0 could not write|Not a"):
+        hvd.save_model(model, directory / "file" / "model.keras")
+    assert model(np.zeros((1, 3))).shape == (1, 1), "works afterwards"
