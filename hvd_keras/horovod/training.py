@@ -13,7 +13,8 @@ from hvd_keras._keras import keras
 from hvd_keras.horovod import keras_training
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import loading, tape
+from hvd_keras.training import optimizer as training_optimizer
+from hvd_keras.training import tape
 from hvd_keras.training.optimizer import local_variables
 
 
@@ -113,4 +114,4 @@ def load_model(
         As ``hvd_keras.load_model``.
     """
     del legacy_opts
-    return loading.load_model(filepath, custom_optimizers, custom_objects, compression)
+    return training_optimizer.load_model(filepath, custom_optimizers, custom_objects, compression)

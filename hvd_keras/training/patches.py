@@ -12,7 +12,14 @@ from typing import Any
 from hvd_keras import log
 from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import legacy_keras
-from hvd_keras.training import fitting, forgotten, keras_callbacks, loss_scale, sync_batch_norm
+from hvd_keras.training import (
+    fitting,
+    forgotten,
+    keras_callbacks,
+    lookups,
+    loss_scale,
+    sync_batch_norm,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +118,12 @@ def _rows() -> list[Patch]:
             "_moments",
             "to synchronize batch normalization between processes",
             sync_batch_norm.wrap_moments,
+        ),
+        Patch(
+            layers.Embedding,
+            "call",
+            "to read the rows that are looked up instead of the whole table",
+            lookups.wrap_call,
         ),
         *_callbacks(),
     ]
