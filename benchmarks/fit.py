@@ -4,7 +4,8 @@
 
 In turn, in one job: all ranks train together; each rank trains a separate model at the same time,
 so that they share the machine but exchange nothing; rank 0 trains alone while the others sleep,
-without XLA (like all of the above) and with XLA. The time is that of the second epoch of each fit.
+without XLA (like all of the above) and with XLA. All ranks also train together with
+steps_per_execution=10. The time is that of the second epoch of each fit.
 The input is one batch in memory, repeated.
 """
 
@@ -12,51 +13,26 @@ import time
 
 import clock  # first
 import keras
+import keras_models
 import numpy as np
 import report
 import tensorflow as tf
 
 import hvd_keras as hvd
 
-BATCH = 64
 
-
-def perceptron() -> keras.Model:
-    layers = [keras.layers.Flatten()]
-    layers += [keras.layers.Dense(n, activation="relu") for n in (256, 128)]
-    return keras.Sequential([keras.Input((28, 28, 1)), *layers, keras.layers.Dense(10)])
-
-
-def convnet() -> keras.Model:
-    layers = []
-    for filters in (16, 32):
-        layers += [keras.layers.Conv2D(filters, 3, activation="relu"), keras.layers.MaxPool2D()]
-    layers += [keras.layers.Flatten(), keras.layers.Dense(64, activation="relu")]
-    return keras.Sequential([keras.Input((28, 28, 1)), *layers, keras.layers.Dense(10)])
-
-
-def compiled(build, distributed: bool, xla: bool = False) -> keras.Model:
-    """With the same first weights at every call, on every rank."""
-    keras.utils.set_random_seed(1)
-    model = build()
-    optimizer = keras.optimizers.SGD(0.01)
+def compiled(case: str, distributed: bool, xla: bool = False, **options) -> keras.Model:
+    model, optimizer = keras_models.made(case)
     if distributed:
         optimizer = hvd.DistributedOptimizer(optimizer)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, jit_compile=xla)
+    model.compile(optimizer, keras_models.loss(), jit_compile=xla, **options)
     return model
 
 
-def batch(rank: int) -> tuple[np.ndarray, np.ndarray]:
-    random = np.random.default_rng(rank)
-    images = random.normal(size=(BATCH, 28, 28, 1)).astype("float32")
-    return images, random.integers(0, 10, BATCH)
-
-
-def dataset(images: np.ndarray, labels: np.ndarray) -> tf.data.Dataset:
+def dataset(x: np.ndarray, labels: np.ndarray) -> tf.data.Dataset:
     options = tf.data.Options()
     options.autotune.enabled = False
-    data = tf.data.Dataset.from_tensors((images, labels)).cache().repeat()
+    data = tf.data.Dataset.from_tensors((x, labels)).cache().repeat()
     return data.with_options(options)
 
 
@@ -70,12 +46,14 @@ class Stopwatch(keras.callbacks.Callback):
         self.seconds = time.perf_counter() - self.start
 
 
-def check(build) -> None:
+def check(case: str) -> None:
     """A few steps of all ranks end where one process with all ranks' batches ends."""
-    model = compiled(build, distributed=True)
-    model.fit(dataset(*batch(hvd.rank())), steps_per_epoch=5, shuffle=False, verbose=0)
-    batches = zip(*map(batch, range(hvd.size())), strict=True)
-    single = compiled(build, distributed=False)
+    model = compiled(case, distributed=True)
+    model.fit(
+        dataset(*keras_models.batch(case, hvd.rank())), steps_per_epoch=5, shuffle=False, verbose=0
+    )
+    batches = zip(*(keras_models.batch(case, rank) for rank in range(hvd.size())), strict=True)
+    single = compiled(case, distributed=False)
     before = single.get_weights()
     single.fit(dataset(*map(np.concatenate, batches)), steps_per_epoch=5, shuffle=False, verbose=0)
     for got, wanted, old in zip(model.get_weights(), single.get_weights(), before, strict=True):
@@ -83,9 +61,9 @@ def check(build) -> None:
         clock.expect(not np.array_equal(got, old), "weights have not moved")
 
 
-def rows_of(build, steps: int, repeats: int) -> list[report.Row]:
-    check(build)
-    data = dataset(*batch(hvd.rank()))
+def rows_of(case: str, steps: int, repeats: int) -> list[report.Row]:
+    check(case)
+    data = dataset(*keras_models.batch(case, hvd.rank()))
 
     def step(model: keras.Model) -> float:
         watch = Stopwatch()
@@ -97,19 +75,21 @@ def rows_of(build, steps: int, repeats: int) -> list[report.Row]:
     def by_rank_0(model: keras.Model):
         return lambda: step(model) if hvd.rank() == 0 else 0.0
 
-    together, beside = compiled(build, distributed=True), compiled(build, distributed=False)
+    together, beside = compiled(case, distributed=True), compiled(case, distributed=False)
+    several = compiled(case, distributed=True, steps_per_execution=10)
     times = clock.interleaved(
         {
             "ours": lambda: step(together),
+            "steps_per_execution=10": lambda: step(several),
             "as many processes that exchange nothing": lambda: step(beside),
-            "one process": by_rank_0(compiled(build, distributed=False)),
-            "one process, with XLA": by_rank_0(compiled(build, distributed=False, xla=True)),
+            "one process": by_rank_0(compiled(case, distributed=False)),
+            "one process, with XLA": by_rank_0(compiled(case, distributed=False, xla=True)),
         },
         repeats,
     )
     ours = times.pop("ours")
     parameters = together.count_params()
-    what = f"a step of fit, {build.__name__}, {parameters:,} parameters, batch {BATCH} per rank"
+    what = f"a step of fit, {case}, {parameters:,} parameters, batch {keras_models.BATCH} per rank"
     return [
         report.compare(what, hvd.size(), against, ours, theirs) for against, theirs in times.items()
     ]
@@ -118,8 +98,9 @@ def rows_of(build, steps: int, repeats: int) -> list[report.Row]:
 def main() -> None:
     options = clock.options(__doc__, repeats=9)
     rows = []
-    for build in (perceptron, convnet):
-        rows += rows_of(build, 2 if options.smoke else 50, options.repeats)
+    for case in keras_models.CASES:
+        steps = 50 if case in ("perceptron", "convnet") else 20
+        rows += rows_of(case, 10 if options.smoke else steps, options.repeats)
     if hvd.rank() == 0:
         report.show(rows, options.json)
 

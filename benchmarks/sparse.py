@@ -106,6 +106,24 @@ def beside_mpi(rows, used, width, repeats):
     )
 
 
+def lookups(rows, used, width, repeats):
+    """Measures the row that compares ways to read a table; on rank 0 alone."""
+    table = tf.Variable(tf.random.stateless_normal([rows, width], [1, 2]))
+    indices = tf.constant(np.random.default_rng(hvd.rank()).integers(rows, size=used))
+    ways = {
+        "ours": tf.function(lambda: tf.gather(table, indices)),
+        "keras": tf.function(lambda: tf.gather(tf.convert_to_tensor(table), indices)),
+    }
+    expected = table.numpy()[indices.numpy()]
+    table.scatter_sub(tf.IndexedSlices(tf.ones([1, width]), tf.constant([0])))
+    table.scatter_add(tf.IndexedSlices(tf.ones([1, width]), tf.constant([0])))
+    for way, read in ways.items():
+        clock.expect(np.allclose(read(), expected, atol=1e-5), f"a lookup, {way}")
+    times = clock.interleaved({w: clock.alone(f) for w, f in ways.items()}, repeats)
+    what = f"a lookup of {used} rows in {rows} x {width}"
+    return report.compare(what, 1, "reading the whole table", times["ours"], times["keras"])
+
+
 def break_even(fractions, ratios):
     """Interpolates the fraction at which the ratio passes 1; None if it does not."""
     for i in range(1, len(ratios)):
@@ -164,7 +182,8 @@ def main():
         )
     large, used = (options.rows, 100) if options.smoke else (LARGE, USED)
     results.append(beside_mpi(large, used, options.width, options.repeats))
-    say(f"\n{report.table(results[-1:])}")
+    results.append(lookups(options.rows, used, options.width, options.repeats))
+    say(f"\n{report.table(results[-2:])}")
     if options.json and hvd.rank() == 0:
         report.show(results, as_json=True)
 

@@ -11,9 +11,10 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras._keras import keras
 from hvd_keras.horovod import keras_training
+from hvd_keras.layers import saving
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import exchange, forgotten, loading, tape
+from hvd_keras.training import exchange, forgotten, tape
 from hvd_keras.training.optimizer import local_variables
 
 
@@ -162,4 +163,4 @@ def load_model(
         As ``hvd_keras.load_model``.
     """
     del legacy_opts
-    return loading.load_model(filepath, custom_optimizers, custom_objects, compression)
+    return saving.load_model(filepath, custom_optimizers, custom_objects, compression)

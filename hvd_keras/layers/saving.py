@@ -19,7 +19,7 @@ from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.layers.embedding import BLOCK, Embedding, saving_places
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import checkpoint, loading
+from hvd_keras.training import checkpoint, optimizer
 
 _WEIGHTS, _CONFIG, _METADATA, _ASSETS = (
     "model.weights.h5",
@@ -116,7 +116,7 @@ def load_model(
                 found = json.loads(archive.read(_METADATA)).get("hvd_keras")
             if found is not None:
                 return _load(archive, found["tables"], custom_objects)
-    return loading.load_model(filepath, custom_optimizers, custom_objects, compression)
+    return optimizer.load_model(filepath, custom_optimizers, custom_objects, compression)
 
 
 def _divided(model: Any) -> list[Embedding]:

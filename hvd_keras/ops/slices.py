@@ -3,9 +3,12 @@
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.compression import Compressor
+from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import Average, ReduceOp
 from hvd_keras.process_sets import ProcessSet
+
+# So many of its indices each rank sends a second time, to be compared with those of other ranks.
+_COMPARED = 8
 
 
 def name_of_slices(name: str) -> str:
@@ -35,10 +38,16 @@ def reduce_slices(
         process_set: the ranks that take part.
     """
     scale = factor / process_set.size() if reduction is Average else factor
+
+    def scaled(values: tf.Tensor) -> tf.Tensor:
+        return values if scale == 1.0 else values * tf.constant(scale, values.dtype)
+
     parts, contexts = [], []
     for one in slices:
-        values, context = compression.compress(one.values)
-        parts += [values, one.indices, tf.shape(one.indices, tf.int64)]
+        # One's own rows are fewer than all, but a compressed value may be too small to be divided.
+        own = scaled(one.values) if compression is Compression.none else one.values
+        values, context = compression.compress(own)
+        parts += [values, one.indices, _summary(one.indices)]
         contexts.append(context)
     gathered = validate.raw.hvd_allgather(
         parts,
@@ -48,18 +57,32 @@ def reduce_slices(
     )
     results = []
     for i, one in enumerate(slices):
-        values, indices, rows = gathered[3 * i : 3 * i + 3]
+        values, indices, summaries = gathered[3 * i : 3 * i + 3]
         values = compression.decompress(values, contexts[i])
-        if scale != 1.0:
-            values *= tf.constant(scale, values.dtype)
+        if compression is not Compression.none:
+            values = scaled(values)
         if process_set.size() > 1:
-            values, indices = _sum_equal_lookups(values, indices, rows)
+            values, indices = _sum_equal_lookups(values, indices, summaries)
         results.append(tf.IndexedSlices(values, indices, one.dense_shape))
     return results
 
 
+def _summary(indices: tf.Tensor) -> tf.Tensor:
+    """The number of rows of this rank and its first indices, -1 for those that it lacks.
+
+    Args:
+        indices: ``[rows]``, of any integer dtype.
+
+    Returns:
+        int64 ``[1, 1 + _COMPARED]``.
+    """
+    first = tf.cast(indices[:_COMPARED], tf.int64)
+    padded = tf.concat([first, tf.fill([_COMPARED], tf.constant(-1, tf.int64))], 0)[:_COMPARED]
+    return tf.concat([tf.shape(indices, tf.int64), padded], 0)[tf.newaxis]
+
+
 def _sum_equal_lookups(
-    values: tf.Tensor, indices: tf.Tensor, rows: tf.Tensor
+    values: tf.Tensor, indices: tf.Tensor, summaries: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Sums the ranks' rows if all ranks have looked up the same, as embeddings of positions do.
 
@@ -68,26 +91,34 @@ def _sum_equal_lookups(
 
     Args:
         values: ``[sum of rows, ...]``, in the order of the ranks.
-        indices: int64 ``[sum of rows]``.
-        rows: int64 ``[ranks]``, the number of rows of each rank.
+        indices: ``[sum of rows]``.
+        summaries: int64 ``[ranks, ...]``, the ``_summary`` of each rank.
 
     Returns:
         Values and indices of the same shapes; rows that are no longer needed are 0.
     """
-    number = tf.range(tf.size(indices, tf.int64))
-    ends = tf.cumsum(rows)
-    rank = tf.searchsorted(ends, number, side="right", out_type=tf.int64)
-    place = number - tf.gather(ends - rows, rank)  # of a row among its rank's rows
-    longest = tf.argmax(rows)
-    first = tf.gather(ends - rows, longest)
-    same = tf.reduce_all(tf.equal(indices, tf.gather(indices, first + place)))
-    # A single row may be the same by chance if each rank has one example.
-    same = tf.logical_and(same, tf.gather(rows, longest) > 1)
+    rows, heads = summaries[:, 0], summaries[:, 1:]
+    # In most steps these differ already. Comparing all rows of all ranks would take long.
+    may_be_same = tf.reduce_all((heads < 0) | tf.equal(heads, tf.reduce_max(heads, 0)))
 
-    def summed() -> tuple[tf.Tensor, tf.Tensor]:
-        needed = number < tf.gather(rows, longest)
-        whole = tf.gather(indices, first + tf.where(needed, number, tf.zeros_like(number)))
-        return tf.math.unsorted_segment_sum(values, place, tf.size(indices)), whole
+    def compared() -> tuple[tf.Tensor, tf.Tensor]:
+        number = tf.range(tf.size(indices, tf.int64))
+        ends = tf.cumsum(rows)
+        rank = tf.searchsorted(ends, number, side="right", out_type=tf.int64)
+        place = number - tf.gather(ends - rows, rank)  # of a row among its rank's rows
+        longest = tf.argmax(rows)
+        first = tf.gather(ends - rows, longest)
+        same = tf.reduce_all(tf.equal(indices, tf.gather(indices, first + place)))
+        # A single row may be the same by chance if each rank has one example.
+        same = tf.logical_and(same, tf.gather(rows, longest) > 1)
 
-    chosen: tuple[tf.Tensor, tf.Tensor] = tf.cond(same, summed, lambda: (values, indices))
+        def summed() -> tuple[tf.Tensor, tf.Tensor]:
+            needed = number < tf.gather(rows, longest)
+            whole = tf.gather(indices, first + tf.where(needed, number, tf.zeros_like(number)))
+            return tf.math.unsorted_segment_sum(values, place, tf.size(indices)), whole
+
+        both: tuple[tf.Tensor, tf.Tensor] = tf.cond(same, summed, lambda: (values, indices))
+        return both
+
+    chosen: tuple[tf.Tensor, tf.Tensor] = tf.cond(may_be_same, compared, lambda: (values, indices))
     return chosen

@@ -14,9 +14,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import agree, log, ops, rank_info, settings
-from hvd_keras._keras import keras
+from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import building, exchange, forgotten, sync_batch_norm, together
+from hvd_keras.training import building, exchange, forgotten, lookups, sync_batch_norm, together
 
 
 @dataclasses.dataclass
@@ -144,6 +144,8 @@ def _begin(own: _Fit, dataset: Any) -> None:
     sync_batch_norm.synchronize_on(model._flatten_layers(), own.process_set)
     if isinstance(dataset, tf.data.Dataset) and not building.is_built(model):
         own.problem = building.build(model, dataset.element_spec)
+    if not is_legacy and own.process_set.size() > 1:
+        lookups.read_by_rows(model, model._flatten_layers())
     missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
     told = f"{type(own.problem).__name__}: {own.problem}" if missing else None
     everyone = agree.gather_json("fit", [len(own.checkpoints), told], own.process_set)

@@ -1,5 +1,6 @@
 """``DistributedOptimizer``: one process's optimizer, fed with the gradients of all."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -120,6 +121,44 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         local_sum = 1 if average_aggregated_gradients else passes
         reducer.KerasReducer(target, optimizer, name, options, chosen, local_sum)
     return optimizer
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> keras.Model:
+    """``keras.models.load_model``, with the optimizer wrapped in ``DistributedOptimizer``.
+
+    The optimizer keeps the state of the file, so training continues where it was. Every rank reads
+    the file.
+
+    Args:
+        filepath: a file that ``model.save`` has written, on one process or on several.
+        custom_optimizers: optimizer classes of your own that the file may name.
+        custom_objects: other classes and functions that the file may name.
+        compression: as in ``DistributedOptimizer``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the file is missing, or has no optimizer.
+
+    Example:
+        model = hvd.load_model("checkpoints/model.keras")
+        model.fit(x, y)
+    """
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError(
+            f"{filepath} has no optimizer: the model was saved before compile(), or for inference. "
+            "Use keras.models.load_model, then compile() with a hvd.DistributedOptimizer."
+        )
+    DistributedOptimizer(model.optimizer, compression=compression)
+    return model
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)

@@ -18,6 +18,7 @@ from hvd_keras.training import (
     fitting,
     forgotten,
     keras_callbacks,
+    lookups,
     loss_scale,
     sync_batch_norm,
 )
@@ -125,6 +126,12 @@ def _rows() -> list[Patch]:
             "_moments",
             "to synchronize batch normalization between processes",
             sync_batch_norm.wrap_moments,
+        ),
+        Patch(
+            layers.Embedding,
+            "call",
+            "to read the rows that are looked up instead of the whole table",
+            lookups.wrap_call,
         ),
         *_common_rows(),
     ]

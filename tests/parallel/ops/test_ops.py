@@ -149,6 +149,28 @@ def test_what_all_ranks_look_up_is_summed(lengths: str, compiled: bool) -> None:
     np.testing.assert_array_equal(tf.convert_to_tensor(square), expected**2)
 
 
+@pytest.mark.parametrize("equal", [0, 1, 7, 8, 9, 19])
+def test_lookups_that_begin_alike_stay_apart(equal: int) -> None:
+    own = np.concatenate([np.arange(equal), np.arange(equal, 20) + 100 * (RANK + 1)])
+    slices = tf.IndexedSlices(tf.fill([20, 1], RANK + 1.0), tf.constant(own), [1000, 1])
+    result = hvd.allreduce(slices, op=hvd.Sum)
+    np.testing.assert_array_equal(result.values[:, 0], np.repeat(np.arange(SIZE) + 1, 20))
+
+
+def test_lookups_of_some_ranks_may_be_empty() -> None:
+    rows = [2 * (r % 2) for r in range(SIZE)]
+    slices = tf.IndexedSlices(
+        tf.fill([rows[RANK], 1], RANK + 1.0), tf.range(rows[RANK]) + RANK, tf.constant([9, 1])
+    )
+    result = tf.convert_to_tensor(hvd.allreduce(slices)).numpy()[:, 0]
+    expected = np.zeros(9)
+    for r in range(1, SIZE, 2):
+        expected[r : r + 2] += (r + 1) / SIZE
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+    none = tf.IndexedSlices(tf.ones((0, 1)), tf.zeros(0, tf.int64), tf.constant([9, 1]))
+    assert hvd.allreduce(none).values.shape == (0, 1)
+
+
 def test_what_each_rank_looks_up_stays_apart() -> None:
     slices = tf.IndexedSlices(tf.ones((2, 3)) * (RANK + 1), [RANK, 5], [SIZE + 6, 3])
     result = hvd.allreduce(slices, op=hvd.Sum)

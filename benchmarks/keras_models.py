@@ -1,0 +1,56 @@
+"""Models and batches of fit.py and backends.py. Only Keras and NumPy, for any of its backends."""
+
+import keras
+import numpy as np
+
+BATCH = 64
+ROWS, WIDTH, LENGTH = 50_000, 64, 32  # of the embedding; the length of a text in words
+
+
+def perceptron() -> keras.Model:
+    layers = [keras.layers.Flatten()]
+    layers += [keras.layers.Dense(n, activation="relu") for n in (256, 128)]
+    return keras.Sequential([keras.Input((28, 28, 1)), *layers, keras.layers.Dense(10)])
+
+
+def convnet() -> keras.Model:
+    layers = []
+    for filters in (16, 32):
+        layers += [keras.layers.Conv2D(filters, 3, activation="relu"), keras.layers.MaxPool2D()]
+    layers += [keras.layers.Flatten(), keras.layers.Dense(64, activation="relu")]
+    return keras.Sequential([keras.Input((28, 28, 1)), *layers, keras.layers.Dense(10)])
+
+
+def embedding() -> keras.Model:
+    layers = [keras.layers.Embedding(ROWS, WIDTH), keras.layers.GlobalAveragePooling1D()]
+    return keras.Sequential(
+        [keras.Input((LENGTH,), dtype="int32"), *layers, keras.layers.Dense(10)]
+    )
+
+
+CASES = {
+    "perceptron": (perceptron, keras.optimizers.SGD),
+    "convnet": (convnet, keras.optimizers.SGD),
+    "embedding, SGD": (embedding, keras.optimizers.SGD),
+    "embedding, Adam": (embedding, keras.optimizers.Adam),
+}
+
+
+def made(case: str) -> tuple[keras.Model, keras.optimizers.Optimizer]:
+    """Returns the model, with the same first weights at every call and on every rank."""
+    keras.utils.set_random_seed(1)
+    build, make_optimizer = CASES[case]
+    return build(), make_optimizer(0.01)
+
+
+def loss() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def batch(case: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(rank)
+    if CASES[case][0] is embedding:
+        x = random.integers(0, ROWS, (BATCH, LENGTH)).astype("int32")
+    else:
+        x = random.normal(size=(BATCH, 28, 28, 1)).astype("float32")
+    return x, random.integers(0, 10, BATCH)
