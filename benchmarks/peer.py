@@ -26,8 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import layers
@@ -147,8 +148,14 @@ def rank(package: str, address: str) -> None:
 class Job:
     """A job whose ranks wait for the names of cases."""
 
-    def __init__(self, command: list[str], ranks: int, listener: socket.socket) -> None:
-        environment = os.environ | SETTINGS
+    def __init__(
+        self,
+        command: list[str],
+        ranks: int,
+        listener: socket.socket,
+        settings: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        environment = os.environ | SETTINGS | settings
         # To stderr, because results go to stdout.
         self.process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
         self.streams = []

@@ -26,8 +26,9 @@ import report
 HERE = Path(__file__).parent
 LIMIT = 600  # seconds; far more than any benchmark takes
 
-# The numbers of ranks for each benchmark; startup and hosts start their ranks themselves.
+# The numbers of ranks for each benchmark; startup, core and hosts start their ranks themselves.
 FULL = {
+    "core": [2, 4],
     "startup": [None],
     "latency": [2],
     "fit": [2],
@@ -37,7 +38,7 @@ FULL = {
     "waiting": [2],
     "hosts": [None],
 }
-SMOKE = FULL | {"gradients": [2], "growth": [4]}
+SMOKE = FULL | {"core": [2], "gradients": [2], "growth": [4]}
 
 
 def measured(name: str, ranks: int | None, smoke: bool, *more: str) -> list[report.Row]:
@@ -147,6 +148,11 @@ def main() -> None:
     jobs: list[Any] = [(name, ranks) for name in options.only for ranks in plan[name]]
     options.output.mkdir(parents=True, exist_ok=True)
     jobs = [(*job, "--output", str(options.output)) if job[0] == "hosts" else job for job in jobs]
+    peers = [] if options.smoke else ["--peers", "mpich", "impi", "oneccl"]
+    jobs = [
+        (name, None, "--ranks", str(ranks), *peers) if name == "core" else (name, ranks, *more)
+        for name, ranks, *more in jobs
+    ]
     if options.peer_python:  # first, because its environment may be unusable
         jobs.insert(0, ("peer", None, "--peer-python", options.peer_python))
     results = {

@@ -22,7 +22,7 @@ using test::rank;
 using test::size;
 
 constexpr int64_t kSlotBytes = 1 << 20;
-constexpr SharedMemory::Layout kLayout = {4096, 4, kSlotBytes, 4096};
+constexpr SharedMemory::Area kArea = {kSlotBytes, 4096};
 
 // The least time between two looks of a rank that sleeps, unless it is woken.
 constexpr double kLookSeconds = 0.01;
@@ -32,6 +32,8 @@ std::vector<int> all_ranks() {
   std::iota(ranks.begin(), ranks.end(), 0);
   return ranks;
 }
+
+SharedMemory new_memory() { return {MPI_COMM_WORLD, all_ranks(), {kArea, kArea, kArea, kArea}}; }
 
 std::string no_deadline(double, const std::vector<int>&) { return ""; }
 
@@ -69,8 +71,8 @@ void a_block_is_nobody_elses() {
     close(shm_open(others.back().c_str(), O_RDWR | O_CREAT, 0600));
   }
   {
-    const SharedMemory first(MPI_COMM_WORLD, all_ranks(), kLayout);
-    const SharedMemory second(MPI_COMM_WORLD, all_ranks(), kLayout);
+    const SharedMemory first = new_memory();
+    const SharedMemory second = new_memory();
     const std::vector<std::string> names = names_of_blocks();
     CHECK_EQ(names.size(), size_t{2});
     for (const std::string& name : names)
@@ -83,7 +85,7 @@ void a_block_is_nobody_elses() {
 
 // Ranks come one after another. Who waits sleeps until the last one has come, but for its looks.
 void nobody_is_woken_before_all_have_come() {
-  SharedMemory memory(MPI_COMM_WORLD, all_ranks(), kLayout);
+  SharedMemory memory = new_memory();
   for (int round = 0; round < 50; ++round) {
     std::this_thread::sleep_for(std::chrono::milliseconds(rank));
     int looks = 0;
@@ -96,14 +98,14 @@ void nobody_is_woken_before_all_have_come() {
 }
 
 void a_barrier_holds_all() {
-  SharedMemory memory(MPI_COMM_WORLD, all_ranks(), kLayout);
+  SharedMemory memory = new_memory();
   for (int64_t round = 1; round <= 2000; ++round) {
     if (round % 500 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    // Slots in turn: what is written before a barrier stays until after the next.
-    *reinterpret_cast<int64_t*>(memory.slot(rank, round % 2)) = round * (rank + 1);
+    // Areas in turn: what is written before a barrier stays until after the next.
+    *reinterpret_cast<int64_t*>(memory.area(rank, round % 2)) = round * (rank + 1);
     memory.barrier(no_deadline);
     for (int r = 0; r < size; ++r)
-      CHECK_EQ(*reinterpret_cast<int64_t*>(memory.slot(r, round % 2)), round * (r + 1));
+      CHECK_EQ(*reinterpret_cast<int64_t*>(memory.area(r, round % 2)), round * (r + 1));
   }
 }
 
@@ -132,11 +134,11 @@ void ranks_spin_if_they_have_a_core_each() {
   const bool enough = static_cast<double>(size) <= std::min<double>(cores.size(), cpu_quota());
   {
     const BoundTo bound({cores[rank % cores.size()]});
-    CHECK_EQ(SharedMemory(MPI_COMM_WORLD, all_ranks(), kLayout).spins(), enough);
+    CHECK_EQ(new_memory().counters().core_each(), enough);
   }
   {
     const BoundTo bound({cores[0]});
-    CHECK_EQ(SharedMemory(MPI_COMM_WORLD, all_ranks(), kLayout).spins(), size == 1);
+    CHECK_EQ(new_memory().counters().core_each(), size == 1);
   }
 }
 
@@ -166,7 +168,7 @@ void a_quota_is_the_least_of_all_groups_above() {
 }
 
 void little_is_committed_until_it_is_asked_for() {
-  SharedMemory memory(MPI_COMM_WORLD, all_ranks(), kLayout);
+  SharedMemory memory = new_memory();
   CHECK(committed() > 0);
   CHECK(committed() < kSlotBytes);
   memory.barrier(no_deadline);

@@ -67,6 +67,7 @@ def fake_cuda(binaries: pathlib.Path) -> dict[str, str]:
         "agreement_test",
         "collectives_test",
         "explorer_test",
+        "host_counters_test",
         "loops_test",
         "recorder_test",
         "reduce_test",

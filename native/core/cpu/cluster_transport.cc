@@ -1,8 +1,6 @@
 #include "core/cpu/cluster_transport.h"
 
 #include <algorithm>
-#include <atomic>
-#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -25,21 +23,11 @@ constexpr uint64_t kWindow = 8;
 
 // Padding between slots, so that those of all ranks do not map to the same cache sets.
 constexpr int64_t kGapBytes = 4096;
-constexpr int64_t kCounterBytes = 4096;
 
 // Bytes of each slot that are committed from the start: enough for anything but gradients.
 constexpr int64_t kSmallBytes = 4096;
 
 }  // namespace
-
-// How many chunks a rank has brought to each stage. Other ranks read the counters, so each has its
-// own cache line.
-struct ClusterTransport::Progress {
-  alignas(64) std::atomic<uint64_t> packed{0};    // into its slots
-  alignas(64) std::atomic<uint64_t> reduced{0};   // as a leader: the slots are free
-  alignas(64) std::atomic<uint64_t> summed{0};    // as a leader: the results are ready
-  alignas(64) std::atomic<uint64_t> unpacked{0};  // the results are free
-};
 
 ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host,
                                    Allreduce algorithm)
@@ -61,15 +49,14 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
 
   std::string why;
   try {
-    const SharedMemory::Layout layout = {kCounterBytes, 2 * kWindow, full_chunk_bytes_ + kGapBytes,
-                                         kSmallBytes};
-    memory_ = std::make_unique<SharedMemory>(host, neighbours, layout);
-    new (&progress(local_rank_)) Progress;
+    const SharedMemory::Area slot = {full_chunk_bytes_ + kGapBytes, kSmallBytes};
+    memory_ = std::make_unique<SharedMemory>(host, neighbours,
+                                             std::vector<SharedMemory::Area>(kWindow, slot));
   } catch (const std::runtime_error& error) {
     why = error.what();
   }
   int failed = why.empty() ? 0 : 1;
-  MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, all);  // the counters are ready, too
+  MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, all);
   if (failed) throw std::runtime_error(why.empty() ? "those of another host cannot" : why);
   MPI_Comm_split(all, local_rank_ < leaders_ ? local_rank_ : MPI_UNDEFINED, (*mpi)->rank(),
                  &across_);
@@ -80,24 +67,8 @@ ClusterTransport::~ClusterTransport() {
   if (across_ != MPI_COMM_NULL) MPI_Comm_free(&across_);
 }
 
-ClusterTransport::Progress& ClusterTransport::progress(int local_rank) const {
-  return *reinterpret_cast<Progress*>(memory_->front(local_rank));
-}
-
 char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {
-  return memory_->slot(local_rank, chunk % kWindow);
-}
-
-char* ClusterTransport::result(int leader, uint64_t chunk) const {
-  return memory_->slot(leader, kWindow + chunk % kWindow);
-}
-
-// The least value of a counter among the first `ranks` ranks of this host.
-uint64_t ClusterTransport::least(std::atomic<uint64_t> Progress::* counter, int ranks) const {
-  uint64_t least = UINT64_MAX;
-  for (int r = 0; r < ranks; ++r)
-    least = std::min(least, (progress(r).*counter).load(std::memory_order_acquire));
-  return least;
+  return memory_->area(local_rank, chunk % kWindow);
 }
 
 Status ClusterTransport::run(Request& request, const Waiting& waiting) {
@@ -133,35 +104,33 @@ void ClusterTransport::allreduce(const Request& request, DTypeGroup& group,
     return std::min(chunk_bytes_, total - before) / width;
   };
   const bool leads = local_rank_ < leaders_;
-  Progress& mine = progress(local_rank_);
-  uint64_t packed = first, reduced = first, summed = first, unpacked = first;
+  HostCounters& counters = memory_->counters();
+  uint64_t packed = first, started = first, reduced = first, unpacked = first;
 
   const auto step = [&] {
     bool progressed = false;
-    if (packed < chunks_ && packed < least(&Progress::reduced, leaders_) + kWindow) {
+    if (packed < chunks_ && packed < counters.least(HostCounters::unpacked) + kWindow) {
       group.in.copy_to(slot(local_rank_, packed), elements(packed) * width);
-      mine.packed.store(++packed, std::memory_order_release);
+      counters.advance(HostCounters::packed, ++packed);
       progressed = true;
     }
-    if (leads && reduced < least(&Progress::packed, local_size_) &&
-        reduced < least(&Progress::unpacked, local_size_) + kWindow) {
-      start_inter_host(request, group.dtype, elements(reduced), reduced);
-      mine.reduced.store(++reduced, std::memory_order_release);
+    if (leads && started < counters.least(HostCounters::packed)) {
+      start_inter_host(request, group.dtype, elements(started), started);
+      ++started;
       progressed = true;
     }
     for (const auto& allreduce : in_flight_) progressed |= allreduce->advance();
     while (!in_flight_.empty() && in_flight_.front()->done()) {
       in_flight_.pop_front();
-      mine.summed.store(++summed, std::memory_order_release);
+      counters.advance(HostCounters::reduced, ++reduced);
       progressed = true;
     }
-    if (unpacked < least(&Progress::summed, leaders_)) {
+    if (unpacked < counters.least(HostCounters::reduced, leaders_)) {
       for (int c = 0; c < leaders_; ++c) {
-        const int64_t n = elements(unpacked);
-        const int64_t slice = n * (c + 1) / leaders_ - n * c / leaders_;
-        group.out.copy_from(result(c, unpacked), slice * width);
+        const int64_t n = elements(unpacked), begin = n * c / leaders_ * width;
+        group.out.copy_from(slot(c, unpacked) + begin, n * (c + 1) / leaders_ * width - begin);
       }
-      mine.unpacked.store(++unpacked, std::memory_order_release);
+      counters.advance(HostCounters::unpacked, ++unpacked);
       progressed = true;
     }
     return progressed;
@@ -200,7 +169,7 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
   std::vector<const void*> sources;
   for (int r = 0; r < local_size_; ++r)
     sources.push_back(slot(r, chunk) + begin * static_cast<int64_t>(size_of(dtype)));
-  char* sum = result(local_rank_, chunk);
+  char* sum = slot(local_rank_, chunk) + begin * static_cast<int64_t>(size_of(dtype));
   const auto [within, between] = factors_of_stages(request, dtype);
   loops().reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
   in_flight_.push_back(new_inter_host_allreduce(

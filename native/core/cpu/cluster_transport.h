@@ -5,9 +5,9 @@
 // responsible for slice c of every chunk. Chunk k:
 //
 //   pack    each rank's tensors ──> its slot
-//   reduce  slice c of all the host's slots ──> result, by leader c, in rank order
-//   allreduce between hosts: result ──> sum over all hosts, by leaders c; see inter_host.h
-//   unpack  all leaders' results ──> output tensors
+//   reduce  slice c of all the host's slots ──> slice c of leader c's, by leader c, in rank order
+//   allreduce between hosts: that ──> sum over all hosts, by leaders c; see inter_host.h
+//   unpack  the leaders' slices ──> output tensors
 // A rank does not wait in one stage while it can work in another: one chunk is on the network while
 // the next is packed and the previous one unpacked. The bytes between hosts do not grow with the
 // ranks of a host. Counters in shared memory show each rank's progress.
@@ -50,12 +50,7 @@ class ClusterTransport : public Transport {
   void check_aborted() override { mpi_->check_aborted(); }
 
  private:
-  struct Progress;
-
-  Progress& progress(int local_rank) const;
   char* slot(int local_rank, uint64_t chunk) const;
-  char* result(int leader, uint64_t chunk) const;
-  uint64_t least(std::atomic<uint64_t> Progress::* counter, int ranks) const;
   void make_room(int64_t bytes, const Waiting& waiting);
   void allreduce(const Request& request, DTypeGroup& group, const Waiting& waiting);
   std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype) const;

@@ -115,6 +115,7 @@ Status HostTransport::broadcast(Request& request) {
       std::memcpy(request.outputs[i], input.data, bytes);
   }
   make_room(in.left());
+  use_slots(SlotUse::barriers);
   for (int64_t left = in.left(); left > 0; left -= chunk_bytes_) {
     const int64_t bytes = std::min(left, chunk_bytes_);
     const uint64_t step = memory_.step();
@@ -131,6 +132,7 @@ Status HostTransport::broadcast(Request& request) {
 template <typename Take>
 void HostTransport::scatter(std::vector<ByteCursor>& to, int64_t longest, const Take& take) {
   make_room(longest * size());
+  use_slots(SlotUse::barriers);
   const int64_t room = chunk_bytes_ / size() / kWidest * kWidest;
   for (int64_t start = 0; start < longest; start += room) {
     const uint64_t step = memory_.step();
@@ -164,15 +166,22 @@ void HostTransport::share(const void* mine, const std::vector<int64_t>& sizes,
   const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
   const char* own = static_cast<const char*>(mine);
   if (sizes[rank()] > 0) std::memcpy(targets[rank()], own, sizes[rank()]);
-  make_room(longest);
-  const int64_t room = chunk_bytes_;
+  if (longest > kSmallBytes) {
+    make_room(longest);
+    use_slots(SlotUse::barriers);
+  }
+  const bool small = longest <= kSmallBytes;
+  const int64_t room = small ? kSmallBytes : chunk_bytes_;
+  const auto place = [&](int r, uint64_t step) {
+    return small ? small_slot(r, step) : slot(r, step);
+  };
   for (int64_t start = 0; start < longest; start += room) {
     const auto bytes = [&](int r) { return std::clamp<int64_t>(sizes[r] - start, 0, room); };
     const uint64_t step = memory_.step();
-    if (bytes(rank()) > 0) std::memcpy(slot(rank(), step), own + start, bytes(rank()));
+    if (bytes(rank()) > 0) std::memcpy(place(rank(), step), own + start, bytes(rank()));
     barrier();
     for (int r = 0; r < size(); ++r) {
-      if (r != rank() && bytes(r) > 0) std::memcpy(targets[r] + start, slot(r, step), bytes(r));
+      if (r != rank() && bytes(r) > 0) std::memcpy(targets[r] + start, place(r, step), bytes(r));
     }
   }
 }

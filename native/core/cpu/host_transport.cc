@@ -10,30 +10,41 @@
 namespace hvd {
 namespace {
 
-// Small enough for slots and results to stay in the caches.
-constexpr int64_t kChunkBytes = 1 << 20;
+// Small enough for the slots of all chunks under way to stay in the caches.
+constexpr int64_t kChunkBytes = 256 << 10;
 
-// Up to this size each rank reduces everything itself, after one barrier. As much of each slot is
-// committed from the start.
-constexpr int64_t kSmallBytes = 16 << 10;
+// How many chunks a rank may be ahead of the slowest.
+constexpr uint64_t kWindow = 4;
 
-// A slot and one page, so that the slots of all ranks do not map to the same cache sets.
-constexpr int64_t kSlotBytes = kChunkBytes + 4096;
+// A rank sums so many bytes of its slice at once: its sums are still in the first-level cache when
+// they are copied to where they go.
+constexpr int64_t kBlockBytes = 16 << 10;
+
+// Padding, so that the slots of all ranks do not map to the same cache sets.
+constexpr int64_t kGapBytes = 4096;
+
+// Of each slot, what is committed from the start.
+constexpr int64_t kFrontBytes = 8 << 10;
+
+std::vector<SharedMemory::Area> areas(int64_t small_bytes) {
+  std::vector<SharedMemory::Area> areas(2, {small_bytes, small_bytes});
+  areas.resize(2 + kWindow, {kChunkBytes + kGapBytes, kFrontBytes});
+  return areas;
+}
 
 }  // namespace
 
 HostTransport::HostTransport(std::unique_ptr<MpiTransport>* mpi)
-    : memory_((*mpi)->communicator(), (*mpi)->ranks(), {0, 4, kSlotBytes, kSmallBytes}),
-      chunk_bytes_(kSmallBytes),
+    : memory_((*mpi)->communicator(), (*mpi)->ranks(), areas(kSmallBytes)),
+      chunk_bytes_(kFrontBytes),
       mpi_(std::move(*mpi)) {}
 
-// Two slots per rank, used in turn: what is written before a barrier stays until after the next
-// one.
-char* HostTransport::slot(int rank, uint64_t step) const { return memory_.slot(rank, step % 2); }
+char* HostTransport::small_slot(int rank, uint64_t step) const {
+  return memory_.area(rank, step % 2);
+}
 
-// Likewise the results, which are written after one barrier and read after the next.
-char* HostTransport::result(int rank, uint64_t step) const {
-  return memory_.slot(rank, 2 + step % 2);
+char* HostTransport::slot(int rank, uint64_t chunk) const {
+  return memory_.area(rank, 2 + chunk % kWindow);
 }
 
 // Commits whole slots before the first request that is larger than what is committed. `bytes` is
@@ -49,13 +60,21 @@ void HostTransport::make_room(int64_t bytes) {
   }
 }
 
+// The slots belong to chunks, which counters guard, or to barriers. Who goes from the one to the
+// other without an agreement between must wait until all ranks have read what is in them.
+void HostTransport::use_slots(SlotUse use) {
+  if (slot_use_ != SlotUse::none && slot_use_ != use) barrier();
+  slot_use_ = use;
+}
+
 std::vector<Proposal> HostTransport::agree(const Proposal& mine, const Waiting& waiting) {
   waiting_ = waiting;
   const uint64_t step = memory_.step();
-  std::memcpy(slot(rank(), step), &mine, sizeof mine);
+  std::memcpy(small_slot(rank(), step), &mine, sizeof mine);
   barrier();
   std::vector<Proposal> all(size());
-  for (int r = 0; r < size(); ++r) std::memcpy(&all[r], slot(r, step), sizeof mine);
+  for (int r = 0; r < size(); ++r) std::memcpy(&all[r], small_slot(r, step), sizeof mine);
+  slot_use_ = SlotUse::none;
   return all;
 }
 
@@ -65,11 +84,11 @@ void HostTransport::abort(const std::string& why) {
     mpi_->abort(why);
   } catch (const Aborted&) {  // which abort() always throws
   }
-  memory_.abort(why);
+  memory_.counters().abort(why);
 }
 
 void HostTransport::check_aborted() {
-  memory_.check_aborted();
+  memory_.counters().check_aborted();
   mpi_->check_aborted();
 }
 
@@ -80,66 +99,156 @@ Status HostTransport::run(Request& request, const Waiting& waiting) {
   return allreduce(request);
 }
 
+// One dtype of an allreduce on its way through the slots.
+class HostTransport::Window {
+ public:
+  Window(HostTransport& host, const Request& request, DTypeGroup& group)
+      : host_(host),
+        counters_(host.memory_.counters()),
+        request_(request),
+        dtype_(group.dtype),
+        width_(static_cast<int64_t>(size_of(group.dtype))),
+        total_(group.in.left()),
+        first_(host.chunks_),
+        end_(first_ + (total_ + host.chunk_bytes_ - 1) / host.chunk_bytes_),
+        others_in_(group.in),
+        own_in_(std::move(group.in)),
+        others_out_(group.out),
+        own_out_(std::move(group.out)),
+        sources_(host.size()) {
+    host.chunks_ = end_;
+  }
+
+  void run() {
+    while (unpacked_ < end_) {
+      if (unpacked_ < reduced_ && unpacked_ < all_reduced_) {
+        unpack();
+      } else if (reduced_ < packed_ && reduced_ < all_packed_) {
+        reduce();
+      } else if (packed_ < end_ && packed_ < all_unpacked_ + kWindow) {
+        pack();
+      } else if (!look()) {
+        wait();
+      }
+    }
+  }
+
+ private:
+  // The bytes of a chunk, and where a rank's slice of it begins.
+  int64_t bytes(uint64_t chunk) const {
+    const int64_t before = static_cast<int64_t>(chunk - first_) * host_.chunk_bytes_;
+    return std::min(host_.chunk_bytes_, total_ - before);
+  }
+  int64_t begin(uint64_t chunk, int rank) const {
+    return bytes(chunk) / width_ * rank / host_.size() * width_;
+  }
+  int64_t length(uint64_t chunk, int rank) const {
+    return begin(chunk, rank + 1) - begin(chunk, rank);
+  }
+
+  void pack() {
+    for (int r = 0; r < host_.size(); ++r) {
+      if (r == host_.rank()) {
+        others_in_.skip(length(packed_, r));
+      } else {
+        others_in_.copy_to(host_.slot(host_.rank(), packed_) + begin(packed_, r),
+                           length(packed_, r));
+      }
+    }
+    counters_.advance(HostCounters::packed, ++packed_);
+  }
+
+  void reduce() {
+    const int rank = host_.rank();
+    skip_to(own_in_, own_out_, 0, rank);
+    const int64_t start = begin(reduced_, rank), end = begin(reduced_, rank + 1);
+    char* const sums = host_.slot(rank, reduced_);
+    for (int64_t at = start; at < end;) {
+      const ByteCursor::Block own = own_in_.read(std::min(kBlockBytes, end - at), sums + at);
+      for (int r = 0; r < host_.size(); ++r) sources_[r] = host_.slot(r, reduced_) + at;
+      sources_[rank] = own.data;
+      loops().reduce(dtype_, request_.reduction, factors_of(request_, host_.size()),
+                     sources_.data(), host_.size(), own.bytes / width_, sums + at);
+      own_out_.copy_from(sums + at, own.bytes);
+      at += own.bytes;
+    }
+    skip_to(own_in_, own_out_, rank + 1, host_.size());
+    counters_.advance(HostCounters::reduced, ++reduced_);
+  }
+
+  // Over the slices of ranks of the chunk that is reduced.
+  void skip_to(ByteCursor& in, ByteCursor& out, int from, int to) const {
+    const int64_t bytes = begin(reduced_, to) - begin(reduced_, from);
+    in.skip(bytes);
+    out.skip(bytes);
+  }
+
+  void unpack() {
+    for (int r = 0; r < host_.size(); ++r) {
+      if (r == host_.rank()) {
+        others_out_.skip(length(unpacked_, r));
+      } else {
+        others_out_.copy_from(host_.slot(r, unpacked_) + begin(unpacked_, r), length(unpacked_, r));
+      }
+    }
+    counters_.advance(HostCounters::unpacked, ++unpacked_);
+  }
+
+  // Reads the others' counters; false if there is nothing new.
+  bool look() {
+    const uint64_t before = all_packed_ + all_reduced_ + all_unpacked_;
+    all_packed_ = counters_.least(HostCounters::packed);
+    all_reduced_ = counters_.least(HostCounters::reduced);
+    all_unpacked_ = counters_.least(HostCounters::unpacked);
+    return all_packed_ + all_reduced_ + all_unpacked_ != before;
+  }
+
+  // For what only the others lack, so that those named at the deadline are to blame.
+  void wait() {
+    HostCounters::Targets targets = HostCounters::kNone;
+    if (unpacked_ < reduced_) targets[HostCounters::reduced] = unpacked_ + 1;
+    if (reduced_ < packed_) targets[HostCounters::packed] = reduced_ + 1;
+    if (packed_ < end_ && packed_ < unpacked_ + kWindow)
+      targets[HostCounters::unpacked] = packed_ + 1 - kWindow;
+    counters_.wait(targets, host_.waiting_);
+  }
+
+  HostTransport& host_;
+  HostCounters& counters_;
+  const Request& request_;
+  const DType dtype_;
+  const int64_t width_, total_;
+  const uint64_t first_, end_;  // chunks
+  uint64_t packed_ = first_, reduced_ = first_, unpacked_ = first_;
+  uint64_t all_packed_ = first_, all_reduced_ = first_, all_unpacked_ = first_;
+  ByteCursor others_in_, own_in_, others_out_, own_out_;
+  std::vector<const void*> sources_;
+};
+
 Status HostTransport::allreduce(Request& request) {
-  for (DTypeGroup& group : by_dtype(request)) reduce(request, group.dtype, group.in, group.out);
+  for (DTypeGroup& group : by_dtype(request)) {
+    if (group.in.left() <= kSmallBytes) {
+      reduce_small(request, group);
+    } else {
+      make_room(group.in.left());
+      use_slots(SlotUse::chunks);
+      Window(*this, request, group).run();
+    }
+  }
   return {};
 }
 
-void HostTransport::reduce(const Request& request, DType dtype, ByteCursor& in, ByteCursor& out) {
-  const int64_t width = static_cast<int64_t>(size_of(dtype));
-  std::vector<const void*> sources(size());
-  const auto combine = [&](int64_t bytes, char* target) {
-    loops().reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
-                   bytes / width, target);
-  };
-  if (in.left() <= kSmallBytes) {
-    const int64_t bytes = in.left();
-    const uint64_t step = memory_.step();
-    in.copy_to(slot(rank(), step), bytes);
-    barrier();
-    for (int r = 0; r < size(); ++r) sources[r] = slot(r, step);
-    combine(bytes, result(rank(), step));
-    out.copy_from(result(rank(), step), bytes);
-    return;
-  }
-  make_room(in.left());
-  struct Chunk {
-    uint64_t step;
-    int64_t elements;
-    ByteCursor own;  // this rank's slice: only this rank reads it, so it is not copied
-  };
-  // The first byte of a rank's slice.
-  const auto bound = [&](const Chunk& chunk, int r) { return chunk.elements * r / size() * width; };
-  const auto pack = [&] {
-    Chunk chunk{memory_.step(), std::min(in.left(), chunk_bytes_) / width, ByteCursor(dtype)};
-    for (int r = 0; r < size(); ++r) {
-      const int64_t start = bound(chunk, r), bytes = bound(chunk, r + 1) - start;
-      if (r == rank()) {
-        chunk.own = in.take(bytes);
-      } else {
-        in.copy_to(slot(rank(), chunk.step) + start, bytes);
-      }
-    }
-    return chunk;
-  };
-  Chunk chunk = pack();
+void HostTransport::reduce_small(const Request& request, DTypeGroup& group) {
+  const int64_t bytes = group.in.left();
+  const uint64_t step = memory_.step();
+  group.in.copy_to(small_slot(rank(), step), bytes);
   barrier();
-  while (chunk.elements > 0) {
-    const int64_t start = bound(chunk, rank());
-    for (int64_t done = 0; chunk.own.left() > 0;) {
-      for (int r = 0; r < size(); ++r) sources[r] = slot(r, chunk.step) + start + done;
-      const int64_t before = chunk.own.left();
-      sources[rank()] = chunk.own.read(slot(rank(), chunk.step) + start + done);
-      const int64_t bytes = before - chunk.own.left();
-      combine(bytes, result(rank(), chunk.step) + done);
-      done += bytes;
-    }
-    Chunk next = pack();
-    barrier();
-    for (int r = 0; r < size(); ++r)
-      out.copy_from(result(r, chunk.step), bound(chunk, r + 1) - bound(chunk, r));
-    chunk = std::move(next);
-  }
+  std::vector<const void*> sources(size());
+  for (int r = 0; r < size(); ++r) sources[r] = small_slot(r, step);
+  sums_.resize(kSmallBytes);
+  loops().reduce(group.dtype, request.reduction, factors_of(request, size()), sources.data(),
+                 size(), bytes / static_cast<int64_t>(size_of(group.dtype)), sums_.data());
+  group.out.copy_from(sums_.data(), bytes);
 }
 
 }  // namespace hvd

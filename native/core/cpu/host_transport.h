@@ -1,18 +1,20 @@
 // Ranks of one host: collectives that stream through shared memory.
 //
-// Each rank has two slots, used in turn. Allreduce, for N ranks, chunk k:
+// An allreduce of more than a few KiB, in chunks; each rank owns a slice of every chunk. Chunk k:
 //
 //   pack    this rank's tensors, but for its own slice ──> its slot of chunk k
-//   barrier
-//   reduce  slice r of all slots, and its own ──> result k, by rank r, in rank order; then at once:
-//   pack    chunk k + 1 into the other slots
-//   barrier
-//   unpack  result k ──> output tensors
-// One barrier per chunk. The slots stay in the cache, whereas one MPI call over the whole tensor
-// would go to memory several times. As with MPI each element is summed once, by one rank, in rank
-// order, so all ranks hold the same bits, and the same as over MPI.
-// The other collectives pack what they send, wait at the barrier, and unpack what they receive; for
-// alltoall, reducescatter and Adasum a slot has a part for each rank.
+//   reduce  slice r of all slots, and its own ──> output tensors and, for the other ranks, slot r;
+//           by rank r, in rank order, in blocks that stay in the first-level cache
+//   unpack  the other ranks' slices ──> output tensors
+//
+// Each rank has kWindow slots. Counters say how many chunks it has brought through each stage, and
+// a rank works in any stage for which the others' counters allow it, and waits only if there is
+// none. The slots stay in the cache, whereas one MPI call over the whole tensor would go to memory
+// several times. As with MPI each element is summed once, by one rank, in rank order, so all ranks
+// hold the same bits, and the same as over MPI.
+//
+// Smaller allreduces and the other collectives alternate between two places per rank and wait at
+// barriers: what is written before a barrier stays until after the next one.
 #pragma once
 
 #include <memory>
@@ -43,12 +45,19 @@ class HostTransport : public KindTransport {
   void check_aborted() override;
 
  private:
-  char* slot(int rank, uint64_t step) const;
-  char* result(int rank, uint64_t step) const;
+  class Window;
+  enum class SlotUse { none, chunks, barriers };
+
+  // Up to this size each rank reduces everything itself, after one barrier.
+  static constexpr int64_t kSmallBytes = 16 << 10;
+
+  char* small_slot(int rank, uint64_t step) const;
+  char* slot(int rank, uint64_t chunk) const;
   void barrier() { memory_.barrier(waiting_); }
   void make_room(int64_t bytes);
+  void use_slots(SlotUse use);
   Status allreduce(Request& request) override;
-  void reduce(const Request& request, DType dtype, ByteCursor& in, ByteCursor& out);
+  void reduce_small(const Request& request, DTypeGroup& group);
 
   // In host_collectives.cc.
   Status missing(Request& request) override { return mpi_->run(request, waiting_); }
@@ -69,6 +78,9 @@ class HostTransport : public KindTransport {
   SharedMemory memory_;
   int64_t chunk_bytes_;  // of each slot, committed on all ranks
   bool asked_for_room_ = false;
+  uint64_t chunks_ = 0;               // of all allreduces so far
+  SlotUse slot_use_ = SlotUse::none;  // since the last agreement
+  std::vector<char> sums_;
   const std::unique_ptr<MpiTransport> mpi_;
 };
 

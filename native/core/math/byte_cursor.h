@@ -58,24 +58,25 @@ class ByteCursor {
     });
   }
 
-  // The next bytes as a stream of their own.
-  ByteCursor take(int64_t bytes) {
-    ByteCursor taken(travels_);
-    walk(bytes, [&](char* piece, DType dtype, int64_t, int64_t n) { taken.add(piece, dtype, n); });
-    return taken;
+  void skip(int64_t bytes) {
+    walk(bytes, [](char*, DType, int64_t, int64_t) {});
   }
 
-  // The next bytes that are contiguous: where they are, or rounded into `room`.
-  const char* read(char* room) {
+  // At most the next `bytes`, contiguous: where they are, or rounded into `room`.
+  struct Block {
+    const char* data;
+    int64_t bytes;
+  };
+  Block read(int64_t bytes, char* room) {
     const Piece& piece = pieces_[piece_];
-    const int64_t n = piece.elements - offset_;
+    bytes = std::min(bytes, (piece.elements - offset_) * width_);
     if (piece.dtype != travels_) {
-      copy_to(room, n * width_);
-      return room;
+      copy_to(room, bytes);
+      return {room, bytes};
     }
     const char* data = piece.data + offset_ * width_;
-    walk(n * width_, [](char*, DType, int64_t, int64_t) {});
-    return data;
+    skip(bytes);
+    return {data, bytes};
   }
 
  private:

@@ -1,0 +1,184 @@
+#include "core/cpu/host_counters.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#include <ctime>
+#include <new>
+#include <utility>
+
+namespace hvd {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kReasonBytes = 4000;
+constexpr int64_t kPage = 4096;
+
+// Long enough for ranks on other cores that arrive slightly later; a wake-up by the kernel costs as
+// much.
+constexpr double kSpinSeconds = 50e-6;
+
+// How often a sleeping rank checks whether to abort.
+constexpr int64_t kAbortCheckNanoseconds = 10'000'000;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
+
+void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* limit) {
+  syscall(SYS_futex, word, operation, value, limit, nullptr, 0);
+}
+
+}  // namespace
+
+struct HostCounters::Header {
+  std::atomic<uint32_t> aborted{0};  // 1: a rank writes the reason, 2: written
+  char reason[kReasonBytes];
+  alignas(64) std::atomic<uint32_t> sleepers{0};
+};
+
+struct HostCounters::PerRank {
+  // On cache lines of their own, since others read one while this rank writes another.
+  struct alignas(64) Counter {
+    std::atomic<uint64_t> value{0};
+  };
+  std::array<Counter, kKinds> counters;
+  alignas(64) std::atomic<uint32_t> asleep{0};  // a futex: 0 wakes this rank
+  std::array<std::atomic<uint64_t>, kKinds> targets{};
+};
+
+int64_t HostCounters::bytes(int ranks) {
+  static_assert(sizeof(Header) <= 2 * kPage);
+  return 2 * kPage + static_cast<int64_t>(sizeof(PerRank)) * ranks;
+}
+
+HostCounters::HostCounters(void* memory, int rank, std::vector<int> ranks, bool core_each)
+    : ranks_(std::move(ranks)),
+      rank_(rank),
+      core_each_(core_each),
+      header_(static_cast<Header*>(memory)),
+      per_rank_(reinterpret_cast<PerRank*>(static_cast<char*>(memory) + 2 * kPage)) {}
+
+uint64_t HostCounters::own(Kind kind) const {
+  return per_rank_[rank_].counters[kind].value.load(std::memory_order_relaxed);
+}
+
+uint64_t HostCounters::least(Kind kind, int ranks) const {
+  uint64_t least = UINT64_MAX;
+  for (int r = 0; r < ranks; ++r)
+    least = std::min(least, per_rank_[r].counters[kind].value.load(std::memory_order_seq_cst));
+  return least;
+}
+
+bool HostCounters::reached(const Targets& targets) const {
+  for (int kind = 0; kind < kKinds; ++kind) {
+    if (targets[kind] != kNever && least(static_cast<Kind>(kind)) >= targets[kind]) return true;
+  }
+  return false;
+}
+
+// Sequentially consistent, like what wait() does before it sleeps, or a wake-up could be lost: the
+// rank whose store is last in the total order sees all other counters and all ranks that sleep.
+void HostCounters::advance(Kind kind, uint64_t value) {
+  per_rank_[rank_].counters[kind].value.store(value, std::memory_order_seq_cst);
+  if (header_->sleepers.load(std::memory_order_seq_cst) > 0) wake(kind);
+}
+
+void HostCounters::wake(Kind kind) {
+  const uint64_t reached = least(kind);
+  for (int r = 0; r < size(); ++r) {
+    PerRank& other = per_rank_[r];
+    if (other.asleep.load(std::memory_order_seq_cst) == 0 ||
+        other.targets[kind].load(std::memory_order_relaxed) > reached)
+      continue;
+    if (other.asleep.exchange(0, std::memory_order_seq_cst) == 1)
+      futex(&other.asleep, FUTEX_WAKE, 1, nullptr);
+  }
+}
+
+bool HostCounters::wait_briefly(const Targets& targets) const {
+  if (reached(targets)) return true;
+  if (!core_each_) return false;
+  const auto start = Clock::now();
+  do {
+    for (int i = 0; i < 50; ++i) {
+      if (reached(targets)) return true;
+      pause();
+    }
+  } while (seconds_since(start) < kSpinSeconds);
+  return false;
+}
+
+void HostCounters::wait(const Targets& targets, const Waiting& waiting) {
+  if (wait_briefly(targets)) return;
+  const auto start = Clock::now();
+  PerRank& mine = per_rank_[rank_];
+  for (int kind = 0; kind < kKinds; ++kind)
+    mine.targets[kind].store(targets[kind], std::memory_order_relaxed);
+  while (true) {
+    header_->sleepers.fetch_add(1, std::memory_order_seq_cst);
+    mine.asleep.store(1, std::memory_order_seq_cst);
+    const bool here = reached(targets);
+    const timespec limit = {0, kAbortCheckNanoseconds};
+    if (!here) futex(&mine.asleep, FUTEX_WAIT, 1, &limit);
+    mine.asleep.store(0, std::memory_order_seq_cst);
+    header_->sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (here || reached(targets)) return;
+    check_aborted();
+    const std::string why = waiting(seconds_since(start), missing(targets));
+    if (!why.empty()) abort(why);
+  }
+}
+
+// The ranks that have not reached what is waited for.
+std::vector<int> HostCounters::missing(const Targets& targets) const {
+  std::vector<int> missing;
+  for (int r = 0; r < size(); ++r) {
+    for (int kind = 0; kind < kKinds; ++kind) {
+      if (targets[kind] == kNever ||
+          per_rank_[r].counters[kind].value.load(std::memory_order_acquire) >= targets[kind])
+        continue;
+      missing.push_back(ranks_[r]);
+      break;
+    }
+  }
+  return missing;
+}
+
+void HostCounters::check_aborted() const {
+  if (header_->aborted.load(std::memory_order_acquire) == 2) throw Aborted(header_->reason);
+}
+
+void HostCounters::abort(const std::string& why) {
+  uint32_t nobody = 0;
+  if (header_->aborted.compare_exchange_strong(nobody, 1)) {
+    const size_t n = std::min(why.size(), kReasonBytes - 1);
+    std::memcpy(header_->reason, why.data(), n);
+    header_->reason[n] = '\0';
+    header_->aborted.store(2, std::memory_order_release);
+    for (int r = 0; r < size(); ++r) {
+      per_rank_[r].asleep.store(0, std::memory_order_seq_cst);
+      futex(&per_rank_[r].asleep, FUTEX_WAKE, 1, nullptr);
+    }
+    throw Aborted(why);
+  }
+  while (header_->aborted.load(std::memory_order_acquire) != 2) sched_yield();
+  throw Aborted(header_->reason);
+}
+
+}  // namespace hvd

@@ -1,0 +1,73 @@
+// Counters of the ranks of one host, in memory that they share, and waits for them.
+//
+// Every rank has a counter of each kind, which it alone increases. A rank waits until the counters
+// of all ranks have reached a value: it spins for some microseconds, and then sleeps in the kernel
+// (futex). It leaves a note of what it waits for, so that the rank that increases the last counter
+// wakes it, and no other rank does.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/request/transport.h"
+
+namespace hvd {
+
+class HostCounters {
+ public:
+  enum Kind { arrived, packed, reduced, unpacked, kKinds };
+
+  // By kind, the value that all ranks' counters should reach; kNever: not waited for.
+  using Targets = std::array<uint64_t, kKinds>;
+  static constexpr uint64_t kNever = UINT64_MAX;
+  static constexpr Targets kNone = {kNever, kNever, kNever, kNever};
+
+  // The memory that they take.
+  static int64_t bytes(int ranks);
+
+  // In the same memory, full of zeros, for all ranks; `ranks` are their numbers in the job.
+  // `core_each`: whether each rank has a core, so that a rank that waits may spin.
+  HostCounters(void* memory, int rank, std::vector<int> ranks, bool core_each);
+
+  bool core_each() const { return core_each_; }
+  uint64_t own(Kind kind) const;
+
+  // The least value of a counter among the first `ranks` ranks, or all.
+  uint64_t least(Kind kind, int ranks) const;
+  uint64_t least(Kind kind) const { return least(kind, size()); }
+
+  // Increases this rank's counter, and wakes those who wait for that.
+  void advance(Kind kind, uint64_t value);
+
+  // Waits until all ranks have reached one of the targets. Throws Aborted.
+  void wait(const Targets& targets, const Waiting& waiting);
+
+  // The same, but returns false instead of sleeping.
+  bool wait_briefly(const Targets& targets) const;
+
+  // Throws Aborted if a rank has called abort().
+  void check_aborted() const;
+
+  // Aborts the waits of all ranks. Throws Aborted.
+  [[noreturn]] void abort(const std::string& why);
+
+ private:
+  struct Header;
+  struct PerRank;
+
+  int size() const { return static_cast<int>(ranks_.size()); }
+  bool reached(const Targets& targets) const;
+  std::vector<int> missing(const Targets& targets) const;
+  void wake(Kind kind);
+
+  const std::vector<int> ranks_;
+  const int rank_;
+  const bool core_each_;
+  Header* const header_;
+  PerRank* const per_rank_;
+};
+
+}  // namespace hvd

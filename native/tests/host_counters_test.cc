@@ -1,0 +1,132 @@
+// The counters of a host's ranks, with ranks as threads: for ThreadSanitizer.
+#include "core/cpu/host_counters.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <thread>
+
+#include "tests/support/check.h"
+
+namespace hvd {
+namespace {
+
+constexpr int kRanks = 4;
+constexpr uint64_t kWindow = 4;
+
+std::string no_deadline(double, const std::vector<int>&) { return ""; }
+
+// Runs a body on each rank, with counters in memory that all share.
+void on_all_ranks(bool core_each, const std::function<void(HostCounters&, int)>& body) {
+  const auto bytes = static_cast<size_t>(HostCounters::bytes(kRanks));
+  void* const memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  std::fill_n(static_cast<char*>(memory), bytes, '\0');
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      std::vector<int> ranks(kRanks);
+      std::iota(ranks.begin(), ranks.end(), 10);  // in the job
+      HostCounters counters(memory, rank, ranks, core_each);
+      body(counters, rank);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::free(memory);
+}
+
+void pass_time(std::mt19937& random) {
+  if (random() % 50 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+}
+
+// What is not atomic is written by one rank and read by the others, as the counters allow.
+void what_was_written_before_is_seen(bool core_each) {
+  uint64_t slots[kRanks][kWindow] = {};
+  on_all_ranks(core_each, [&](HostCounters& counters, int rank) {
+    std::mt19937 random(rank);
+    HostCounters::Targets targets = HostCounters::kNone;
+    const auto wait_for = [&](HostCounters::Kind kind, uint64_t value) {
+      targets = HostCounters::kNone;
+      targets[kind] = value;
+      counters.wait(targets, no_deadline);
+    };
+    for (uint64_t chunk = 0; chunk < 2000; ++chunk) {
+      if (chunk >= kWindow) wait_for(HostCounters::unpacked, chunk + 1 - kWindow);
+      slots[rank][chunk % kWindow] = chunk * (rank + 1);
+      counters.advance(HostCounters::packed, chunk + 1);
+      pass_time(random);
+      wait_for(HostCounters::packed, chunk + 1);
+      for (int r = 0; r < kRanks; ++r) CHECK_EQ(slots[r][chunk % kWindow], chunk * (r + 1));
+      counters.advance(HostCounters::unpacked, chunk + 1);
+    }
+    CHECK_EQ(counters.own(HostCounters::packed), uint64_t{2000});
+  });
+}
+
+void spinning_ranks_see_what_was_written() { what_was_written_before_is_seen(true); }
+void sleeping_ranks_see_what_was_written() { what_was_written_before_is_seen(false); }
+
+// A rank that waits for either of two counters goes on with the first that comes.
+void any_target_ends_a_wait() {
+  on_all_ranks(false, [&](HostCounters& counters, int rank) {
+    HostCounters::Targets targets = HostCounters::kNone;
+    targets[HostCounters::packed] = targets[HostCounters::reduced] = 1;
+    if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    counters.advance(HostCounters::reduced, 1);
+    counters.wait(targets, no_deadline);
+    CHECK_EQ(counters.least(HostCounters::reduced), uint64_t{1});
+    CHECK_EQ(counters.least(HostCounters::packed), uint64_t{0});
+  });
+}
+
+// Only the last to come wakes the others: they look no more often than their looks are apart.
+void nobody_is_woken_in_vain() {
+  on_all_ranks(false, [&](HostCounters& counters, int rank) {
+    for (uint64_t round = 1; round <= 20; ++round) {
+      HostCounters::Targets targets = HostCounters::kNone;
+      targets[HostCounters::arrived] = round;
+      std::this_thread::sleep_for(std::chrono::milliseconds(rank));
+      counters.advance(HostCounters::arrived, round);
+      int looks = 0;
+      counters.wait(targets, [&](double seconds, const std::vector<int>& missing) {
+        CHECK(seconds >= ++looks * 0.01);
+        CHECK(!missing.empty());
+        return std::string();
+      });
+    }
+  });
+}
+
+void the_deadline_names_who_is_missing_and_reaches_all() {
+  on_all_ranks(false, [&](HostCounters& counters, int rank) {
+    HostCounters::Targets targets = HostCounters::kNone;
+    targets[HostCounters::packed] = 1;
+    std::string why;
+    try {
+      if (rank != 2) counters.advance(HostCounters::packed, 1);
+      while (rank == 2) counters.check_aborted();
+      counters.wait(targets, [&](double, const std::vector<int>& missing) {
+        return missing == std::vector<int>{12} ? "rank 12 is missing" : "";
+      });
+    } catch (const Aborted& aborted) {
+      why = aborted.what();
+    }
+    CHECK_EQ(why, "rank 12 is missing");
+  });
+}
+
+}  // namespace
+}  // namespace hvd
+
+int main() {
+  using namespace hvd;
+  return test::run({
+      {"spinning ranks see what was written", spinning_ranks_see_what_was_written},
+      {"sleeping ranks see what was written", sleeping_ranks_see_what_was_written},
+      {"any target ends a wait", any_target_ends_a_wait},
+      {"nobody is woken in vain", nobody_is_woken_in_vain},
+      {"the deadline names who is missing and reaches all",
+       the_deadline_names_who_is_missing_and_reaches_all},
+  });
+}
