@@ -368,7 +368,7 @@ def test_check(hvdrun):
     assert re.search(r"TensorFlow: +\d\S*, built for \d", done.stdout)
     assert re.search(r"MPI library: +/", done.stdout)
     assert re.search(r"Self-test: +\d+ collectives of 7 kinds on 2 ranks, all correct", done.stdout)
-    assert done.stderr == ""
+    assert not re.search(r"absl::|oneDNN|cuInit|cudart|CPU instructions", done.stderr), done.stderr
     done = hvdrun.run("--check", "python")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--check got the command 'python'; --check takes no command" in done.stderr
