@@ -95,7 +95,8 @@ def load_model(
         filepath: a file that ``model.save`` or ``hvd.save_model`` has written, on one process or on
             several.
         custom_optimizers: optimizer classes of your own that the file may name.
-        custom_objects: other classes and functions that the file may name.
+        custom_objects: other classes and functions that the file may name; a function that makes
+            an optimizer may call ``DistributedOptimizer`` itself.
         compression: as in ``DistributedOptimizer``.
 
     Returns:

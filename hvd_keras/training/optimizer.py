@@ -137,7 +137,8 @@ def load_model(
     Args:
         filepath: a file that ``model.save`` has written, on one process or on several.
         custom_optimizers: optimizer classes of your own that the file may name.
-        custom_objects: other classes and functions that the file may name.
+        custom_objects: other classes and functions that the file may name; a function that makes
+            an optimizer may call ``DistributedOptimizer`` itself.
         compression: as in ``DistributedOptimizer``.
 
     Returns:
@@ -157,7 +158,8 @@ def load_model(
             f"{filepath} has no optimizer: the model was saved before compile(), or for inference. "
             "Use keras.models.load_model, then compile() with a hvd.DistributedOptimizer."
         )
-    DistributedOptimizer(model.optimizer, compression=compression)
+    if not is_distributed(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
+        DistributedOptimizer(model.optimizer, compression=compression)
     return model
 
 

@@ -231,10 +231,14 @@ def test_a_rank_that_runs_without_the_others_is_named(hvdrun) -> None:
     """After what has ended the job: rank 0 has waited for it."""
     text = """
         if rank == 1:
-            meet(1)
+            open("new", "w").write(str(os.getpid()))
+            os.rename("new", "process")
             sys.exit()
-        open("here-0", "w").close()
         import hvd_keras as hvd
+        while not os.path.exists("process"):
+            time.sleep(0.02)
+        while os.path.exists("/proc/" + open("process").read()):  # until its end is known
+            time.sleep(0.02)
         hvd.init()
     """
     hvdrun.environment |= {"HVD_TIMEOUT_SECONDS": "2", "HVD_FIRST_TIMEOUT_SECONDS": "2"}

@@ -306,6 +306,23 @@ def test_load_model_goes_on_as_if_never_interrupted(tmp_path) -> None:
         hvd.load_model(tmp_path / "bare.keras")
 
 
+def test_load_model_takes_an_optimizer_that_its_maker_has_distributed(tmp_path) -> None:
+    @keras.saving.register_keras_serializable()
+    class OwnSGD(optimizers.SGD):
+        @classmethod
+        def from_config(cls, config, custom_objects=None):
+            return hvd.DistributedOptimizer(cls(**config))
+
+    model = training.dense_model()
+    training.set_weights(model, seed=0)
+    model.compile(optimizer=OwnSGD(0.01), loss="mse")
+    model.save(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras")
+    x, y = training.data(loaded, SIZE)
+    loaded.fit(training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE), verbose=0)
+    training.assert_bit_identical_on_all_ranks(loaded)
+
+
 def normalised(synchronized) -> keras.Model:
     return keras.Sequential(
         [
