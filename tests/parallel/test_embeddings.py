@@ -338,7 +338,7 @@ def test_ids_out_of_range_are_an_error_on_all_ranks() -> None:
     for call in (layer, tf.function(lambda ids: layer(ids))):
         for wrong in (ROWS, -1):
             ids = tf.constant([1, wrong if last == RANK else 2])
-            text = f"rank {last} looked up id {wrong} in embedding items, which has ids from 0 to"
+            text = f"rank {last} looked up id {wrong} in embedding 'items', which has ids from 0 to"
             with pytest.raises(tf.errors.InvalidArgumentError, match=text):
                 call(ids)
         assert call(tf.constant([1, 2])).shape == (2, COLUMNS), "works afterwards"
