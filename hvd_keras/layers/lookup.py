@@ -119,7 +119,7 @@ def _refuse(tables: Sequence[Table], problems: tf.Tensor, ranks: list[int]) -> l
     def text() -> tf.Tensor:
         rank = told[0]
         table, wrong = tf.unstack(problems[rank])
-        names = [f"{t.name!r}, which has ids from 0 to {t.layout.input_dim - 1}" for t in tables]
+        names = [f"{t.name}, which has ids from 0 to {t.layout.input_dim - 1}" for t in tables]
         whose = tf.strings.as_string(tf.gather(tf.constant(ranks), rank))
         parts = ["rank ", whose, " looked up id ", tf.strings.as_string(wrong), " in embedding "]
         return tf.strings.join([*parts, tf.gather(tf.constant(names), table)])

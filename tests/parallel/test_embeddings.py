@@ -143,17 +143,16 @@ def adam(**options: Any) -> Any:
     return keras.optimizers.Adam(0.05, **options)
 
 
-@pytest.mark.parametrize("shard", ["rows", "columns"])
 @pytest.mark.parametrize(
-    "make_optimizer",
+    ("make_optimizer", "shard"),
     [
-        lambda: sgd(clipvalue=0.01),
-        lambda: sgd(momentum=0.9),
-        lambda: keras.optimizers.Adagrad(0.1),
-        lambda: adam(global_clipnorm=0.1),
-        lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, use_ema=True),
-        lambda: adam(clipnorm=0.05),
-        lambda: adam(gradient_accumulation_steps=3, global_clipnorm=0.1),
+        (lambda: sgd(clipvalue=0.01), "rows"),
+        (lambda: sgd(momentum=0.9), "columns"),
+        (lambda: keras.optimizers.Adagrad(0.1), "rows"),
+        (lambda: adam(global_clipnorm=0.1), "columns"),
+        (lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, use_ema=True), "rows"),
+        (lambda: adam(clipnorm=0.05), "rows"),
+        (lambda: adam(gradient_accumulation_steps=3, global_clipnorm=0.1), "rows"),
     ],
     ids=["SGD", "momentum", "Adagrad", "global norm", "AdamW", "norm", "accumulation"],
 )
@@ -313,7 +312,7 @@ def test_ids_of_all_kinds(shard) -> None:
         layer.call(tf.sparse.from_dense(ids))
 
 
-@pytest.mark.parametrize("initializer", ["uniform", "random_normal", "he_normal", "glorot_uniform"])
+@pytest.mark.parametrize("initializer", ["uniform", "random_normal", "he_normal"])
 def test_initial_values_are_those_of_one_process(initializer: str) -> None:
     made = [
         cls(5000, 6, embeddings_initializer=keras.initializers.get(initializer), **more)
@@ -338,7 +337,7 @@ def test_ids_out_of_range_are_an_error_on_all_ranks() -> None:
     for call in (layer, tf.function(lambda ids: layer(ids))):
         for wrong in (ROWS, -1):
             ids = tf.constant([1, wrong if last == RANK else 2])
-            text = f"rank {last} looked up id {wrong} in embedding 'items', which has ids from 0 to"
+            text = f"rank {last} looked up id {wrong} in embedding items, which has ids from 0 to"
             with pytest.raises(tf.errors.InvalidArgumentError, match=text):
                 call(ids)
         assert call(tf.constant([1, 2])).shape == (2, COLUMNS), "works afterwards"

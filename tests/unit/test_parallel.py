@@ -42,6 +42,7 @@ LEFT_OUT = {
         "preprocessing",
         "progress",
         "restart",
+        "tables_in_files",
         "unbuilt",
         "xla",
     ],
@@ -59,8 +60,9 @@ def chosen(size: int, slow: bool = False) -> list[str]:
     if slow:
         return [str(ROOT / test) for test in SLOW]
     if size == 4:
-        files = [PARALLEL / "ops" / "test_xla.py", PARALLEL / "test_embeddings.py"]
-        return [*map(str, files), "-k", "60-1 or convolution or many_tables"]
+        names = ("ops/test_xla.py", "test_embeddings.py", "test_tables_in_files.py")
+        tests = "60-1 or convolution or many_tables or (other_numbers and rows)"
+        return [*(str(PARALLEL / name) for name in names), "-k", tests]
     ignored = [
         f"--ignore={file}"
         for file in PARALLEL.rglob("test_*.py")
