@@ -13,7 +13,7 @@ PARALLEL = ROOT / "tests" / "parallel"
 
 
 # Nearly all tests run on 2 ranks. To save minutes, only tests that depend on the number of ranks
-# also run on 1 and 3 ranks, and on 4 ranks those whose order XLA could change.
+# also run on 1 and 3 ranks, and on 4 ranks those whose order XLA could change, and of tables.
 LEFT_OUT = {
     1: [
         "combinations",
