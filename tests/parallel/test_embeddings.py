@@ -13,6 +13,7 @@ import hvd_keras as hvd
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH, STEPS = 23, 5, 4, 3
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+once = pytest.mark.skipif(SIZE > 2, reason="shows no more on more ranks")
 layers = keras.layers
 
 
@@ -165,6 +166,7 @@ def test_optimizers(make_optimizer, shard) -> None:
     assert not any(v.shape == (ROWS, COLUMNS) for v in model.optimizer.variables) or SIZE == 1
 
 
+@once
 @pytest.mark.parametrize(("combiner", "mask_zero"), [("sum", False), ("mean", True)])
 def test_combiners(combiner: str, mask_zero: bool) -> None:
     """As Keras's layers do it."""
@@ -187,12 +189,14 @@ def test_combiners(combiner: str, mask_zero: bool) -> None:
     check(adam, together, make=make, plain=alone)
 
 
+@once
 def test_in_a_graph() -> None:
     """With XLA asked for, Keras trains without."""
     with pytest.warns(UserWarning, match="Model doesn't support `jit_compile=True`"):
         check(adam, divided(shard="rows"), eager=False)
 
 
+@once
 def test_regularizer_and_constraint() -> None:
     check(
         adam,
@@ -202,6 +206,7 @@ def test_regularizer_and_constraint() -> None:
     )
 
 
+@once
 def test_half_precision_with_loss_scaling() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -312,6 +317,7 @@ def test_ids_of_all_kinds(shard) -> None:
         layer.call(tf.sparse.from_dense(ids))
 
 
+@once
 @pytest.mark.parametrize("initializer", ["uniform", "random_normal", "he_normal"])
 def test_initial_values_are_those_of_one_process(initializer: str) -> None:
     made = [
@@ -353,6 +359,7 @@ def test_vocabularies_that_differ_are_found() -> None:
         layer(tf.constant([1]))
 
 
+@once
 @several
 def test_what_is_not_possible_is_refused() -> None:
     make = hvd.layers.Embedding
