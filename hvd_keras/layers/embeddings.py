@@ -130,7 +130,10 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
             ]
             found = lookup(
                 f"embeddings {tables[0].request_name()}",
-                [table.as_table() for table in tables],
+                [
+                    dataclasses.replace(table.as_table(), name=name)
+                    for name, table in zip(group, tables, strict=True)
+                ],
                 [tf.concat(of_table, axis=0) for of_table in ids],
                 process_set,
             )

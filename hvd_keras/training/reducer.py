@@ -346,6 +346,7 @@ class KerasReducer(GradientReducer):
             raise self._not_exchanged("its apply_gradients does not call apply")
         return result
 
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replaces ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply

@@ -13,6 +13,7 @@ import hvd_keras as hvd
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH, STEPS = 23, 5, 4, 3
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+once = pytest.mark.skipif(SIZE > 2, reason="shows no more on more ranks")
 layers = keras.layers
 
 
@@ -143,17 +144,16 @@ def adam(**options: Any) -> Any:
     return keras.optimizers.Adam(0.05, **options)
 
 
-@pytest.mark.parametrize("shard", ["rows", "columns"])
 @pytest.mark.parametrize(
-    "make_optimizer",
+    ("make_optimizer", "shard"),
     [
-        lambda: sgd(clipvalue=0.01),
-        lambda: sgd(momentum=0.9),
-        lambda: keras.optimizers.Adagrad(0.1),
-        lambda: adam(global_clipnorm=0.1),
-        lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, use_ema=True),
-        lambda: adam(clipnorm=0.05),
-        lambda: adam(gradient_accumulation_steps=3, global_clipnorm=0.1),
+        (lambda: sgd(clipvalue=0.01), "rows"),
+        (lambda: sgd(momentum=0.9), "columns"),
+        (lambda: keras.optimizers.Adagrad(0.1), "rows"),
+        (lambda: adam(global_clipnorm=0.1), "columns"),
+        (lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, use_ema=True), "rows"),
+        (lambda: adam(clipnorm=0.05), "rows"),
+        (lambda: adam(gradient_accumulation_steps=3, global_clipnorm=0.1), "rows"),
     ],
     ids=["SGD", "momentum", "Adagrad", "global norm", "AdamW", "norm", "accumulation"],
 )
@@ -166,6 +166,7 @@ def test_optimizers(make_optimizer, shard) -> None:
     assert not any(v.shape == (ROWS, COLUMNS) for v in model.optimizer.variables) or SIZE == 1
 
 
+@once
 @pytest.mark.parametrize(("combiner", "mask_zero"), [("sum", False), ("mean", True)])
 def test_combiners(combiner: str, mask_zero: bool) -> None:
     """As Keras's layers do it."""
@@ -188,12 +189,14 @@ def test_combiners(combiner: str, mask_zero: bool) -> None:
     check(adam, together, make=make, plain=alone)
 
 
+@once
 def test_in_a_graph() -> None:
     """With XLA asked for, Keras trains without."""
     with pytest.warns(UserWarning, match="Model doesn't support `jit_compile=True`"):
         check(adam, divided(shard="rows"), eager=False)
 
 
+@once
 def test_regularizer_and_constraint() -> None:
     check(
         adam,
@@ -203,6 +206,7 @@ def test_regularizer_and_constraint() -> None:
     )
 
 
+@once
 def test_half_precision_with_loss_scaling() -> None:
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -313,7 +317,8 @@ def test_ids_of_all_kinds(shard) -> None:
         layer.call(tf.sparse.from_dense(ids))
 
 
-@pytest.mark.parametrize("initializer", ["uniform", "random_normal", "he_normal", "glorot_uniform"])
+@once
+@pytest.mark.parametrize("initializer", ["uniform", "random_normal", "he_normal"])
 def test_initial_values_are_those_of_one_process(initializer: str) -> None:
     made = [
         cls(5000, 6, embeddings_initializer=keras.initializers.get(initializer), **more)
@@ -354,6 +359,7 @@ def test_vocabularies_that_differ_are_found() -> None:
         layer(tf.constant([1]))
 
 
+@once
 @several
 def test_what_is_not_possible_is_refused() -> None:
     make = hvd.layers.Embedding

@@ -13,7 +13,7 @@ PARALLEL = ROOT / "tests" / "parallel"
 
 
 # Nearly all tests run on 2 ranks. To save minutes, only tests that depend on the number of ranks
-# also run on 1 and 3 ranks, and on 4 ranks those whose order XLA could change.
+# also run on 1 and 3 ranks, and on 4 ranks those whose order XLA could change, and of tables.
 LEFT_OUT = {
     1: [
         "combinations",
@@ -44,6 +44,7 @@ LEFT_OUT = {
         "progress",
         "restart",
         "sparse",
+        "tables_in_files",
         "unbuilt",
         "xla",
     ],
@@ -61,8 +62,9 @@ def chosen(size: int, slow: bool = False) -> list[str]:
     if slow:
         return [str(ROOT / test) for test in SLOW]
     if size == 4:
-        files = [PARALLEL / "ops" / "test_xla.py", PARALLEL / "test_embeddings.py"]
-        return [*map(str, files), "-k", "60-1 or convolution or many_tables"]
+        names = ("ops/test_xla.py", "test_embeddings.py", "test_tables_in_files.py")
+        tests = "60-1 or convolution or many_tables or (other_numbers and rows)"
+        return [*(str(PARALLEL / name) for name in names), "-k", tests]
     ignored = [
         f"--ignore={file}"
         for file in PARALLEL.rglob("test_*.py")
