@@ -99,7 +99,7 @@ def main() -> None:
     options = clock.options(__doc__, repeats=9)
     rows = []
     for case in ("perceptron", "embedding, SGD") if options.smoke else keras_models.CASES:
-        steps = 50 if case in ("perceptron", "convnet") else 20
+        steps = 20 if case == "embedding, Adam" else 50
         rows += rows_of(case, 10 if options.smoke else steps, options.repeats)
     if hvd.rank() == 0:
         report.show(rows, options.json)
