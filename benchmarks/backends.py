@@ -101,19 +101,23 @@ def main() -> None:
     parser.add_argument("--jax-python", type=Path, help="Python of an environment with JAX")
     parser.add_argument("--repeats", type=int, default=9, help="of each measurement (default 9)")
     parser.add_argument("--cases", nargs="+", help="default: all")
-    parser.add_argument("--steps", type=int, default=20, help="of an epoch (default 20)")
+    parser.add_argument("--steps", type=int, default=50, help="of an epoch (default 50)")
+    parser.add_argument("--smoke", action="store_true", help="few steps, to see that it works")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
     parser.add_argument("--process", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.process:
         process(*options.process, options.steps)
         return
+    if options.smoke:
+        options.steps, options.repeats = 2, 2
     import keras_models
     import peer
     import report
 
+    peer.end_in_time()
     sides = [side for side in SIDES if side != "jax" or options.jax_python]
-    cases = options.cases or list(keras_models.CASES)
+    cases = options.cases or list(keras_models.CASES)[: 1 if options.smoke else None]
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "turns")
         listener.bind(address)

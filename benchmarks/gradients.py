@@ -10,8 +10,12 @@ subtracted, pair by pair: training computes the gradients and calls the function
 
 MPI: one in-place MPI_Allreduce of equally many float32 in one buffer, without packing or dividing.
 Memcpy: one core copies the same bytes twice while the other ranks sleep.
+
+For the first model the same difference is measured after a pause before each call, and in a
+function that also updates variables with the averages, as a training does.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import clock  # first
@@ -62,6 +66,52 @@ def step(exchange: Exchange, values: list[tf.Tensor], whole: bool) -> Callable[[
         return results if whole else tf.add_n([tf.reshape(r, [-1])[0] for r in results])
 
     return lambda: run(values)
+
+
+def in_a_training(
+    model: str, exchanges: Sequence[Exchange], gradients: list[tf.Tensor], repeats: int
+) -> list[report.Row]:
+    """Compares the exchange as measured above with the exchange under other circumstances."""
+    variables = [tf.Variable(tf.zeros_like(value)) for value in gradients]
+
+    def updating(exchange: Exchange) -> Callable[[], object]:
+        def update(values: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+            results = exchange(values)
+            for variable, value in zip(variables, results, strict=True):
+                variable.assign_sub(0.01 * value)
+            return results[:1]
+
+        return step(update, gradients, False)
+
+    def after_a_pause(call: Callable[[], float]) -> Callable[[], float]:
+        def measured() -> float:
+            time.sleep(0.1)
+            return call()
+
+        return measured
+
+    ways = {}
+    for name, exchange in zip(("with", "without"), exchanges, strict=True):
+        plain = clock.together(step(exchange, gradients, False), 3)
+        update = clock.together(updating(exchange), 3)
+        once = clock.together(step(exchange, gradients, False))
+        ways |= {
+            f"plain {name}": plain,
+            f"update {name}": update,
+            f"pause {name}": after_a_pause(once),
+        }
+    times = clock.interleaved(ways, repeats)
+    plain, update, pause = (
+        times[f"{way} with"] - times[f"{way} without"] for way in ("plain", "update", "pause")
+    )
+    return [
+        report.compare(
+            f"{model}, each after 0.1 s", hvd.size(), "one after the other", pause, plain
+        ),
+        report.compare(
+            f"{model}, with an update", hvd.size(), "one after the other", update, plain
+        ),
+    ]
 
 
 def rows_of(model: str, shapes: list[tuple[int, ...]], repeats: int) -> list[report.Row]:
@@ -124,10 +174,14 @@ def rows_of(model: str, shapes: list[tuple[int, ...]], repeats: int) -> list[rep
         repeats,
     )
     exchange = times["ours"] - times["identity"]
+    more = []
+    if model == MODELS[0]:
+        more = in_a_training(model, (average, identity), gradients, repeats)
     what = f"{model}, {len(shapes)} tensors, {flat.nbytes / 1e6:.3g} MB"
     return [
         report.compare(what, hvd.size(), "MPI_Allreduce", exchange, times["raw"]),
         report.compare(what, hvd.size(), "memcpy, twice", exchange, times["memcpy"]),
+        *more,
     ]
 
 

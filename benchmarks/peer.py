@@ -200,6 +200,13 @@ class Job:
             self.process.kill()
 
 
+def end_in_time() -> None:
+    """Ends this process by an exception, so that its jobs end, when it has taken too long."""
+    for number in (signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}"))
+    signal.alarm(LIMIT_OF_ALL)
+
+
 @contextlib.contextmanager
 def jobs(peer: Path, ranks: int) -> Iterator[tuple[Job, Job]]:
     """Starts both jobs; Horovod's with the ``mpirun`` beside its Python."""
@@ -270,9 +277,7 @@ def main() -> None:
         parser.error(f"the environments' MPI must be the same, but are {mine} and {theirs}")
     horovod = version([peer, "-c", "import horovod; print('Horovod', horovod.__version__)"])
     repeats = options.repeats or (2 if options.smoke else 9)
-    for number in (signal.SIGALRM, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}"))
-    signal.alarm(LIMIT_OF_ALL)
+    end_in_time()
     rows = []
     with jobs(peer, options.ranks) as pair:
         for case in cases(options.smoke):

@@ -3,6 +3,7 @@
     make bench
     python benchmarks/run.py --smoke
     python benchmarks/run.py --peer-python /path/to/environment/of/horovod/bin/python
+    python benchmarks/run.py --jax-python /path/to/environment/of/jax/bin/python
 
 Every benchmark compares two things that it measures in turn in one job, with one thread per
 process, and verifies their values. Horovod needs another TensorFlow, so it runs in a separate job
@@ -26,12 +27,13 @@ import report
 HERE = Path(__file__).parent
 LIMIT = 600  # seconds; far more than any benchmark takes
 
-# The numbers of ranks for each benchmark; startup, core and hosts start their ranks themselves.
+# The numbers of ranks for each benchmark; those with None, and core, start their ranks themselves.
 FULL = {
     "core": [2, 4],
     "startup": [None],
     "latency": [2],
     "fit": [2],
+    "backends": [None],
     "gradients": [2, 4],
     "growth": [16],
     "sparse": [2],
@@ -143,6 +145,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FULL, metavar="NAME", default=list(FULL))
     parser.add_argument("--output", type=Path, default=HERE / "results", help="a folder")
     parser.add_argument("--peer-python", help="Python of an environment with Horovod")
+    parser.add_argument("--jax-python", help="Python of an environment with Keras and JAX")
     options = parser.parse_args()
     plan = SMOKE if options.smoke else FULL
     jobs: list[Any] = [(name, ranks) for name in options.only for ranks in plan[name]]
@@ -153,6 +156,9 @@ def main() -> None:
         (name, None, "--ranks", str(ranks), *peers) if name == "core" else (name, ranks, *more)
         for name, ranks, *more in jobs
     ]
+    if options.jax_python:
+        more = ("--jax-python", options.jax_python)
+        jobs = [(*job, *more) if job[0] == "backends" else job for job in jobs]
     if options.peer_python:  # first, because its environment may be unusable
         jobs.insert(0, ("peer", None, "--peer-python", options.peer_python))
     results = {
