@@ -2,8 +2,9 @@
 
     python benchmarks/core.py --ranks 2 --peers mpich impi oneccl
 
-One C++ program (core.cc) is compiled for each side. All jobs are alive at once and take turns: the
-ranks of those that wait are stopped, because MPI's ranks spin. The order changes every other turn.
+One C++ program (native/core.cc) is compiled for each side. All jobs are alive at once and take
+turns: the ranks of those that wait are stopped, because MPI's ranks spin. The order changes every
+other turn.
 hvd_keras's time includes the ranks' agreement on the request, but no TensorFlow. MPI sums large
 tensors in one call, or in pieces of 256 KiB to 4 MiB as an expert would; its best is shown, tensor
 by tensor, which needs no packing. The bounds: memcpy of the same bytes, and one pass that reads and
@@ -76,10 +77,10 @@ def cases(smoke: bool) -> list[Case]:
 
 
 def compiled(name: str, compiler: list[str], *more: str) -> Path:
-    """Compiles core.cc for one side and returns the program."""
+    """Compiles native/core.cc for one side and returns the program."""
     BUILD.mkdir(parents=True, exist_ok=True)
     program = BUILD / f"core-{name}"
-    source = str(HERE / "core.cc")
+    source = str(HERE / "native" / "core.cc")
     subprocess.run([*compiler, "-std=c++17", "-O3", source, "-o", str(program), *more], check=True)
     return program
 

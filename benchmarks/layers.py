@@ -1,6 +1,6 @@
 """The sizes of the gradients of known networks, and the times at which they are ready.
 
-python benchmarks/layers.py   # recreates layers.json, with Keras
+python benchmarks/layers.py   # recreates data/layers.json, with Keras
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-STORED = Path(__file__).with_name("layers.json")
+STORED = Path(__file__).parent / "data" / "layers.json"
 NAMES = ("ResNet50", "ResNet101", "InceptionV3", "VGG16")
 
 

@@ -1,4 +1,4 @@
-// A rank of core.py, without TensorFlow: measures the cases that it is sent over a socket.
+// A rank of ../core.py, without TensorFlow: measures the cases that it is sent over a socket.
 //
 //   core SOCKET
 //
