@@ -11,7 +11,7 @@ namespace hvd {
 namespace {
 
 // Small enough for the slots of all chunks under way to stay in the caches.
-constexpr int64_t kChunkBytes = 256 << 10;
+constexpr int64_t kChunkBytes = 512 << 10;
 
 // How many chunks a rank may be ahead of the slowest.
 constexpr uint64_t kWindow = 4;
