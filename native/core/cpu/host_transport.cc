@@ -220,7 +220,9 @@ class HostTransport::Window {
   const int64_t width_, total_;
   const uint64_t first_, end_;  // chunks
   uint64_t packed_ = first_, reduced_ = first_, unpacked_ = first_;
-  uint64_t all_packed_ = first_, all_reduced_ = first_, all_unpacked_ = first_;
+  uint64_t all_packed_ = first_, all_reduced_ = first_;
+  // Others may still read the slots of the group before this one.
+  uint64_t all_unpacked_ = counters_.least(HostCounters::unpacked);
   ByteCursor others_in_, own_in_, others_out_, own_out_;
   std::vector<const void*> sources_;
 };

@@ -133,3 +133,15 @@ def test_place_as_tensors() -> None:
     assert int(hvd.process_set_included_op()) == 1
     with pytest.raises(tf.errors.FailedPreconditionError, match="no process set 77"):
         hvd.size_op(77)
+
+
+def test_groups_of_several_chunks_do_not_overtake_each_other() -> None:
+    """A rank that is late with one dtype still reads what the others overwrite for the next."""
+    dtypes = (tf.uint32, tf.float64, tf.int32, tf.float32, tf.int64)
+    total = SIZE * (SIZE + 1) // 2
+    for repeat in range(10):
+        shape = [400_000 + 1000 * repeat]
+        mine = [tf.fill(shape, tf.cast((RANK + 1) * (i + 1), d)) for i, d in enumerate(dtypes)]
+        sums = hvd.grouped_allreduce(mine, op=hvd.Sum, name=f"dtypes {repeat}")
+        for i, (values, dtype) in enumerate(zip(sums, dtypes, strict=True)):
+            np.testing.assert_array_equal(values, np.full(shape, total * (i + 1), dtype.name))
