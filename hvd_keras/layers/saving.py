@@ -117,7 +117,7 @@ def load_model(
                 found = json.loads(archive.read(_METADATA)).get("hvd_keras")
             if found is not None:
                 return _load(archive, found["tables"], custom_objects)
-    return optimizer.load_model(filepath, custom_optimizers, custom_objects, compression)
+    return optimizer.load_distributed(filepath, custom_optimizers, custom_objects, compression)
 
 
 def _divided(model: Any) -> list[Embedding]:

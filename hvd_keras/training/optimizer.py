@@ -123,33 +123,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return optimizer
 
 
-def load_model(
+def load_distributed(
     filepath: str | os.PathLike[str],
-    custom_optimizers: Iterable[type] | None = None,
-    custom_objects: dict[str, Any] | None = None,
-    compression: type[Compressor] = Compression.none,
+    custom_optimizers: Iterable[type] | None,
+    custom_objects: dict[str, Any] | None,
+    compression: type[Compressor],
 ) -> keras.Model:
-    """``keras.models.load_model``, with the optimizer wrapped in ``DistributedOptimizer``.
-
-    The optimizer keeps the state of the file, so training continues where it was. Every rank reads
-    the file.
-
-    Args:
-        filepath: a file that ``model.save`` has written, on one process or on several.
-        custom_optimizers: optimizer classes of your own that the file may name.
-        custom_objects: other classes and functions that the file may name; a function that makes
-            an optimizer may call ``DistributedOptimizer`` itself.
-        compression: as in ``DistributedOptimizer``.
-
-    Returns:
-        The model.
+    """``hvd.load_model`` of a file that ``model.save`` has written; the arguments are the same.
 
     Raises:
         ValueError: the file is missing, or has no optimizer.
-
-    Example:
-        model = hvd.load_model("checkpoints/model.keras")
-        model.fit(x, y)
     """
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
