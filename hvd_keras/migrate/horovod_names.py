@@ -109,7 +109,7 @@ def _look_at_attribute(script: Source, node: ast.Attribute) -> Iterator[Finding]
     if is_whole and owner in _IMPORTED and name not in names.MODULES:
         yield script.at(node.value, f"{_home(owner)}.{node.attr}", _home(owner))
     why = _why_not(node.attr)
-    if why and owner in names.MODULES and ".elastic." not in name:
+    if why and node.attr != "sycl_built" and owner in names.MODULES and ".elastic." not in name:
         yield script.at(node, f"{node.attr}: {why}")
 
 
@@ -122,6 +122,8 @@ def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
     if not _is_horovod(name):
         return
     called = name.rpartition(".")[2]
+    if called == "sycl_built":
+        yield script.at(node, f"{called}: {_why_not(called)}, so False", "False")
     if name.startswith(_KERAS_MODULES) and called in _KERAS_ARGUMENTS:
         yield from _look_at_collective(script, node, called)
     gone = [keyword for keyword in node.keywords if keyword.arg in _DROPPED.get(called, ())]

@@ -20,7 +20,21 @@ _TRAIN = {
     *("RMSPropOptimizer", "StopAtStepHook", "LoggingTensorHook", "get_or_create_global_step"),
     *("get_global_step", "Saver", "SessionRunHook", "polynomial_decay"),
 }
+# Other names in lower case, such as tf.losses.categorical_crossentropy, are Keras's.
+_LOSSES = {
+    *("absolute_difference", "add_loss", "compute_weighted_loss", "cosine_distance", "get_losses"),
+    *("get_regularization_loss", "get_regularization_losses", "get_total_loss", "hinge_loss"),
+    *("huber_loss", "log_loss", "mean_pairwise_squared_error", "mean_squared_error"),
+    *("sigmoid_cross_entropy", "softmax_cross_entropy", "sparse_softmax_cross_entropy"),
+}
+_METRICS = {
+    *("accuracy", "auc", "mean", "mean_absolute_error", "mean_cosine_distance", "mean_iou"),
+    *("mean_per_class_accuracy", "mean_relative_error", "mean_squared_error", "precision"),
+    *("precision_at_k", "recall", "recall_at_k", "root_mean_squared_error", "true_positives"),
+    *("false_negatives", "false_positives", "true_negatives"),
+}
 _NAMES = _GRAPHS | _ELSEWHERE | {f"train.{name}" for name in _TRAIN}
+_NAMES |= {f"losses.{name}" for name in _LOSSES} | {f"metrics.{name}" for name in _METRICS}
 
 _MODES = {"TRAIN": "train", "EVAL": "eval", "PREDICT": "infer"}
 
@@ -47,10 +61,10 @@ def look(script: Source) -> Iterator[Finding]:
         elif name == "estimator" or name.startswith("contrib"):
             if id(node) not in gone:
                 yield script.at(node, f"tf.{name}: removed from TensorFlow; use Keras or a session")
-        elif name in _NAMES or (owner in ("losses", "metrics") and last.islower()):
+        elif name in _NAMES:
             if id(node) not in gone:
                 uses.append((node, name))
-        elif name == "optimizers" or (owner in ("losses", "metrics") and not last.islower()):
+        elif name == "optimizers" or owner in ("losses", "metrics"):
             is_mixed = True
     for node, name in uses:
         if name == "layers":

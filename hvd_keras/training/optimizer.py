@@ -132,7 +132,7 @@ def load_distributed(
     """``hvd.load_model`` of a file that ``model.save`` has written; the arguments are the same.
 
     Raises:
-        ValueError: the file is missing, or has no optimizer.
+        ValueError: the file is missing, or has no optimizer, or Keras 3 has read it from HDF5.
     """
     objects = {cls.__name__: cls for cls in custom_optimizers or ()}
     model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
@@ -140,6 +140,13 @@ def load_distributed(
         raise ValueError(
             f"{filepath} has no optimizer: the model was saved before compile(), or for inference. "
             "Use keras.models.load_model, then compile() with a hvd.DistributedOptimizer."
+        )
+    if not is_legacy and model.trainable_variables and _knows_no_variables(model.optimizer):
+        raise ValueError(
+            f"Keras {keras.__version__} does not restore the optimizer of {filepath}: it would "
+            "update no variable. Save the model as .keras. To load the weights of this file alone, "
+            "use keras.models.load_model(filepath, compile=False), then compile() with a "
+            "hvd.DistributedOptimizer."
         )
     if not is_distributed(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
         DistributedOptimizer(model.optimizer, compression=compression)
@@ -169,6 +176,12 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     for variable in variables:
         distributed.register_local_var(variable)
     return distributed
+
+
+def _knows_no_variables(optimizer: Any) -> bool:
+    """Whether it was built for an empty list of variables, as Keras's reader of HDF5 does."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(optimizer.built) and not getattr(optimizer, "_trainable_variables", True)
 
 
 def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None) -> list[Any]:

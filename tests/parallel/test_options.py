@@ -285,6 +285,16 @@ def test_objects() -> None:
         hvd.broadcast_object(mine, SIZE)
 
 
+def test_a_model_of_hdf5_is_refused_because_keras_forgets_its_optimizer(tmp_path) -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    model.compile(optimizer, loss=keras.losses.MeanSquaredError())
+    model.fit(np.ones((4, 3)), np.full((4, 1), RANK), verbose=0)
+    model.save(tmp_path / "model.h5")
+    with pytest.raises(ValueError, match=r"does not restore the optimizer .* Save .* as \.keras"):
+        hvd.load_model(tmp_path / "model.h5")
+
+
 def test_load_model_goes_on_as_if_never_interrupted(tmp_path) -> None:
     def fit(model):
         x, y = training.data(model, SIZE)

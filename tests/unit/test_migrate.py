@@ -212,6 +212,8 @@ def test_what_is_left_to_people(text: str, told: str) -> None:
     [
         "import tensorflow.compat.v1 as tf\ntf.Session()",
         "import hvd_keras as hvd\nhvd.allreduce(x, name='loss')\nargs.lr",
+        "import tensorflow as tf\ntf.losses.categorical_crossentropy(y, p)",
+        "import tensorflow as tf\ntf.metrics.binary_accuracy(y, p)",
         "import keras\nkeras.optimizers.SGD(learning_rate=1.0)\nmodel.variables",
     ],
 )
