@@ -1,14 +1,12 @@
 """``ModelCheckpoint``: rank 0 writes, and an error reaches all ranks."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import agree
 from hvd_keras._keras import keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.training import checkpoint
 
 
 class ModelCheckpoint(Callback):  # type: ignore[misc]
@@ -56,7 +54,7 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
         if self._keras.save_freq == "epoch":
             return
         if self._keras._should_save_on_batch(batch):  # no communication otherwise
-            on_leader(
+            checkpoint.on_leader(
                 self.process_set,
                 lambda: self._keras._save_model(epoch=self._epoch, batch=batch, logs=logs),
             )
@@ -68,25 +66,4 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves, if ``save_freq`` is "epoch"."""
         if self._keras.save_freq == "epoch":
-            on_leader(self.process_set, lambda: self._keras.on_epoch_end(epoch, logs))
-
-
-def on_leader(process_set: ProcessSet, write: Callable[[], None]) -> None:
-    """Calls ``write`` on the first rank of a process set; the other ranks wait for it.
-
-    Raises:
-        Exception: (on the first rank) what ``write`` raised.
-        RuntimeError: (on the other ranks) the first rank could not write.
-    """
-    error: Exception | None = None
-    if process_set.rank() == 0:
-        try:
-            write()
-        except Exception as caught:
-            error = caught
-    text = f"{type(error).__name__}: {error}" if error else None
-    said = agree.gather_json("checkpoint", text, process_set)[0]
-    if error is not None:
-        raise error
-    if said is not None:
-        raise RuntimeError(f"rank {process_set.ranks[0]} could not write the checkpoint: {said}")
+            checkpoint.on_leader(self.process_set, lambda: self._keras.on_epoch_end(epoch, logs))

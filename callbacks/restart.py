@@ -12,7 +12,6 @@ import numpy as np
 import tensorflow as tf
 from hvd_keras.callbacks import parts
 from hvd_keras.callbacks.base import Callback
-from hvd_keras.callbacks.checkpoint import on_leader
 
 from hvd_keras import agree, ops, shards
 from hvd_keras._keras import is_legacy
@@ -359,7 +358,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             checkpoint.prune(path, self.keep)
             parts.remove_others(self.directory, path, names)
 
-        on_leader(self._hvd_process_set, write)
+        checkpoint.on_leader(self._hvd_process_set, write)
 
 
 class _Found:

@@ -1,7 +1,6 @@
 """Settings of Sphinx for `make docs`."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -26,7 +25,6 @@ exclude_patterns = ["build"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
-suppress_warnings = ["misc.highlighting_failure"]
 
 # As users write the names.
 add_module_names = False
@@ -37,8 +35,6 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 copybutton_prompt_text = r"\$ "
 copybutton_prompt_is_regexp = True
-
-ROOT = Path(__file__).parents[1]
 
 
 def adapt(_app: Any, _what: str, _name: str, _of: Any, _options: Any, lines: list[str]) -> None:

@@ -14,7 +14,7 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops
+from hvd_keras import ops
 from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.layers.embedding import BLOCK, Embedding, saving_places
 from hvd_keras.ops.compression import Compression, Compressor
@@ -60,22 +60,17 @@ def save_model(
         raise ValueError(f"hvd.save_model: got {filepath}, expected a name that ends in .keras.")
     process_set.check_included("save_model")
     tables = _divided(model)
-    error: Exception | None = None
-    if process_set.rank() == 0:
-        streams = [_blocks(table, process_set) for table in tables]
+    streams = [_blocks(table, process_set) for table in tables]
+
+    def write() -> None:
         try:
             checkpoint.write_whole(filepath, lambda path: _write(model, tables, streams, path))
-        except Exception as caught:
-            error = caught
-        _exhaust(streams)  # the other ranks send all, whatever happens here
-    else:
-        _exhaust([_blocks(table, process_set) for table in tables])
-    text = f"{type(error).__name__}: {error}" if error else None
-    told = agree.gather_json("model is saved", text, process_set)[0]
-    if error is not None:
-        raise error
-    if told is not None:
-        raise RuntimeError(f"rank {process_set.ranks[0]} could not write {filepath}: {told}")
+        finally:
+            _exhaust(streams)  # the other ranks send all, whatever happens here
+
+    if process_set.rank() > 0:
+        _exhaust(streams)
+    checkpoint.on_leader(process_set, write, what=str(filepath))
 
 
 def load_model(

@@ -23,6 +23,9 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
+from hvd_keras import agree
+from hvd_keras.process_sets import ProcessSet
+
 _FIRST_LINE = b"hvd_keras checkpoint 1\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
 _NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
@@ -251,6 +254,34 @@ def _file_to_replace(
     if target.suffix not in (".keras", ".h5") or target.is_dir() or not target.parent.is_dir():
         return None
     return target if overwrite or not target.exists() else None
+
+
+def on_leader(
+    process_set: ProcessSet, write: Callable[[], None], what: str = "the checkpoint"
+) -> None:
+    """Calls ``write`` on the first rank of a process set; the other ranks wait for it.
+
+    Args:
+        process_set: the ranks that call this.
+        write: called on the first rank.
+        what: what it writes, for the error of the other ranks.
+
+    Raises:
+        Exception: (on the first rank) what ``write`` raised.
+        RuntimeError: (on the other ranks) the first rank could not write.
+    """
+    error: Exception | None = None
+    if process_set.rank() == 0:
+        try:
+            write()
+        except Exception as caught:
+            error = caught
+    text = f"{type(error).__name__}: {error}" if error else None
+    said = agree.gather_json("checkpoint", text, process_set)[0]
+    if error is not None:
+        raise error
+    if said is not None:
+        raise RuntimeError(f"rank {process_set.ranks[0]} could not write {what}: {said}")
 
 
 def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:

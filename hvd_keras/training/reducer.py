@@ -92,10 +92,13 @@ class GradientReducer:
             return Step(self, None, gradients, [], [], set())
         exchange.refuse_strategies()
         gradients = self.options.densified(gradients)
-        self._check_shards(variables)
+        divided = self._divided(variables)
         local_ids = {*self.local, *map(exchange.variable_id, local)}
-        local_ids.update(exchange.variable_id(v) for v in variables if shards.of(v))
-        shared = [i for i, v in enumerate(variables) if exchange.variable_id(v) not in local_ids]
+        shared = [
+            i
+            for i, variable in enumerate(variables)
+            if i not in divided and exchange.variable_id(variable) not in local_ids
+        ]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
         for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
             gradients[i] = gradient
@@ -114,12 +117,12 @@ class GradientReducer:
             )
             for i, value in zip(overwritten, largest, strict=True):
                 gradients[i] = value
-        divided = {i for i, variable in enumerate(variables) if shards.of(variable)}
         return Step(self, plan, gradients, shared, overwritten, divided)
 
-    def _check_shards(self, variables: Sequence[Any]) -> None:
-        """Raises ValueError if the tables that are divided between ranks do not fit the options."""
-        for variable in variables:
+    def _divided(self, variables: Sequence[Any]) -> set[int]:
+        """The places of the parts of tables; raises ValueError if they do not fit the options."""
+        places = set()
+        for i, variable in enumerate(variables):
             shard = shards.of(variable)
             if shard is None:
                 continue
@@ -134,6 +137,8 @@ class GradientReducer:
                     f"{self.name}: {path} is divided between ranks, so op=hvd.Adasum is not "
                     "possible. Use hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
                 )
+            places.add(i)
+        return places
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(exchange.spec_of(v) for v in variables)
