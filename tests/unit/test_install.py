@@ -19,6 +19,12 @@ from hvd_keras.launch.start import mpirun
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.fixture(autouse=True)
+def _without_the_choice_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """hvd.init() sets it, so that mpi4py uses the same MPI; tests before these may have called it."""
+    monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
+
+
 def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script in one process, which no launcher has started."""
     return subprocess.run(
