@@ -106,20 +106,30 @@ def user_cache() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
 
 
+# In words, and its variables for the number of processes and for that of this process.
+_LAUNCHERS = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("the mpirun of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
+
+
 def launched() -> tuple[str, str, int]:
     """The launcher that has started this process, and the variable that says how many it started.
 
     Returns:
         The launcher in words, the variable's name and its value; without one, "", "" and 1.
     """
-    for name, launcher in (
-        ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
-        ("PMI_SIZE", "the mpirun of MPICH or Intel MPI"),
-        ("SLURM_STEP_NUM_TASKS", "srun"),
-    ):
+    for launcher, name, _ in _LAUNCHERS:
         if (text := os.environ.get(name, "")).isdecimal():
             return launcher, name, int(text)
     return "", "", 1
+
+
+def launched_rank() -> int:
+    """The number that the launcher has given this process; without a launcher 0."""
+    _, found, _ = launched()
+    return next((int(os.environ.get(rank, 0)) for _, name, rank in _LAUNCHERS if name == found), 0)
 
 
 def tell_hvdrun(mark: str) -> None:
