@@ -103,14 +103,13 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds up the ranks' samples, and shows the epoch."""
         self._end_of_training()
-        total = float(
-            ops.allreduce(
-                np.float64(self._samples),
-                op=ops.Sum,
-                name="progress.samples",
-                process_set=self.process_set,
-            )
+        (samples,) = ops.reduce_tensors(
+            [np.float64(self._samples)],
+            op=ops.Sum,
+            name="progress.samples",
+            process_set=self.process_set,
         )
+        total = float(samples)
         self._samples_per_step = None if np.isnan(total) else total / max(1, self.seen)
         if self._samples_per_step is None:
             self._show(self.seen / self._seconds, "steps")
