@@ -90,6 +90,7 @@ def load_model(
     custom_optimizers: Iterable[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
+    shard_state: bool = False,
 ) -> keras.Model:
     """``keras.models.load_model``, for training on all ranks.
 
@@ -104,7 +105,7 @@ def load_model(
         custom_optimizers: optimizer classes of your own that the file may name.
         custom_objects: other classes and functions that the file may name; a function that makes
             an optimizer may call ``DistributedOptimizer`` itself.
-        compression: as in ``DistributedOptimizer``.
+        compression, shard_state: as in ``DistributedOptimizer``.
 
     Returns:
         The model.
@@ -124,7 +125,9 @@ def load_model(
                 found = json.loads(archive.read(_METADATA)).get("hvd_keras")
             if found is not None:
                 return _load(archive, found["tables"], custom_objects)
-    return optimizer.load_distributed(filepath, custom_optimizers, custom_objects, compression)
+    return optimizer.load_distributed(
+        filepath, custom_optimizers, custom_objects, compression, shard_state
+    )
 
 
 def _divided(model: Any) -> list[Embedding]:

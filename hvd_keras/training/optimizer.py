@@ -4,9 +4,10 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, rank_info
+from hvd_keras import ops, rank_info, shards
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import legacy_keras, tensorflow_v1
 from hvd_keras.ops.compression import Compression, Compressor
@@ -135,6 +136,7 @@ def load_distributed(
     custom_optimizers: Iterable[type] | None,
     custom_objects: dict[str, Any] | None,
     compression: type[Compressor],
+    shard_state: bool = False,
 ) -> keras.Model:
     """``hvd.load_model`` of a file that ``model.save`` has written; the arguments are the same.
 
@@ -156,8 +158,26 @@ def load_distributed(
             "hvd.DistributedOptimizer."
         )
     if not is_distributed(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
-        DistributedOptimizer(model.optimizer, compression=compression)
+        if shard_state:
+            _take_shares(model, compression)
+        else:
+            DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+def _take_shares(model: Any, compression: type[Compressor]) -> None:
+    """Replaces the optimizer of a model by one with a share of its state."""
+    whole = model.optimizer
+    share = DistributedOptimizer(
+        type(whole).from_config(whole.get_config()), compression=compression, shard_state=True
+    )
+    share.build(model.trainable_variables)
+    for variable, value in zip(share.variables, whole.variables, strict=True):
+        if shards.of(variable) is None:
+            variable.assign(value)
+        else:
+            state.set_share(variable, np.asarray(value))
+    model.optimizer = share
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
