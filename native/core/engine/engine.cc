@@ -30,18 +30,20 @@ void Engine::submit(Request request) {
   std::string wrong = problem(request, ranks());
   if (wrong.empty()) wrong = transport_->prepare(request);
   const uint64_t print = fingerprint(request, wrong);
+  const uint64_t record = history_.flight().submitted(request, print);
   Status status;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!stopped_) {
       queue_changed_ = Clock::now();
-      queue_.push_back({std::move(request), print, std::move(wrong), queue_changed_});
+      queue_.push_back({std::move(request), print, std::move(wrong), queue_changed_, record});
       changed_.notify_all();
       return;
     }
     status = Status::error(code_, identity(request) + " cannot run: " + why_stopped_);
   }
-  request.done(status);
+  Entry late{std::move(request), print, {}, {}, record};
+  finish(late, status);
 }
 
 void Engine::loop() try {
@@ -93,8 +95,14 @@ Engine::Entry Engine::take_head() {
   return head;
 }
 
+void Engine::finish(Entry& entry, const Status& status) {
+  history_.flight().ended(entry.record, status);
+  entry.request.done(status);
+}
+
 void Engine::serve(Entry entry) {
   note_progress();
+  history_.flight().running(entry.record);
   Request& request = entry.request;
   const Collective& row = collective(request.kind);
   Status status;
@@ -115,17 +123,19 @@ void Engine::serve(Entry entry) {
                                  });
                                });
     } catch (const Aborted& aborted) {
-      request.done(Status::error(Code::deadline_exceeded,
-                                 identity(request) + " cannot run: " + aborted.what()));
+      history_.flight().alarm();
+      finish(entry, Status::error(Code::deadline_exceeded,
+                                  identity(request) + " cannot run: " + aborted.what()));
       throw;
     }
     history_.served(row.name, request.name, bytes, entry.submitted, start);
   }
   ++served_;
-  request.done(status);
+  finish(entry, status);
 }
 
 void Engine::stop(LeaveResult result, Code code, const std::string& why) {
+  if (result != LeaveResult::all_left) history_.flight().alarm();
   std::deque<Entry> left_over;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -137,7 +147,7 @@ void Engine::stop(LeaveResult result, Code code, const std::string& why) {
   }
   changed_.notify_all();
   for (Entry& entry : left_over)
-    entry.request.done(Status::error(code, identity(entry.request) + " cannot run: " + why));
+    finish(entry, Status::error(code, identity(entry.request) + " cannot run: " + why));
 }
 
 void Engine::announce_leaving(const std::string& reason) {
@@ -145,6 +155,7 @@ void Engine::announce_leaving(const std::string& reason) {
   leaving_ = true;
   queue_changed_ = Clock::now();
   reason_ = reason;
+  history_.flight().leaving(reason);
   changed_.notify_all();
 }
 

@@ -53,12 +53,14 @@ class Engine {
     uint64_t fingerprint = 0;
     std::string problem;
     Clock::time_point submitted;
+    uint64_t record = 0;  // of the flight recorder
   };
 
   void loop();
   uint64_t wait_for_head();
   Entry take_head();
   void serve(Entry entry);
+  void finish(Entry& entry, const Status& status);
   void stop(LeaveResult result, Code code, const std::string& why);
 
   // In negotiation.cc.
