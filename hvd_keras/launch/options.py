@@ -192,6 +192,14 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     )
     add("--ssh-identity-file", metavar="FILE", help="key for ssh (default: ssh's own)")
     add(
+        "--remote-shell",
+        metavar="PROGRAM",
+        type=_words("--remote-shell"),
+        default="",
+        help="the program by which hosts are reached, with its options in one string: it is called "
+        "as ssh is, and exits with 255 if it cannot reach the host (default: ssh)",
+    )
+    add(
         "--env",
         metavar="NAME",
         action="append",
