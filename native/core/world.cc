@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <fstream>
 #include <numeric>
 #include <stdexcept>
 #include <thread>
@@ -219,20 +217,6 @@ Status World::begin_timeline() {
   return status;
 }
 
-// hvdrun reads the file after the job has ended.
-void World::leave_stats() const {
-  if (settings_.stats_directory.empty()) return;
-  const std::string path =
-      settings_.stats_directory + "/stats-" + std::to_string(rank_info_.rank) + ".json";
-  const std::string unfinished = path + ".new";
-  std::ofstream file(unfinished);
-  file << recorder_->stats();
-  file.close();
-  if (!file || std::rename(unfinished.c_str(), path.c_str()) != 0) {
-    log(LogLevel::error, "cannot write the statistics to '" + path + "' (HVD_STATS_DIRECTORY)");
-  }
-}
-
 Status World::add_process_set(int id, const std::vector<int>& ranks) {
   const Watchdog watchdog(settings_, settings_.timeout_seconds,
                           "hvd.add_process_set() waits for another rank, which does not go on.");
@@ -272,7 +256,6 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
   // The worst result of all sets.
   Engine::LeaveResult result = Engine::LeaveResult::all_left;
   for (const auto& engine : engines) result = std::max(result, engine->leave(seconds));
-  leave_stats();
   all_left_together_ = result == Engine::LeaveResult::all_left;
   if (all_left_together_) {
     engines.clear();
