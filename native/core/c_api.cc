@@ -111,6 +111,9 @@ HVD_EXPORT void hvd_gpu_folders(const char* folders) {
 // The CUDA device of this process.
 HVD_EXPORT void hvd_use_gpu(int device) { hvd::set_default_gpu(device); }
 
+// All ranks are about to agree to add a process set.
+HVD_EXPORT void hvd_expect_process_sets() { hvd::expect_process_sets(); }
+
 // The versions and files of CUDA's runtime and of NCCL, or why there is none.
 HVD_EXPORT const char* hvd_cuda() {
   static std::string text;
