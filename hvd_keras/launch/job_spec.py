@@ -159,7 +159,7 @@ def _engine(
     given: argparse.Namespace, wanted: list[Host] | None, size: int | None
 ) -> tuple[Mpirun | Srun, list[Host] | None, int | None]:
     """Choose what starts the ranks. A job on this host alone gets a size, but no hosts."""
-    srun = slurm.find(os.environ) if given.mpirun is None else None
+    srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
     if srun is not None:
         return srun, wanted, size if size is not None or wanted else slurm.size(os.environ)
     if (

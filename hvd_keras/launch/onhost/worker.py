@@ -38,6 +38,7 @@ from .channel import (
 from .cores import usable_cores
 from .process import GRACE, die_with_parent
 from .rsh_agent import DAEMON
+from .sweep import AGENT
 
 # Environment variables through which hvdrun reaches its workers. The job's number stays in the
 # environment of the command and of all that it starts, so that they can be found and ended.
@@ -265,7 +266,7 @@ class Worker(asyncio.Protocol):
             # mpirun's daemon may wait forever, and no other host may reach it. When it dies it
             # kills this process, so another one ends all that is left here.
             command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
-            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON)}
+            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, AGENT)}
             environment["TMPDIR"] = str(temporary_folder().parent)
             subprocess.Popen(command, env=environment, start_new_session=True)
 
