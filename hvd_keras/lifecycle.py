@@ -152,7 +152,7 @@ def end(error: str, seconds: float) -> None:
         if error:
             rank_info.mark_left_alone()
             return
-    elif error:
+    elif error or not _guards_installed:
         return
     _finalize()
 

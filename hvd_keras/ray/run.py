@@ -27,7 +27,7 @@ def _ray() -> Any:
     except ImportError as error:
         raise RuntimeError(
             f"hvd.ray needs Ray, and {sys.executable} has none. Run 'pip install "
-            "\"hvd_keras[ray]\"'."
+            '"hvd_keras[ray]"\'.'
         ) from error
     return ray
 
@@ -99,8 +99,8 @@ def run(
     try:
         if not group.wait(wait_seconds):
             raise RuntimeError(
-                f"hvd.ray.run: {num_workers} × {each} did not become free within {wait_seconds:g} "
-                f"s; free now: {_told(ray.available_resources(), each)}. End other jobs, ask for "
+                f"hvd.ray.run: {num_workers} times {each} did not become free within "
+                f"{wait_seconds:g} s; free now: {_told(ray.available_resources(), each)}. End other jobs, ask for "
                 "less, or set wait_seconds"
             )
         actors = [_actor(ray, group, number, each, runtime_env) for number in range(num_workers)]
@@ -222,9 +222,7 @@ class Place:
             self._agent.__exit__()
 
 
-def _actor(
-    ray: Any, group: Any, number: int, each: Mapping[str, float], runtime_env: Any
-) -> Any:
+def _actor(ray: Any, group: Any, number: int, each: Mapping[str, float], runtime_env: Any) -> Any:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     others = {name: each[name] for name in each if name not in ("CPU", "GPU", "memory")}
@@ -330,5 +328,3 @@ def _end(ray: Any, actors: Sequence[Any], group: Any) -> None:
     for actor in actors:
         ray.kill(actor)
     ray.util.remove_placement_group(group)
-
-

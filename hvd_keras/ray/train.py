@@ -29,8 +29,8 @@ ERROR_SECONDS = 2.0
 
 
 @dataclass
-class TrainConfig(BackendConfig):
-    """Makes the workers of ``ray.train.data_parallel_trainer.DataParallelTrainer`` ranks of one job.
+class TrainConfig(BackendConfig):  # type: ignore[misc]
+    """Makes the workers of Ray Train's ``DataParallelTrainer`` ranks of one job.
 
     The training function calls ``hvd.init()``; ``hvd.rank()`` is Ray's world rank. Ray Train
     places the workers, starts them again after a failure (``FailureConfig``) and keeps what
@@ -40,6 +40,8 @@ class TrainConfig(BackendConfig):
         options: further options of hvdrun, such as ``["--network-interface", "eth1"]``.
 
     Example:
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
         def train():
             import hvd_keras as hvd
             hvd.init()
@@ -159,7 +161,7 @@ def _telling() -> Iterator[None]:
         _leave("")
 
 
-class _Backend(Backend):
+class _Backend(Backend):  # type: ignore[misc]
     """Ray's hooks, which run in Ray Train's controller."""
 
     share_cuda_visible_devices = True  # hvd.init() takes the GPU local_rank()
