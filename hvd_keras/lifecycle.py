@@ -142,6 +142,31 @@ def shutdown() -> None:
         forget_all()
 
 
+def end(error: str, seconds: float) -> None:
+    """Leaves the job for good, as at the end of a script, in a process that lives on.
+
+    Args:
+        error: why this process fails, which the others are told; empty if it does not.
+        seconds: how long to wait for the others; negative: as long as they need.
+    """
+    if rank_info.is_initialized():
+        _leave(error or "its script has ended", seconds)
+        if error:
+            rank_info.mark_left_alone()
+            return
+    elif error or not _guards_installed:
+        return
+    _finalize()
+
+
+def _finalize() -> None:
+    _library.core().hvd_finalize()  # ends the process if another rank does not come
+    if (arrival := settings.read().arrival) is not None:
+        # Whatever its exit status is now: the script has chosen it.
+        with contextlib.suppress(OSError):
+            arrival.write_text(settings.SCRIPT_HAS_ENDED)
+
+
 def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
     if process_sets is None or isinstance(process_sets, str):
         return  # "dynamic"
@@ -233,15 +258,10 @@ def _install_guards() -> None:
     def at_exit() -> None:
         if os.getpid() != process:
             return  # a forked child is not a rank, and has no engine
-        core = _library.core()
         if rank_info.is_initialized():
             _flush()
             _leave("its script has ended", -1.0)
-        core.hvd_finalize()  # ends the process if another rank does not come
-        if (arrival := settings.read().arrival) is not None:
-            # Whatever its exit status is now: the script has chosen it.
-            with contextlib.suppress(OSError):
-                arrival.write_text(settings.SCRIPT_HAS_ENDED)
+        _finalize()
 
     sys.excepthook = abort_all
     atexit.register(at_exit)

@@ -216,6 +216,14 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         "one)",
     )
     add(
+        "--wait-for-hosts",
+        metavar="SECONDS",
+        type=_at_least(0, "--wait-for-hosts"),
+        default=0,
+        help="how long to wait before the first start for hosts that cannot be reached yet, such "
+        "as containers that are starting (default: %(default)s)",
+    )
+    add(
         "--start-timeout",
         metavar="SECONDS",
         type=_at_least(1, "--start-timeout"),
