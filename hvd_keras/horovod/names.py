@@ -285,7 +285,14 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home="horovod.runner",
         ),
         Row(
-            "horovod.spark.* horovod.ray.* horovod.tensorflow.data.*",
+            "horovod.spark.run",
+            "renamed",
+            "`hvd.spark.run`; for `HorovodRunner` of `sparkdl`, `hvd.spark.HorovodRunner`",
+            horovod="arguments that `hvd.spark.run` does not have are refused",
+            home="horovod.spark",
+        ),
+        Row(
+            "horovod.spark.keras.* horovod.ray.* horovod.tensorflow.data.*",
             "gone",
             "start the same script with `mpirun` or `srun`",
             home=None,
@@ -334,6 +341,7 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.keras": _KERAS_MODULE,
     "horovod.keras.callbacks": _CALLBACKS,
     "horovod.keras.elastic": _STATES,
+    "horovod.spark": _of("horovod.spark", "run"),
     "horovod.common": _homes("the job"),
     "horovod.common.util": _of("", _BUILT)
     | _of(
@@ -353,7 +361,7 @@ ABSENT = {
     "horovod.torch": "hvd_keras trains TensorFlow and Keras models. For PyTorch use "
     "torch.nn.parallel.DistributedDataParallel.",
     "horovod.mxnet": "hvd_keras trains TensorFlow and Keras models.",
-    "horovod.spark": "hvd_keras has no Spark estimators. Start the script with hvdrun, mpirun or "
-    "srun.",
+    "horovod.spark.keras": "hvd_keras has no Spark estimators. Write the rows with "
+    "hvd.spark.shard, and train with hvd.spark.run.",
     "horovod.ray": "hvd_keras has no Ray executor. Start the script with hvdrun, mpirun or srun.",
 }
