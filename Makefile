@@ -23,7 +23,7 @@ help:  ## Show this.
 
 .venv/installed: .venv/requirements $(NATIVE)
 	@echo "Compiling and installing hvd_keras"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,lint]"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,spark,lint]"
 	@touch $@
 
 setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).
