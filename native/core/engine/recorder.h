@@ -46,6 +46,8 @@ class Recorder {
   // written, or if the file cannot be written.
   Status start_timeline(const std::string& path);
   void stop_timeline();
+  // Whether it is being written.
+  bool draws();
 
   // Counters as JSON, see docs/observing.md.
   std::string stats();
@@ -101,8 +103,10 @@ class History {
               Clock::time_point submitted, Clock::time_point start);
   // The engine is free for its next request from now on.
   void free() { free_since_ = Clock::now(); }
-  // For this rank's next proposal.
-  const WaitTimes& wait_times() const { return past_; }
+  // This rank's next one.
+  Proposal proposal(uint64_t fingerprint) const {
+    return {fingerprint, recorder_->draws() ? 1ULL : 0, past_};
+  }
   // With the proposals of that agreement.
   void agreed(const std::vector<Proposal>& proposals);
 
