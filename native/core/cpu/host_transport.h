@@ -47,6 +47,7 @@ class HostTransport : public KindTransport {
   std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
+  Transport* mpi() override { return mpi_.get(); }
   void abort(const std::string& why) override;
   void check_aborted() override;
 

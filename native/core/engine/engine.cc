@@ -34,12 +34,13 @@ void Engine::submit(Request request) {
   std::string wrong = problem(request, ranks());
   if (wrong.empty()) wrong = transport_->prepare(request);
   const uint64_t print = fingerprint(request, wrong);
+  const uint64_t record = history_.flight().submitted(request, print);
   Status status;
   {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!stopped_) {
       queue_changed_ = Clock::now();
-      queue_.push_back({std::move(request), print, std::move(wrong), queue_changed_});
+      queue_.push_back({std::move(request), print, std::move(wrong), queue_changed_, record});
       const Entry& head = queue_.front();
       if (in_use_ || leaving_ || calls_done || queue_.size() > 1 || !head.problem.empty()) {
         changed_.notify_all();
@@ -51,7 +52,8 @@ void Engine::submit(Request request) {
     }
     status = Status::error(code_, identity(request) + " cannot run: " + why_stopped_);
   }
-  request.done(status);
+  Entry late{std::move(request), print, {}, {}, record};
+  finish(late, status);
 }
 
 bool Engine::equal(const std::vector<Proposal>& proposals, uint64_t fingerprint) const {
@@ -79,7 +81,7 @@ void Engine::serve_at_once(const Entry& head) {
   }
   if (!entry) return;
   calls_done = true;
-  entry->request.done(status);
+  finish(*entry, status);
   calls_done = false;
 }
 
@@ -139,21 +141,28 @@ Engine::Entry Engine::take_head() {
   return head;
 }
 
+void Engine::finish(Entry& entry, const Status& status) {
+  history_.flight().ended(entry.record, status);
+  entry.request.done(status);
+}
+
 void Engine::serve(Entry entry) {
   Status status;
   try {
     status = run(entry);
   } catch (const Aborted& aborted) {
-    entry.request.done(Status::error(Code::deadline_exceeded,
-                                     identity(entry.request) + " cannot run: " + aborted.what()));
+    history_.flight().alarm();
+    finish(entry, Status::error(Code::deadline_exceeded,
+                                identity(entry.request) + " cannot run: " + aborted.what()));
     throw;
   }
-  entry.request.done(status);
+  finish(entry, status);
 }
 
 // All but done().
 Status Engine::run(Entry& entry) {
   note_progress();
+  history_.flight().running(entry.record);
   Request& request = entry.request;
   const Collective& row = collective(request.kind);
   Status status;
@@ -178,6 +187,7 @@ Status Engine::run(Entry& entry) {
 }
 
 void Engine::stop(LeaveResult result, Code code, const std::string& why) {
+  if (result != LeaveResult::all_left) history_.flight().alarm();
   std::deque<Entry> left_over;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -189,7 +199,7 @@ void Engine::stop(LeaveResult result, Code code, const std::string& why) {
   }
   changed_.notify_all();
   for (Entry& entry : left_over)
-    entry.request.done(Status::error(code, identity(entry.request) + " cannot run: " + why));
+    finish(entry, Status::error(code, identity(entry.request) + " cannot run: " + why));
 }
 
 void Engine::announce_leaving(const std::string& reason) {
@@ -197,6 +207,7 @@ void Engine::announce_leaving(const std::string& reason) {
   leaving_ = true;
   queue_changed_ = Clock::now();
   reason_ = reason;
+  history_.flight().leaving(reason);
   changed_.notify_all();
 }
 

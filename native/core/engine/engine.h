@@ -57,6 +57,7 @@ class Engine {
     uint64_t fingerprint = 0;
     std::string problem;
     Clock::time_point submitted;
+    uint64_t record = 0;  // of the flight recorder
   };
 
   void loop();
@@ -66,6 +67,7 @@ class Engine {
   void serve_at_once(const Entry& head);
   void serve(Entry entry);
   Status run(Entry& entry);
+  void finish(Entry& entry, const Status& status);
   void stop(LeaveResult result, Code code, const std::string& why);
 
   // In negotiation.cc.

@@ -91,6 +91,10 @@ class Transport {
   // Moves the data of a request that all ranks have agreed on.
   virtual Status run(Request& request, const Waiting& waiting) = 0;
 
+  // The one that hands the memory of tensors to MPI as it is; null: there is none. Used in turn
+  // with this one, and ends with it.
+  virtual Transport* mpi() { return nullptr; }
+
   // Aborts this transport on all ranks, whatever they are doing. Throws Aborted.
   virtual void abort(const std::string& why) = 0;
 

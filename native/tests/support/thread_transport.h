@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -151,6 +152,7 @@ class ThreadTransport : public Transport {
     for (const void* other : hub_->exchange(rank_, &request, waiting))
       all.push_back(static_cast<const Request*>(other));
     Status status;
+    std::exception_ptr thrown;
     for (size_t i = 0; i < request.inputs.size(); ++i) {
       const Input& input = request.inputs[i];
       if (request.kind == Kind::allreduce) {
@@ -166,15 +168,20 @@ class ThreadTransport : public Transport {
         shape[0] = 0;
         for (const Request* other : all) shape[0] += other->inputs[i].shape[0];
         void* data = nullptr;
-        status = request.allocate(i, shape, &data);
+        try {
+          status = request.allocate(i, shape, &data);
+        } catch (...) {  // the others still look at this rank's request
+          thrown = std::current_exception();
+        }
         for (const Request* other : all) {
           const size_t bytes = other->inputs[i].bytes();
-          if (bytes > 0) std::memcpy(data, other->inputs[i].data, bytes);
+          if (bytes > 0 && !thrown) std::memcpy(data, other->inputs[i].data, bytes);
           data = static_cast<char*>(data) + bytes;
         }
       }
     }
     hub_->exchange(rank_, nullptr, waiting);  // nobody's inputs go away while others read them
+    if (thrown) std::rethrow_exception(thrown);
     if (request.kind == Kind::join) {
       void* last = nullptr;
       status = request.allocate(0, {}, &last);
