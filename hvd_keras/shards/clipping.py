@@ -76,7 +76,7 @@ def _of_tables(
 ) -> dict[int, Any]:
     """The squared norms of the gradients of whole tables, by place."""
     mine = [keras.ops.sum(keras.ops.square(gradients[i])) for i in places]
-    sums = ops.grouped_allreduce(
+    sums = ops.reduce_tensors(
         mine, op=ops.Sum, name=f"{name} norms of tables", process_set=process_set
     )
     return dict(zip(places, sums, strict=True))

@@ -254,7 +254,7 @@ class State:
             for i in places
         ]
         # Adding zeros changes no bit of them.
-        sums = ops.grouped_allreduce(
+        sums = ops.reduce_tensors(
             mine, op=ops.Sum, name=f"{self._name} norms", process_set=self._process_set
         )
         return dict(zip(places, sums, strict=True))

@@ -139,8 +139,8 @@ def _terminate_together(check: Callable[..., None]) -> Callable[..., None]:
         if process_set is not None:
             mine = float((logs or {}).get("loss") or 0.0)
             # The mean is finite only if all values are.
-            mean = ops.allreduce(
-                np.float64(mine),
+            (mean,) = ops.reduce_tensors(
+                [np.float64(mine)],
                 op=ops.Average,
                 name="TerminateOnNaN.loss",
                 process_set=process_set,

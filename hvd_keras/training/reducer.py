@@ -109,7 +109,7 @@ class GradientReducer:
         ]
         if overwritten:
             # Such "gradients" (float8 scales) are new values; Keras uses the maximum of several.
-            largest = ops.grouped_allreduce(
+            largest = ops.reduce_tensors(
                 [gradients[i] for i in overwritten],
                 op=ops.Max,
                 name=f"{self.name} overwritten",
@@ -289,10 +289,9 @@ class Plan:
         results = list(gradients)
         previous = list(after)
         for bucket in self.buckets(gradients):
-            forgotten.count_reduction()
             name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.specs[bucket[0]].path}"
             with tf.control_dependencies(previous):
-                reduced = ops.grouped_allreduce(
+                reduced = ops.reduce_tensors(
                     [gradients[i] for i in bucket],
                     op=options.op,
                     compression=options.compression,
