@@ -35,6 +35,9 @@ class Settings:
         watched: ``HVDRUN_JOB`` is set: hvdrun runs on several hosts and follows this process.
         arrival: ``HVDRUN_ARRIVAL``, a file that tells hvdrun that ``hvd.init()`` was called, and
             with the content ``SCRIPT_HAS_ENDED`` that the script has ended by itself.
+        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last.
+        stats_directory: ``HVD_STATS_DIRECTORY``, the folder in which each rank writes its
+            statistics.
         commits: ``HVD_COMMITS``, the folder in which rank 0 keeps what ``hvd.elastic`` commits.
     """
 
@@ -45,6 +48,8 @@ class Settings:
     strict: bool = False
     watched: bool = False
     arrival: pathlib.Path | None = None
+    postmortem: pathlib.Path | None = None
+    stats_directory: pathlib.Path | None = None
     commits: pathlib.Path | None = None
 
     @property
@@ -81,6 +86,10 @@ def read() -> Settings:
     chosen["watched"] = "HVDRUN_JOB" in os.environ
     if text := os.environ.get("HVDRUN_ARRIVAL"):
         chosen["arrival"] = pathlib.Path(text)
+    if text := os.environ.get("HVD_POSTMORTEM"):
+        chosen["postmortem"] = pathlib.Path(text).absolute()
+    if text := os.environ.get("HVD_STATS_DIRECTORY"):
+        chosen["stats_directory"] = pathlib.Path(text)
     if text := os.environ.get("HVD_COMMITS"):
         chosen["commits"] = pathlib.Path(text)
     return Settings(**chosen)

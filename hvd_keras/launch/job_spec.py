@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,15 @@ from pathlib import Path
 
 from hvd_keras.launch import command_check, horovod, options
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow import metrics, screen
+from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.mpirun import Mpirun, find_mpirun
-from hvd_keras.launch.start.remote_shell import Reach
+from hvd_keras.launch.start.remote_shell import Reach, RemoteShell
 from hvd_keras.launch.start.slurm import Srun
-from hvd_keras.launch.start.ssh import Ssh
+from hvd_keras.launch.start.ssh import ssh
 
 # The variables of hvdrun's environment that ranks on other hosts get; --env adds further ones.
 PASSED = ("PATH", "LD_LIBRARY_PATH")
@@ -36,8 +39,9 @@ class JobSpec:
     engine: Mpirun | Srun
     hosts: Sequence[Host] | None
     size: int | None  # None: all slots of the hosts
-    ssh: Ssh
+    shell: RemoteShell
     jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
+    statistics: Statistics = field(default_factory=Statistics)
     lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
 
     @property
@@ -48,7 +52,7 @@ class JobSpec:
     @property
     def reach(self) -> Reach:
         """How commands reach the hosts."""
-        return self.engine if isinstance(self.engine, Srun) else self.ssh
+        return self.engine if isinstance(self.engine, Srun) else self.shell
 
     def wanted(self) -> Sequence[Host]:
         """Return the hosts that the job may use at this moment. Raises UsageError."""
@@ -103,9 +107,6 @@ def build(given: argparse.Namespace) -> JobSpec:
             raise UsageError(
                 f"--env got {name!r}, which is not set; expected the name of a variable"
             )
-    identity = given.ssh_identity_file
-    if identity is not None and not Path(identity).is_file():
-        raise UsageError(f"--ssh-identity-file got {identity!r}, which is not a file")
     if given.min_np is not None and size is not None and given.min_np > size:
         raise UsageError(f"--min-np got {given.min_np}; expected at most -np, which is {size}")
     return JobSpec(
@@ -114,8 +115,26 @@ def build(given: argparse.Namespace) -> JobSpec:
         engine=engine,
         hosts=wanted,
         size=size,
-        ssh=Ssh(given.ssh_port, None if identity is None else str(Path(identity).absolute())),
+        shell=_shell(given),
     )
+
+
+def _shell(given: argparse.Namespace) -> RemoteShell:
+    """The program by which mpirun and hvdrun reach the hosts."""
+    identity = given.ssh_identity_file
+    if identity is not None and not Path(identity).is_file():
+        raise UsageError(f"--ssh-identity-file got {identity!r}, which is not a file")
+    if not given.remote_shell:
+        return ssh(given.ssh_port, None if identity is None else str(Path(identity).absolute()))
+    if given.ssh_port is not None or identity is not None:
+        raise UsageError("got --remote-shell and an option for ssh; expected one of them")
+    path = shutil.which(given.remote_shell[0])
+    if path is None:
+        raise UsageError(
+            f"--remote-shell got {given.remote_shell[0]!r}, which is not an executable file; "
+            "expected a program that is called as ssh is: PROGRAM HOST 'text for a shell'"
+        )
+    return RemoteShell([str(Path(path).absolute()), *given.remote_shell[1:]])
 
 
 def _hosts(given: argparse.Namespace) -> list[Host] | None:
@@ -143,7 +162,7 @@ def _engine(
     given: argparse.Namespace, wanted: list[Host] | None, size: int | None
 ) -> tuple[Mpirun | Srun, list[Host] | None, int | None]:
     """Choose what starts the ranks. A job on this host alone gets a size, but no hosts."""
-    srun = slurm.find(os.environ) if given.mpirun is None else None
+    srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
     if srun is not None:
         return srun, wanted, size if size is not None or wanted else slurm.size(os.environ)
     if (
@@ -176,6 +195,9 @@ def _too_many(size: int, there: int, what: str) -> UsageError:
 
 
 def _check_observers(given: argparse.Namespace) -> None:
+    given.screen = given.stats and screen.wanted()
+    if given.metrics is not None:
+        metrics.parse(given.metrics)
     if given.timeline is not None:
         path = Path(given.timeline).absolute()
         if not given.timeline or path.is_dir() or not path.parent.is_dir():

@@ -110,7 +110,7 @@ def plan(
         if placement.hosts is not None:
             network = options.network_interface or common_network(placement.hosts)
             remote = Remote(placement.hosts, agent, machines, network)
-            files[agent] = spec.ssh.agent(job)
+            files[agent] = spec.shell.agent(job)
             if engine.kind == "Intel MPI":
                 files[machines] = "".join(f"{host.name}:{host.slots}\n" for host in placement.hosts)
         settings = engine.settings(directory)

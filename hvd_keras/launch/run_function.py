@@ -64,23 +64,53 @@ def run(
 
     if np is None and hosts is None:
         np = 1
+    function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
+    command = [*options]
+    command += [] if np is None else ["-np", str(np)]
+    command += [] if hosts is None else ["-H", hosts]
+    return [cloudpickle.loads(result) for result in call(function, command)]
+
+
+def call(
+    function: bytes,
+    options: Sequence[str],
+    *,
+    name: str = "hvd_keras.run",
+    out: Any = None,
+    err: Any = None,
+    **process: Any,
+) -> list[bytes]:
+    """Calls a pickled function with its arguments on all ranks.
+
+    Args:
+        function: the pickle of the function, a tuple and a dict of arguments.
+        options: of hvdrun.
+        name: begins the text of an error.
+        out, err: files that get hvdrun's output line by line. Default: the standard ones.
+        process: further arguments of ``Popen`` for hvdrun.
+
+    Returns:
+        The pickled results, in rank order.
+
+    Raises:
+        As ``run``.
+    """
     with tempfile.TemporaryDirectory(prefix="hvdrun-call-") as folder:
-        function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
         Path(folder, FUNCTION).write_bytes(function)
         command = [sys.executable, "-m", "hvd_keras.launch"]
         command += ["--call", str(os.getpid()), folder, *options]
-        command += [] if np is None else ["-np", str(np)]
-        command += [] if hosts is None else ["-H", hosts]
         command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
-        status, told = _follow(command)
+        status, told = _follow(command, out or sys.stdout, err or sys.stderr, process)
         if status != 0:
-            raise (ValueError if status == 2 else RuntimeError)(f"hvd_keras.run: {told.strip()}")
+            raise (ValueError if status == 2 else RuntimeError)(f"{name}: {told.strip()}")
         paths = Path(folder).glob(f"{RESULT}-*")
         results = {int(path.name.rpartition("-")[2]): path for path in paths}
-        return [cloudpickle.loads(results[rank].read_bytes()) for rank in sorted(results)]
+        return [results[rank].read_bytes() for rank in sorted(results)]
 
 
-def _follow(command: Sequence[str]) -> tuple[int, str]:
+def _follow(
+    command: Sequence[str], out: Any, err: Any, process: Mapping[str, Any]
+) -> tuple[int, str]:
     """Run hvdrun and print its output as Python does, which a notebook shows."""
     with subprocess.Popen(
         command,
@@ -90,11 +120,12 @@ def _follow(command: Sequence[str]) -> tuple[int, str]:
         text=True,
         errors="replace",
         start_new_session=True,
+        **process,
     ) as hvdrun:
         last: list[str] = []
         threads = [
-            threading.Thread(target=_relay, args=(hvdrun.stdout, sys.stdout, [])),
-            threading.Thread(target=_relay, args=(hvdrun.stderr, sys.stderr, last)),
+            threading.Thread(target=_relay, args=(hvdrun.stdout, out, [])),
+            threading.Thread(target=_relay, args=(hvdrun.stderr, err, last)),
         ]
         for thread in threads:
             thread.start()

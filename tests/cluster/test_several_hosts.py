@@ -74,6 +74,29 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
 
 
+def test_any_program_that_is_called_as_ssh_is(hosts: Hosts, tmp_path: Path) -> None:
+    """Checks, mpirun and the clean-up reach the hosts through it, and its errors are told."""
+    program = tmp_path / "reach"
+    program.write_text(
+        f"""#!/bin/sh
+        echo "$1 $2" >> {tmp_path}/calls
+        if [ "$2" = server3 ]; then echo reach: not mine >&2; exit 255; fi
+        shift && exec ssh "$@"
+        """
+    )
+    program.chmod(0o755)
+    options = ["--remote-shell", f"{program} 'my option'"]
+    command = script(tmp_path, "print('here')")
+    done = cluster.run(hosts[0], *options, "-H", "server2:1", *command, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[0] here\n"), done.stderr
+    clean(hosts)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["my option server2"] * 3
+    done = cluster.run(hosts[0], *options, "-H", "server2,server3", *command, folder=tmp_path)
+    told = "server3 cannot be reached by reach: not mine; expected that `reach HOST true` works"
+    assert (done.returncode, done.stderr) == (2, f"hvdrun: {told}\n")
+
+
 def test_ranks_that_end_at_different_times(hosts: Hosts, tmp_path: Path) -> None:
     """A worker whose report hvdrun has read does not end the others."""
     command = script(tmp_path, "time.sleep(0.01 * rank if rank else 1.5)")

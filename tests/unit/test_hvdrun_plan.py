@@ -116,6 +116,8 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
         (["-H", "a:1", "-np", "2", "--dry-run"], "-np got 2, but the hosts have 1 slots (a:1)"),
         (["-H", "a:1", "--ssh-port", "x"], "--ssh-port got 'x'; expected a positive integer"),
         (["-H", "a:1", "--ssh-identity-file", "x"], "--ssh-identity-file got 'x', which is not"),
+        (["-H", "a:1", "--remote-shell", "absent x"], "--remote-shell got 'absent', which is not"),
+        (["-H", "a:1", "--remote-shell", "sh", "--ssh-port", "1"], "got --remote-shell and an opt"),
         (["-H", "a:1", "--env", "ABSENT"], "--env got 'ABSENT', which is not set"),
         (
             ["-n", "1", "--max-restarts", "-1"],

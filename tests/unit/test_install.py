@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _without_the_choice_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """hvd.init() sets it for mpi4py, and earlier tests may have called hvd.init()."""
+    """hvd.init() sets it, for mpi4py; an earlier test in this process may have called it."""
     monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
 
 

@@ -6,6 +6,7 @@ found, and a folder for temporary files that goes with the job.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
@@ -17,20 +18,18 @@ DAEMON = "HVDRUN_DAEMON_OF"
 
 def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """The command of ssh that does it."""
-    options = 0
-    while arguments[options].startswith("-"):  # MPICH adds -x
-        options += 1
-    host, *words = arguments[options:]
+    # mpirun takes us for ssh and adds -x, which `ssh` has already.
+    host, *words = itertools.dropwhile(lambda word: word.startswith("-"), arguments)
     # mpirun has quoted its words for the user's shell on the other host, which is $SHELL there.
     prepare = f'd=${{TMPDIR:-/tmp}}/hvdrun-{job}; mkdir -p -m 700 "$d"; '
-    start = f'env {DAEMON}={job} TMPDIR="$d" "$SHELL" -c "$0"'
+    start = f'env {DAEMON}={job} TMPDIR="$d" "${{SHELL:-/bin/sh}}" -c "$0"'
     if "hydra" in words[0]:
         # Without mpirun it kills the workers before these can do anything. Others daemonize.
         prepare += f'{start}; status=$?; rm -rf "$d" /dev/shm/hvdrun-{job}; exit $status'
     else:
         prepare += f"exec {start}"
     text = f"exec sh -c {shlex.quote(prepare)} {shlex.quote(' '.join(words))}"
-    return [*ssh, *arguments[:options], host, text]
+    return [*ssh, host, text]
 
 
 if __name__ == "__main__":

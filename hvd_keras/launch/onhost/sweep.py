@@ -13,6 +13,9 @@ import sys
 import tempfile
 import time
 
+# The mark of what agents and their owners have started (see `agent.py`); their run is its job.
+AGENT = "HVDRUN_AGENT_OF"
+
 # Seconds that a killed process may take to disappear.
 GONE = 5.0
 
@@ -21,7 +24,7 @@ STEP = 0.05
 
 def processes(job: str) -> "list[int]":
     """The job's processes of this user, except this one and zombies."""
-    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF")}
+    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF", AGENT)}
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

@@ -1,13 +1,34 @@
-"""The interface that ssh and srun share: run a command on another host."""
+"""How hosts are reached: a command is started there, its output streams back, its end ends it.
+
+hvdrun and mpirun reach other hosts through a program that is called as ssh is:
+
+    PROGRAM HOST 'TEXT FOR A SHELL'
+
+It runs the text there with its own stdin, stdout and stderr, exits with the text's status, or with
+255 and a last line on stderr that says why if HOST cannot be reached. When it is killed, or its
+stdin ends, the command there may live on: hvdrun finds and ends what belongs to a job by itself
+(`clean_up`). Every program of this kind will do (`hvdrun --remote-shell PROGRAM`): ssh; the client
+of the agents in `onhost/agent.py`, for hosts where something else starts processes; a script around
+`kubectl exec`. Inside a SLURM allocation `slurm.Srun` has the first two methods, and starts the
+ranks itself.
+"""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from hvd_keras.launch.onhost import rsh_agent
 from hvd_keras.launch.start.hosts import is_here
+
+# The status with which such a program itself fails.
+FAILED = 255
 
 
 class Reach(Protocol):
@@ -18,6 +39,34 @@ class Reach(Protocol):
 
     def failure(self, status: int, err: str) -> str | None:
         """Return why the host could not be reached, or None if the command itself failed."""
+
+
+@dataclass(frozen=True)
+class RemoteShell:
+    """A program that is called as ssh is, with its options; `advice` helps if it fails."""
+
+    words: Sequence[str]
+    advice: str = ""
+
+    def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
+        """Start a command on a host (None: this host) with pipes for stdin, stdout and stderr."""
+        return start(command if host is None else [*self.words, host, shlex.join(command)])
+
+    def failure(self, status: int, err: str) -> str | None:
+        """Return why the host could not be reached, or None if the command itself failed."""
+        if status != FAILED:
+            return None
+        name = Path(self.words[0]).name
+        reason = last_line(err).removeprefix(f"{name}: ")
+        return (
+            f"cannot be reached by {name}: {reason}; expected that `{name} HOST true` works"
+            f"{self.advice}"
+        )
+
+    def agent(self, job: str) -> str:
+        """A shell script that mpirun calls instead of ssh: [OPTION …] HOST COMMAND …"""
+        words = [sys.executable, "-I", "-S", rsh_agent.__file__, job, *self.words, "--"]
+        return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:

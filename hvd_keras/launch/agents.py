@@ -1,0 +1,195 @@
+"""A call of a function on the hosts of a system that starts processes by itself (Spark, Ray).
+
+Such a system starts one process per rank, called a place. In each of them an `Agent` lives, by
+which hvdrun, started in the first place by `call`, reaches that host:
+
+    with Agent(secret, run, address) as agent:
+        places = [...]  # each place's `agent.facts`, exchanged by the system's own means
+        if first:
+            results = call(function, places, secret, run, ...)
+        ...  # all wait here for the first
+
+Ranks do not run in the places but beside them, as children of mpirun's daemons; places on one host
+are one host with several slots. When a place ends or is killed, its agent ends what it has started,
+and hvdrun, if it was the first place, ends the job.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvd_keras.launch import onhost, run_function
+from hvd_keras.launch.onhost.agent import OF_HVDRUN
+from hvd_keras.launch.onhost.cores import thread_settings
+from hvd_keras.launch.onhost.sweep import AGENT
+
+# What must be equal where the function is pickled and where it runs, if both have it.
+PACKAGES = ("hvd_keras", "tensorflow", "keras", "cloudpickle")
+
+
+def _program(module: str) -> list[str]:
+    """The command of a module of `onhost`, without what Python otherwise loads at its start."""
+    folder = str(Path(onhost.__file__).parents[1])
+    code = f"import sys; sys.path.append({folder!r}); from onhost import {module} as m; "
+    return [sys.executable, "-I", "-S", "-c", code + "sys.exit(m.main())"]
+
+
+def versions() -> dict[str, str]:
+    """The versions here of Python and of the packages that must agree; those that are there."""
+    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Agent:
+    """The agent of the place that this process is, while the context lasts.
+
+    Args:
+        secret: of the call, equal in all places; it must have come by a channel of the system.
+        run: the name of the call and of its restarts, 16 hexadecimal digits. What earlier starts
+            of this name have left here is ended first.
+        address: where the other places reach this one, a name or an IPv4 address.
+
+    Raises:
+        OSError: the address is not one of this host's.
+    """
+
+    def __init__(self, secret: str, run: str, address: str) -> None:
+        self._address = socket.gethostbyname(address)
+        self._process = subprocess.Popen(
+            _program("agent"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(
+            json.dumps({"secret": secret, "run": run, "address": self._address}),
+            file=self._process.stdin,
+            flush=True,
+        )
+        self._port = self._process.stdout.readline().strip()
+        if not self._port:
+            self.__exit__()
+            raise OSError(f"no agent can listen on {self._address} of {socket.gethostname()}")
+
+    def facts(self, directory: str) -> dict[str, Any]:
+        """What `call` must know of this place: JSON. `directory` is where ranks are to start."""
+        return {
+            "address": self._address,
+            "port": int(self._port),
+            "host": [socket.gethostname(), os.readlink("/proc/self/ns/mnt")],
+            "versions": versions(),
+            "has_directory": Path(directory).is_dir(),
+        }
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def difference(places: Sequence[Mapping[str, Any]], expected: Mapping[str, str]) -> str:
+    """Why these places cannot run what was pickled where these versions are; empty if they can."""
+    for number, place in enumerate(places):
+        for name, version in expected.items():
+            got = place["versions"].get(name)
+            if got != version:
+                has = f"has {name} {got}" if got else f"has no {name}"
+                return f"{place['host'][0]} (task {number}) {has}; expected {version}, as here"
+    by_address: dict[str, Any] = {}
+    for place in places:
+        other = by_address.setdefault(place["address"], place["host"])
+        if other != place["host"]:
+            return (
+                f"{other[0]} and {place['host'][0]} are containers with the one address "
+                f"{place['address']}; expected one per address, with an address of its own"
+            )
+    return ""
+
+
+def call(
+    function: bytes,
+    places: Sequence[Mapping[str, Any]],
+    secret: str,
+    run: str,
+    *,
+    name: str,
+    directory: str,
+    cores: int,
+    environment: Mapping[str, str],
+    options: Sequence[str] = (),
+    out: Any = None,
+    err: Any = None,
+) -> list[bytes]:
+    """Calls a pickled function on as many ranks as there are places; this is the first of them.
+
+    Args:
+        function, name, out, err: as for ``run_function.call``.
+        places: the facts of all places.
+        secret, run: those of the agents.
+        directory: where the ranks start, if it is there in all places; else in the temporary one.
+        cores: cores of each rank.
+        environment: further variables for the ranks.
+        options: further ones of hvdrun.
+
+    Returns:
+        The pickled results, in rank order.
+
+    Raises:
+        ValueError: hvdrun refuses to start the job.
+        RuntimeError: the job failed; the text has the culprit's traceback.
+    """
+    slots: dict[str, int] = {}
+    for place in places:
+        slots[place["address"]] = slots.get(place["address"], 0) + 1
+    ports = {place["address"]: place["port"] for place in reversed(places)}
+    folder = Path(tempfile.gettempdir(), f"hvdrun-{run}")  # which agents remove, however we end
+    folder.mkdir(0o700)
+    try:
+        table, client = Path(folder, "table"), Path(folder, "agent")
+        table.touch(0o600)
+        table.write_text(json.dumps({"secret": secret, "ports": ports}))
+        words = [*_program("agent_client"), str(table)]
+        client.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        client.chmod(0o700)
+        own = {**os.environ, **environment, AGENT: run + OF_HVDRUN}
+        own |= thread_settings(1, environment, cores)
+        hosts = ",".join(f"{address}:{count}" for address, count in slots.items())
+        command = ["-H", hosts, "--remote-shell", shlex.quote(str(client)), *options]
+        command += [word for variable in environment for word in ("--env", variable)]
+        everywhere = all(place["has_directory"] for place in places)
+        return run_function.call(
+            function,
+            command,
+            name=name,
+            out=out,
+            err=err,
+            env=own,
+            cwd=directory if everywhere else tempfile.gettempdir(),
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,54 @@
+"""What hvdrun runs as its ssh where agents are: `TABLE HOST TEXT`.
+
+The table is a file in JSON, readable by its owner alone: the agents' secret, and the port of the
+agent of each host.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+from .channel import PIECE, ProtocolError
+from .link import Link
+
+# The status with which ssh itself fails, which callers expect.
+FAILED = 255
+
+# Seconds to reach an agent.
+CONNECT_TIMEOUT = 5.0
+
+
+def _forward_input(link: Link) -> None:
+    try:
+        while data := os.read(0, PIECE):
+            link.send(input=base64.b64encode(data).decode())
+        link.send(input_ends=True)
+    except OSError:  # the agent has gone, which the main thread sees
+        return
+
+
+def main() -> int:
+    """Run the text on the host; returns its exit status."""
+    table, host, text = sys.argv[1:4]
+    agents = json.loads(Path(table).read_text())
+    try:
+        connection = socket.create_connection((host, agents["ports"][host]), CONNECT_TIMEOUT)
+        link = Link(connection, agents["secret"], listens=False)
+    except (OSError, ProtocolError, KeyError) as error:
+        print(f"no agent answers: {type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    link.send(run=text)
+    threading.Thread(target=_forward_input, args=(link,), daemon=True).start()
+    while message := link.receive():
+        if "status" in message:
+            sys.stdout.flush()
+            os._exit(message["status"])  # the other thread may wait for input
+        os.write(1 if message["output"] == "out" else 2, base64.b64decode(message["data"]))
+    os.write(2, b"the agent has gone\n")
+    os._exit(FAILED)
