@@ -307,9 +307,21 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home="horovod.runner",
         ),
         Row(
-            "horovod.spark.* horovod.ray.* horovod.tensorflow.data.*",
+            "horovod.ray.*",
+            "gone",
+            "`hvd_keras.ray.run`, and `hvd_keras.ray.TrainConfig` for Ray Train",
+            home=None,
+        ),
+        Row(
+            "horovod.spark.*",
             "gone",
             "start the same script with `mpirun` or `srun`",
+            home=None,
+        ),
+        Row(
+            "horovod.tensorflow.data.*",
+            "gone",
+            "`hvd.data.shard`",
             home=None,
         ),
     ),
@@ -391,5 +403,6 @@ ABSENT = {
     "each rank its part of a dataset.",
     "horovod.spark": "hvd_keras has no Spark estimators. Start the script with hvdrun, mpirun or "
     "srun.",
-    "horovod.ray": "hvd_keras has no Ray executor. Start the script with hvdrun, mpirun or srun.",
+    "horovod.ray": "hvd_keras has no Ray executor. Use hvd_keras.ray.run, or "
+    "hvd_keras.ray.TrainConfig for Ray Train.",
 }
