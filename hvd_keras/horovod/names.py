@@ -314,9 +314,21 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home="horovod.spark",
         ),
         Row(
-            "horovod.spark.keras.* horovod.ray.* horovod.tensorflow.data.*",
+            "horovod.ray.*",
             "gone",
-            "start the same script with `mpirun` or `srun`",
+            "`hvd_keras.ray.run`, and `hvd_keras.ray.TrainConfig` for Ray Train",
+            home=None,
+        ),
+        Row(
+            "horovod.spark.keras.*",
+            "gone",
+            "write the rows with `hvd.spark.shard`, and train with `hvd.spark.run`",
+            home=None,
+        ),
+        Row(
+            "horovod.tensorflow.data.*",
+            "gone",
+            "`hvd.data.shard`",
             home=None,
         ),
     ),
@@ -399,5 +411,6 @@ ABSENT = {
     "each rank its part of a dataset.",
     "horovod.spark.keras": "hvd_keras has no Spark estimators. Write the rows with "
     "hvd.spark.shard, and train with hvd.spark.run.",
-    "horovod.ray": "hvd_keras has no Ray executor. Start the script with hvdrun, mpirun or srun.",
+    "horovod.ray": "hvd_keras has no Ray executor. Use hvd_keras.ray.run, or "
+    "hvd_keras.ray.TrainConfig for Ray Train.",
 }
