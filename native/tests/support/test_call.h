@@ -96,6 +96,10 @@ inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vect
     MPI_Comm_free(&host);
   }
   if (!device) return found;
+  if (transport == "gpu-host") {
+    settings.gpu_operations = settings.gpu_allreduce = GpuBackend::mpi;
+    settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
+  }
   settings.cudart_library = device->settings().cudart_library;
   settings.nccl_library = device->settings().nccl_library;
   static int process_sets = 0;
@@ -327,8 +331,9 @@ class Call {
   std::future<Status> result_;
 };
 
-// main() of a test that runs under mpirun, with the name of the transport. For "gpu",
-// HVD_CUDART_LIBRARY and HVD_NCCL_LIBRARY say where CUDA and NCCL, or their fakes, are.
+// main() of a test that runs under mpirun, with the name of the transport. For "gpu" and
+// "gpu-host", the one without NCCL, HVD_CUDART_LIBRARY and HVD_NCCL_LIBRARY say where CUDA and
+// NCCL, or their fakes, are.
 inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
   if (argc > 1) transport = argv[1];
   int level;
@@ -336,7 +341,7 @@ inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
   CHECK_EQ(level, static_cast<int>(MPI_THREAD_MULTIPLE));
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
-  if (transport == "gpu") {
+  if (transport == "gpu" || transport == "gpu-host") {
     device = std::make_unique<Device>(rank);
     set_default_gpu(device->number());
   }
