@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from hvd_keras import _library, _mpi, exit_codes, gpu, log, rank_info, settings
+from hvd_keras import _library, _mpi, exit_codes, flight, gpu, log, observe, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
 from hvd_keras.training import patches
@@ -125,6 +125,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         _library.mpi_version().splitlines()[0],
     )
     patches.install()
+    flight.start()
+    observe.start_publishing()
     _add_process_sets(process_sets)
 
 
@@ -244,6 +246,7 @@ def _install_guards() -> None:
             if os.getpid() == process and others:
                 _flush()
                 exit_status = 1
+                flight.note_exception(kind, traceback)
                 if not rank_info.has_left_alone():
                     left = _leave(_first_line(kind, value), _ERROR_SECONDS)
                     exit_status = _EXIT_STATUS.get(left, 1)
@@ -282,5 +285,7 @@ def _leave(reason: str, seconds: float) -> LeaveResult:
     if left is LeaveResult.AWAITED:
         log.logger.error("left while others waited for it, so the job ends: %s", reason)
         _flush()
+    observe.stop_publishing()
+    flight.stop(keep=left is not LeaveResult.TOGETHER)
     time.sleep(_LINGER_SECONDS[left])
     return left

@@ -143,8 +143,20 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add(
         "--stats",
         action="store_true",
-        help="at the end, print to stderr how long the ranks waited, for which ranks, and the "
-        "bytes exchanged (default: off)",
+        help="show in a terminal how fast the ranks train and which one the others wait for; at "
+        "the end, print to stderr how long they waited and the bytes exchanged (default: off)",
+    )
+    add(
+        "--metrics",
+        metavar="PORT",
+        help="serve the same for Prometheus at this port of 127.0.0.1, or at ADDRESS:PORT "
+        "(default: none)",
+    )
+    add(
+        "--postmortem",
+        metavar="FOLDER",
+        help="after a failure, keep each rank's last requests and stacks in this folder, and say "
+        "which rank did something else first (default: none)",
     )
     add(
         "--timeline",

@@ -68,7 +68,7 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
         or building.is_building()
         or not rank_info.is_initialized()
         or rank_info.size() == 1
-        or ops.reductions() > _reductions  # the script averages gradients itself
+        or ops.reductions()  # the script averages gradients itself
         or any(variable in _reduced for variable in variables)
     ):
         return
@@ -88,7 +88,6 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
 _empty_broadcast = False
 _synchronized = exchange.VariableSet()
 _reduced = exchange.VariableSet()
-_reductions = 0
 
 
 def mark_alone(optimizer: Any) -> None:
@@ -121,12 +120,6 @@ def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
             "is not built yet, call it once on a batch of data first, or use "
             "hvd.callbacks.BroadcastGlobalVariablesCallback in fit()."
         )
-
-
-def count_reduction() -> None:
-    """Notes that one of ``ops.reductions()`` was made for gradients."""
-    global _reductions
-    _reductions += 1
 
 
 def check_weights(

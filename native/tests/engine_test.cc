@@ -17,9 +17,10 @@ using test::with_engine;
 
 std::string numbered(const std::string& name, int64_t i) { return name + std::to_string(i); }
 
-// Around the transport's thresholds: 16 KiB in one message, 4 MiB a chunk.
+// Around the thresholds of transports: 16 KiB in one message, or 32 or 64; chunks of up to 4 MiB.
 constexpr int64_t kSizes[] = {
-    0, 1, 2, 5, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 9 << 18};
+    0,       1,    2,     5,    4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1,
+    9 << 18, 8191, 16384, 16385};
 
 void allreduce_of_all_sizes() {
   with_engine([](Engine& engine) {

@@ -302,7 +302,9 @@ void MpiTransport::gather_bytes(const void* mine, const std::vector<int64_t>& si
   Exchange exchange(*this);
   exchange.with_others([&](int r) { exchange.receive(out + offsets[r], sizes[r], r); });
   exchange.with_others([&](int r) { exchange.send(mine, sizes[rank_], r); });
-  if (sizes[rank_] > 0) std::memcpy(out + offsets[rank_], mine, sizes[rank_]);
+  // Its own, too, over MPI: the memory may be a GPU's.
+  exchange.receive(out + offsets[rank_], sizes[rank_], rank_);
+  exchange.send(mine, sizes[rank_], rank_);
   exchange.finish();
 }
 

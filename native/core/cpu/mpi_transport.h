@@ -42,6 +42,7 @@ class MpiTransport : public KindTransport {
   std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
+  Transport* mpi() override { return this; }
   void abort(const std::string& why) override { waiter_->abort(why); }
   void check_aborted() override { waiter_->check_aborted(); }
 

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/base/status.h"
+#include "core/engine/flight_recorder.h"
 #include "core/engine/trace_file.h"
 #include "core/request/transport.h"
 
@@ -52,6 +53,9 @@ class Recorder {
   // Stops the clock of the job's duration.
   void note_end();
 
+  // The last requests, for a postmortem.
+  FlightRecorder& flight() { return flight_; }
+
   void served(const Served& request);
   // The requests that the ranks (of the job) of a process set have served between two agreements,
   // with each rank's wait times.
@@ -79,6 +83,7 @@ class Recorder {
   void end_unless(const Status& status);
 
   const int rank_, size_;
+  FlightRecorder flight_;
   const Clock::time_point begun_ = Clock::now();
 
   std::mutex mutex_;  // guards the members below
@@ -99,6 +104,7 @@ class History {
   // A request ran from `start` until now.
   void served(const std::string& kind, const std::string& name, uint64_t bytes,
               Clock::time_point submitted, Clock::time_point start);
+  FlightRecorder& flight() { return recorder_->flight(); }
   // The engine is free for its next request from now on.
   void free() { free_since_ = Clock::now(); }
   // For this rank's next proposal.

@@ -96,8 +96,9 @@ inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vect
   if (!device) return found;
   settings.cudart_library = device->settings().cudart_library;
   settings.nccl_library = device->settings().nccl_library;
-  return std::make_unique<GpuTransport>(std::move(found), settings,
-                                        [](const std::string& why) { why_stuck = why; });
+  static int process_sets = 0;
+  return std::make_unique<GpuTransport>(
+      std::move(found), settings, [](const std::string& why) { why_stuck = why; }, process_sets++);
 }
 
 inline std::unique_ptr<Engine> new_engine(const Settings& settings = {}) {
@@ -135,7 +136,7 @@ class Call {
     inputs_.emplace_back(static_cast<size_t>(n) * size_of(dtype));
     for (int64_t i = 0; i < n; ++i) store(dtype, value(rank, tensor, i), inputs_.back().data(), i);
     request.inputs.push_back({inputs_.back().data(), dtype, std::move(shape)});
-    if (device) add_device_memory(inputs_.back().size());
+    if (device && !on_host) add_device_memory(inputs_.back().size());
     return *this;
   }
 
