@@ -153,6 +153,15 @@ def tell_hvdrun(mark: str) -> None:
             pathlib.Path(arrival).with_name(mark).touch()
 
 
+def show_gpus(numbers: str) -> None:
+    """Lets CUDA see these GPUs alone, in this process and in those that it starts.
+
+    Args:
+        numbers: of the GPUs, such as "0,2".
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = numbers
+
+
 def point_mpi4py_at(mpi_library: str) -> None:
     """Makes a later import of mpi4py use this MPI library, unless the user has chosen one."""
     os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))

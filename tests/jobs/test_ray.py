@@ -52,8 +52,8 @@ def _of_jobs() -> list[str]:
 
 # In the environment of all that the raylets start.
 NAME = "HVD_TEST_RAY"
-MARK = f"{NAME}={os.getpid()}".encode()
-os.environ[NAME] = str(os.getpid())
+os.environ.setdefault(NAME, str(os.getpid()))
+MARK = f"{NAME}={os.environ[NAME]}".encode()
 
 
 def total(rate: float) -> tuple[Any, ...]:
@@ -190,10 +190,19 @@ def test_a_killed_actor_is_named(cluster: Any, nothing_left: None, tmp_path: pat
 
 
 @pytest.mark.slow
-def test_a_killed_raylet_ends_the_job(nothing_left: None, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        ("other.kill_raylet()", r"RuntimeError: .*the actor of rank \d .* died"),
+        ("os.kill(os.getpid(), signal.SIGINT)", "KeyboardInterrupt: $"),
+    ],
+)
+def test_a_killed_raylet_or_ctrl_c_ends_the_job(
+    nothing_left: None, tmp_path: pathlib.Path, action: str, told: str
+) -> None:
     """In another process, because one process can use one cluster at a time."""
     script = f"""
-import pathlib, sys, threading, time
+import os, pathlib, signal, sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[2])!r})
 import cloudpickle, hvd_keras.ray
 from tests.harness.raylets import raylets
@@ -202,14 +211,19 @@ cloudpickle.register_pickle_by_value(test_ray)
 with raylets(2) as cluster:
     (other,) = [node for node in cluster.list_all_nodes() if not node.head]
     up = {str(tmp_path / "up")!r}
-    killer = test_ray._when_started(pathlib.Path(up), lambda: other.kill_raylet())
+    test_ray._when_started(pathlib.Path(up), lambda: {action})
     try:
         hvd_keras.ray.run(test_ray.wait_for_ever, 2, (up,))
-    except RuntimeError as error:
-        print("told:", error)
+    except BaseException as error:
+        print(f"told: {{type(error).__name__}}: {{error}}", flush=True)
+    assert hvd_keras.ray.run(test_ray.os.getpid, 1)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert re.search(r"told: .*the actor of rank \d .* died", done.stdout), done
+    environment = os.environ | {NAME: str(os.getpid())}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment
+    )
+    assert re.search(f"told: {told}", done.stdout, re.MULTILINE), done
+    assert done.returncode == 0, done
 
 
 def train(config: dict[str, bool]) -> None:

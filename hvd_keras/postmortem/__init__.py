@@ -6,7 +6,6 @@ Reads what the ranks of a failed job have left in the folder of ``hvdrun --postm
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import itertools
@@ -15,7 +14,6 @@ import linecache
 import os
 import re
 import struct
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -349,26 +347,3 @@ def report(folder: Path, count: int) -> str:
         paragraphs.append("\n".join(lines))
     paragraphs.append(f"Stacks of all threads: {folder}/rank-N.stacks")
     return "\n\n".join(paragraphs)
-
-
-def main() -> int:
-    """The program; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hvd_keras.postmortem",
-        description="Says which rank of a failed job did something else first, and where.",
-    )
-    parser.add_argument("folder", type=Path, help="the folder of hvdrun --postmortem")
-    parser.add_argument(
-        "--requests", type=int, default=5, help="how many of each rank to show (default: 5)"
-    )
-    given = parser.parse_args()
-    try:
-        print(report(given.folder, given.requests))
-    except (OSError, ValueError) as error:
-        print(f"postmortem: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
