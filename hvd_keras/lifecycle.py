@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from hvd_keras import _library, _mpi, exit_codes, flight, gpu, log, observe, rank_info, settings
+from hvd_keras import _library, _mpi, exit_codes, gpu, log, observe, rank_info, settings
 from hvd_keras.ops import gradients
+from hvd_keras.postmortem import flight
 from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
 from hvd_keras.training import patches
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, flight, xla
+from hvd_keras import _library, xla
+from hvd_keras.postmortem import flight
 from hvd_keras.process_sets import ProcessSet
 
 raw = _library.tensorflow_ops()

@@ -368,7 +368,3 @@ def main() -> int:
         print(f"postmortem: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""``python -m hvd_keras.postmortem``."""
+
+import sys
+
+from hvd_keras.postmortem import main
+
+sys.exit(main())
