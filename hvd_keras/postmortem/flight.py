@@ -38,7 +38,7 @@ _NATIVE_SECONDS = 10
 def _libraries() -> tuple[str, ...]:
     """Folders whose files are not the user's script."""
     paths = sysconfig.get_paths()
-    here = pathlib.Path(__file__).parent
+    here = pathlib.Path(__file__).parents[1]
     ours = {str(here), str(here.with_name("callbacks"))}  # the latter in an editable installation
     found = {paths["stdlib"], paths["purelib"], paths["platlib"], *ours}
     return tuple(os.path.realpath(path) + os.sep for path in found)
