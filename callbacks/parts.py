@@ -1,4 +1,4 @@
-"""The files of a checkpoint that hold the parts of tables, one of each rank.
+"""The files of a checkpoint that hold the parts of tables and of optimizers, one of each rank.
 
 ``checkpoint-00003-0000200.1f2e3d4c-0001.h5`` is rank 1's. The checkpoint itself, without the second
 number, is written when all of them are on disk, and names them: until then they count for nothing.
@@ -25,9 +25,20 @@ _BLOCK = 1 << 20  # values that are read at once
 
 
 def facts_of(own: list[Any]) -> dict[str, Any]:
-    """Describes the tables among some variables, by index, in a form that JSON can represent."""
+    """Describes the tables among some variables, by index, in a form that JSON can represent.
+
+    Slots of optimizers whose state is in shares count as tables, of any shape.
+    """
     found = {str(i): shards.of(variable) for i, variable in enumerate(own)}
-    return {i: shard.layout.as_json() for i, shard in found.items() if shard is not None}
+    return {
+        i: {**shard.layout.as_json(), "shape": list(shard.shape)}
+        for i, shard in found.items()
+        if shard is not None
+    }
+
+
+def _layout(facts: dict[str, Any]) -> shards.Layout:
+    return shards.Layout(**{key: value for key, value in facts.items() if key != "shape"})
 
 
 def write(
@@ -56,7 +67,7 @@ def write(
     error: Exception | None = None
     try:
         values = (
-            checkpoint.Variable(own[i].path, False, np.asarray(own[i])) for i in map(int, tables)
+            checkpoint.Variable(own[i].path, False, _as_rows(own[i])) for i in map(int, tables)
         )
         checkpoint.write(mine, {}, values)
     except Exception as caught:
@@ -70,6 +81,12 @@ def write(
                 raise error
             raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {told}")
     return names
+
+
+def _as_rows(variable: Any) -> Any:
+    shard = shards.of(variable)
+    assert shard is not None
+    return np.asarray(variable).reshape(shard.part.shape)
 
 
 def remove_others(directory: pathlib.Path, path: pathlib.Path | None, names: list[str]) -> None:
@@ -117,25 +134,27 @@ def problem_of(
 def restore(
     directory: pathlib.Path, facts: dict[str, Any], own: list[Any], process_set: ProcessSet
 ) -> None:
-    """Assigns this rank's parts of the tables, from files of any number of ranks.
+    """Assigns what the files have, of any number of ranks, to parts and to whole variables.
 
     Raises:
         OSError: a file cannot be read.
     """
     tables, names = facts["parts"]["tables"], facts["parts"]["files"]
-    for number, (index, layout) in enumerate(tables.items()):
+    for number, (index, told) in enumerate(tables.items()):
         variable = own[int(index)]
-        shard = shards.of(variable)
-        assert shard is not None
-        values = np.zeros(shard.part.shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
-        before = shards.Layout(**layout)
+        shard, before = shards.of(variable), _layout(told)
+        mine = shards.Part(range(before.input_dim), range(before.output_dim))
+        if shard is not None:
+            mine = shard.part
+        values = np.zeros(mine.shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
         for rank, name in enumerate(names):
-            if before == shard.layout and rank != process_set.rank():
+            theirs = before.part(rank)
+            if theirs != mine and shard is not None and before == shard.layout:
                 continue  # no rank needs another's
-            with h5py.File(directory / name, "r") as file:
-                data = file["variables"][f"{number:06d}"]
-                _copy(data, before.part(rank), values, shard.part)
-        variable.assign(values)
+            if theirs.rows and theirs.columns and mine.rows and mine.columns:
+                with h5py.File(directory / name, "r") as file:
+                    _copy(file["variables"][f"{number:06d}"], theirs, values, mine)
+        variable.assign(values.reshape(variable.shape))
 
 
 def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> None:
@@ -163,21 +182,22 @@ def _without_numbers(path: str) -> str:
     return re.sub(r"_\d+(?=[_/]|$)", "", path)
 
 
+def _is_part(own: list[Any], i: int) -> bool:
+    return i < len(own) and shards.of(own[i]) is not None
+
+
 def differences(stored: list[Any], facts: dict[str, Any], own: list[Any]) -> list[str]:
     """Tells how the variables of a training differ from those of a checkpoint."""
     tables = facts.get("parts", {}).get("tables", {})
     there, here = [], []
-    for i, (path, shape, dtype, _) in enumerate(stored):
-        layout = tables.get(str(i))
-        how = [layout["input_dim"], layout["output_dim"]] if layout else list(shape)
-        there.append(f"{path} {dtype}{how}" + " in parts" * (layout is not None))
+    for i, (path, shape, dtype, by_rank) in enumerate(stored):
+        told = tables.get(str(i))
+        how = told["shape"] if told else list(shape)
+        there.append(f"{path} {dtype}{how}" + " of each rank" * (by_rank and _is_part(own, i)))
     for variable in own:
         shard = shards.of(variable)
-        how = list(variable.shape)
-        if shard is not None:
-            how = [shard.layout.input_dim, shard.layout.output_dim]
-        dtype = tf.as_dtype(variable.dtype).name
-        here.append(f"{variable.path} {dtype}{how}" + " in parts" * (shard is not None))
+        how = list(variable.shape if shard is None else shard.shape)
+        here.append(f"{variable.path} {tf.as_dtype(variable.dtype).name}{how}")
     return [
         f"{theirs or 'nothing'} in the checkpoint, {mine or 'nothing'} in the model"
         for theirs, mine in itertools.zip_longest(there, here)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import ops
+from hvd_keras import observe, ops
 from hvd_keras._keras import is_legacy, keras
 
 
@@ -103,14 +103,13 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Adds up the ranks' samples, and shows the epoch."""
         self._end_of_training()
-        total = float(
-            ops.allreduce(
-                np.float64(self._samples),
-                op=ops.Sum,
-                name="progress.samples",
-                process_set=self.process_set,
-            )
+        (samples,) = ops.reduce_tensors(
+            [np.float64(self._samples)],
+            op=ops.Sum,
+            name="progress.samples",
+            process_set=self.process_set,
         )
+        total = float(samples)
         self._samples_per_step = None if np.isnan(total) else total / max(1, self.seen)
         if self._samples_per_step is None:
             self._show(self.seen / self._seconds, "steps")
@@ -130,7 +129,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
     def _end_of_training(self) -> None:
         if self._samples is None:
             self._seconds = time.monotonic() - self._start
-            self._samples = _samples(self.model, self.seen)
+            self._samples = observe.samples_of(self.model, self.seen)
 
     def _show(self, rate: float, unit: str = "samples") -> None:
         # The bar prints the unit behind the time of a step.
@@ -141,15 +140,3 @@ def _print(text: str) -> None:
     """Prints as the bar does, unless Keras is configured to write to its log."""
     if keras.config.is_interactive_logging_enabled():
         print(text, end="", flush=True)
-
-
-def _samples(model: Any, steps: int) -> float:
-    """Returns how many samples the model has trained on since its metrics were reset, or NaN.
-
-    Keras's ``train_step`` weights the loss by the number of samples, so the loss metric's ``count``
-    is their sum. If it equals the number of steps, a custom ``train_step`` may have omitted the
-    weight.
-    """
-    count = getattr(getattr(model, "_loss_tracker", None), "count", None)
-    samples = np.nan if count is None else float(count)
-    return samples if samples > steps else np.nan

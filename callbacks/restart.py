@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from hvd_keras import agree, ops, shards
 from hvd_keras._keras import is_legacy
 from hvd_keras.ops import objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.shards import state
 from hvd_keras.training import checkpoint, fitting, variables
 
 
@@ -30,7 +32,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
     Rank 0 writes one file per checkpoint, atomically and with a SHA-256 of its content, and then
     removes older ones. Rank 0 alone reads, too, so the ranks need no shared file system. A damaged
     file is reported, and the one before it is used. Only tables that are divided between ranks
-    (``hvd.layers``) are written and read by all, into and from the same folder.
+    (``hvd.layers``) and an optimizer's state in shares (``shard_state=True``) are written and read
+    by all, into and from the same folder; a training with either loads what one without has
+    written, and the other way round.
 
     Saved are weights, moving statistics, optimizer variables including the learning rate, epoch and
     batch, and the states of random generators: those of layers (dropout) and the global ones of
@@ -277,7 +281,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         same_ranks = found.facts["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
         _assign(found, own, self.model, self._hvd_process_set)
-        if parts.facts_of(own):
+        if found.tables:
             parts.restore(self.directory, found.facts, own, self._hvd_process_set)
         if same_ranks:
             variables.set_random_state(found.facts["random"][self._hvd_process_set.rank()])
@@ -369,6 +373,7 @@ class _Found:
         self.facts = facts
         self.stored = stored  # (path, shape, dtype, whether by rank) of each variable
         self.content = content
+        self.tables = facts.get("parts", {}).get("tables", {})  # of what is in other files
 
 
 class _Skipping:
@@ -430,14 +435,18 @@ def _random_states(process_set: ProcessSet) -> list[Any]:
 def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) -> None:
     values = found.content.variables if process_set.rank() == 0 else [None] * len(own)
     common = []
-    for variable, value, (_, _, _, by_rank) in zip(own, values, found.stored, strict=True):
-        if shards.of(variable) is not None:
+    described = zip(own, values, found.stored, strict=True)
+    for i, (variable, value, (_, shape, _, by_rank)) in enumerate(described):
+        if str(i) in found.tables:
             continue
         if by_rank:
-            stack = _to_all_ranks(variable, value, found.facts["ranks"], process_set)
+            whole = (found.facts["ranks"], *shape)
+            stack = _to_all_ranks(whole, variable.dtype, value, process_set)
             # On another number of ranks, only moving statistics and seeds (set below) get here.
             same_ranks = len(stack) == process_set.size()
             variable.assign(stack[process_set.rank()] if same_ranks else _mean(stack))
+        elif shards.of(variable) is not None:
+            state.set_share(variable, _to_all_ranks(shape, variable.dtype, value, process_set))
         else:
             common.append(variable)
             if value is not None:
@@ -452,10 +461,9 @@ def _mean(stack: Any) -> Any:
     return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
 
 
-def _to_all_ranks(variable: Any, value: Any, ranks: int, process_set: ProcessSet) -> Any:
-    """Broadcasts rank 0's stack of all ranks' values; as bytes, so any dtype works."""
-    dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-    shape = (ranks, *variable.shape)
+def _to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: ProcessSet) -> Any:
+    """Broadcasts rank 0's value of this shape and dtype; as bytes, so any dtype works."""
+    dtype = np.dtype(tf.as_dtype(of_dtype).as_numpy_dtype)
     if value is None:
         data = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
     else:

@@ -14,20 +14,21 @@ class StatsLogger(Callback):  # type: ignore[misc]
 
     Scalars under ``hvd/``: ``waiting_seconds``, ``moving_seconds``, ``requests`` and ``bytes`` of
     this rank, summed over the collectives. For each rank, under ``hvd/rank_1`` and so on:
-    ``awaited_seconds``, the time that the others waited for it, and ``last``, how many times it
-    came last. All numbers are per epoch. A rank that the others wait for in every epoch has more
-    work, or a slower machine.
+    ``awaited_seconds``, the time that the others waited for it, ``last``, how many times it came
+    last, and ``straggler``, the share of the epoch in which the others waited for it, from 0 to 1.
+    All numbers are per epoch. A rank that the others wait for in every epoch has more work, or a
+    slower machine.
 
     It does not communicate. Pass it to ``fit`` on every rank, or only on the one that writes.
 
     Args:
-        log_dir: the folder, such as that of ``keras.callbacks.TensorBoard``; only used on the rank
-            that writes.
+        log_dir: the folder, such as that of ``keras.callbacks.TensorBoard``, whose run ``train``
+            then has these plots beside the loss; only used on the rank that writes.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         super().__init__()
-        self._log_dir = os.fspath(log_dir)
+        self._log_dir = os.path.join(os.fspath(log_dir), "train")
         self._writer: Any = None
         self._before: dict[str, float] = {}
 
@@ -42,9 +43,14 @@ class StatsLogger(Callback):  # type: ignore[misc]
         if self._writer is None:
             return
         numbers = _numbers(observe.stats())
+        changes = {name: number - self._before.get(name, 0) for name, number in numbers.items()}
+        seconds = changes.pop("seconds")
+        for name in [name for name in changes if name.endswith("/awaited_seconds")]:
+            straggler = name.replace("awaited_seconds", "straggler")
+            changes[straggler] = min(changes[name] / seconds, 1.0)
         with self._writer.as_default():
-            for name, number in numbers.items():
-                tf.summary.scalar(f"hvd/{name}", number - self._before.get(name, 0), step=epoch)
+            for name, change in changes.items():
+                tf.summary.scalar(f"hvd/{name}", change, step=epoch)
         self._writer.flush()
         self._before = numbers
 
@@ -56,11 +62,12 @@ class StatsLogger(Callback):  # type: ignore[misc]
 
 
 def _numbers(stats: dict[str, Any]) -> dict[str, float]:
-    """Returns the sums over all collectives, and each rank's lateness."""
+    """Returns the time, the sums over all collectives, and each rank's lateness."""
     numbers = {
         name: sum(kind[name] for kind in stats["collectives"].values())
         for name in ("requests", "bytes", "waiting_seconds", "moving_seconds")
     }
+    numbers["seconds"] = stats["seconds"]
     for rank, late in enumerate(stats["ranks"]):
         numbers |= {f"rank_{rank}/{name}": number for name, number in late.items()}
     return numbers

@@ -4,8 +4,11 @@ import re
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.util import logging
 
 import hvd_keras
+
+logger = logging.getLogger(__name__)
 
 project = "hvd_keras"
 copyright = "the authors of hvd_keras"
@@ -48,10 +51,18 @@ def adapt(_app: Any, _what: str, _name: str, _of: Any, _options: Any, lines: lis
     lines[:] = text.split("\n")
 
 
-def link_to_files(app: Sphinx, _document: str, source: list[str]) -> None:
-    """Replaces links that lead out of this folder, which work on the forge but not in the site."""
-    del app
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)", r"`\2` (\1)", source[0])
+def link_to_files(app: Sphinx, document: str, source: list[str]) -> None:
+    """Replaces links that lead out of this folder, which work on the forge but not in the site.
+
+    (MyST checks the others, with their headings.)
+    """
+
+    def replace(link: re.Match[str]) -> str:
+        if not (app.srcdir.parent / link[2]).exists():
+            logger.warning("link to ../%s, which does not exist", link[2], location=document)
+        return f"`{link[2]}` ({link[1]})"
+
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)", replace, source[0])
 
 
 def setup(app: Sphinx) -> None:

@@ -77,6 +77,7 @@ def core() -> ctypes.CDLL:
     library.hvd_remove_process_set.restype = None
     library.hvd_set_log.restype = None
     library.hvd_leave.argtypes = [ctypes.c_char_p, ctypes.c_double]
+    library.hvd_record_requests.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.hvd_start_timeline.argtypes = [ctypes.c_char_p]
     library.hvd_stop_timeline.restype = None
     library.hvd_gpu_folders.argtypes = [ctypes.c_char_p]

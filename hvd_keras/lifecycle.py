@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
-from hvd_keras import _library, _mpi, exit_codes, gpu, log, rank_info, settings
+from hvd_keras import _library, _mpi, exit_codes, flight, gpu, log, observe, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
 from hvd_keras.training import patches
@@ -125,6 +125,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         _library.mpi_version().splitlines()[0],
     )
     patches.install()
+    flight.start()
+    observe.start_publishing()
     _add_process_sets(process_sets)
 
 
@@ -138,6 +140,31 @@ def shutdown() -> None:
         if _leave("it called hvd.shutdown()", -1.0) is not LeaveResult.TOGETHER:
             rank_info.mark_left_alone()
         forget_all()
+
+
+def end(error: str, seconds: float) -> None:
+    """Leaves the job for good, as at the end of a script, in a process that lives on.
+
+    Args:
+        error: why this process fails, which the others are told; empty if it does not.
+        seconds: how long to wait for the others; negative: as long as they need.
+    """
+    if rank_info.is_initialized():
+        _leave(error or "its script has ended", seconds)
+        if error:
+            rank_info.mark_left_alone()
+            return
+    elif error or not _guards_installed:
+        return
+    _finalize()
+
+
+def _finalize() -> None:
+    _library.core().hvd_finalize()  # ends the process if another rank does not come
+    if (arrival := settings.read().arrival) is not None:
+        # Whatever its exit status is now: the script has chosen it.
+        with contextlib.suppress(OSError):
+            arrival.write_text(settings.SCRIPT_HAS_ENDED)
 
 
 def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
@@ -219,6 +246,7 @@ def _install_guards() -> None:
             if os.getpid() == process and others:
                 _flush()
                 exit_status = 1
+                flight.note_exception(kind, traceback)
                 if not rank_info.has_left_alone():
                     left = _leave(_first_line(kind, value), _ERROR_SECONDS)
                     exit_status = _EXIT_STATUS.get(left, 1)
@@ -230,15 +258,10 @@ def _install_guards() -> None:
     def at_exit() -> None:
         if os.getpid() != process:
             return  # a forked child is not a rank, and has no engine
-        core = _library.core()
         if rank_info.is_initialized():
             _flush()
             _leave("its script has ended", -1.0)
-        core.hvd_finalize()  # ends the process if another rank does not come
-        if (arrival := settings.read().arrival) is not None:
-            # Whatever its exit status is now: the script has chosen it.
-            with contextlib.suppress(OSError):
-                arrival.write_text(settings.SCRIPT_HAS_ENDED)
+        _finalize()
 
     sys.excepthook = abort_all
     atexit.register(at_exit)
@@ -262,5 +285,7 @@ def _leave(reason: str, seconds: float) -> LeaveResult:
     if left is LeaveResult.AWAITED:
         log.logger.error("left while others waited for it, so the job ends: %s", reason)
         _flush()
+    observe.stop_publishing()
+    flight.stop(keep=left is not LeaveResult.TOGETHER)
     time.sleep(_LINGER_SECONDS[left])
     return left

@@ -1,10 +1,21 @@
 """Statistics and timelines of the job's communication."""
 
+import contextlib
 import json
 import os
+import pathlib
+import threading
+import time
 from typing import Any
 
-from hvd_keras import _library, agree, ops, rank_info
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import _library, agree, log, ops, rank_info, settings
+from hvd_keras._keras import keras
+
+# Seconds between two looks at the training step, and two versions of the file.
+_PERIOD = 1.0
 
 
 def stats() -> dict[str, Any]:
@@ -70,3 +81,135 @@ def stop_timeline() -> None:
     ops.barrier()  # the ranks' latest times are exchanged with the next request
     _library.core().hvd_stop_timeline()
     ops.barrier()  # after this, any rank may read the file
+
+
+def samples_of(model: Any, steps: int) -> float:
+    """Returns how many samples a model has trained on since its metrics were reset, or NaN.
+
+    Keras's ``train_step`` weights the loss by the number of samples, so the loss metric's ``count``
+    is their sum. If it equals the number of steps, a custom ``train_step`` may have omitted the
+    weight.
+
+    Args:
+        model: the model.
+        steps: the steps since then.
+    """
+    count = getattr(getattr(model, "_loss_tracker", None), "count", None)
+    samples = np.nan if count is None else float(count)
+    return samples if samples > steps else np.nan
+
+
+class Progress(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps how far a ``fit`` is, for ``hvdrun --stats`` and ``--metrics``.
+
+    It looks at the loss and the number of samples once per second, because that waits for a GPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next = 0.0
+        self._tested = False  # metrics have been reset since the last training step
+        self._steps = 0  # of this epoch
+        self._before: dict[str, float] = {"steps": 0, "samples": 0}  # this epoch
+        self._gpu = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        _training.clear()
+        self._gpu = bool(tf.config.list_logical_devices("GPU"))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        samples = _training.get("samples", 0)
+        self._before = {
+            "steps": _training.get("steps", 0),
+            "samples": np.nan if samples is None else samples,
+        }
+        self._steps, self._tested = 0, False
+        _training.update(epoch=epoch + 1, epochs=self.params["epochs"])
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        self._steps = batch + 1
+        if time.monotonic() >= self._next:
+            self._keep(logs)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        self._keep(None)
+        self._tested = True
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        self._keep(logs)
+
+    def _keep(self, logs: dict[str, Any] | None) -> None:
+        now: dict[str, Any] = {"steps": self._before["steps"] + self._steps, "at": time.monotonic()}
+        if not self._tested:
+            samples = self._before["samples"] + samples_of(self.model, self._steps)
+            now["samples"] = None if np.isnan(samples) else samples
+        if logs and "loss" in logs:
+            now["loss"] = float(logs["loss"])
+        if self._gpu:
+            now["gpu_bytes"] = tf.config.experimental.get_memory_info("GPU:0")["current"]
+        _training.update(now)
+        self._next = time.monotonic() + _PERIOD
+
+
+# What Progress keeps of the last fit: epoch, epochs, steps, samples (None: unknown), loss,
+# gpu_bytes, and the time "at" which it looked.
+_training: dict[str, Any] = {}
+
+
+class _Publisher:
+    """Writes this rank's statistics to a file, where hvdrun reads them."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._path = folder / f"stats-{rank_info.rank()}.json"
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hvd_stats", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(_PERIOD):
+            with contextlib.suppress(OSError):  # the last attempt will tell
+                self._write()
+
+    def _write(self) -> None:
+        numbers = json.loads(_library.core().hvd_stats()) | {"training": dict(_training)}
+        unfinished = self._path.with_suffix(".new")
+        unfinished.write_text(json.dumps(numbers))
+        unfinished.replace(self._path)
+
+    def stop(self) -> None:
+        """Writes the final numbers."""
+        self._over.set()
+        self._thread.join()
+        try:
+            self._write()
+        except OSError as error:
+            log.logger.error("cannot write the statistics (HVD_STATS_DIRECTORY): %s", error)
+
+
+_publisher: _Publisher | None = None
+
+
+def start_publishing() -> None:
+    """Begins to write statistics, if ``HVD_STATS_DIRECTORY`` is set; after the job has begun."""
+    global _publisher
+    folder = settings.read().stats_directory
+    if folder is not None:
+        _publisher = _Publisher(folder)
+
+
+def is_publishing() -> bool:
+    """Whether statistics are being written."""
+    return _publisher is not None
+
+
+def stop_publishing() -> None:
+    """Writes the final statistics."""
+    global _publisher
+    if _publisher is not None:
+        _publisher.stop()
+    _publisher = None

@@ -142,6 +142,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
         process_set = ProcessSet(process_set)
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set} has been added already.")
+    # Before the ranks agree: what follows on any GPU is in an order that both sets keep.
+    _library.core().hvd_expect_process_sets()
     # The ranks may have been in other jobs before, and have used different numbers.
     is_comm = process_set.mpi_comm is not None
     views = agree.gather_json("add_process_set", [process_set.ranks, _next_number, is_comm])

@@ -35,6 +35,9 @@ class Settings:
         watched: ``HVDRUN_JOB`` is set: hvdrun runs on several hosts and follows this process.
         arrival: ``HVDRUN_ARRIVAL``, a file that tells hvdrun that ``hvd.init()`` was called, and
             with the content ``SCRIPT_HAS_ENDED`` that the script has ended by itself.
+        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last.
+        stats_directory: ``HVD_STATS_DIRECTORY``, the folder in which each rank writes its
+            statistics.
         commits: ``HVD_COMMITS``, the folder in which rank 0 keeps what ``hvd.elastic`` commits.
     """
 
@@ -45,6 +48,8 @@ class Settings:
     strict: bool = False
     watched: bool = False
     arrival: pathlib.Path | None = None
+    postmortem: pathlib.Path | None = None
+    stats_directory: pathlib.Path | None = None
     commits: pathlib.Path | None = None
 
     @property
@@ -81,6 +86,10 @@ def read() -> Settings:
     chosen["watched"] = "HVDRUN_JOB" in os.environ
     if text := os.environ.get("HVDRUN_ARRIVAL"):
         chosen["arrival"] = pathlib.Path(text)
+    if text := os.environ.get("HVD_POSTMORTEM"):
+        chosen["postmortem"] = pathlib.Path(text).absolute()
+    if text := os.environ.get("HVD_STATS_DIRECTORY"):
+        chosen["stats_directory"] = pathlib.Path(text)
     if text := os.environ.get("HVD_COMMITS"):
         chosen["commits"] = pathlib.Path(text)
     return Settings(**chosen)
@@ -106,20 +115,30 @@ def user_cache() -> pathlib.Path:
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
 
 
+# In words, and its variables for the number of processes and for that of this process.
+_LAUNCHERS = (
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("the mpirun of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
+
+
 def launched() -> tuple[str, str, int]:
     """The launcher that has started this process, and the variable that says how many it started.
 
     Returns:
         The launcher in words, the variable's name and its value; without one, "", "" and 1.
     """
-    for name, launcher in (
-        ("OMPI_COMM_WORLD_SIZE", "Open MPI's mpirun"),
-        ("PMI_SIZE", "the mpirun of MPICH or Intel MPI"),
-        ("SLURM_STEP_NUM_TASKS", "srun"),
-    ):
+    for launcher, name, _ in _LAUNCHERS:
         if (text := os.environ.get(name, "")).isdecimal():
             return launcher, name, int(text)
     return "", "", 1
+
+
+def launched_rank() -> int:
+    """The number that the launcher has given this process; without a launcher 0."""
+    _, found, _ = launched()
+    return next((int(os.environ.get(rank, 0)) for _, name, rank in _LAUNCHERS if name == found), 0)
 
 
 def tell_hvdrun(mark: str) -> None:

@@ -52,6 +52,27 @@ def allreduce(
     )[0]
 
 
+def _allreduce(
+    tensor: Any,
+    name: str | None = None,
+    op: ops.ReduceOp = ops.Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """What Horovod's ``allreduce`` calls, and programs call, too: its default is the sum."""
+    return allreduce(
+        tensor,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+        process_set=process_set,
+        ignore_name_scope=ignore_name_scope,
+    )
+
+
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -70,7 +91,7 @@ def grouped_allreduce(
     Raises:
         As ``allreduce``.
     """
-    _check_included("allreduce", process_set)
+    check_included("allreduce", process_set)
     with validate.on_all_ranks("allreduce", name or "unnamed", process_set):
         validate.check_average(average)
         reduction = chosen(average, op)
@@ -141,7 +162,7 @@ def grouped_allgather(
         tf.errors.InvalidArgumentError: this rank is not in the process set.
         As ``hvd_keras.grouped_allgather`` besides.
     """
-    _check_included("allgather", process_set)
+    check_included("allgather", process_set)
     gathered = ops.grouped_allgather(tensors, name, ignore_name_scope, process_set)
     return [_with_gradient_times(1 / process_set.size(), x) for x in gathered]
 
@@ -159,7 +180,7 @@ def broadcast(
         tf.errors.InvalidArgumentError: this rank is not in the process set.
         As ``hvd_keras.broadcast`` besides.
     """
-    _check_included("broadcast", process_set)
+    check_included("broadcast", process_set)
     value = ops.broadcast(tensor, root_rank, name, ignore_name_scope, process_set)
     return _with_gradient_times(1 / process_set.size(), value)
 
@@ -204,7 +225,7 @@ def alltoall(
         tf.errors.InvalidArgumentError: this rank is not in the process set.
         As ``hvd_keras.alltoall`` besides.
     """
-    _check_included("alltoall", process_set)
+    check_included("alltoall", process_set)
     return ops.alltoall(tensor, splits, name, ignore_name_scope, process_set)
 
 
@@ -254,7 +275,7 @@ def grouped_reducescatter(
         tf.errors.InvalidArgumentError: this rank is not in the process set.
         As ``hvd_keras.grouped_reducescatter`` besides.
     """
-    _check_included("reducescatter", process_set)
+    check_included("reducescatter", process_set)
     size = process_set.size()
     rounds = op is ops.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
     with validate.on_all_ranks("reducescatter", name or "unnamed", process_set):
@@ -285,7 +306,7 @@ def grouped_reducescatter(
     return [_with_gradient_times(size, _truncated(x, postscale_factor, divisor)) for x in sums]
 
 
-def _check_included(kind: str, process_set: ProcessSet) -> None:
+def check_included(kind: str, process_set: ProcessSet) -> None:
     """Raises Horovod's exception if this rank may not make the call."""
     process_set.id()
     if not process_set.included():

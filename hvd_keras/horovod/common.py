@@ -1,10 +1,19 @@
-"""What ``horovod.common`` has: exceptions, and questions about the build."""
+"""What ``horovod.common`` and Horovod's other helpers have."""
 
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
+from packaging import version
+
+import hvd_keras
+from hvd_keras import settings
+from hvd_keras.ops import ReduceOp
+from hvd_keras.ops.reduce_op import chosen
+
+_Result = TypeVar("_Result")
 
 
 class HorovodInternalError(RuntimeError):
@@ -63,3 +72,66 @@ def split_list(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     least, longer = divmod(len(items), parts)
     ends = [least * i + min(i, longer) for i in range(parts + 1)]
     return [items[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def _question(function: Callable[[], _Result]) -> Callable[..., _Result]:
+    """A function about the build, as ``horovod.common.util`` has it: with an argument."""
+
+    @functools.wraps(function)
+    def ask(verbose: bool = False) -> _Result:
+        return function()
+
+    return ask
+
+
+mpi_built = _question(hvd_keras.mpi_built)
+gloo_built = _question(hvd_keras.gloo_built)
+nccl_built = _question(hvd_keras.nccl_built)
+ddl_built = _question(hvd_keras.ddl_built)
+ccl_built = _question(hvd_keras.ccl_built)
+
+
+def is_version_greater_equal_than(ver: str, target: str) -> bool:
+    """Whether a version such as "2.21.0" is not before another.
+
+    Raises:
+        ValueError: one of them is no text.
+    """
+    if not isinstance(ver, str) or not isinstance(target, str):
+        raise ValueError(f"got {ver!r} and {target!r}, expected versions such as '2.21.0'.")
+    return version.parse(ver) >= version.parse(target)
+
+
+def handle_average_backwards_compatibility(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """The operation that the two arguments of ``allreduce`` stand for.
+
+    Raises:
+        ValueError: both are given.
+    """
+    return chosen(average, op)
+
+
+def get_env_rank_and_size() -> tuple[int, int]:
+    """The rank and the size that the launcher has given this process, before ``init``."""
+    return settings.launched_rank(), settings.launched()[2]
+
+
+def vars_to_refs(variables: Any) -> Any:
+    """References of variables, which are hashable; of lists of them tuples."""
+    if isinstance(variables, list):
+        return tuple(map(vars_to_refs, variables))
+    return variables.ref()
+
+
+def refs_to_vars(references: Any) -> Any:
+    """Undoes ``vars_to_refs``."""
+    if isinstance(references, tuple):
+        return list(map(refs_to_vars, references))
+    return references.deref()
+
+
+_executing_eagerly = tf.executing_eagerly
+_has_eager = True
+_make_subgraph = tf.function
+_cache = functools.cache
+_LegacyOptimizer = tf.compat.v1.train.Optimizer

@@ -1,7 +1,6 @@
 """Fills the modules of the package ``horovod`` from the table of names."""
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ def fill(module: str) -> Filled:
             setattr(sys.modules[module], name, value)
             return value
         # In Horovod a package has loaded its modules.
-        if not name.startswith("_") and importlib.util.find_spec(f"{module}.{name}"):
+        if f"{module}.{name}" in names.MODULES:
             return importlib.import_module(f"{module}.{name}")
         raise AttributeError(
             f"module {module!r} has no attribute {name!r}. It is hvd_keras "
@@ -42,7 +41,8 @@ def fill(module: str) -> Filled:
             "docs/migrating.md lists."
         )
 
-    return Filled(get, lambda: sorted({*vars(sys.modules[module]), *homes}), list(homes))
+    public = [name for name in homes if not name.startswith("_")]
+    return Filled(get, lambda: sorted({*vars(sys.modules[module]), *homes}), public)
 
 
 def refuse(module: str) -> ImportError:

@@ -40,6 +40,7 @@ class Row:
 
 _COLLECTIVES = "horovod.collectives"
 _KERAS = "horovod.keras_collectives"
+_FUNCTIONS = "horovod.functions"
 _SETS = "horovod.process_sets"
 _TRAINING = "horovod.training"
 _ELASTIC = "horovod.elastic"
@@ -116,7 +117,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home=_COLLECTIVES,
         ),
         Row("alltoall", home=_COLLECTIVES),
-        Row("barrier"),
+        Row("barrier", home=_FUNCTIONS),
         Row(
             "join",
             note="returns a tensor; meanwhile other ranks may call anything but `alltoall`, also "
@@ -132,10 +133,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(
             "broadcast_variables",
             note="an op in TensorFlow 1 graphs; warns if there are no variables",
+            home=_FUNCTIONS,
         ),
         Row(
             "broadcast_object broadcast_object_fn allgather_object",
             note="`session` is not needed",
+            home=_FUNCTIONS,
         ),
         Row(
             "broadcast_global_variables BroadcastGlobalVariablesHook",
@@ -253,7 +256,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "callbacks.BestModelCheckpoint",
             "renamed",
             "`callbacks.ModelCheckpoint(path, monitor=…, save_best_only=True)`",
-            home=None,
+            horovod="its `filepath`, which Spark estimators set there, must be set before `fit`",
+            home="horovod.callbacks",
         ),
     ),
     "elastic": (
@@ -275,6 +279,24 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home=_ELASTIC,
         ),
     ),
+    "helpers": (
+        Row(
+            "horovod.common.util.* horovod.common.exceptions.*",
+            "gone",
+            "not needed",
+            horovod="what programs and tests import: `check_extension`, `gpu_available`, "
+            "`nccl_built`, `is_version_greater_equal_than`, `split_list` and the like; the "
+            "exceptions are never raised",
+            home=None,
+        ),
+        Row(
+            "mpi_ops._basics mpi_ops._allreduce util._executing_eagerly",
+            "gone",
+            "`allreduce(tensor, op=hvd.Sum)`, `tf.executing_eagerly`",
+            horovod="private, but there: programs reach for them",
+            home=None,
+        ),
+    ),
     "launching": (
         Row(
             "horovod.run",
@@ -292,9 +314,21 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home="horovod.spark",
         ),
         Row(
-            "horovod.spark.keras.* horovod.ray.* horovod.tensorflow.data.*",
+            "horovod.ray.*",
             "gone",
-            "start the same script with `mpirun` or `srun`",
+            "`hvd_keras.ray.run`, and `hvd_keras.ray.TrainConfig` for Ray Train",
+            home=None,
+        ),
+        Row(
+            "horovod.spark.keras.*",
+            "gone",
+            "write the rows with `hvd.spark.shard`, and train with `hvd.spark.run`",
+            home=None,
+        ),
+        Row(
+            "horovod.tensorflow.data.*",
+            "gone",
+            "`hvd.data.shard`",
             home=None,
         ),
     ),
@@ -313,24 +347,36 @@ _KERAS_MODULE = _homes(
 _STATES = _homes("elastic")
 _CALLBACKS = _homes("callbacks") | {k: v for k, v in _STATES.items() if k.endswith("Callback")}
 _RUN = {"run": "horovod.runner"}
-_BUILT = (
-    "mpi_built gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built "
-    "mpi_enabled gloo_enabled mpi_threads_supported"
-)
 
 
 def _of(home: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), home)
 
 
+_COMMON = "horovod.common"
+_REFERENCES = _of(_COMMON, "vars_to_refs refs_to_vars _executing_eagerly _cache _make_subgraph")
+_OPS = (
+    _of("horovod.basics", "_basics")
+    | _of(_COLLECTIVES, "_allreduce")
+    | _of(_COMMON, "handle_average_backwards_compatibility _executing_eagerly gpu_available")
+)
+
+
 #: By module of ``horovod``: the home of each name in it.
 MODULES: dict[str, dict[str, str]] = {
     "horovod": _RUN,
     "horovod.runner": _RUN,
-    "horovod.tensorflow": _TENSORFLOW,
-    "horovod.tensorflow.mpi_ops": _TENSORFLOW,
+    "horovod.runner.common": {},
+    "horovod.runner.common.util": {},
+    "horovod.runner.common.util.env": _of(_COMMON, "get_env_rank_and_size"),
+    "horovod.tensorflow": _TENSORFLOW
+    | _OPS
+    | _REFERENCES
+    | _of(_COMMON, "check_extension split_list _LegacyOptimizer"),
+    "horovod.tensorflow.mpi_ops": _TENSORFLOW | _OPS,
+    "horovod.tensorflow.util": _REFERENCES | _of(_COMMON, "_has_eager"),
     "horovod.tensorflow.functions": _of(
-        "", "allgather_object broadcast_object broadcast_object_fn broadcast_variables"
+        _FUNCTIONS, "allgather_object broadcast_object broadcast_object_fn broadcast_variables"
     ),
     "horovod.tensorflow.compression": _of("", "Compression Compressor"),
     "horovod.tensorflow.sync_batch_norm": _of("", "SyncBatchNormalization"),
@@ -343,13 +389,13 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.keras.elastic": _STATES,
     "horovod.spark": _of("horovod.spark", "run"),
     "horovod.common": _homes("the job"),
-    "horovod.common.util": _of("", _BUILT)
-    | _of(
-        "horovod.common",
-        "check_extension extension_available gpu_available num_rank_is_power_2 split_list",
-    ),
+    "horovod.common.basics": _of("horovod.basics", "HorovodBasics"),
+    "horovod.common.util": _of("", "cuda_built rocm_built mpi_enabled gloo_enabled")
+    | _of(_COMMON, "mpi_built gloo_built nccl_built ddl_built ccl_built _cache")
+    | _of(_COMMON, "check_extension extension_available gpu_available num_rank_is_power_2")
+    | _of(_COMMON, "split_list is_version_greater_equal_than"),
     "horovod.common.exceptions": _of(
-        "horovod.common", "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError"
+        _COMMON, "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError"
     ),
     "horovod.common.process_sets": _of(
         _SETS, "ProcessSet add_process_set global_process_set remove_process_set"
@@ -361,7 +407,10 @@ ABSENT = {
     "horovod.torch": "hvd_keras trains TensorFlow and Keras models. For PyTorch use "
     "torch.nn.parallel.DistributedDataParallel.",
     "horovod.mxnet": "hvd_keras trains TensorFlow and Keras models.",
+    "horovod.tensorflow.data": "hvd_keras has no service for tf.data. hvd_keras.data.shard gives "
+    "each rank its part of a dataset.",
     "horovod.spark.keras": "hvd_keras has no Spark estimators. Write the rows with "
     "hvd.spark.shard, and train with hvd.spark.run.",
-    "horovod.ray": "hvd_keras has no Ray executor. Start the script with hvdrun, mpirun or srun.",
+    "horovod.ray": "hvd_keras has no Ray executor. Use hvd_keras.ray.run, or "
+    "hvd_keras.ray.TrainConfig for Ray Train.",
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hvd_keras.launch import job_spec, options, plan, restarts
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow import metrics
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals, raise_open_files
 from hvd_keras.launch.onhost.process import die_with_parent
@@ -31,6 +32,8 @@ def _launch(arguments: Sequence[str] | None) -> int:
         print(f"each rank: {shlex.join(asked.command)}")
         return 0
     raise_open_files()
+    if given.metrics is not None:
+        metrics.serve(given.metrics, asked.statistics)
     try:
         return asyncio.run(_run(asked)).status
     finally:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from hvd_keras.launch import command_check, horovod, options
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow import metrics, screen
+from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.hosts import Host
@@ -39,6 +41,7 @@ class JobSpec:
     size: int | None  # None: all slots of the hosts
     shell: RemoteShell
     jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
+    statistics: Statistics = field(default_factory=Statistics)
     lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
 
     @property
@@ -192,6 +195,9 @@ def _too_many(size: int, there: int, what: str) -> UsageError:
 
 
 def _check_observers(given: argparse.Namespace) -> None:
+    given.screen = given.stats and screen.wanted()
+    if given.metrics is not None:
+        metrics.parse(given.metrics)
     if given.timeline is not None:
         path = Path(given.timeline).absolute()
         if not given.timeline or path.is_dir() or not path.parent.is_dir():

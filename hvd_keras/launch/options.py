@@ -143,8 +143,20 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add(
         "--stats",
         action="store_true",
-        help="at the end, print to stderr how long the ranks waited, for which ranks, and the "
-        "bytes exchanged (default: off)",
+        help="show in a terminal how fast the ranks train and which one the others wait for; at "
+        "the end, print to stderr how long they waited and the bytes exchanged (default: off)",
+    )
+    add(
+        "--metrics",
+        metavar="PORT",
+        help="serve the same for Prometheus at this port of 127.0.0.1, or at ADDRESS:PORT "
+        "(default: none)",
+    )
+    add(
+        "--postmortem",
+        metavar="FOLDER",
+        help="after a failure, keep each rank's last requests and stacks in this folder, and say "
+        "which rank did something else first (default: none)",
     )
     add(
         "--timeline",
@@ -202,6 +214,14 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         help="network between the hosts: an interface, such as eth0, or an address range, such as "
         "10.0.0.0/24 (default: the network through which all hosts are reached, if there is only "
         "one)",
+    )
+    add(
+        "--wait-for-hosts",
+        metavar="SECONDS",
+        type=_at_least(0, "--wait-for-hosts"),
+        default=0,
+        help="how long to wait before the first start for hosts that cannot be reached yet, such "
+        "as containers that are starting (default: %(default)s)",
     )
     add(
         "--start-timeout",

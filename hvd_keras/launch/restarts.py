@@ -6,6 +6,7 @@ import dataclasses
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -25,9 +26,17 @@ from hvd_keras.launch.start.hosts import Host
 # Seconds between two looks at the hosts while too few answer.
 LOOK_AGAIN = 5.0
 
+# The same before the first start, when nothing else runs.
+WAIT_AGAIN = 1.0
+
 
 async def run(spec: JobSpec, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
+    if spec.options.wait_for_hosts and not spec.is_local:
+        await _wait_for_hosts(spec, signals)
+        if signals.stop is not None:
+            _say(f"{signal.Signals(signals.stop).name} received before the start")
+            return Verdict(128 + signals.stop, [], True)
     placement = place(spec)
     size = placement.size
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
@@ -76,6 +85,18 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, patience: float) -> None:
             break
     for name in sorted(lost):
         _say(f"{name} cannot be reached; processes or files of the job may be left there")
+
+
+async def _wait_for_hosts(spec: JobSpec, signals: Signals) -> None:
+    """Wait until all hosts can be reached, or the time for it is over."""
+    limit = time.monotonic() + spec.options.wait_for_hosts
+    told = False
+    while away := _look(spec, spec.wanted()).away:
+        if not told:
+            _say(f"waiting for {', '.join(sorted(away))} (--wait-for-hosts)")
+            told = True
+        if time.monotonic() >= limit or not await signals.sleep(WAIT_AGAIN):
+            break
 
 
 def place(spec: JobSpec, look: bool = True) -> Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import sys
@@ -10,10 +11,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.follow import statistics
+from hvd_keras import postmortem
+from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
+from hvd_keras.launch.follow.screen import Screen
+from hvd_keras.launch.follow.statistics import table
 from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_directory
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost.channel import new_secret
@@ -26,6 +30,40 @@ from hvd_keras.launch.start.network import own_addresses
 
 async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
     """Run the job once and judge its outcome."""
+    if spec.options.postmortem is None:
+        return await _run(spec, placement, signals, first=first)
+    folder = _new_folder(spec.options.postmortem)
+    spec.options.settings["HVD_POSTMORTEM"] = str(folder)
+    verdict = await _run(spec, placement, signals, first=first)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # the ranks have left it empty if nothing went wrong
+    if verdict.status != 0 and folder.exists():
+        try:
+            told = f"{postmortem.conclusion(folder)}\nmore: python -m hvd_keras.postmortem {folder}"
+        except ValueError as error:
+            told = str(error)
+        print(f"hvdrun: postmortem: {told}", file=sys.stderr, flush=True)
+    return verdict
+
+
+def _new_folder(parent: str) -> Path:
+    """Make the next folder start-N, for the files of one start."""
+    number = 1
+    while True:
+        folder = Path(parent).absolute() / f"start-{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UsageError(
+                f"--postmortem got {parent!r}, where no folder can be made: {error.strerror}"
+            ) from error
+        else:
+            return folder
+
+
+async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
     job, secret = secrets.token_hex(8), new_secret()
     options = spec.options
     if not spec.is_local:
@@ -50,7 +88,14 @@ async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: b
         call = None if options.call is None else Path(options.call[1])
         start = _start(spec, planned, job)
         # A restart has no input, because an earlier start has consumed it.
-        ranks.open(output, start, has_input=first, call=call, changed=changed)
+        statistics = spec.statistics
+        statistics.start(ranks.size)
+        ranks.open(
+            output, start, has_input=first, call=call, statistics=statistics, changed=changed
+        )
+        screen = Screen(statistics, output.write_raw)
+        if options.screen:
+            screen.start()
 
         async def sweep(grace: float) -> Collection[str]:
             return await _sweep(ranks, placement, spec, job, grace)
@@ -64,11 +109,15 @@ async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: b
                 signals=signals,
                 verbose=options.verbose,
                 sweep=sweep,
+                ended=screen.stop,
             ).run()
         finally:
             await ranks.close()
+            if options.timeline is not None and Path(options.timeline).exists():
+                told = f"hvdrun: timeline: python -m hvd_keras.timeline {options.timeline}"
+                print(told, file=sys.stderr, flush=True)
             if options.stats:
-                print(statistics.table(ranks.statistics, ranks.size), file=sys.stderr, flush=True)
+                print(table(statistics.latest, ranks.size), file=sys.stderr, flush=True)
 
 
 def _listen(spec: JobSpec, placement: Placement, secret: str, directory: Path) -> Ranks:
@@ -94,7 +143,7 @@ def _start(spec: JobSpec, planned: Plan, job: str) -> dict[str, Any]:
         "directory": os.getcwd(),
         "environment": dict(planned.environment),
         "folders": [memory_folder(job)] if has_memory else [],
-        "statistics": spec.options.stats,
+        "statistics": spec.options.stats or spec.options.metrics is not None,
         "own_temporary": not spec.is_local,
         "open_files": OPEN_FILES[0] if spec.is_local else None,
     }

@@ -1,6 +1,5 @@
 """``Embedding``: a table of which each rank holds a part."""
 
-import contextvars
 from typing import Any
 
 import numpy as np
@@ -350,7 +349,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         """
         if not self.built:
             return
-        place = saving_places.get().get(id(self))
+        place = shards.saving_places.get().get(id(self))
         if place is None and self.layout is not None and self.layout.ranks > 1:
             raise ValueError(
                 f"{self.name}: this rank has a part of the table only. Use hvd.save_model(model, "
@@ -384,9 +383,6 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
 
 
 BLOCK = 1 << 20  # values of a table that are copied at once
-
-# While hvd.save_model runs on the rank that writes: what each layer writes in place of its table.
-saving_places: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("places", default={})  # noqa: B039
 
 _L1_L2 = (keras.regularizers.L1, keras.regularizers.L2)
 

@@ -41,9 +41,9 @@ class TableSize:
 def layouts(tables: Sequence[TableSize], ranks: int) -> list[Layout | None]:
     """How each table is divided; None: every rank has all of it.
 
-    With "auto", small tables are on all ranks. Of the others, those that are larger than half of a
-    rank's fair share are divided by rows. The rest goes, the largest first, to the rank that has
-    least; or by columns to all, where that rank would get more than its share.
+    With "auto", small tables are on all ranks. Of the others, the largest is divided by rows, and
+    so are those that are larger than half of a rank's fair share. The rest goes, the largest first,
+    to the rank that has least; or by columns to all, where that rank would get more than its share.
     """
 
     def make(table: TableSize, kind: Literal["rows", "columns", "whole"], owner: int = 0) -> Layout:
@@ -58,8 +58,9 @@ def layouts(tables: Sequence[TableSize], ranks: int) -> list[Layout | None]:
             open_.append(i)
     share = sum(tables[i].size for i in (*chosen, *open_)) / ranks
     whole: list[int] = []
+    largest = max((*chosen, *open_), key=lambda i: tables[i].size, default=None)
     for i in open_:
-        if ranks == 1 or 2 * tables[i].size > share:
+        if ranks == 1 or i == largest or 2 * tables[i].size > share:
             chosen[i] = make(tables[i], "rows")
         else:
             whole.append(i)

@@ -1,6 +1,8 @@
-"""``save_model``: a plain ``.keras`` file of a model whose tables are divided between ranks."""
+"""``save_model``: a plain ``.keras`` file of a model of which each rank has a part."""
 
+import collections
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -14,9 +16,9 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops
+from hvd_keras import ops, shards
 from hvd_keras._keras import is_legacy, keras, require
-from hvd_keras.layers.embedding import BLOCK, Embedding, saving_places
+from hvd_keras.layers.embedding import BLOCK, Embedding
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import checkpoint, optimizer
@@ -34,7 +36,7 @@ def save_model(
     filepath: str | os.PathLike[str],
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Saves a model whose tables are divided between ranks. All ranks must call it.
+    """Saves a model whose tables or optimizer are divided between ranks. All ranks must call it.
 
     The first rank writes the file, atomically, and gets the tables block by block, so that no rank
     holds a whole one. Each ``hvd.layers.Embedding`` without ``combiner`` is written as a plain
@@ -42,10 +44,12 @@ def save_model(
     ``combiner``, and in ``hvd.layers.Embeddings``, it stays what it is, and loading needs
     ``import hvd_keras`` and ``init()``. ``hvd.load_model`` divides the tables again.
 
-    The optimizer is not saved: to continue training, use ``hvd.callbacks.Checkpoint``.
+    An optimizer with ``shard_state=True`` is saved, as a plain one with the whole state, unless
+    tables are divided, too. Other optimizers are not saved: to continue training, use
+    ``hvd.callbacks.Checkpoint``.
 
     Args:
-        model: built, and equal on all ranks but for the tables.
+        model: built, and equal on all ranks but for the tables and the optimizer.
         filepath: ends in ``.keras``; its folder is created if necessary.
         process_set: the ranks that train the model.
 
@@ -59,12 +63,20 @@ def save_model(
     if not str(filepath).endswith(".keras"):
         raise ValueError(f"hvd.save_model: got {filepath}, expected a name that ends in .keras.")
     process_set.check_included("save_model")
-    tables = _divided(model)
-    streams = [_blocks(table, process_set) for table in tables]
+    divided = _divided(model)
+    tables = [_of_table(table, process_set) for table in divided]
+    with_optimizer = not divided and _has_share(model)
+    if with_optimizer:
+        slots = [v for v in model.optimizer.variables if shards.of(v) is not None]
+        tables = [_of_slot(slot) for slot in slots]
+    streams = [table.blocks for table in tables]
 
     def write() -> None:
+        def fill(path: pathlib.Path) -> None:
+            _write(model, tables, divided, with_optimizer, path)
+
         try:
-            checkpoint.write_whole(filepath, lambda path: _write(model, tables, streams, path))
+            checkpoint.write_whole(filepath, fill)
         finally:
             _exhaust(streams)  # the other ranks send all, whatever happens here
 
@@ -78,6 +90,7 @@ def load_model(
     custom_optimizers: Iterable[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: type[Compressor] = Compression.none,
+    shard_state: bool = False,
 ) -> keras.Model:
     """``keras.models.load_model``, for training on all ranks.
 
@@ -92,7 +105,7 @@ def load_model(
         custom_optimizers: optimizer classes of your own that the file may name.
         custom_objects: other classes and functions that the file may name; a function that makes
             an optimizer may call ``DistributedOptimizer`` itself.
-        compression: as in ``DistributedOptimizer``.
+        compression, shard_state: as in ``DistributedOptimizer``.
 
     Returns:
         The model.
@@ -112,7 +125,9 @@ def load_model(
                 found = json.loads(archive.read(_METADATA)).get("hvd_keras")
             if found is not None:
                 return _load(archive, found["tables"], custom_objects)
-    return optimizer.load_distributed(filepath, custom_optimizers, custom_objects, compression)
+    return optimizer.load_distributed(
+        filepath, custom_optimizers, custom_objects, compression, shard_state
+    )
 
 
 def _divided(model: Any) -> list[Embedding]:
@@ -122,6 +137,43 @@ def _divided(model: Any) -> list[Embedding]:
         for layer in model._flatten_layers()
         if isinstance(layer, Embedding) and layer.built and layer.layout is not None
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """What is written block by block.
+
+    Attributes:
+        key: the id of the layer or slot whose place in the file it takes.
+        blocks: its rows, on the first rank; on others, iterating sends them there.
+    """
+
+    key: int
+    shape: tuple[int, ...]
+    dtype: str
+    blocks: Iterator[Any]
+
+
+def _of_table(table: Embedding, process_set: ProcessSet) -> _Table:
+    shape = table.input_dim, table.output_dim
+    return _Table(id(table), shape, table.variable_dtype, _blocks(table, process_set))
+
+
+def _of_slot(slot: Any) -> _Table:
+    shard = shards.of(slot)
+    assert shard is not None
+
+    def blocks() -> Iterator[Any]:
+        yield shards.whole(slot)  # one variable's, which every rank has room for
+
+    dtype = tf.as_dtype(slot.dtype).name
+    return _Table(id(shards.inner_variable(slot)), shard.shape, dtype, blocks())
+
+
+def _has_share(model: Any) -> bool:
+    """Whether the model's optimizer has a share of its state."""
+    optimizer = getattr(model, "optimizer", None)
+    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd_state")
 
 
 def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:
@@ -169,19 +221,24 @@ def _library() -> Any:
 
 
 def _write(
-    model: Any, tables: list[Embedding], streams: list[Iterator[Any]], path: pathlib.Path
+    model: Any,
+    tables: list[_Table],
+    divided: list[Embedding],
+    with_optimizer: bool,
+    path: pathlib.Path,
 ) -> None:
     """Writes a ``.keras`` file."""
     library = _library()
-    choices = {table.name: table.shard for table in tables}
-    config = _rewritten(
-        {**keras.saving.serialize_keras_object(model), "compile_config": None}, _as_plain
-    )
-    metadata = {
+    config = keras.saving.serialize_keras_object(model)
+    metadata: dict[str, Any] = {
         "keras_version": keras.__version__,
         "date_saved": datetime.datetime.now().strftime("%Y-%m-%d@%H:%M:%S"),
-        "hvd_keras": {"tables": choices},
     }
+    visited = set()
+    if not with_optimizer:
+        config = _rewritten({**config, "compile_config": None}, _as_plain)
+        metadata["hvd_keras"] = {"tables": {table.name: table.shard for table in divided}}
+        visited = {id(getattr(model, "optimizer", None))}
     weights = path.with_name(_WEIGHTS)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(_METADATA, json.dumps(metadata))
@@ -190,53 +247,54 @@ def _write(
         store = library.H5IOStore(weights, mode="w")
         try:
             with _places(tables) as token:
-                visited = {id(getattr(model, "optimizer", None))}
                 library._save_state(model, store, assets, "", visited)
         finally:
             store.close()
             assets.close()
-        _fill(weights, token, tables, streams)
+        _fill(weights, token, tables)
         archive.write(weights, _WEIGHTS)
     weights.unlink()
 
 
 @contextlib.contextmanager
-def _places(tables: list[Embedding]) -> Iterator[int]:
+def _places(tables: list[_Table]) -> Iterator[int]:
     """Lets each table write two numbers in its place: one that occurs nowhere else, and its own."""
     token = secrets.randbits(62)
-    numbers = {id(table): np.array([token, i], np.int64) for i, table in enumerate(tables)}
-    reset = saving_places.set(numbers)
+    numbers = {table.key: np.array([token, i], np.int64) for i, table in enumerate(tables)}
+    reset = shards.saving_places.set(numbers)
     try:
         yield token
     finally:
-        saving_places.reset(reset)
+        shards.saving_places.reset(reset)
 
 
-def _fill(
-    weights: pathlib.Path, token: int, tables: list[Embedding], streams: list[Iterator[Any]]
-) -> None:
+def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
     """Writes the tables to their places."""
-    places: dict[int, str] = {}
+    places: dict[int, list[str]] = collections.defaultdict(list)
 
     def note(name: str, item: Any) -> None:
         if isinstance(item, h5py.Dataset) and item.shape == (2,) and item.dtype == np.int64:
             found, number = item[()]
             if found == token:
-                places[int(number)] = name
+                places[int(number)].append(name)
 
     with h5py.File(weights, "r+") as file:
         file.visititems(note)
-        for number, (table, stream) in enumerate(zip(tables, streams, strict=True)):
-            del file[places[number]]
-            shape = table.input_dim, table.output_dim
-            dtype = tf.as_dtype(table.variable_dtype).as_numpy_dtype
-            data = file.create_dataset(places[number], shape, dtype)
-            if table.variable_dtype == "bfloat16":  # as Keras marks it
-                data.attrs["dtype"] = "bfloat16"
+        for number, table in enumerate(tables):
+            # A LossScaleOptimizer writes the slots of the optimizer in it, and that does, too.
+            targets = []
+            for name in places[number]:
+                del file[name]
+                dtype = tf.as_dtype(table.dtype).as_numpy_dtype
+                data = file.create_dataset(name, table.shape, dtype)
+                if table.dtype == "bfloat16":  # as Keras marks it
+                    data.attrs["dtype"] = "bfloat16"
+                targets.append(data)
             first = 0
-            for block in stream:
-                data[first : first + len(block)] = block
-                first += len(block)
+            for block in table.blocks:
+                for data in targets:
+                    data[slice(first, first + len(block)) if data.shape else ()] = block
+                first += len(block) if data.shape else 1
 
 
 def _rewritten(config: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

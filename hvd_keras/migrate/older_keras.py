@@ -26,31 +26,82 @@ _SESSIONS = {
 # Functions of Keras's backend that are methods of variables now.
 _METHODS = {"get_value": "numpy", "set_value": "assign"}
 
+_GPU = "not needed: hvd.init() gives this process the GPU of its local rank"
+_OTHER_GPUS = (
+    "hvd.init() gives this process the GPU of its local rank, and an empty visible_device_list "
+    "does not take it away; for none: tf.config.set_visible_devices([], 'GPU') before hvd.init()"
+)
+
 _GENERATOR_MODULE = "keras.preprocessing.image"
 
 
 def look(script: Source) -> Iterator[Finding]:
     """What must change."""
-    optimizers = _optimizers(script)
+    of_keras, of_tensorflow_1 = _optimizers(script)
+    loads = any(
+        re.match(r"(horovod|hvd_keras)\b.*\.load_model$", script.meaning(node))
+        for node in script.nodes
+    )
     for node in script.nodes:
         if isinstance(node, ast.ImportFrom):
             yield from _look_at_import(script, node)
         elif isinstance(node, ast.Call):
             yield from _look_at_call(script, node)
+            yield from _look_at_variables(script, node, of_keras, of_tensorflow_1)
         elif isinstance(node, ast.Attribute):
-            yield from _look_at_attribute(script, node, optimizers)
+            yield from _look_at_attribute(script, node, of_keras)
+        elif isinstance(node, ast.Constant) and loads and _is_h5(node.value):
+            yield script.at(node, "Keras 3 loads no optimizer's state from .h5: write .keras")
 
 
-def _optimizers(script: Source) -> set[str]:
-    """The names that the script gives to optimizers."""
-    return {
-        target.id
-        for node in script.nodes
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-        if re.search(r"\.optimizers\.\w+$|DistributedOptimizer$", script.meaning(node.value.func))
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+def _is_of_local_rank(script: Source, node: ast.Attribute) -> bool:
+    return "local_rank" in script.text.splitlines()[node.lineno - 1]
+
+
+def _is_h5(value: object) -> bool:
+    return isinstance(value, str) and bool(re.search(r"(?<!\.weights)\.h5$", value))
+
+
+def _optimizers(script: Source) -> tuple[set[str], set[str]]:
+    """The names that the script gives to optimizers of Keras, and to those of TensorFlow 1."""
+    of_keras: set[str] = set()
+    of_tensorflow_1: set[str] = set()
+
+    def is_old(value: ast.AST) -> bool:
+        if isinstance(value, ast.Name):
+            return value.id in of_tensorflow_1
+        if not isinstance(value, ast.Call):
+            return False
+        made = script.meaning(value.func)
+        if made.endswith("DistributedOptimizer"):
+            return any(map(is_old, [*value.args[:1], *(k.value for k in value.keywords)]))
+        return bool(re.search(r"\.train\.\w*Optimizer$", made))
+
+    assignments = [node for node in script.nodes if isinstance(node, ast.Assign)]
+    for node in sorted(assignments, key=script.place):
+        if not isinstance(node.value, ast.Call):
+            continue
+        names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if is_old(node.value):
+            of_tensorflow_1 |= names
+        elif re.search(r"\.optimizers\.\w+$|Optimizer$", script.meaning(node.value.func)):
+            of_keras |= names
+    return of_keras - of_tensorflow_1, of_tensorflow_1 - of_keras
+
+
+def _look_at_variables(
+    script: Source, node: ast.Call, of_keras: set[str], of_tensorflow_1: set[str]
+) -> Iterator[Finding]:
+    func = node.func
+    if not isinstance(func, ast.Attribute) or func.attr != "variables":
+        return
+    owner = func.value.id if isinstance(func.value, ast.Name) else ""
+    if node.args or node.keywords or owner in of_tensorflow_1:  # which have a method
+        return
+    is_sure = owner in of_keras or not re.search(r"compat\.v1|\.train\.\w*Optimizer\b", script.text)
+    start, end = script.place(func)[1], script.place(node)[1]
+    told = "variables is a list in Keras 3, no method"
+    yield Finding(start, end, told, "" if is_sure else None)
 
 
 def _look_at_import(script: Source, node: ast.ImportFrom) -> Iterator[Finding]:
@@ -73,8 +124,7 @@ def _look_at_attribute(
     elif name == "tensorflow.keras.mixed_precision.experimental":
         yield script.at(node, "keras.mixed_precision.set_global_policy(…)")
     if node.attr == "visible_device_list" or name.endswith(".set_visible_devices"):
-        told = "not needed: hvd.init() gives this process the GPU of its local rank"
-        yield script.at(node, told)
+        yield script.at(node, _GPU if _is_of_local_rank(script, node) else _OTHER_GPUS)
     elif node.attr == "lr":
         owner = node.value
         last = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
@@ -93,13 +143,6 @@ def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
     called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
     if called in _GENERATORS and isinstance(node.func, ast.Attribute):
         yield from _look_at_generator(script, node, node.func)
-    elif called == "variables" and isinstance(node.func, ast.Attribute):
-        if not node.args and not node.keywords:
-            start, end = script.place(node.func)[1], script.place(node)[1]
-            # The optimizers of TensorFlow 1 have a method.
-            is_old = re.search(r"compat\.v1|\.train\.\w*Optimizer\b", script.text)
-            new = None if is_old else ""
-            yield Finding(start, end, "variables is a list in Keras 3, no method", new)
     elif called == "ImageDataGenerator" and not name.startswith("tensorflow."):
         told = (
             "Keras 3 has it in tensorflow.keras.preprocessing.image; better are "
@@ -158,3 +201,8 @@ def _look_at_generator(script: Source, node: ast.Call, func: ast.Attribute) -> I
         if keyword.arg == "generator":
             yield script.at(keyword, "", f"x={script.source(keyword.value)}")
     yield from script.without(node, [k for k in node.keywords if k.arg in _OF_GENERATORS])
+    given = {*order[: len(node.args)], *(keyword.arg for keyword in node.keywords)}
+    if method != "fit" and "verbose" not in given and None not in given:
+        # These two printed nothing by default.
+        last = max(script.place(part)[1] for part in (*node.args, *node.keywords))
+        yield Finding(last, last, "", ", verbose=0")

@@ -1,6 +1,7 @@
 """What TensorFlow 1 had: ``tf.Session`` and its like are in ``tf.compat.v1`` now."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 from hvd_keras.migrate.source import Finding, Source
@@ -69,6 +70,14 @@ def look(script: Source) -> Iterator[Finding]:
     for node, name in uses:
         if name == "layers":
             yield script.at(node, "tf.layers needs tf_keras, and TF_USE_LEGACY_KERAS=1")
+    models = [node for node in script.nodes if _is_keras_model(script.meaning(node))]
+    if models and any(name.startswith("train.") and name.endswith("Optimizer") for _, name in uses):
+        first = min(models, key=script.place)
+        yield script.at(
+            first,
+            "TensorFlow 1's optimizers do not train models of Keras 3: pip install tf_keras and "
+            "set TF_USE_LEGACY_KERAS=1, or take one of tf.keras.optimizers",
+        )
     imported = [] if is_mixed else _imports(script)
     if uses and len(imported) == 1:
         needs_graphs = any(name in _GRAPHS for _, name in uses)
@@ -77,6 +86,14 @@ def look(script: Source) -> Iterator[Finding]:
     for node, name in uses:
         told = f"tf.compat.v1.{name}, with tf.compat.v1.disable_v2_behavior() at the top"
         yield script.at(node, f"TensorFlow 1: {told}")
+
+
+def _is_keras_model(name: str) -> bool:
+    return bool(
+        re.match(
+            r"(tensorflow\.)?keras\.(Sequential$|Model$|layers\.|models\.|applications\b)", name
+        )
+    )
 
 
 def _imports(script: Source) -> list[tuple[ast.Import, ast.alias]]:

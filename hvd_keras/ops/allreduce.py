@@ -15,7 +15,7 @@ _reductions = 0
 
 
 def reductions() -> int:
-    """The number of calls of ``allreduce`` and ``grouped_allreduce`` in this process."""
+    """How often the script has called ``allreduce`` or ``grouped_allreduce`` in this process."""
     return _reductions
 
 
@@ -111,6 +111,33 @@ def grouped_allreduce(
     del ignore_name_scope
     global _reductions
     _reductions += 1
+    return reduce_tensors(
+        tensors,
+        average,
+        device_dense,
+        device_sparse,
+        compression,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        name,
+    )
+
+
+def reduce_tensors(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    name: str | None = None,
+) -> list[Any]:
+    """``grouped_allreduce`` for hvd_keras itself, which ``reductions`` does not count."""
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, xla
+from hvd_keras import _library, flight, xla
 from hvd_keras.process_sets import ProcessSet
 
 raw = _library.tensorflow_ops()
@@ -153,6 +153,12 @@ def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
     calls of sets that include it. TensorFlow's op names are unsuitable: they differ between ranks
     as soon as one rank has traced more.
     """
+    chosen = _name(kind, given, process_set)
+    flight.note_call(f"{kind} '{chosen}'")
+    return chosen
+
+
+def _name(kind: str, given: str | None, process_set: ProcessSet) -> str:
     if given is not None:
         return given
     if tf.executing_eagerly():

@@ -1,10 +1,13 @@
-"""Variables of which each rank holds a part, such as the tables of ``hvd.layers.Embedding``.
+"""Variables of which each rank holds a part.
 
-An optimizer's slots of such a variable are parts, too. Nothing of them is broadcast or averaged.
+They are the tables of ``hvd.layers.Embedding``, an optimizer's slots of them, and all slots of an
+optimizer whose state is in shares (``state``). Nothing of them is broadcast or averaged.
 """
 
+import contextvars
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,7 +19,19 @@ from hvd_keras._keras import Variable, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.shards.layout import Layout, Part
 
-__all__ = ["Layout", "Part", "Shard", "mark", "of", "whole", "without", "wrap_add_slot"]
+__all__ = [
+    "Layout",
+    "Part",
+    "Shard",
+    "inner_variable",
+    "mark",
+    "of",
+    "owned",
+    "saving_places",
+    "whole",
+    "without",
+    "wrap_add_slot",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,16 +41,36 @@ class Shard:
     Attributes:
         layout: how the table is divided.
         process_set: the ranks that hold the parts.
+        owned: the shape of a slot of any number of dimensions, which one rank has; its layout is
+            that of a table with as many rows. None for tables and their slots.
     """
 
     layout: Layout
     process_set: ProcessSet
+    owned: tuple[int, ...] | None = None
 
     @property
     def part(self) -> Part:
         """The rows and columns of this rank."""
         return self.layout.part(self.process_set.rank())
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        if self.owned is not None:
+            return self.owned
+        return self.layout.input_dim, self.layout.output_dim
+
+
+def owned(shape: tuple[int, ...], owner: int, process_set: ProcessSet) -> Shard:
+    """A slot of this shape that one rank of the process set has."""
+    rows = shape[0] if shape else 1
+    layout = Layout("whole", rows, math.prod(shape[1:]), process_set.size(), owner)
+    return Shard(layout, process_set, tuple(shape))
+
+
+# What layers and slots write in their places in a file that is being written, by their ids.
+saving_places: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("places", default={})  # noqa: B039
 
 # By the id of the tf.Variable, which cannot be hashed.
 _known: dict[int, tuple[Any, Shard]] = {}
@@ -43,14 +78,14 @@ _known: dict[int, tuple[Any, Shard]] = {}
 
 def mark(variable: Any, shard: Shard) -> None:
     """Records that a variable is this rank's part of a table."""
-    inner = _inner(variable)
+    inner = inner_variable(variable)
     number = id(inner)
     _known[number] = weakref.ref(inner, functools.partial(_forget, number)), shard
 
 
 def of(variable: Any) -> Shard | None:
     """What ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
-    found = _known.get(id(_inner(variable)))
+    found = _known.get(id(inner_variable(variable)))
     return found[1] if found else None
 
 
@@ -60,7 +95,7 @@ def without(variables: Iterable[Any]) -> list[Any]:
 
 
 def whole(variable: Any) -> Any:
-    """The table, as an array, of which the ranks' variables are parts; all of them must call it."""
+    """The array of which the ranks' variables are parts; all ranks must call it."""
     shard = of(variable)
     assert shard is not None
     mine = np.asarray(variable)
@@ -75,11 +110,13 @@ def whole(variable: Any) -> Any:
         columns = slice(part.columns.start, part.columns.stop)
         table[rows, columns] = gathered[first:last].reshape(part.shape)
         first = last
-    return table
+    return table.reshape(shard.shape)
 
 
 def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Optimizer.add_variable_from_reference``: a slot of a part is a part.
+
+    An optimizer whose state is in shares makes its slots itself.
 
     Raises:
         ValueError: the optimizer computes norms or means of a whole table.
@@ -87,6 +124,9 @@ def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(add)
     def add_slot(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(self, "_hvd_state", None)
+        if state is not None and state.owner_of(reference_variable) is not None:
+            return state.add_slot(add, reference_variable, *args, **kwargs)
         shard = of(reference_variable)
         if shard is not None and type(self).__name__ in _WHOLE_VARIABLES:
             raise ValueError(
@@ -97,6 +137,8 @@ def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
         slot = add(self, reference_variable, *args, **kwargs)
         if shard is not None:
             mark(slot, shard)
+        if state is not None:
+            state.note(slot)
         return slot
 
     return add_slot
@@ -107,7 +149,8 @@ _WHOLE_VARIABLES = {
 }
 
 
-def _inner(variable: Any) -> Any:
+def inner_variable(variable: Any) -> Any:
+    """Returns the ``tf.Variable`` in a Keras variable; other objects unchanged."""
     return variable.value if isinstance(variable, Variable) else variable
 
 

@@ -1,6 +1,6 @@
 """Clips gradients by norms, where each rank has the gradients of its parts of tables."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -10,8 +10,24 @@ from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
 
 
+def clips_by_variable(optimizer: Any) -> bool:
+    """Whether the norm of each gradient is limited."""
+    return bool(optimizer.clipnorm and optimizer.clipnorm > 0)
+
+
+def clips_by_all(optimizer: Any) -> bool:
+    """Whether the norm over all gradients is limited. Keras prefers ``clips_by_variable``."""
+    by_all = optimizer.global_clipnorm and optimizer.global_clipnorm > 0
+    return bool(by_all) and not clips_by_variable(optimizer)
+
+
 def clip(
-    optimizer: Any, gradients: Sequence[Any], divided: Set[int], name: str, process_set: ProcessSet
+    optimizer: Any,
+    gradients: Sequence[Any],
+    divided: Set[int],
+    name: str,
+    process_set: ProcessSet,
+    known: Mapping[int, Any] | None = None,
 ) -> Any:
     """Does what ``optimizer._clip_gradients`` does in one process that has the whole tables.
 
@@ -21,27 +37,27 @@ def clip(
         divided: the places of the gradients of parts of tables.
         name: identifies the optimizer on all ranks.
         process_set: the ranks that have the other parts.
+        known: the squared norms of gradients that other ranks have, by place, for
+            ``clips_by_all``.
     """
     places = [i for i in sorted(divided) if gradients[i] is not None]
-    by_variable = optimizer.clipnorm and optimizer.clipnorm > 0
-    by_all = optimizer.global_clipnorm and optimizer.global_clipnorm > 0
-    if not places or not (by_variable or by_all):
+    by_variable = clips_by_variable(optimizer)
+    if not (places or known) or not (by_variable or clips_by_all(optimizer)):
         return type(optimizer)._clip_gradients(optimizer, gradients)
-    mine = [keras.ops.sum(keras.ops.square(gradients[i])) for i in places]
-    sums = ops.grouped_allreduce(
-        mine, op=ops.Sum, name=f"{name} norms of tables", process_set=process_set
-    )
-    squares = dict(zip(places, sums, strict=True))
+    squares: dict[int, Any] = {}
+    if places:
+        squares = _of_tables(gradients, places, name, process_set)
     if not by_variable:
-        others = [
+        squares.update(known or {})
+        all_squares = [
             squares[i] if i in squares else keras.ops.sum(keras.ops.square(gradient))
             for i, gradient in enumerate(gradients)
             if gradient is not None
         ]
-        norm = tf.sqrt(tf.add_n(others))
+        # As Keras does it, bit for bit.
+        norm = keras.ops.sqrt(keras.ops.sum(keras.ops.stack(all_squares)))
         limit = optimizer.global_clipnorm
-        # As Keras does it: NaN if the norm is not finite.
-        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+        scale = limit * keras.ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         return [g if g is None else g * scale for g in gradients]
     clipped = list(gradients)
     rest = [i for i in range(len(clipped)) if i not in squares]
@@ -53,6 +69,17 @@ def clip(
         norm = tf.maximum(tf.sqrt(square), tf.cast(optimizer.clipnorm, square.dtype))
         clipped[i] = keras.ops.divide(scaled, norm)
     return clipped
+
+
+def _of_tables(
+    gradients: Sequence[Any], places: list[int], name: str, process_set: ProcessSet
+) -> dict[int, Any]:
+    """The squared norms of the gradients of whole tables, by place."""
+    mine = [keras.ops.sum(keras.ops.square(gradients[i])) for i in places]
+    sums = ops.reduce_tensors(
+        mine, op=ops.Sum, name=f"{name} norms of tables", process_set=process_set
+    )
+    return dict(zip(places, sums, strict=True))
 
 
 def check_alone(optimizer: Any, variables: Iterable[Any]) -> None:

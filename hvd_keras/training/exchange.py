@@ -293,4 +293,9 @@ def _raise_difference(views: dict[int, list[str]]) -> None:
             "the tuner the same seed on all ranks and a directory for each rank, such as "
             'directory=f"tuning/{hvd.rank()}".'
         )
+    if "optuna" in sys.modules:
+        advice += (
+            " With Optuna each rank draws the hyperparameters of its trials by itself: give the "
+            "study's sampler the same seed on all ranks, as in TPESampler(seed=1)."
+        )
     raise ValueError(f"The ranks train different models:\n  {shown}\n{advice}")

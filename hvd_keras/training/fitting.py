@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, log, ops, rank_info, settings
+from hvd_keras import agree, log, observe, ops, rank_info, settings
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import building, exchange, forgotten, lookups, sync_batch_norm, together
@@ -47,10 +47,14 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
         callbacks: list[Any] = []
         if rank_info.is_initialized():
             try:
-                given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
+                bound = signature.bind(self, *args, **kwargs)
             except TypeError:
                 return fit(self, *args, **kwargs)  # raises an error that says what is wrong
+            given = bound.arguments.get("callbacks")
             callbacks = _flat(given)
+            if observe.is_publishing() and not hasattr(given, "callbacks"):  # not a CallbackList
+                bound.arguments["callbacks"] = [*callbacks, observe.Progress()]
+                args, kwargs = bound.args[1:], bound.kwargs
             process_set = _process_set(self, callbacks)
             if process_set is not None and process_set.size() > 1:
                 with self.distribute_strategy.scope():  # in which the model was made

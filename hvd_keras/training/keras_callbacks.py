@@ -34,6 +34,9 @@ def patches() -> Iterator[tuple[Any, str, str, Callable[[Any], Any]]]:
         yield decider, "on_epoch_end", "to decide alike on all ranks", _by_a_common_value
     backup = keras.callbacks.BackupAndRestore
     yield backup, "on_train_begin", "to refuse a restart of one rank alone", _refuse_backups
+    swap = keras.callbacks.SwapEMAWeights
+    for name in ("_swap_variables", "_finalize_ema_values"):
+        yield swap, name, "to refuse averages of which a rank has a share", _refuse_shares
     terminate = keras.callbacks.TerminateOnNaN
     yield terminate, "on_batch_end", "to end training on all ranks", _terminate_together
 
@@ -113,6 +116,21 @@ def _refuse_backups(restore: Callable[..., None]) -> Callable[..., None]:
     return on_train_begin
 
 
+def _refuse_shares(swap: Callable[..., None]) -> Callable[..., None]:
+    """Raises if this rank has the moving averages of its own variables only."""
+
+    def swap_all(self: Any) -> None:
+        if hasattr(together.innermost(self.model.optimizer), "_hvd_state"):
+            raise ValueError(
+                "keras.callbacks.SwapEMAWeights needs all moving averages, but each rank has a "
+                "share of them: leave shard_state=True out of hvd.DistributedOptimizer, or the "
+                "callback."
+            )
+        swap(self)
+
+    return swap_all
+
+
 def _terminate_together(check: Callable[..., None]) -> Callable[..., None]:
     """Ends training on all ranks after the same batch if one rank has a NaN."""
 
@@ -121,8 +139,8 @@ def _terminate_together(check: Callable[..., None]) -> Callable[..., None]:
         if process_set is not None:
             mine = float((logs or {}).get("loss") or 0.0)
             # The mean is finite only if all values are.
-            mean = ops.allreduce(
-                np.float64(mine),
+            (mean,) = ops.reduce_tensors(
+                [np.float64(mine)],
                 op=ops.Average,
                 name="TerminateOnNaN.loss",
                 process_set=process_set,

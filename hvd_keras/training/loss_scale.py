@@ -25,11 +25,12 @@ def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
         own = together.of_optimizer(self)
         if own is None or own.process_set.size() == 1 or building.is_building():
             return finite
-        return ops.allreduce(
-            tf.cast(finite, tf.bool),
+        (everywhere,) = ops.reduce_tensors(
+            [tf.cast(finite, tf.bool)],
             op=ops.Min,
             name=f"{own.name} gradients are finite",
             process_set=own.process_set,
         )
+        return everywhere
 
     return check_finite

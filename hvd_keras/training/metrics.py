@@ -236,11 +236,11 @@ def _of_all_ranks(
         return {}
     # In float64, so that counts and float32 sums are added almost without rounding.
     together = np.concatenate([array.astype("float64").ravel() for array in arrays])
-    total = ops.allreduce(
-        together, op=ops.Sum, name="metrics.states", process_set=process_set
-    ).numpy()
+    (total,) = ops.reduce_tensors(
+        [together], op=ops.Sum, name="metrics.states", process_set=process_set
+    )
     ends = np.cumsum([array.size for array in arrays])
-    totals = iter(np.split(total, ends[:-1]))
+    totals = iter(np.split(total.numpy(), ends[:-1]))
     results: dict[str, Any] = {}
     for prefix, state in summable:
         values = [next(totals).reshape(v.shape) for v in state.metric.variables]

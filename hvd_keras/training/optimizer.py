@@ -4,13 +4,15 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, rank_info
+from hvd_keras import ops, rank_info, shards
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.compat import legacy_keras, tensorflow_v1
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.shards import state
 from hvd_keras.training import exchange, reducer
 
 
@@ -29,6 +31,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    shard_state: bool = False,
 ) -> keras.optimizers.Optimizer:
     """Makes a Keras optimizer apply the gradients of all ranks.
 
@@ -68,6 +71,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         process_set: the ranks that train this model together; only they call this.
         scale_local_gradients: divide the gradients of local variables by ``size()``, as those of
             all others are in an average.
+        shard_state: each rank holds 1/N of the optimizer's slots: each variable has one rank that
+            updates it and gives its values to all. The weights are those of a training without,
+            bit for bit on CPUs. See docs/embeddings.md.
 
     Returns:
         The same optimizer.
@@ -108,6 +114,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "Wrap an optimizer once."
         )
     chosen = exchange.groups(num_groups, groups)
+    if shard_state:
+        _check_shares(target, options, chosen, is_v1)
     passes = _accumulate(target, backward_passes_per_step)
     if is_v1:
         tensorflow_v1.Reducer(target, name, options, chosen)
@@ -119,7 +127,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     else:
         # Keras averages over local steps.
         local_sum = 1 if average_aggregated_gradients else passes
-        reducer.KerasReducer(target, optimizer, name, options, chosen, local_sum)
+        reducer.KerasReducer(target, optimizer, name, options, chosen, local_sum, shard_state)
     return optimizer
 
 
@@ -128,6 +136,7 @@ def load_distributed(
     custom_optimizers: Iterable[type] | None,
     custom_objects: dict[str, Any] | None,
     compression: type[Compressor],
+    shard_state: bool = False,
 ) -> keras.Model:
     """``hvd.load_model`` of a file that ``model.save`` has written; the arguments are the same.
 
@@ -149,8 +158,26 @@ def load_distributed(
             "hvd.DistributedOptimizer."
         )
     if not is_distributed(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
-        DistributedOptimizer(model.optimizer, compression=compression)
+        if shard_state:
+            _take_shares(model, compression)
+        else:
+            DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+def _take_shares(model: Any, compression: type[Compressor]) -> None:
+    """Replaces the optimizer of a model by one with a share of its state."""
+    whole = model.optimizer
+    share = DistributedOptimizer(
+        type(whole).from_config(whole.get_config()), compression=compression, shard_state=True
+    )
+    share.build(model.trainable_variables)
+    for variable, value in zip(share.variables, whole.variables, strict=True):
+        if shards.of(variable) is None:
+            variable.assign(value)
+        else:
+            state.set_share(variable, np.asarray(value))
+    model.optimizer = share
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -229,6 +256,22 @@ def _other_keras(optimizer: Any) -> str:
     if not is_legacy and home == "tf_keras":
         return "This one is of tf_keras: set TF_USE_LEGACY_KERAS=1 for that."
     return ""
+
+
+def _check_shares(
+    optimizer: Any, options: exchange.ExchangeOptions, groups: exchange.Groups, is_v1: bool
+) -> None:
+    """Raises ValueError if ``shard_state`` does not fit the rest."""
+    reason = None
+    if is_legacy or is_v1:
+        reason = f"it needs an optimizer of Keras 3, and this {type(optimizer).__name__} is not"
+    elif options.op is ops.Adasum:
+        reason = "op=hvd.Adasum needs all gradients on all ranks. Use hvd.Average or hvd.Sum"
+    elif groups:
+        reason = "it packs gradients by their owners. Leave num_groups and groups out"
+    if reason:
+        raise ValueError(f"hvd.DistributedOptimizer: shard_state=True: {reason}.")
+    state.check_suitable(optimizer)
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:

@@ -5,9 +5,12 @@ models that no distributed optimizer trains, the changed methods behave as befor
 lists the rows.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+
+import tensorflow as tf
 
 from hvd_keras import log, shards
 from hvd_keras._keras import is_legacy, keras, require
@@ -81,11 +84,13 @@ def uninstall() -> None:
 
 def _require_what_is_read() -> None:
     """Checks attributes that are only read, and whose absence would go unnoticed."""
-    # Named, because otherwise Keras would number the user's first layer and model as the second.
-    layer = keras.layers.Layer(name="hvd_keras")
+    # In TensorFlow 1 a script may still enable eager execution if there is no default graph yet.
+    with contextlib.nullcontext() if tf.executing_eagerly() else tf.Graph().as_default():
+        # Named: otherwise Keras would number the user's first layer and model as the second.
+        layer = keras.layers.Layer(name="hvd_keras")
+        model = keras.Sequential(name="hvd_keras")
     require(layer, "_seed_generators", "to give each rank its own randomness")
     require(layer, "_flatten_layers", "to find the layers of a model")
-    model = keras.Sequential(name="hvd_keras")
     require(model, "_compile_metrics", "to compute metrics over all ranks")
     require(model, "_loss_tracker", "to count samples")
     require(model, "_get_metrics_result_or_logs", "to compute metrics over all ranks")

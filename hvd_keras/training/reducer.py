@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvd_keras import log, ops, rank_info, settings, shards
 from hvd_keras._keras import keras, require
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.shards import clipping
+from hvd_keras.shards import clipping, state
 from hvd_keras.training import buckets, building, exchange, forgotten
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
@@ -89,7 +89,7 @@ class GradientReducer:
         if rank_info.size() > 1 and not building.is_building():
             forgotten.mark_reduced(variables)
         if self.process_set.size() == 1 or not gradients or building.is_building():
-            return Step(self, None, gradients, [], [], set())
+            return Step(self, None, gradients, variables, [], [], set())
         exchange.refuse_strategies()
         gradients = self.options.densified(gradients)
         divided = self._divided(variables)
@@ -109,7 +109,7 @@ class GradientReducer:
         ]
         if overwritten:
             # Such "gradients" (float8 scales) are new values; Keras uses the maximum of several.
-            largest = ops.grouped_allreduce(
+            largest = ops.reduce_tensors(
                 [gradients[i] for i in overwritten],
                 op=ops.Max,
                 name=f"{self.name} overwritten",
@@ -117,7 +117,12 @@ class GradientReducer:
             )
             for i, value in zip(overwritten, largest, strict=True):
                 gradients[i] = value
-        return Step(self, plan, gradients, shared, overwritten, divided)
+        return Step(self, plan, gradients, variables, shared, overwritten, divided)
+
+    def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Exchanges the gradients that travel, in the order of the plan."""
+        del variables
+        return plan.exchange(gradients, self.options)
 
     def _divided(self, variables: Sequence[Any]) -> set[int]:
         """The places of the parts of tables; raises ValueError if they do not fit the options."""
@@ -175,6 +180,7 @@ class Step:
     Attributes:
         gradients: in the order given; completed, those that travel not exchanged yet.
         exchanged: whether ``exchange`` was called.
+        updated: the variables that the optimizer updates.
         divided: the places, among the gradients that the optimizer updates with, of those of tables
             that are divided between ranks.
     """
@@ -184,18 +190,21 @@ class Step:
         reducer: GradientReducer,
         plan: "Plan | None",
         gradients: list[Any],
+        variables: Sequence[Any],
         shared: list[int],
         overwritten: list[int],
         divided: set[int],
     ) -> None:
         self.gradients = gradients
-        self._options = reducer.options
+        self._reducer = reducer
         self._plan = plan
+        self._travelling = [variables[i] for i in shared]
         self._position = {i: p for p, i in enumerate(shared)}  # in the plan
         # What an optimizer sees of them: without Nones, and without what it overwrites.
         self._updated = [
             i for i, g in enumerate(gradients) if g is not None and i not in overwritten
         ]
+        self.updated = [variables[i] for i in self._updated]
         self.exchanged = plan is None
         self.divided = {place for place, i in enumerate(self._updated) if i in divided}
 
@@ -222,9 +231,9 @@ class Step:
         for position, gradient in zip(positions, gradients, strict=True):
             if position is not None:
                 travelling[position] = gradient
-        travelling = self._plan.exchange(travelling, self._options)
+        travelling = self._reducer.exchange(self._plan, travelling, self._travelling)
         return [
-            self._options.scale_local(gradient, place in self.divided)
+            self._reducer.options.scale_local(gradient, place in self.divided)
             if position is None
             else travelling[position]
             for place, (position, gradient) in enumerate(zip(positions, gradients, strict=True))
@@ -265,20 +274,24 @@ class Plan:
             for gradient, kind, spec in zip(gradients, self.kinds, self.specs, strict=True)
         ]
 
-    def exchange(self, gradients: Sequence[Any], options: exchange.ExchangeOptions) -> list[Any]:
+    def exchange(
+        self,
+        gradients: Sequence[Any],
+        options: exchange.ExchangeOptions,
+        after: Sequence[Any] = (),
+    ) -> list[Any]:
         """Returns the gradients over all ranks, in the order given; None stays None.
 
         Last variables first, because backpropagation produces their gradients first. A bucket
         waits for the previous one, so that all ranks submit them in the same order, even inside
-        branches and loops, where TensorFlow keeps none.
+        branches and loops, where TensorFlow keeps none. The first one waits for ``after``.
         """
         results = list(gradients)
-        previous: list[Any] = []
+        previous = list(after)
         for bucket in self.buckets(gradients):
-            forgotten.count_reduction()
             name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.specs[bucket[0]].path}"
             with tf.control_dependencies(previous):
-                reduced = ops.grouped_allreduce(
+                reduced = ops.reduce_tensors(
                     [gradients[i] for i in bucket],
                     op=options.op,
                     compression=options.compression,
@@ -319,6 +332,7 @@ class KerasReducer(GradientReducer):
         outermost: the same, or the LossScaleOptimizer around it.
         name, options, groups: as in ``GradientReducer``.
         local_sum: the factor for Keras's mean over local steps.
+        shard_state: each rank has the slots of the variables that it owns.
     """
 
     def __init__(
@@ -329,6 +343,7 @@ class KerasReducer(GradientReducer):
         options: exchange.ExchangeOptions,
         groups: exchange.Groups,
         local_sum: int,
+        shard_state: bool = False,
     ) -> None:
         super().__init__(name, options, groups)
         self.optimizer = optimizer
@@ -341,6 +356,39 @@ class KerasReducer(GradientReducer):
         require(optimizer, "_clip_gradients", "to exchange and clip accumulated gradients")
         optimizer._clip_gradients = self._clip_gradients
         outermost.register_local_var = self.register_local
+        self.state: state.State | None = None
+        if shard_state and self.process_set.size() > 1:
+            self.state = state.State(
+                optimizer, outermost, self.name, self.process_set, self._is_local
+            )
+
+    def _is_local(self, variable: Any) -> bool:
+        return exchange.variable_id(variable) in self.local
+
+    def register_local(self, variable: Any) -> None:
+        """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
+        if self.state is not None and self.state.owner_of(variable) is not None:
+            raise ValueError(
+                f"register_local_var: {variable.path} has an owner already (shard_state=True). "
+                "Register variables before the optimizer is built."
+            )
+        super().register_local(variable)
+
+    def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Exchanges the gradients that travel, in the order of the plan."""
+        if self.state is None:
+            return super().exchange(plan, gradients, variables)
+        options = self.options
+        how = {
+            "op": options.op,
+            "compression": options.compression,
+            "device_dense": options.device_dense,
+            "prescale_factor": 1 / options.gradient_predivide_factor,
+            "postscale_factor": options.gradient_predivide_factor,
+        }
+        return self.state.reduce(
+            gradients, variables, how, lambda rest, after: plan.exchange(rest, options, after)
+        )
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
         """Replaces ``Optimizer.apply_gradients``, which calls ``apply``."""
@@ -360,12 +408,19 @@ class KerasReducer(GradientReducer):
         if variables is None:
             require(self.optimizer, "_trainable_variables", "to know what apply updates")
             variables = self.optimizer._trainable_variables
-        step = self.begin(grads, variables := list(variables))
+        variables = list(variables)
+        if self.state is not None and not self.optimizer.built:
+            self.optimizer.build(variables)  # which gives them their owners
+        step = self.begin(grads, variables)
         token = forgotten.exchanged.set(True)
         self._pending = step
+        if self.state is not None:
+            self.state.exchanges, self.state.shared = not step.exchanged, False
         try:
             if not self.optimizer.gradient_accumulation_steps:
                 keras_apply(self.optimizer, step.finish(), trainable_variables)
+                if self.state is not None and self.state.exchanges and not self.state.shared:
+                    raise self._not_exchanged("it never calls _backend_update_step")
                 return
             keras_apply(self.optimizer, step.gradients, trainable_variables)
             # In eager execution Keras accumulates in one step and exchanges in another.
@@ -373,6 +428,8 @@ class KerasReducer(GradientReducer):
                 raise self._not_exchanged("it never calls _clip_gradients")
         finally:
             self._pending = None
+            if self.state is not None:
+                self.state.exchanges = False
             forgotten.exchanged.reset(token)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
@@ -385,6 +442,8 @@ class KerasReducer(GradientReducer):
             if self._local_sum > 1:
                 factor = self._local_sum
                 grads = [g if g is None else g * tf.constant(factor, g.dtype) for g in grads]
+        if step is not None and self.state is not None:
+            return self.state.clip(grads, step.updated, step.divided)
         if step is not None and step.divided:
             return clipping.clip(self.optimizer, grads, step.divided, self.name, self.process_set)
         return type(self.optimizer)._clip_gradients(self.optimizer, grads)

@@ -103,7 +103,7 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
     """Assigns to floating-point variables their mean over the ranks."""
     if process_set.size() == 1 or not variables:
         return
-    means = ops.grouped_allreduce(
+    means = ops.reduce_tensors(
         [tf.convert_to_tensor(v) for v in variables],
         op=ops.Average,
         name="variables' means",

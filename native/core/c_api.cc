@@ -91,6 +91,15 @@ HVD_EXPORT int hvd_start_timeline(const char* path) {
 
 HVD_EXPORT void hvd_stop_timeline() { hvd::World::instance().recorder()->stop_timeline(); }
 
+// Keeps this process's last requests in a file. Requests that fail are told to a socket, see
+// flight_recorder.h. After hvd_init(), before any request.
+HVD_EXPORT int hvd_record_requests(const char* path, int socket) {
+  const hvd::RankInfo& info = hvd::World::instance().rank_info();
+  hvd::FlightRecorder& flight = hvd::World::instance().recorder()->flight();
+  flight.listen(socket);
+  return result(flight.open(path, info.rank, info.size));
+}
+
 // Folders to search for CUDA and NCCL, separated by colons. Before the first use of either.
 HVD_EXPORT void hvd_gpu_folders(const char* folders) {
   std::vector<std::string> all;
@@ -101,6 +110,9 @@ HVD_EXPORT void hvd_gpu_folders(const char* folders) {
 
 // The CUDA device of this process.
 HVD_EXPORT void hvd_use_gpu(int device) { hvd::set_default_gpu(device); }
+
+// All ranks are about to agree to add a process set.
+HVD_EXPORT void hvd_expect_process_sets() { hvd::expect_process_sets(); }
 
 // The versions and files of CUDA's runtime and of NCCL, or why there is none.
 HVD_EXPORT const char* hvd_cuda() {

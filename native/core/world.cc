@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
-#include <fstream>
 #include <numeric>
 #include <stdexcept>
 #include <thread>
@@ -94,11 +92,12 @@ void abort_soon(const std::string& why) {
 // Wraps the transport in one for GPUs if any rank has CUDA; collective. Then all ranks do so: a
 // rank that has joined takes part in what the others do with their GPUs.
 std::unique_ptr<Transport> with_gpus(MPI_Comm communicator, std::unique_ptr<Transport> host,
-                                     const Settings& settings) {
+                                     const Settings& settings, int process_set) {
   std::string why_no_gpu;
   int found = cuda_api(settings, &why_no_gpu) != nullptr;
   MPI_Allreduce(MPI_IN_PLACE, &found, 1, MPI_INT, MPI_MAX, communicator);
-  if (found) return std::make_unique<GpuTransport>(std::move(host), settings, abort_soon);
+  if (found)
+    return std::make_unique<GpuTransport>(std::move(host), settings, abort_soon, process_set);
   host->set_why_no_gpu(why_no_gpu);
   return host;
 }
@@ -197,7 +196,7 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   std::vector<int> all(rank_info_.size);
   std::iota(all.begin(), all.end(), 0);
   auto engine = std::make_shared<Engine>(
-      with_gpus(job_, transport_between(job_, all, settings_.allreduce), settings_), settings_,
+      with_gpus(job_, transport_between(job_, all, settings_.allreduce), settings_, 0), settings_,
       recorder_);
   process_sets().add(0, {rank_info_.rank, rank_info_.size, std::move(engine)});
   initialized_ = true;
@@ -219,20 +218,6 @@ Status World::begin_timeline() {
   return status;
 }
 
-// hvdrun reads the file after the job has ended.
-void World::leave_stats() const {
-  if (settings_.stats_directory.empty()) return;
-  const std::string path =
-      settings_.stats_directory + "/stats-" + std::to_string(rank_info_.rank) + ".json";
-  const std::string unfinished = path + ".new";
-  std::ofstream file(unfinished);
-  file << recorder_->stats();
-  file.close();
-  if (!file || std::rename(unfinished.c_str(), path.c_str()) != 0) {
-    log(LogLevel::error, "cannot write the statistics to '" + path + "' (HVD_STATS_DIRECTORY)");
-  }
-}
-
 Status World::add_process_set(int id, const std::vector<int>& ranks) {
   const Watchdog watchdog(settings_, settings_.timeout_seconds,
                           "hvd.add_process_set() waits for another rank, which does not go on.");
@@ -243,7 +228,7 @@ Status World::add_process_set(int id, const std::vector<int>& ranks) {
     set.rank = static_cast<int>(own - ranks.begin());
     MPI_Comm members = communicator_of(job_, ranks, id);
     set.engine = std::make_shared<Engine>(
-        with_gpus(members, transport_between(members, ranks, settings_.allreduce), settings_),
+        with_gpus(members, transport_between(members, ranks, settings_.allreduce), settings_, id),
         settings_, recorder_, id);
     MPI_Comm_free(&members);
   }
@@ -272,7 +257,6 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
   // The worst result of all sets.
   Engine::LeaveResult result = Engine::LeaveResult::all_left;
   for (const auto& engine : engines) result = std::max(result, engine->leave(seconds));
-  leave_stats();
   all_left_together_ = result == Engine::LeaveResult::all_left;
   if (all_left_together_) {
     engines.clear();

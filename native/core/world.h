@@ -47,7 +47,6 @@ class World {
   Status start_mpi();
   Status choose_job(const std::vector<int>& ranks, const MPI_Comm* communicator);
   Status begin_timeline();
-  void leave_stats() const;
 
   Settings settings_;
   std::shared_ptr<Recorder> recorder_;

@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <functional>
 #include <thread>
@@ -13,16 +14,23 @@
 namespace hvd {
 namespace {
 
+const Pause kPause = [] { std::this_thread::yield(); };
+
 // One rank on one device, with a stream and two pieces of memory.
 struct Rank {
   explicit Rank(const NcclId& id, int rank = 0, int size = 1)
-      : device(0), communicator(api(), id, rank, size, [] { std::this_thread::yield(); }) {}
+      : device(rank), communicator(on_its_device(), id, rank, size, kPause) {}
 
   static const NcclApi& api() {
     Settings settings;
     std::string why;
     CHECK(read_settings(&settings).ok());
     return *nccl_api(settings, &why);
+  }
+
+  const NcclApi& on_its_device() const {
+    device.cuda().set_device(device.number());
+    return api();
   }
 
   void reduce(const void* in, void* out, size_t count, CudaStream stream) {
@@ -40,10 +48,7 @@ NcclId new_id() {
   return id;
 }
 
-const Pause kPause = [] { std::this_thread::yield(); };
-
 // What a process that runs this says on stderr.
-
 std::string said(const std::function<void()>& body) {
   int pipe_ends[2];
   CHECK_EQ(pipe(pipe_ends), 0);
@@ -70,16 +75,16 @@ std::string said(const std::function<void()>& body) {
 void use_in_two_streams(bool wait_for_input, bool wait_for_output) {
   Rank rank(new_id());
   Gpu gpu(rank.device.cuda(), 0);
-  const std::vector<float> values(100, 1.0F);
-  std::vector<float> result(100);
+  const Memory values = rank.device.pinned(400), result = rank.device.pinned(400);
   const Memory in = rank.device.allocate(400), out = rank.device.allocate(400);
-  rank.device.copy(in.get(), values.data(), 400);
+  std::fill_n(static_cast<float*>(values.get()), 100, 1.0F);
+  rank.device.copy(in.get(), values.get(), 400);
   if (wait_for_input) gpu.wait(gpu.stream(), gpu.record(rank.device.stream()));
   rank.communicator.group([&] { rank.reduce(in.get(), out.get(), 100, gpu.stream()); }, kPause);
   if (wait_for_output) gpu.wait(rank.device.stream(), gpu.record(gpu.stream()));
-  rank.device.copy(result.data(), out.get(), 400);
+  rank.device.copy(result.get(), out.get(), 400);
   rank.device.synchronize();
-  CHECK_EQ(result[99], 1.0F);
+  CHECK_EQ(static_cast<float*>(result.get())[99], 1.0F);
   rank.communicator.close(kPause);
 }
 
@@ -89,6 +94,81 @@ void events_between_streams() {
                  "'NCCL' in stream 2 uses memory that 'copy' in stream 1 writes, with no event");
   CHECK_CONTAINS(said([] { use_in_two_streams(true, false); }),
                  "'copy' in stream 1 uses memory that 'NCCL' in stream 2 writes, with no event");
+}
+
+// What the host sees of page-locked memory and of a device's, before and after it has waited.
+void what_the_host_uses() {
+  const auto use = [](bool wait, bool write, bool of_device) {
+    test::Device device(0);
+    const Memory locked = device.pinned(400), memory = device.allocate(400);
+    char* const host = static_cast<char*>(of_device ? memory.get() : locked.get());
+    device.copy(write ? memory.get() : locked.get(), write ? locked.get() : memory.get(), 400);
+    if (wait) device.synchronize();
+    write ? void(host[7] = 1) : void(CHECK_EQ(host[7], '\x55'));
+    device.synchronize();
+  };
+  for (const bool write : {false, true}) {
+    CHECK_EQ(said([&] { use(true, write, false); }), "");
+    CHECK_CONTAINS(said([&] { use(false, write, false); }),
+                   "the host uses memory that 'copy' in stream 1 may still use");
+    CHECK_CONTAINS(said([&] { use(true, write, true); }), "the host uses memory of a device");
+  }
+}
+
+// Another thread than the one that has waited must not go on as if it had.
+void one_thread_of_the_host_waits_for_another() {
+  const auto copies = [](bool same_thread) {
+    test::Device device(0);
+    Gpu gpu(device.cuda(), 0);
+    const Memory locked = device.pinned(400), memory = device.allocate(400);
+    device.fill(memory.get(), 1, 400);
+    if (same_thread) device.synchronize();
+    std::atomic<bool> waited{same_thread}, copied{false};
+    std::thread other([&] {
+      if (!same_thread) device.synchronize();
+      waited = true;
+      while (!copied) std::this_thread::yield();
+    });
+    while (!waited) std::this_thread::yield();
+    gpu.copy(locked.get(), memory.get(), 400);
+    copied = true;
+    other.join();
+    const Event end = gpu.record(gpu.stream());
+    while (!gpu.finished(end)) std::this_thread::yield();
+  };
+  CHECK_EQ(said([&] { copies(true); }), "");
+  CHECK_CONTAINS(said([&] { copies(false); }), "uses memory that 'memset' in stream 1 writes");
+}
+
+// Two communicators of two ranks, which are threads with a device each.
+void two_communicators() {
+  const auto both = [](bool same_order, bool one_after_another) {
+    const NcclId ids[] = {new_id(), new_id()};
+    std::vector<std::thread> threads;
+    for (int r = 0; r < 2; ++r) {
+      threads.emplace_back([=] {
+        Rank first(ids[0], r, 2), second(ids[1], r, 2);
+        const Memory memory = first.device.allocate(400), other = first.device.allocate(400);
+        const bool swap = r == 1 && !same_order;
+        Rank& one = swap ? second : first;
+        Rank& two = swap ? first : second;
+        one.communicator.group(
+            [&] { one.reduce(memory.get(), memory.get(), 100, one.device.stream()); }, kPause);
+        Gpu gpu(one.device.cuda(), one.device.number());
+        if (one_after_another) gpu.wait(two.device.stream(), gpu.record(one.device.stream()));
+        two.communicator.group(
+            [&] { two.reduce(other.get(), other.get(), 100, two.device.stream()); }, kPause);
+        for (Rank* rank : {&one, &two}) {
+          rank->device.synchronize();
+          rank->device.keep();
+        }
+        for (Rank* rank : {&first, &second}) rank->communicator.close(kPause);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  };
+  CHECK_EQ(said([&] { both(true, true); }), "");
+  CHECK_CONTAINS(said([&] { both(true, false); }), "may run on a device at once");
 }
 
 void memory_of_the_host_or_too_little() {
@@ -173,6 +253,9 @@ int main() {
   using namespace hvd;
   return test::run({
       {"events between streams", events_between_streams},
+      {"what the host uses", what_the_host_uses},
+      {"one thread of the host waits for another", one_thread_of_the_host_waits_for_another},
+      {"two communicators", two_communicators},
       {"memory of the host, or too little", memory_of_the_host_or_too_little},
       {"ranks that differ", ranks_that_differ},
       {"an open group", an_open_group},

@@ -1,6 +1,7 @@
 // What is special about GPUs: streams, backends, faults. The collectives themselves are tested by
 // the other programs, with "gpu" as their transport.
 #include <atomic>
+#include <csignal>
 #include <thread>
 
 #include "core/gpu/gpu_handshake.h"
@@ -35,6 +36,14 @@ int groups() {
 void expect_sum_of(Engine& engine, const std::string& name) {
   Call call(Kind::allreduce, name);
   call.add(DType::float32, {4}).submit(engine);
+  call.expect_sum();
+}
+
+// As a script has it, begun with the first.
+void expect_sum_of_world(const std::string& name) {
+  CHECK_EQ(World::instance().init({}, nullptr).message, "");
+  Call call(Kind::allreduce, name);
+  call.add(DType::float32, {4}).submit(process_sets());
   call.expect_sum();
 }
 
@@ -222,13 +231,13 @@ Call& abandoned(const std::string& name) {
 // The last rank's GPU stops in the middle of a collective that all have begun. All processes wait
 // in their streams, and their engines have nothing to do.
 void a_gpu_that_stops_ends_all() {
-  const auto stop = hook<void()>("hvd_fake_cuda_stop");
+  const auto stop = hook<void(int)>("hvd_fake_cuda_stop");
   if (!stop || size == 1) return;
   Settings settings;
   settings.timeout_seconds = 1;
   static Engine* const engine = test::new_engine(settings).release();  // messages stay under way
   expect_sum_of(*engine, "before");
-  if (is_last()) stop();
+  if (is_last()) stop(-1);
   Call& call = abandoned("stopped");
   call.submit(*engine);
   while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -239,35 +248,85 @@ void a_gpu_that_stops_ends_all() {
 
 // NCCL tells one rank that another has gone, in the middle of a collective.
 void an_error_of_nccl_ends_all() {
-  const auto stop = hook<void()>("hvd_fake_cuda_stop");
-  const auto fail = hook<void(int)>("hvd_fake_cuda_fail");
+  const auto stop = hook<void(int)>("hvd_fake_cuda_stop");
+  const auto fail = hook<void(int, int)>("hvd_fake_cuda_fail");
   if (!stop || size == 1) return;
   static Engine* const engine = test::new_engine().release();  // messages stay under way
   expect_sum_of(*engine, "before");
-  if (is_last()) stop();
+  if (is_last()) stop(-1);
   Call& call = abandoned("failing");
   call.submit(*engine);
   while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   MPI_Barrier(MPI_COMM_WORLD);
-  if (rank == 0) fail(6);
+  if (rank == 0) fail(-1, 6);
   expect_the_same_end(
       *engine, {"allreduce 'failing' on the GPU of rank 0", "remote error", "NCCL_DEBUG=INFO"});
   CHECK_CONTAINS(test::why_stuck, "remote error");
 }
 
+// The last rank is killed in the middle of a collective that all have begun.
+void a_rank_that_dies_ends_all() {
+  expect_sum_of_world("before");
+  if (is_last()) hook<void(int)>("hvd_fake_cuda_stop")(-1);
+  Call& call = abandoned("without the last");
+  call.submit(process_sets());
+  while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  if (is_last()) raise(SIGKILL);
+  test::device->synchronize();
+  std::printf("went on with what nobody has computed\n");
+}
+
 // A script that waits for its stream, as one does that reads a tensor, is ended from outside.
 void a_script_that_is_stuck_ends() {
-  World& world = World::instance();
-  CHECK_EQ(world.init({}, nullptr).message, "");
-  Call before(Kind::allreduce, "before");
-  before.add(DType::float32, {4}).submit(process_sets());
-  before.expect_sum();
-  if (is_last()) hook<void()>("hvd_fake_cuda_stop")();
+  expect_sum_of_world("before");
+  if (is_last()) hook<void(int)>("hvd_fake_cuda_stop")(-1);
   Call& call = abandoned("stuck");
   call.submit(process_sets());
   while (call.times_done == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   test::device->synchronize();
   std::printf("went on with what nobody has computed\n");
+}
+
+// Takes the place of MPI's own.
+int mpi_has_gpus = 0;
+
+// Allgather and broadcast of an MPI that knows GPUs need no copies to the host, and the values are
+// the same: it begins when the late inputs are there.
+void an_mpi_that_knows_gpus_gets_their_memory() {
+  const auto aware = hook<void(int)>("hvd_fake_cuda_aware_mpi");
+  const auto copies = hook<int()>("hvd_fake_cuda_copies");
+  if (!aware) return;
+  for (const int yes : {0, 1}) {
+    aware(yes);
+    mpi_has_gpus = yes;
+    Settings settings;
+    settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
+    const auto engine = test::new_engine(settings);
+    for (const Kind kind : {Kind::allgather, Kind::broadcast}) {
+      for (int i = 0; i < 5; ++i) {
+        Call call(kind, "number " + std::to_string(i));
+        call.in_place = kind == Kind::broadcast && i % 2 == 1;
+        call.add(DType::int32, {2 + i, 3});
+        std::promise<int> copied;
+        call.then = [&] { copied.set_value(copies()); };
+        call.request.root = size - 1;
+        const int before = copies() + 1;  // that of the test
+        call.submit(*engine);
+        const bool root_copies = kind == Kind::broadcast && is_last() && !call.in_place;
+        const int n = copied.get_future().get() - before;
+        if (size > 1) CHECK_EQ(n, yes ? static_cast<int>(root_copies) : 2);
+        const int64_t of_rank = 3 * (2 + i);
+        call.expect_output([&](size_t tensor, int64_t index) {
+          return kind == Kind::broadcast
+                     ? test::value(size - 1, tensor, index)
+                     : test::value(static_cast<int>(index / of_rank), tensor, index % of_rank);
+        });
+      }
+    }
+    CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
+  }
+  aware(0);
+  mpi_has_gpus = 0;
 }
 
 // One rank has no NCCL: the others have it and do not use it, and all come to the same values.
@@ -287,6 +346,11 @@ void without_nccl_all_goes_over_the_host() {
 }  // namespace
 }  // namespace hvd
 
+// As an MPI has it; this program's own comes before that of MPI's library.
+extern "C" __attribute__((visibility("default"))) int MPIX_Query_cuda_support() {
+  return hvd::mpi_has_gpus;
+}
+
 // The second argument names one test that needs a process of its own; none: all others.
 int main(int argc, char** argv) {
   using namespace hvd;
@@ -302,6 +366,9 @@ int main(int argc, char** argv) {
     return test::run_with_mpi(argc, argv,
                               {{"a script that is stuck ends", a_script_that_is_stuck_ends}});
   }
+  if (which == "dies")
+    return test::run_with_mpi(argc, argv,
+                              {{"a rank that dies ends all", a_rank_that_dies_ends_all}});
   if (which == "fails")
     return test::run_with_mpi(argc, argv,
                               {{"an error of NCCL ends all", an_error_of_nccl_ends_all}});
@@ -311,6 +378,7 @@ int main(int argc, char** argv) {
           {"no host waits for the GPU", no_host_waits_for_the_gpu},
           {"many are under way", many_are_under_way},
           {"the user chooses the way", the_user_chooses_the_way},
+          {"an MPI that knows GPUs gets their memory", an_mpi_that_knows_gpus_gets_their_memory},
           {"one rank on its host is refused", one_rank_on_its_host_is_refused},
           {"a second device is refused", a_second_device_is_refused},
           {"who does not fit together", who_does_not_fit_together},

@@ -17,8 +17,9 @@ constexpr int kRanks = 3;
 using LeaveResult = Engine::LeaveResult;
 
 // Runs a body on each rank, with an engine.
-void on_all_ranks(const Settings& settings, const std::function<void(Engine&, int)>& body) {
-  const auto hub = std::make_shared<test::Hub>(kRanks);
+void on_all_ranks(const Settings& settings, const std::function<void(Engine&, int)>& body,
+                  double patience = 0.0005) {
+  const auto hub = std::make_shared<test::Hub>(kRanks, patience);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
@@ -37,6 +38,9 @@ LeaveResult leave(Engine& engine, const std::string& reason) {
 // One request and its result; `values` are this rank's, of one dimension.
 class Call {
  public:
+  std::thread::id done_on;
+  std::function<void()> then;  // called by done()
+
   Call(Kind kind, std::string name, std::vector<float> values = {})
       : values_(std::move(values)), result_(promise_.get_future()) {
     request_.kind = kind;
@@ -56,7 +60,11 @@ class Call {
       *data = output.data();
       return Status();
     };
-    request_.done = [this](const Status& status) { promise_.set_value(status); };
+    request_.done = [this](const Status& status) {
+      done_on = std::this_thread::get_id();
+      if (then) then();
+      promise_.set_value(status);
+    };
     engine.submit(request_);
   }
 
@@ -99,6 +107,54 @@ void threads_of_all_ranks_submit_in_any_order() {
     for (std::thread& thread : threads) thread.join();
     CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
   });
+}
+
+// If nothing is queued and the others come in time; otherwise the engine's thread goes on with it.
+void the_thread_that_submits_serves_requests() {
+  for (const double patience : {1e9, 0.0}) {
+    const auto body = [&](Engine& engine, int rank) {
+      int here = 0;
+      for (int i = 0; i < 50; ++i) {
+        // Until the engine's thread waits for requests.
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        Call call(Kind::allreduce, "one", {static_cast<float>(i + rank), 1});
+        call.submit(engine);
+        CHECK_EQ(call.wait().message, "");
+        CHECK(call.output == (std::vector<float>{static_cast<float>(3 * i + 3), 3}));
+        here += call.done_on == std::this_thread::get_id();
+      }
+      if (patience > 0) CHECK(here > 0);
+      CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
+    };
+    on_all_ranks({}, body, patience);
+  }
+}
+
+thread_local int nested = 0;  // calls of done()
+
+// As a framework may that runs what comes next on the thread of done().
+void done_submits_without_nesting() {
+  const auto body = [](Engine& engine, int rank) {
+    std::deque<Call> calls;
+    for (int i = 0; i < 100; ++i)
+      calls.emplace_back(Kind::allreduce, "call " + std::to_string(i),
+                         std::vector<float>{static_cast<float>(rank)});
+    for (size_t i = 0; i < calls.size(); ++i) {
+      calls[i].then = [&, i] {
+        CHECK_EQ(++nested, 1);
+        if (i + 1 < calls.size()) calls[i + 1].submit(engine);
+        --nested;
+      };
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    calls[0].submit(engine);
+    for (Call& call : calls) {
+      CHECK_EQ(call.wait().message, "");
+      CHECK(call.output == std::vector<float>{3});
+    }
+    CHECK_EQ(leave(engine, "done"), LeaveResult::all_left);
+  };
+  on_all_ranks({}, body, 1e9);
 }
 
 void errors_reach_all_and_work_goes_on() {
@@ -283,6 +339,8 @@ int main() {
   using namespace hvd;
   return test::run({
       {"threads of all ranks submit in any order", threads_of_all_ranks_submit_in_any_order},
+      {"the thread that submits serves requests", the_thread_that_submits_serves_requests},
+      {"done() submits without nesting", done_submits_without_nesting},
       {"errors reach all and work goes on", errors_reach_all_and_work_goes_on},
       {"ranks join one after another", ranks_join_one_after_another},
       {"who leaves fails what others submit at that time",

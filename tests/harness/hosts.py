@@ -137,8 +137,8 @@ class Host:
     `address` is its IPv4 address, `temporary` its $TMPDIR, `pid` its first process, seen from here.
     """
 
-    def __init__(self, number: int, shared: pathlib.Path, switch: int) -> None:
-        self.name = f"server{number}"
+    def __init__(self, number: int, name: str, shared: pathlib.Path, switch: int) -> None:
+        self.name = name
         self.address = f"{NETWORK}.{number}"
         self.folder = shared / self.name
         self.temporary = self.folder / "tmp"
@@ -223,6 +223,11 @@ class Host:
 
         The numbers are those out here.
         """
+        own = ("sshd:", "sleep 1000", _tool("sshd"))
+        return {pid: line for pid, line in self.all().items() if not line.startswith(own)}
+
+    def all(self) -> dict[int, str]:
+        """The same, with sshd's."""
         own = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
         for entry in pathlib.Path("/proc").glob("[0-9]*"):
@@ -234,7 +239,7 @@ class Host:
                 )
             except OSError:  # it is gone
                 continue
-            if line and not line.startswith(("sshd:", "sleep 1000", _tool("sshd"))):
+            if line:
                 found[int(entry.name)] = line
         return found
 
@@ -311,10 +316,10 @@ class Host:
 
 
 class Hosts(Sequence[Host]):
-    """`count` hosts, named server1, server2 and so on; hosts[0] is server1."""
+    """`count` hosts, named server1, server2 and so on, or those with the names given."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, count: int, names: Sequence[str] = ()) -> None:
+        self._names = names or [f"server{number}" for number in range(1, count + 1)]
         self._hosts: list[Host] = []
 
     def __enter__(self) -> Hosts:
@@ -331,8 +336,8 @@ class Hosts(Sequence[Host]):
             inside = ("nsenter", "--net", "--target", str(switch))
             _do(*inside, "ip", "link", "add", "switch", "type", "bridge")
             _do(*inside, "ip", "link", "set", "switch", "up")
-            for number in range(1, self._count + 1):
-                self._hosts.append(Host(number, self._folder, switch))
+            for number, name in enumerate(self._names, 1):
+                self._hosts.append(Host(number, name, self._folder, switch))
         except BaseException:
             self.__exit__()
             raise
@@ -350,7 +355,7 @@ class Hosts(Sequence[Host]):
     def _configure(self) -> None:
         """Write the hosts' files: names, one key for the user, a key for each host."""
         folder = self._folder
-        names = [(f"{NETWORK}.{n}", f"server{n}") for n in range(1, self._count + 1)]
+        names = [(f"{NETWORK}.{n}", name) for n, name in enumerate(self._names, 1)]
         table = "".join(f"{address} {name}\n" for address, name in names)
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + table)
         keygen = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f")

@@ -55,7 +55,7 @@ class Launcher:
             stdin=None if "input" in options else subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=LIMIT,
+            timeout=options.pop("timeout", LIMIT),
             **options,
         )
 

@@ -23,6 +23,17 @@ The tests write this page. `tests/parallel/test_training.py` also covers sparse 
 schedules, wrapped and combined optimizers, and optimizers of the user's own.
 
 """
+_SHARES = re.compile(r"::test_shares_of_every_optimizer_with_every_option\[(\w+)-(\w+)\]$")
+_ABOUT_SHARES = """
+## State in shares
+
+The same for `hvd.DistributedOptimizer(optimizer, shard_state=True)`, compared with a training
+without, on two ranks. "≡": the final weights are equal bit for bit. "refused": an error on every
+rank, because Adafactor's slots are rows and columns, which are small already, and those of
+ScheduleFreeAdamW begin as copies of the weights. `tests/parallel/test_shard_state.py` also covers
+compression, sparse gradients, loss scaling, process sets, XLA, and what else is refused.
+
+"""
 _COMBINATION = re.compile(r"::test_features_in_combination\[(.+)\]$")
 _COMBINATIONS = """\
 # Features in combination
@@ -47,6 +58,7 @@ independently. Give each part `gradient_accumulation_steps` instead.
 The tests write this page (`tests/parallel/test_combinations.py`).
 
 """
+_shares: dict[tuple[str, str], str] = {}
 _outcomes: dict[tuple[str, str], str] = {}
 _combinations: list[list[str]] = []
 
@@ -59,6 +71,11 @@ def pytest_runtest_logreport(report) -> None:
     cell = _CELL.search(report.nodeid)
     if cell and report.when == "call":
         _outcomes[cell[1], cell[2]] = "=" if report.passed else report.outcome
+    share = _SHARES.search(report.nodeid)
+    if share and report.when == "call":
+        refused = share[1] in ("Adafactor", "ScheduleFreeAdamW")
+        expected = "refused" if refused else "≡"
+        _shares[share[1], share[2]] = expected if report.passed else report.outcome
     row = _COMBINATION.search(report.nodeid)
     if row and report.when == "call":
         values = row[1].split(", ")
@@ -68,15 +85,17 @@ def pytest_runtest_logreport(report) -> None:
 
 def pytest_sessionfinish(session) -> None:
     if session.config.option.matrix and hvd.rank() == 0:
-        text = _INTRODUCTION + _table() if _outcomes else _COMBINATIONS + _combination_table()
+        text = _COMBINATIONS + _combination_table()
+        if _outcomes:
+            text = _INTRODUCTION + _table(_outcomes) + _ABOUT_SHARES + _table(_shares)
         session.config.option.matrix.write_text(text)
 
 
-def _table() -> str:
-    optimizers = sorted({optimizer for optimizer, _ in _outcomes})
-    options = list(dict.fromkeys(option for _, option in _outcomes))
+def _table(outcomes: dict[tuple[str, str], str]) -> str:
+    optimizers = sorted({optimizer for optimizer, _ in outcomes})
+    options = list(dict.fromkeys(option for _, option in outcomes))
     rows = [["", *options], ["---"] + [":-:"] * len(options)]
-    rows += [[name] + [_outcomes.get((name, o), "") for o in options] for name in optimizers]
+    rows += [[name] + [outcomes.get((name, o), "") for o in options] for name in optimizers]
     return _markdown(rows)
 
 

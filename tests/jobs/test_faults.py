@@ -7,6 +7,7 @@ deadline (docs/protocol.md).
 import dataclasses
 import os
 import re
+import sys
 import textwrap
 
 import pytest
@@ -53,13 +54,15 @@ class Row:
     """A fault and its consequences.
 
     ``heard`` is what ranks 0 and 2 must print, ``summary`` a line that names the culprit (both are
-    regular expressions). A ``status`` of None means any except 0.
+    regular expressions). A ``status`` of None means any except 0. ``line`` is the line of the
+    script that the postmortem must name: of a process that ends without a word, its last call.
     """
 
     code: str
     status: int | None = None
     summary: str = ""
     heard: str = ""
+    line: str = "hvd.barrier()"
 
 
 def first(end: str) -> str:
@@ -77,16 +80,23 @@ ROWS = {
         "def fault(): os.kill(os.getpid(), signal.SIGKILL)", 137, first("killed by SIGKILL")
     ),
     "SIGSEGV": Row(
-        "def fault(): os.kill(os.getpid(), signal.SIGSEGV)", 139, first("killed by SIGSEGV")
+        "def fault(): os.kill(os.getpid(), signal.SIGSEGV)",
+        139,
+        first("killed by SIGSEGV"),
+        line="signal.SIGSEGV)",
     ),
     "SIGTERM": Row(
-        "def fault(): os.kill(os.getpid(), signal.SIGTERM)", 143, first("killed by SIGTERM")
+        "def fault(): os.kill(os.getpid(), signal.SIGTERM)",
+        143,
+        first("killed by SIGTERM"),
+        line="signal.SIGTERM)",
     ),
     "exception": Row(
         "def fault(): raise RuntimeError('bad luck')",
         1,
         first("exit status 1"),
         "AbortedError: .*rank 1 has left the job: RuntimeError: bad luck",
+        line="raise RuntimeError",
     ),
     "an exception that cannot be shown": Row(
         """
@@ -101,6 +111,7 @@ ROWS = {
         1,
         first("exit status 1"),
         "AbortedError: .*rank 1 has left the job: Bad",
+        line="raise Bad",
     ),
     "MemoryError": Row(
         """
@@ -114,6 +125,7 @@ ROWS = {
         1,
         first("exit status 1"),
         "AbortedError: .*rank 1 has left the job: MemoryError",
+        line="hoard.append",
     ),
     "sys.exit(0)": Row(
         "def fault(): sys.exit(0)",
@@ -143,9 +155,14 @@ ROWS = {
         75,
         IN_VAIN,
         heard="DeadlineExceededError: .*" + MISSING,
+        line="signal.SIGSTOP)",
     ),
     "sleep": Row(
-        "def fault(): time.sleep(1000)", 75, IN_VAIN, heard="DeadlineExceededError: .*" + MISSING
+        "def fault(): time.sleep(1000)",
+        75,
+        IN_VAIN,
+        heard="DeadlineExceededError: .*" + MISSING,
+        line="time.sleep(1000)",
     ),
     "skips one": Row(
         """
@@ -154,6 +171,7 @@ ROWS = {
                 hvd.allreduce(tf.ones(4), name=f"gradient {i}")
         """,
         heard="rank 1 has submitted: allreduce 'gradient 21'",
+        line='name=f"gradient {i}")',
     ),
     # Later steps look alike, so the ranks notice only when one of them has no more steps.
     "skips one of many with one name": Row(
@@ -163,6 +181,7 @@ ROWS = {
                 hvd.allreduce(tf.ones(4), name="gradient")
         """,
         heard="AbortedError: .*rank 1 has left the job: its script has ended",
+        line='hvd.allreduce(tf.ones(4), name="gradient")',
     ),
     # Another thread might submit what the others wait for, so only the deadline helps.
     "broadcast against allreduce": Row(
@@ -174,6 +193,7 @@ ROWS = {
                 hvd.allreduce(tf.ones(4), name="gradient")
         """,
         heard="rank 1 has submitted: broadcast 'gradient'",
+        line="hvd.broadcast(",
     ),
 }
 
@@ -203,7 +223,11 @@ def step(i):
         reduce(tf.ones(1000 if hvd.rank() == 1 else 500))()
 """
 ROWS["different counts"] = Row(
-    DIFFERENT, 1, "hvdrun: rank [012] failed first: exit status 1$", r"rank 1: .*float32\[1000\]"
+    DIFFERENT,
+    1,
+    "hvdrun: rank [012] failed first: exit status 1$",
+    r"rank 1: .*float32\[1000\]",
+    line="return lambda: hvd.allreduce(",
 )
 
 
@@ -224,7 +248,9 @@ def check(launcher: Launcher, output: str) -> None:
 
 
 def check_row(launcher: Launcher, row: Row) -> None:
-    done = launcher.python(SIZE, script(row.code), env=launcher.environment | SETTINGS)
+    job = ("-np", str(SIZE), "--oversubscribe", "--postmortem", "postmortem", sys.executable)
+    path = launcher.script(script(row.code))
+    done = launcher.run(*job, path, env=launcher.environment | SETTINGS)
     check(launcher, done.stderr)
     assert done.returncode != 0
     assert row.status in (None, done.returncode), done.stderr
@@ -232,6 +258,11 @@ def check_row(launcher: Launcher, row: Row) -> None:
     for rank in (0, 2):
         lines = [line for line in done.stderr.splitlines() if line.startswith(f"[{rank}]")]
         assert re.search(row.heard, "\n".join(lines)), done.stderr
+    where = r"^hvdrun: postmortem: rank 1 .*\n  rank 1 (?:was|last called hvd_keras) at (.*)$"
+    told = re.search(where, done.stderr, re.MULTILINE)
+    assert told, done.stderr
+    assert told[1].startswith(f"{path}:"), told[1]
+    assert row.line in told[1]
 
 
 # Ends by other ways that hvdrun tells apart as it does those of the other rows.

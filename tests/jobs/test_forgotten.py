@@ -35,6 +35,15 @@ for batch in range(60):
     step(tf.constant(x), batch == 0)
 """
 
+# What hvd_keras reduces for the first model says nothing about the second.
+SECOND_MODEL = """
+model = keras.Sequential([keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+average = hvd.callbacks.MetricAverageCallback()
+fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [broadcast, average], metrics=["mae"])
+model = keras.Sequential([keras.layers.Dense(1)])
+fit(keras.optimizers.SGD(0.01), [broadcast])
+"""
+
 NOT_DISTRIBUTED = "applies gradients of this rank alone"
 DIFFERENT = "began to train with different weights"
 
@@ -42,13 +51,19 @@ DIFFERENT = "began to train with different weights"
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("fit(keras.optimizers.SGD(0.01), [broadcast])", NOT_DISTRIBUTED),
+        (SECOND_MODEL, NOT_DISTRIBUTED),
         ("fit(keras.optimizers.SGD(0.01), [broadcast], run_eagerly=True)", NOT_DISTRIBUTED),
         ("fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [])", DIFFERENT),
         (LOOP, DIFFERENT),
         (LOOP.replace("@tf.function\n", ""), DIFFERENT),
     ],
-    ids=["optimizer", "optimizer, eager", "broadcast", "broadcast, loop", "broadcast, eager loop"],
+    ids=[
+        "second optimizer",
+        "optimizer, eager",
+        "broadcast",
+        "broadcast, loop",
+        "broadcast, eager loop",
+    ],
 )
 def test_a_forgotten_line_is_told_once_and_is_an_error_if_strict(
     script: str, told: str, tmp_path: pathlib.Path

@@ -1,9 +1,11 @@
 """Ranks that wait for different collectives, so that none can continue."""
 
 import pathlib
+import re
 
 import pytest
 
+from hvd_keras import postmortem
 from tests.harness import ranks
 
 BATCHES = """
@@ -39,13 +41,19 @@ GOES_ON = """
 
 
 def test_a_rank_with_more_batches(tmp_path: pathlib.Path) -> None:
-    job = ranks.run_script(tmp_path, 2, BATCHES, timeout=100, HVD_MISMATCH_SECONDS="1")
+    folder = tmp_path / "postmortem"
+    settings = {"HVD_MISMATCH_SECONDS": "1", "HVD_POSTMORTEM": str(folder)}
+    job = ranks.run_script(tmp_path, 2, BATCHES, timeout=100, **settings)
     assert job.status != 0
     for rank in range(2):
         told = next(line for line in job.output.splitlines() if f"rank {rank} got:" in line)
         assert "rank 0 has submitted: allreduce" in told
         assert "rank 1 has submitted: allgather 'fit has ended" in told
         assert "hvd.data.agree_on_steps" in told
+    # Until then, an allreduce has followed the last that both ranks have run.
+    what, where = postmortem.conclusion(folder).splitlines()
+    assert re.match("rank 1 called allgather 'fit has ended.*' while rank 0 waited for all", what)
+    assert re.match(rf"  rank 1 was at {tmp_path}/script.py:\d+, in <module>: model.fit\(x", where)
 
 
 def test_ranks_that_bear_it_go_on(tmp_path: pathlib.Path) -> None:

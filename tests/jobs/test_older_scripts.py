@@ -17,6 +17,9 @@ tf.compat.v1.disable_v2_behavior()
 import hvd_keras as hvd
 
 hvd.init()
+tf.compat.v1.enable_eager_execution()  # which TensorFlow refuses if there is a default graph
+assert tf.executing_eagerly()
+tf.compat.v1.disable_eager_execution()
 rank, size = hvd.rank(), hvd.size()
 random = np.random.default_rng(3)
 x = random.normal(size=(6, 8, 5)).astype("float32")

@@ -4,10 +4,15 @@ import json
 import os
 import pathlib
 import signal
+import socket
+import subprocess
 import sys
+import urllib.error
+import urllib.request
 
 import pytest
 
+from hvd_keras import timeline
 from hvd_keras.launch.follow import statistics
 from tests.harness import ranks
 from tests.harness.launcher import wait_until
@@ -52,9 +57,13 @@ def slices(path: pathlib.Path, killed: bool = False) -> list[dict]:
 def test_a_job_with_a_late_rank(hvdrun) -> None:
     path = hvdrun.folder / "timeline.json"
     job = ("-np", "2", "--oversubscribe", "--stats", "--timeline", "timeline.json")
+    job += ("--postmortem", "postmortem")
     done = hvdrun.run(*job, sys.executable, hvdrun.script(SCRIPT))
     assert done.returncode == 0, done.stderr
 
+    assert "postmortem" not in done.stderr
+    assert not list((hvdrun.folder / "postmortem").iterdir())  # nothing went wrong
+    assert "hvdrun: timeline: python -m hvd_keras.timeline timeline.json\n" in done.stderr
     found = [e for e in slices(path) if e["args"]["name"] == "gradients"]
     assert len(found) == 2 * TIMES * 2  # of each rank, each time: waited and moved
     assert {e["args"]["last_rank"] for e in found} == {LATE}
@@ -117,11 +126,37 @@ def test_hvdrun_refuses_a_timeline_without_a_folder(hvdrun, path: str) -> None:
 def test_statistics_of_a_job_that_left_some_or_none(hvdrun) -> None:
     done = hvdrun.run("-np", "1", "--stats", "python", "-c", "1")
     assert (done.returncode, done.stdout) == (0, "")
-    assert "no statistics: no rank finished after hvd.init()" in done.stderr
+    assert "no statistics: no rank has called hvd.init()" in done.stderr
     spent = {"requests": 3, "bytes": 5e9, "waiting_seconds": 1.0, "moving_seconds": 0.5}
-    late = [{"last": 0, "awaited_seconds": 0.0}, {"last": 7, "awaited_seconds": 0.1}]
-    own = {"rank": 1, "seconds": 4.0, "collectives": {"allreduce": spent}, "ranks": late}
+    late = {"last": 7, "awaited_seconds": 0.1}
+    own = {"rank": 1, "seconds": 4.0, "collectives": {"allreduce": spent}, "late": late}
     table = statistics.table({1: own}, 2)
     assert "1.0 s  25%   0.5 s  12%    7 times" in table
     assert "5 GB" in table
-    assert table.endswith("No statistics of rank 0, which did not finish.")
+    assert table.endswith("No statistics of rank 0.")
+
+
+def test_a_link_opens_the_timeline_in_perfetto(tmp_path) -> None:
+    """The page of Perfetto fetches the file once, and nothing else."""
+    file = tmp_path / "a timeline.json"
+    file.write_text("[]")
+    command = [sys.executable, "-m", "hvd_keras.timeline", str(file)]
+    with socket.socket() as listener:  # the port is Perfetto's choice and may be in use
+        try:
+            listener.bind(("127.0.0.1", timeline.PORT))
+        except OSError:
+            pytest.skip(f"port {timeline.PORT} is in use")
+        listener.listen()
+        refused = subprocess.run(command, capture_output=True, text=True)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"cannot serve {file} at port {timeline.PORT}" in refused.stderr
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    link = server.stdout.readline().strip()
+    page, _, url = link.partition("/#!/?url=")
+    assert page == "https://ui.perfetto.dev"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(url.rpartition("/")[0] + "/other.json")
+    with urllib.request.urlopen(url) as answer:
+        assert answer.headers["Access-Control-Allow-Origin"] == page
+        assert answer.read() == b"[]"
+    assert server.wait() == 0

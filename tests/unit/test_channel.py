@@ -17,6 +17,7 @@ import pytest
 from hvd_keras.launch.follow import ranks as follow_ranks
 from hvd_keras.launch.follow.output import Destination, Output
 from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
+from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.channel import (
     FIRST_LIMIT,
     GREETING,
@@ -124,7 +125,9 @@ async def listen(
     host, _, port = ranks.addresses.rpartition(":")
     output = Output(True, None, append=False, changed=lambda: None)
     start = {"command": ["true"], "environment": {}}
-    ranks.open(output, start, has_input=False, call=call, changed=lambda: None)
+    ranks.open(
+        output, start, has_input=False, call=call, statistics=Statistics(), changed=lambda: None
+    )
     return ranks, (host, int(port))
 
 

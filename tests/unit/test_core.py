@@ -88,7 +88,9 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
         assert all(re.search(r"(baseline|avx2)_loops", symbol) for symbol in symbols), symbols
 
 
-@pytest.mark.parametrize(("size", "transport"), [*TRANSPORTS, (4, "ring"), (4, "cluster-mpi")])
+@pytest.mark.parametrize(
+    ("size", "transport"), [*TRANSPORTS, (4, "ring"), (4, "cluster-mpi"), (3, "reduction")]
+)
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)
     assert job.status == 0, job.output
@@ -152,6 +154,29 @@ def test_fake_cuda(
     assert "what is left" in run(str(binaries / "fake_cuda_test"), timeout=60)
 
 
+@pytest.mark.parametrize(
+    "seed", ["", *(pytest.param(str(n), marks=pytest.mark.slow) for n in range(20))]
+)
+def test_process_sets_of_gpus(
+    binaries: pathlib.Path, fake_cuda: dict[str, str], monkeypatch: pytest.MonkeyPatch, seed: str
+) -> None:
+    for name, value in {**fake_cuda, "HVD_FAKE_CUDA_SEED": seed}.items():
+        monkeypatch.setenv(name, value)
+    assert "ok  " in run(str(binaries / "gpu_sets_test"), timeout=120)
+
+
+@pytest.mark.parametrize("which", [[], pytest.param(["all"], marks=pytest.mark.slow)])
+def test_faults_of_gpus(
+    binaries: pathlib.Path,
+    fake_cuda: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    which: list[str],
+) -> None:
+    for name, value in fake_cuda.items():
+        monkeypatch.setenv(name, value)
+    assert "ok  " in run(str(binaries / "gpu_faults_test"), *which, timeout=600)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["engine_test", "exchange_test"])
 def test_collectives_through_nccl(
@@ -189,6 +214,15 @@ def test_xla_on_gpus(binaries: pathlib.Path, fake_cuda: dict[str, str]) -> None:
     job = ranks.mpirun(2, *command, timeout=120, env={**fake_cuda, "PYTHONPATH": places})
     assert job.status == 0, job.output
     assert job.output.count("ok  two_programs_at_once") == 2, job.output
+
+
+def test_a_rank_that_dies_in_a_collective_of_gpus_ends_all(
+    binaries: pathlib.Path, fake_cuda: dict[str, str]
+) -> None:
+    command = [str(binaries / "gpu_test"), "gpu", "dies"]
+    job = ranks.mpirun(2, *command, timeout=60, env=fake_cuda)
+    assert job.status != 0, job.output
+    assert "went on" not in job.output
 
 
 def test_a_script_whose_gpu_is_stuck_ends(

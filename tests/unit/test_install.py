@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _without_the_choice_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """hvd.init() sets it, so that mpi4py uses the same MPI; tests before these may have called it."""
+    """hvd.init() sets it, for mpi4py; an earlier test in this process may have called it."""
     monkeypatch.delenv("MPI4PY_LIBMPI", raising=False)
 
 

@@ -25,6 +25,8 @@ LEFT_OUT = {
         "preprocessing",
         "progress",
         "restart",
+        "shard_state",
+        "shard_state_in_files",
         "sparse",
         "tables_in_files",
         "together",
@@ -43,6 +45,7 @@ LEFT_OUT = {
         "preprocessing",
         "progress",
         "restart",
+        "shard_state_in_files",
         "sparse",
         "tables_in_files",
         "unbuilt",
@@ -52,6 +55,7 @@ LEFT_OUT = {
 # What only these tests take minutes for, on 2 ranks.
 SLOW = [
     "tests/parallel/test_training.py::test_every_optimizer_with_every_option",
+    "tests/parallel/test_shard_state.py::test_shares_of_every_optimizer_with_every_option",
     "tests/parallel/ops/test_xla.py::test_many_tensors_and_steps[500-20]",
 ]
 TABLES = {(2, True): "matrix.md", (3, False): "combinations.md"}
@@ -63,7 +67,9 @@ def chosen(size: int, slow: bool = False) -> list[str]:
         return [str(ROOT / test) for test in SLOW]
     if size == 4:
         names = ("ops/test_xla.py", "test_embeddings.py", "test_tables_in_files.py")
-        tests = "60-1 or convolution or many_tables or (other_numbers and rows)"
+        names += ("test_shard_state.py", "test_shard_state_in_files.py")
+        tests = "60-1 or convolution or many_tables or (other_numbers and not columns)"
+        tests += " or (shares and not every_option) or one_variable or nth"
         return [*(str(PARALLEL / name) for name in names), "-k", tests]
     ignored = [
         f"--ignore={file}"

@@ -117,3 +117,29 @@ def test_what_runs_on_other_hosts_imports_the_standard_library_alone() -> None:
         if module.partition(".")[0] not in {*sys.stdlib_module_names, "onhost", ""}
         and not module.startswith("hvd_keras.launch.onhost")
     }
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "native/core/README.md"]
+    texts = {page: page.read_text() for page in pages}
+    # As the forge makes them.
+    anchors = {
+        page: {
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+            for title in re.findall(r"^#+ (.*)", text, re.MULTILINE)
+        }
+        for page, text in texts.items()
+    }
+    found = 0
+    for page, text in texts.items():
+        text = re.sub(r"^( {4}|```).*?(```|$)", "", text, flags=re.MULTILINE)
+        for file, _, anchor in (
+            link.partition("#") for link in re.findall(r"\]\(([^)\s]+)\)", text)
+        ):
+            if "://" in file:
+                continue
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), (page, file)
+            assert not anchor or target not in anchors or anchor in anchors[target], (page, anchor)
+            found += 1
+    assert found > 100

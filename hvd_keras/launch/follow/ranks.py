@@ -18,6 +18,7 @@ from typing import Any
 from hvd_keras.launch.follow import stdin
 from hvd_keras.launch.follow.outcome import Report
 from hvd_keras.launch.follow.output import Output
+from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.channel import (
     LARGE_PIECE,
     SILENCE,
@@ -126,7 +127,6 @@ class Ranks:
         self.size = size
         self.problem = ""  # why the job cannot go on, if the reports do not tell
         self.reports: dict[int, Report] = {}  # what is known of each rank whose worker was there
-        self.statistics: dict[int, Any] = {}  # what the ranks have left, with `--stats`
         self._secret = secret
         self._start_timeout = start_timeout
         self._directory = directory
@@ -156,16 +156,18 @@ class Ranks:
         *,
         has_input: bool,
         call: Path | None,
+        statistics: Statistics,
         changed: Callable[[], None],
     ) -> None:
         """Begin to wait for the workers.
 
         `start` is what all of them are to run, as `Worker` takes it; each rank gets its share of
         its host's cores besides. `has_input` tells that standard input goes to rank 0, `call` is
-        the folder of a call of `hvd_keras.run`, and `changed` is called when a connection ends.
+        the folder of a call of `hvd_keras.run`, `statistics` takes what the ranks tell of
+        themselves, and `changed` is called when a connection ends.
         """
         self._output, self._start, self._has_input = output, start, has_input
-        self._call, self._changed = call, changed
+        self._call, self._statistics, self._changed = call, statistics, changed
         self._limit = time.monotonic() + self._start_timeout
         self._input_was_read = asyncio.Event()
         self._places = asyncio.Semaphore(UNPROVEN)
@@ -252,9 +254,10 @@ class Ranks:
             report.stopped = message["report"]["stopped"]
             report.ended = message["report"]["ended"]
             report.marks = message["report"]["marks"]
-            if message["statistics"] is not None:
-                self.statistics[peer.rank] = message["statistics"]
             peer.finish()
+        elif "statistics" in message:
+            host = peer.host or socket.gethostname()
+            self._statistics.take(peer.rank, host, message["statistics"])
 
     def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
         if rank in self._peers or not 0 <= rank < self.size:

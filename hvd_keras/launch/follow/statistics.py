@@ -1,8 +1,10 @@
-"""The table that `hvdrun --stats` prints."""
+"""What the ranks tell while they run: for the table of `hvdrun --stats`, its screen and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # A rank is worth a sentence if the others waited for it for this part of the time, and this many
@@ -10,26 +12,109 @@ from typing import Any
 WORTH_A_WORD = 0.05
 FAR_MORE = 2
 
+# How many of a rank's last messages rates are taken over; there is about one per second.
+WINDOW = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Recent:
+    """How one rank has fared in the last seconds; None: not known.
+
+    `waiting` is the share of time in which a request of this rank waited for other ranks, and
+    `straggler` the share in which the others waited for this rank, both from 0 to 1.
+    """
+
+    rank: int
+    host: str
+    samples_per_second: float | None
+    step_seconds: float | None
+    waiting: float
+    straggler: float
+    loss: float | None
+    epoch: str
+
+
+class Statistics:
+    """The ranks' latest messages, over all starts of a job."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.starts = 0
+        self.latest: dict[int, Any] = {}
+        self.hosts: dict[int, str] = {}
+        self.changed: Callable[[], None] = lambda: None  # called with each message
+        self._past: dict[int, collections.deque[Any]] = {}
+
+    def start(self, size: int) -> None:
+        """Note that the job starts, perhaps again."""
+        self.size, self.starts = size, self.starts + 1
+        self.latest, self.hosts, self._past = {}, {}, {}
+
+    def take(self, rank: int, host: str, numbers: Any) -> None:
+        """Take a message: `hvd.stats()`, of `ranks` this one alone as `late`, and `training`."""
+        self.hosts[rank] = host
+        self._past.setdefault(rank, collections.deque(maxlen=WINDOW)).append(numbers)
+        self.latest[rank] = numbers
+        self.changed()
+
+    def recent(self) -> list[Recent]:
+        """How each rank fares, by rank."""
+        return [self._recent(rank) for rank in sorted(self.latest)]
+
+    def _recent(self, rank: int) -> Recent:
+        past = [*self._past[rank]]
+        old, new = past[0], past[-1]
+        seconds = max(new["seconds"] - old["seconds"], 1e-9)
+        waited = _spent(new, "waiting") - _spent(old, "waiting")
+        awaited = new["late"]["awaited_seconds"] - old["late"]["awaited_seconds"]
+        # Rates of the running fit alone; the training looks at its numbers when it likes.
+        steps = [own["training"] for own in past if own["training"].get("at") is not None]
+        now = new["training"]
+        while steps and steps[0]["steps"] > steps[-1]["steps"]:
+            del steps[0]
+        trained = steps[-1]["at"] - steps[0]["at"] if steps else 0.0
+        count = steps[-1]["steps"] - steps[0]["steps"] if steps else 0
+        samples = None
+        first, last = (
+            (own.get("samples") for own in (steps[0], steps[-1])) if count else (None, None)
+        )
+        if first is not None and last is not None:
+            samples = (last - first) / trained
+        return Recent(
+            rank=rank,
+            host=self.hosts[rank],
+            samples_per_second=samples,
+            step_seconds=trained / count if count else None,
+            waiting=min(max(waited / seconds, 0.0), 1.0),
+            straggler=min(max(awaited / seconds, 0.0), 1.0),
+            loss=now.get("loss"),
+            epoch=f"{now['epoch']}/{now['epochs']}" if "epoch" in now else "",
+        )
+
+
+def _spent(own: Any, what: str) -> float:
+    return float(sum(kind[f"{what}_seconds"] for kind in own["collectives"].values()))
+
 
 def table(statistics: Mapping[int, Any], size: int) -> str:
-    """What the ranks have sent at their ends (see docs/observing.md), in words."""
+    """What the ranks have sent last (see docs/observing.md), in words."""
     stats = dict(sorted(statistics.items()))
     if not stats:
-        return "hvdrun: no statistics: no rank finished after hvd.init()"
+        return "hvdrun: no statistics: no rank has called hvd.init()"
     missing = [str(rank) for rank in range(size) if rank not in stats]
     paragraphs = [_of_ranks(stats), _of_collectives(list(stats.values())), _conclusion(stats)]
     if missing:
-        paragraphs.append(f"No statistics of rank {', '.join(missing)}, which did not finish.")
+        paragraphs.append(f"No statistics of rank {', '.join(missing)}.")
     return "hvdrun: statistics\n\n" + "\n\n".join(text for text in paragraphs if text)
 
 
 def _of_ranks(stats: dict[int, Any]) -> str:
     rows = [["rank", "seconds", "waiting", "", "moving", "", "came last", "others waited for it"]]
     for rank, own in stats.items():
-        late = own["ranks"][rank]
+        late = own["late"]
         row = [str(rank), f"{own['seconds']:.1f}"]
         for what in ("waiting", "moving"):
-            spent = sum(kind[f"{what}_seconds"] for kind in own["collectives"].values())
+            spent = _spent(own, what)
             row += [f"{spent:.1f} s", f"{spent / max(own['seconds'], 1e-9):.0%}"]
         rows.append([*row, f"{late['last']} times", f"{late['awaited_seconds']:.1f} s"])
     return _aligned(rows)
@@ -49,7 +134,7 @@ def _of_collectives(stats: Sequence[Any]) -> str:
 
 
 def _conclusion(stats: dict[int, Any]) -> str:
-    awaited = {rank: own["ranks"][rank]["awaited_seconds"] for rank, own in stats.items()}
+    awaited = {rank: own["late"]["awaited_seconds"] for rank, own in stats.items()}
     rank = max(awaited, key=lambda rank: awaited[rank])
     share = awaited.pop(rank) / max(stats[rank]["seconds"], 1e-9)
     runner_up = max(awaited.values(), default=0.0) / max(stats[rank]["seconds"], 1e-9)

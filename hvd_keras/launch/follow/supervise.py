@@ -125,7 +125,8 @@ class Job:
     """One run of mpirun, whose workers report through `ranks`.
 
     `sweep`, called when mpirun has ended, kills what is left of the job on its hosts after so many
-    seconds, removes its files, and returns the hosts that are lost.
+    seconds, removes its files, and returns the hosts that are lost. `ended` is called when
+    the ranks write nothing more.
     """
 
     command: Sequence[str]
@@ -135,6 +136,7 @@ class Job:
     signals: Signals
     verbose: bool
     sweep: Callable[[float], Awaitable[Collection[str]]]
+    ended: Callable[[], None]
     _mpirun_text: bytes = b""
     _stopping: bool = False
     _kill_time: float = INFINITY  # when to stop being patient with mpirun; finite once asked
@@ -174,6 +176,7 @@ class Job:
             loop.remove_reader(mpirun.stdout)
             mpirun.stdout.close()
             self.output.finish()
+            self.ended()
         verdict = self._verdict(mpirun.returncode, lost)
         while self.output.patient and not self.output.empty:
             await self.turn(SLOW_READER_CHECK)

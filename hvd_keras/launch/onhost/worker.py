@@ -152,6 +152,7 @@ class Worker(asyncio.Protocol):
         self._input_ends = False
         self._folder: Path | None = None  # for files that the command reads or writes
         self._arrived = False
+        self._statistics_time = 0  # of the file that was sent last
         self._function: list[bytes] | None = None
         self._failure: int | None = None  # the status of a command that could not start
         self._stopped = False
@@ -176,6 +177,7 @@ class Worker(asyncio.Protocol):
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), CHECK)
         self._look_for_arrival()
+        self._send_statistics()
         if not self._hvdrun_gone and silence(self._connection) > SILENCE:
             self._lose_hvdrun()
         if os.getppid() != self._parent and not self._stopped:
@@ -410,6 +412,7 @@ class Worker(asyncio.Protocol):
     def _signal(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:
             os.killpg(self._child.pid, number)
+            os.killpg(self._child.pid, signal.SIGCONT)  # a stopped command must hear of it, too
 
     async def _finish(self) -> int:
         """Pass on the last output and the report, and wait until hvdrun has them."""
@@ -430,7 +433,8 @@ class Worker(asyncio.Protocol):
                 "ended": self._has_ended(),
                 "marks": [m for m in MARKS if folder is not None and (folder / m).exists()],
             }
-            self._send(report=report, statistics=self._read_statistics())
+            self._send_statistics()
+            self._send(report=report)
             self._reported = True
             # A full close with unread data would discard what is on its way.
             self._transport.write_eof()
@@ -455,11 +459,18 @@ class Worker(asyncio.Protocol):
             return 1
         return 0
 
-    def _read_statistics(self) -> Any:
+    def _send_statistics(self) -> None:
+        """Pass on what the rank has written since the last time."""
         if self._folder is None:
-            return None
+            return
         path = self._folder / f"stats-{self._rank}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        with contextlib.suppress(FileNotFoundError):
+            time_written = path.stat().st_mtime_ns
+            if time_written != self._statistics_time:
+                self._statistics_time = time_written
+                numbers = json.loads(path.read_text())
+                numbers["late"] = numbers.pop("ranks")[self._rank]  # grows with the job otherwise
+                self._send(statistics=numbers)
 
 
 async def _run() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,14 @@ _NO_PROGRAM = (126, 127)
 
 @dataclass(frozen=True)
 class Look:
-    """The facts of each host that answered, and the problems found, by host name."""
+    """The facts of each host that answered, and the problems found, by host name.
+
+    Hosts in `away` could not be reached; each has a problem.
+    """
 
     facts: Mapping[str, Mapping[str, Any]]
     problems: Mapping[str, str]
+    away: Set[str]
 
 
 def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> Look:
@@ -34,11 +38,13 @@ def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> L
     command = [sys.executable, "-I", "-", directory, program]
     facts: dict[str, Mapping[str, Any]] = {}
     problems: dict[str, str] = {}
+    away: set[str] = set()
     own = probe.look(directory, program)
     names = [host.name for host in hosts]
     for name, done in run_on_all(names, reach, command, text, TIMEOUT).items():
         if done is None:
             problems[name] = f"did not answer within {TIMEOUT:.0f} s"
+            away.add(name)
             continue
         answers = [line for line in done.stdout.splitlines() if line.startswith(probe.MARK)]
         if answers:
@@ -48,8 +54,10 @@ def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> L
         else:
             unreachable = reach.failure(done.returncode, done.stderr)
             problems[name] = unreachable or _failure(done.returncode, done.stderr)
+            if unreachable:
+                away.add(name)
     _find_twins(facts, problems)
-    return Look(facts, problems)
+    return Look(facts, problems, away)
 
 
 def _failure(status: int, err: str) -> str:

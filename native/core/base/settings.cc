@@ -54,7 +54,6 @@ Status read_backend(const char* name, GpuBackend* backend) {
 
 Status read_settings(Settings* settings) {
   settings->timeline = read_text("HVD_TIMELINE");
-  settings->stats_directory = read_text("HVD_STATS_DIRECTORY");
   settings->cudart_library = read_text("HVD_CUDART_LIBRARY");
   settings->nccl_library = read_text("HVD_NCCL_LIBRARY");
   if (Status status = read_backend("HVD_GPU_OPERATIONS", &settings->gpu_operations); !status.ok())

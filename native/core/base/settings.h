@@ -30,8 +30,6 @@ struct Settings {
   Allreduce allreduce = Allreduce::direct;
   // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.
   std::string timeline;
-  // HVD_STATS_DIRECTORY: a folder in which each rank leaves its counters at its end; empty: none.
-  std::string stats_directory;
   // HVD_GPU_OPERATIONS: what transfers tensors of GPUs: NCCL, or MPI (through the host's memory).
   // By collective: HVD_GPU_ALLREDUCE, HVD_GPU_ALLGATHER, HVD_GPU_BROADCAST.
   GpuBackend gpu_operations = GpuBackend::nccl;

@@ -46,6 +46,7 @@ class ClusterTransport : public Transport {
     return mpi_->gather(mine, waiting);
   }
   Status run(Request& request, const Waiting& waiting) override;
+  Transport* mpi() override { return mpi_.get(); }
   void abort(const std::string& why) override { mpi_->abort(why); }
   void check_aborted() override { mpi_->check_aborted(); }
 

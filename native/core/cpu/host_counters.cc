@@ -160,8 +160,10 @@ std::vector<int> HostCounters::missing(const Targets& targets) const {
   return missing;
 }
 
+bool HostCounters::aborted() const { return header_->aborted.load(std::memory_order_acquire) == 2; }
+
 void HostCounters::check_aborted() const {
-  if (header_->aborted.load(std::memory_order_acquire) == 2) throw Aborted(header_->reason);
+  if (aborted()) throw Aborted(header_->reason);
 }
 
 void HostCounters::abort(const std::string& why) {

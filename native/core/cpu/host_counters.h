@@ -48,6 +48,8 @@ class HostCounters {
   // The same, but returns false instead of sleeping.
   bool wait_briefly(const Targets& targets) const;
 
+  bool aborted() const;
+
   // Throws Aborted if a rank has called abort().
   void check_aborted() const;
 

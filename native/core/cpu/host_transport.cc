@@ -20,6 +20,10 @@ constexpr uint64_t kWindow = 4;
 // they are copied to where they go.
 constexpr int64_t kBlockBytes = 16 << 10;
 
+// What travels with proposals, at most, for two ranks: with more, each rank has more to read.
+constexpr int64_t kMostAlong = 64 << 10;
+constexpr int64_t kProposalBytes = 64;
+
 // Padding, so that the slots of all ranks do not map to the same cache sets.
 constexpr int64_t kGapBytes = 4096;
 
@@ -27,7 +31,7 @@ constexpr int64_t kGapBytes = 4096;
 constexpr int64_t kFrontBytes = 8 << 10;
 
 std::vector<SharedMemory::Area> areas(int64_t small_bytes) {
-  std::vector<SharedMemory::Area> areas(2, {small_bytes, small_bytes});
+  std::vector<SharedMemory::Area> areas(2, {kMostAlong + kGapBytes, small_bytes + kGapBytes});
   areas.resize(2 + kWindow, {kChunkBytes + kGapBytes, kFrontBytes});
   return areas;
 }
@@ -67,15 +71,73 @@ void HostTransport::use_slots(SlotUse use) {
   slot_use_ = use;
 }
 
-std::vector<Proposal> HostTransport::agree(const Proposal& mine, const Waiting& waiting) {
-  waiting_ = waiting;
-  const uint64_t step = memory_.step();
-  std::memcpy(small_slot(rank(), step), &mine, sizeof mine);
-  barrier();
+// Tensors of one dtype, in all so few bytes that it is faster if each rank sums everything itself
+// than if each sums a slice.
+std::optional<DTypeGroup> HostTransport::to_send_along(const Request& request) const {
+  if (request.kind != Kind::allreduce || request.reduction == Reduction::adasum ||
+      request.device != kOnHost)
+    return {};
+  const bool room = chunk_bytes_ == kChunkBytes;
+  const int64_t most = room ? std::max(kMostAlong * 2 / size(), kSmallBytes) : kSmallBytes;
+  int64_t bytes = 0;
+  for (const Input& input : request.inputs) bytes += static_cast<int64_t>(input.bytes());
+  if (bytes == 0 || bytes > most) return {};
+  std::vector<DTypeGroup> groups = by_dtype(request);
+  if (groups.size() != 1) return {};
+  return std::move(groups[0]);
+}
+
+void HostTransport::propose(const Proposal& mine, std::optional<DTypeGroup> along) {
+  static_assert(sizeof(Proposal) <= kProposalBytes);
+  proposal_step_ = memory_.step();
+  char* const place = small_slot(rank(), proposal_step_);
+  std::memcpy(place, &mine, sizeof mine);
+  along_ = std::move(along);
+  if (along_) along_->in.copy_to(place + kProposalBytes, along_->in.left());
+  memory_.arrive();
+  proposed_ = true;
+}
+
+std::vector<Proposal> HostTransport::read_proposals() {
   std::vector<Proposal> all(size());
-  for (int r = 0; r < size(); ++r) std::memcpy(&all[r], small_slot(r, step), sizeof mine);
+  for (int r = 0; r < size(); ++r)
+    std::memcpy(&all[r], small_slot(r, proposal_step_), sizeof all[r]);
+  proposed_ = false;
   slot_use_ = SlotUse::none;
+  const bool equal = std::all_of(all.begin(), all.end(), [&](const Proposal& other) {
+    return other.fingerprint == all[0].fingerprint;
+  });
+  if (!equal) along_.reset();
   return all;
+}
+
+std::vector<Proposal> HostTransport::await_proposals(const Waiting& waiting) {
+  waiting_ = waiting;
+  memory_.counters().wait(memory_.all_here(), waiting);
+  // By a rank that had come, but no longer waits.
+  memory_.counters().check_aborted();
+  return read_proposals();
+}
+
+std::vector<Proposal> HostTransport::agree(const Proposal& mine, const Waiting& waiting) {
+  propose(mine, std::nullopt);
+  return await_proposals(waiting);
+}
+
+std::vector<Proposal> HostTransport::agree_to_run(const Proposal& mine, const Request& next,
+                                                  const Waiting& waiting) {
+  if (!proposed_) propose(mine, to_send_along(next));
+  return await_proposals(waiting);
+}
+
+std::vector<Proposal> HostTransport::agree_at_once(const Proposal& mine, const Request& next) {
+  if (!memory_.counters().core_each()) return {};
+  std::optional<DTypeGroup> along = to_send_along(next);
+  if (!along) return {};
+  propose(mine, std::move(along));
+  const HostCounters& counters = memory_.counters();
+  if (!counters.wait_briefly(memory_.all_here()) || counters.aborted()) return {};
+  return read_proposals();
 }
 
 // The other ranks may be waiting in shared memory or in MPI.
@@ -228,6 +290,11 @@ class HostTransport::Window {
 };
 
 Status HostTransport::allreduce(Request& request) {
+  if (along_) {
+    sum_all(request, *along_, proposal_step_, kProposalBytes);
+    along_.reset();
+    return {};
+  }
   for (DTypeGroup& group : by_dtype(request)) {
     if (group.in.left() <= kSmallBytes) {
       reduce_small(request, group);
@@ -241,16 +308,24 @@ Status HostTransport::allreduce(Request& request) {
 }
 
 void HostTransport::reduce_small(const Request& request, DTypeGroup& group) {
-  const int64_t bytes = group.in.left();
   const uint64_t step = memory_.step();
-  group.in.copy_to(small_slot(rank(), step), bytes);
+  group.in.copy_to(small_slot(rank(), step), group.in.left());
   barrier();
+  sum_all(request, group, step, 0);
+}
+
+// Sums what all ranks have put into their small slots, from `start` on, into the output.
+void HostTransport::sum_all(const Request& request, DTypeGroup& group, uint64_t step,
+                            int64_t start) {
   std::vector<const void*> sources(size());
-  for (int r = 0; r < size(); ++r) sources[r] = small_slot(r, step);
-  sums_.resize(kSmallBytes);
+  for (int r = 0; r < size(); ++r) sources[r] = small_slot(r, step) + start;
+  const int64_t bytes = group.out.left();
+  char* const place = group.out.place(bytes);
+  if (!place) sums_.resize(std::max<size_t>(sums_.size(), bytes));
   loops().reduce(group.dtype, request.reduction, factors_of(request, size()), sources.data(),
-                 size(), bytes / static_cast<int64_t>(size_of(group.dtype)), sums_.data());
-  group.out.copy_from(sums_.data(), bytes);
+                 size(), bytes / static_cast<int64_t>(size_of(group.dtype)),
+                 place ? place : sums_.data());
+  if (!place) group.out.copy_from(sums_.data(), bytes);
 }
 
 }  // namespace hvd

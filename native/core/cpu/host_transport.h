@@ -13,11 +13,14 @@
 // several times. As with MPI each element is summed once, by one rank, in rank order, so all ranks
 // hold the same bits, and the same as over MPI.
 //
-// Smaller allreduces and the other collectives alternate between two places per rank and wait at
-// barriers: what is written before a barrier stays until after the next one.
+// The tensors of a small allreduce travel with the ranks' proposals, and every rank sums all of
+// them into its output. Other small allreduces and the other collectives alternate between two
+// places per rank and wait at barriers: what is written before a barrier stays until after the next
+// one.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,8 +42,12 @@ class HostTransport : public KindTransport {
   int rank() const override { return mpi_->rank(); }
   const std::string& host(int rank) const override { return mpi_->host(rank); }
   std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
+  std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
+                                     const Waiting& waiting) override;
+  std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
+  Transport* mpi() override { return mpi_.get(); }
   void abort(const std::string& why) override;
   void check_aborted() override;
 
@@ -58,6 +65,11 @@ class HostTransport : public KindTransport {
   void use_slots(SlotUse use);
   Status allreduce(Request& request) override;
   void reduce_small(const Request& request, DTypeGroup& group);
+  void sum_all(const Request& request, DTypeGroup& group, uint64_t step, int64_t start);
+  std::optional<DTypeGroup> to_send_along(const Request& request) const;
+  void propose(const Proposal& mine, std::optional<DTypeGroup> along);
+  std::vector<Proposal> await_proposals(const Waiting& waiting);
+  std::vector<Proposal> read_proposals();
 
   // In host_collectives.cc.
   Status missing(Request& request) override { return mpi_->run(request, waiting_); }
@@ -81,6 +93,9 @@ class HostTransport : public KindTransport {
   uint64_t chunks_ = 0;               // of all allreduces so far
   SlotUse slot_use_ = SlotUse::none;  // since the last agreement
   std::vector<char> sums_;
+  bool proposed_ = false;            // and has not read the others' proposals
+  std::optional<DTypeGroup> along_;  // sent with the last proposal, to be summed by run()
+  uint64_t proposal_step_ = 0;
   const std::unique_ptr<MpiTransport> mpi_;
 };
 

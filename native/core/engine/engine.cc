@@ -14,6 +14,10 @@ constexpr uint64_t kLeaving = 1;
 // While the queue is empty, how often to ask the transport about work that it has started.
 constexpr double kBusySeconds = 0.1;
 
+// This thread is in submit() and calls done(), which may submit again: however often it does, it
+// needs no more of the stack.
+thread_local bool calls_done = false;
+
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings,
@@ -30,35 +34,74 @@ void Engine::submit(Request request) {
   std::string wrong = problem(request, ranks());
   if (wrong.empty()) wrong = transport_->prepare(request);
   const uint64_t print = fingerprint(request, wrong);
+  const uint64_t record = history_.flight().submitted(request, print);
   Status status;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     if (!stopped_) {
       queue_changed_ = Clock::now();
-      queue_.push_back({std::move(request), print, std::move(wrong), queue_changed_});
-      changed_.notify_all();
-      return;
+      queue_.push_back({std::move(request), print, std::move(wrong), queue_changed_, record});
+      const Entry& head = queue_.front();
+      if (in_use_ || leaving_ || calls_done || queue_.size() > 1 || !head.problem.empty()) {
+        changed_.notify_all();
+        return;
+      }
+      in_use_ = true;
+      lock.unlock();
+      return serve_at_once(head);
     }
     status = Status::error(code_, identity(request) + " cannot run: " + why_stopped_);
   }
-  request.done(status);
+  Entry late{std::move(request), print, {}, {}, record};
+  finish(late, status);
+}
+
+bool Engine::equal(const std::vector<Proposal>& proposals, uint64_t fingerprint) const {
+  return std::all_of(proposals.begin(), proposals.end(),
+                     [&](const Proposal& proposal) { return proposal.fingerprint == fingerprint; });
+}
+
+// On a thread that submits. What is not done at once is left to the engine's thread.
+void Engine::serve_at_once(const Entry& head) {
+  std::vector<Proposal> proposals =
+      transport_->agree_at_once(history_.proposal(head.fingerprint), head.request);
+  std::optional<Entry> entry;
+  Status status;
+  if (!proposals.empty() && equal(proposals, head.fingerprint)) {
+    history_.agreed(proposals);
+    entry = take_head();
+    status = run(*entry);
+  } else {
+    agreed_ = std::move(proposals);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    in_use_ = false;
+    if (leaving_ || !queue_.empty()) changed_.notify_all();
+  }
+  if (!entry) return;
+  calls_done = true;
+  finish(*entry, status);
+  calls_done = false;
 }
 
 void Engine::loop() try {
   while (true) {
-    const uint64_t head = wait_for_head();
-    const std::vector<Proposal> proposals =
-        transport_->agree({head, history_.wait_times()},
-                          [&](double seconds, const std::vector<int>& missing) -> std::string {
-                            if (head == kLeaving)
-                              return "";  // a rank may finish long after another
-                            return watch(seconds, [&] { return head_waits_for(missing); });
-                          });
+    const Entry* const entry = wait_for_head();
+    const uint64_t head = entry ? entry->fingerprint : kLeaving;
+    std::vector<Proposal> proposals = std::exchange(agreed_, {});
+    if (proposals.empty()) {
+      const Proposal mine = history_.proposal(head);
+      const auto waiting = [&](double seconds, const std::vector<int>& missing) -> std::string {
+        if (head == kLeaving) return "";  // a rank may finish long after another
+        return watch(seconds, [&] { return head_waits_for(missing); });
+      };
+      proposals = entry && entry->problem.empty()
+                      ? transport_->agree_to_run(mine, entry->request, waiting)
+                      : transport_->agree(mine, waiting);
+    }
     history_.agreed(proposals);
-    const bool equal =
-        std::all_of(proposals.begin(), proposals.end(),
-                    [&](const Proposal& proposal) { return proposal.fingerprint == head; });
-    if (!equal) {
+    if (!equal(proposals, head)) {
       if (!negotiate()) return;
     } else if (head == kLeaving) {
       return stop(LeaveResult::all_left, Code::aborted,
@@ -71,21 +114,26 @@ void Engine::loop() try {
   stop(LeaveResult::aborted, Code::deadline_exceeded, aborted.what());
 }
 
-// Waits for a request, or for this rank to leave. Returns what to propose to the other ranks.
-uint64_t Engine::wait_for_head() {
+// Waits for a request, or for this rank to leave (null). Returns what to propose to the other
+// ranks. While it waits, threads that submit may use the transport.
+const Engine::Entry* Engine::wait_for_head() {
   std::unique_lock<std::mutex> lock(mutex_);
   const auto called = [this] { return leaving_ || !queue_.empty(); };
+  const auto may_go_on = [&] { return !in_use_ && called(); };
   while (!called()) {
     lock.unlock();
     const bool busy = transport_->busy();
     lock.lock();
-    if (!busy) changed_.wait(lock, called);
-    if (busy) changed_.wait_for(lock, std::chrono::duration<double>(kBusySeconds), called);
+    in_use_ = false;
+    if (busy) changed_.wait_for(lock, std::chrono::duration<double>(kBusySeconds), may_go_on);
+    if (!busy || in_use_) changed_.wait(lock, may_go_on);
+    in_use_ = true;
   }
-  return queue_.empty() ? kLeaving : queue_.front().fingerprint;
+  return queue_.empty() ? nullptr : &queue_.front();
 }
 
-// Only this thread removes requests, so the head is still what the ranks agreed on.
+// Only the thread that uses the transport removes requests, so the head is still what the ranks
+// agreed on.
 Engine::Entry Engine::take_head() {
   std::lock_guard<std::mutex> lock(mutex_);
   Entry head = std::move(queue_.front());
@@ -93,8 +141,28 @@ Engine::Entry Engine::take_head() {
   return head;
 }
 
+void Engine::finish(Entry& entry, const Status& status) {
+  history_.flight().ended(entry.record, status);
+  entry.request.done(status);
+}
+
 void Engine::serve(Entry entry) {
+  Status status;
+  try {
+    status = run(entry);
+  } catch (const Aborted& aborted) {
+    history_.flight().alarm();
+    finish(entry, Status::error(Code::deadline_exceeded,
+                                identity(entry.request) + " cannot run: " + aborted.what()));
+    throw;
+  }
+  finish(entry, status);
+}
+
+// All but done().
+Status Engine::run(Entry& entry) {
   note_progress();
+  history_.flight().running(entry.record);
   Request& request = entry.request;
   const Collective& row = collective(request.kind);
   Status status;
@@ -106,26 +174,20 @@ void Engine::serve(Entry entry) {
     for (const Input& input : request.inputs)
       bytes += elements(input.shape) * size_of(on_the_wire(request, input.dtype));
     const auto start = Clock::now();
-    try {
-      status = transport_->run(request,
-                               [&](double seconds, const std::vector<int>& missing) -> std::string {
-                                 return watch(seconds, [&] {
-                                   return who(missing) + " stopped responding in the middle of " +
-                                          identity(request) + ".";
-                                 });
-                               });
-    } catch (const Aborted& aborted) {
-      request.done(Status::error(Code::deadline_exceeded,
-                                 identity(request) + " cannot run: " + aborted.what()));
-      throw;
-    }
+    status = transport_->run(
+        request, [&](double seconds, const std::vector<int>& missing) -> std::string {
+          return watch(seconds, [&] {
+            return who(missing) + " stopped responding in the middle of " + identity(request) + ".";
+          });
+        });
     history_.served(row.name, request.name, bytes, entry.submitted, start);
   }
   ++served_;
-  request.done(status);
+  return status;
 }
 
 void Engine::stop(LeaveResult result, Code code, const std::string& why) {
+  if (result != LeaveResult::all_left) history_.flight().alarm();
   std::deque<Entry> left_over;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -137,7 +199,7 @@ void Engine::stop(LeaveResult result, Code code, const std::string& why) {
   }
   changed_.notify_all();
   for (Entry& entry : left_over)
-    entry.request.done(Status::error(code, identity(entry.request) + " cannot run: " + why));
+    finish(entry, Status::error(code, identity(entry.request) + " cannot run: " + why));
 }
 
 void Engine::announce_leaving(const std::string& reason) {
@@ -145,6 +207,7 @@ void Engine::announce_leaving(const std::string& reason) {
   leaving_ = true;
   queue_changed_ = Clock::now();
   reason_ = reason;
+  history_.flight().leaving(reason);
   changed_.notify_all();
 }
 

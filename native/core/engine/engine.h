@@ -4,6 +4,9 @@
 //                          ├─ equal: transport.run(head) ──> done()
 //                          └─ not:   every rank reports its queue, see agreement.h
 //
+// If nothing is queued, the thread that submits a small request serves it itself, if the other
+// ranks come within microseconds. Otherwise the engine's thread goes on with it.
+//
 // There is no coordinator and no cycle: ranks that submit in the same order, as TensorFlow's
 // functions do, never negotiate. docs/protocol.md describes the protocol.
 #pragma once
@@ -38,7 +41,8 @@ class Engine {
 
   const std::vector<int>& ranks() const { return transport_->ranks(); }
 
-  // Thread-safe, does not block. A request that cannot run is done() with its error, on all ranks.
+  // Thread-safe, does not wait for other ranks for more than microseconds. A request that cannot
+  // run is done() with its error, on all ranks.
   void submit(Request request);
 
   // Says that this rank submits nothing more.
@@ -53,12 +57,17 @@ class Engine {
     uint64_t fingerprint = 0;
     std::string problem;
     Clock::time_point submitted;
+    uint64_t record = 0;  // of the flight recorder
   };
 
   void loop();
-  uint64_t wait_for_head();
+  const Entry* wait_for_head();
   Entry take_head();
+  bool equal(const std::vector<Proposal>& proposals, uint64_t fingerprint) const;
+  void serve_at_once(const Entry& head);
   void serve(Entry entry);
+  Status run(Entry& entry);
+  void finish(Entry& entry, const Status& status);
   void stop(LeaveResult result, Code code, const std::string& why);
 
   // In negotiation.cc.
@@ -81,6 +90,7 @@ class Engine {
   std::mutex mutex_;  // guards the members up to the blank line
   std::condition_variable changed_;
   std::deque<Entry> queue_;
+  bool in_use_ = true;  // a thread uses the transport and what is below the blank line
   Clock::time_point queue_changed_ = Clock::now();  // by this rank
   bool leaving_ = false;
   std::string reason_;
@@ -89,7 +99,8 @@ class Engine {
   Code code_ = Code::aborted;
   std::string why_stopped_;
 
-  // Used by the engine's thread only.
+  // Used by the thread that has set in_use_: the engine's, or one that submits.
+  std::vector<Proposal> agreed_;  // by a thread that submits, for the engine's
   uint64_t served_ = 0;
   History history_;
   Clock::time_point last_progress_ = Clock::now();

@@ -31,11 +31,11 @@ bool Engine::negotiate() {
 
   const Decision decision = decide(reports);
   if (logs(LogLevel::debug)) log(LogLevel::debug, "negotiates:" + summary(reports));
+  if (!decision.refuse.empty() || !decision.mismatch.empty()) history_.flight().alarm();
   for (const Refusal& refusal : decision.refuse) {
     note_progress();
     Entry entry;
-    if (take(refusal.identity, &entry))
-      entry.request.done(Status::error(refusal.code, refusal.message));
+    if (take(refusal.identity, &entry)) finish(entry, Status::error(refusal.code, refusal.message));
     history_.free();
   }
   for (const Step& step : decision.run) {
@@ -84,8 +84,8 @@ void Engine::fail_first(size_t count, const Status& status) {
     queue_.erase(queue_.begin(), end);
   }
   for (Entry& entry : failed) {
-    entry.request.done(
-        Status::error(status.code, identity(entry.request) + " cannot run: " + status.message));
+    finish(entry,
+           Status::error(status.code, identity(entry.request) + " cannot run: " + status.message));
   }
   history_.free();
 }

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "core/base/status.h"
+#include "core/engine/flight_recorder.h"
 #include "core/engine/trace_file.h"
 #include "core/request/transport.h"
 
@@ -46,11 +47,16 @@ class Recorder {
   // written, or if the file cannot be written.
   Status start_timeline(const std::string& path);
   void stop_timeline();
+  // Whether it is being written.
+  bool draws();
 
   // Counters as JSON, see docs/observing.md.
   std::string stats();
   // Stops the clock of the job's duration.
   void note_end();
+
+  // The last requests, for a postmortem.
+  FlightRecorder& flight() { return flight_; }
 
   void served(const Served& request);
   // The requests that the ranks (of the job) of a process set have served between two agreements,
@@ -79,6 +85,7 @@ class Recorder {
   void end_unless(const Status& status);
 
   const int rank_, size_;
+  FlightRecorder flight_;
   const Clock::time_point begun_ = Clock::now();
 
   std::mutex mutex_;  // guards the members below
@@ -99,10 +106,13 @@ class History {
   // A request ran from `start` until now.
   void served(const std::string& kind, const std::string& name, uint64_t bytes,
               Clock::time_point submitted, Clock::time_point start);
+  FlightRecorder& flight() { return recorder_->flight(); }
   // The engine is free for its next request from now on.
   void free() { free_since_ = Clock::now(); }
-  // For this rank's next proposal.
-  const WaitTimes& wait_times() const { return past_; }
+  // This rank's next one.
+  Proposal proposal(uint64_t fingerprint) const {
+    return {fingerprint, recorder_->draws() ? 1ULL : 0, past_};
+  }
   // With the proposals of that agreement.
   void agreed(const std::vector<Proposal>& proposals);
 

@@ -16,7 +16,8 @@ size_t rounded(size_t bytes) {
 
 Gpu::Store::~Store() {
   for (CudaEvent event : events) cuda.destroy_event(event);
-  for (const auto& [bytes, block] : blocks) cuda.free_host(block);
+  for (const auto& [bytes, block] : of_device) cuda.free(block);
+  for (const auto& [bytes, block] : of_host) cuda.free_host(block);
 }
 
 Gpu::Gpu(const CudaApi& cuda, int device)
@@ -66,19 +67,16 @@ void Gpu::copy(void* target, const void* source, size_t bytes) {
   cuda_.check(cuda_.copy(target, source, bytes, kCudaMemcpyDefault, stream_), "cudaMemcpyAsync");
 }
 
-Memory Gpu::allocate(size_t bytes) {
-  const OnDevice here(cuda_, device_);
-  void* memory = nullptr;
-  cuda_.check(cuda_.allocate(&memory, std::max<size_t>(bytes, 1)), "cudaMalloc");
-  return Memory(memory, [&cuda = cuda_](void* unused) { cuda.free(unused); });
-}
+Memory Gpu::allocate(size_t bytes) { return take(&Store::of_device, bytes); }
 
-Memory Gpu::pinned(size_t bytes) {
+Memory Gpu::pinned(size_t bytes) { return take(&Store::of_host, bytes); }
+
+Memory Gpu::take(Blocks Store::* pool, size_t bytes) {
   const size_t size = rounded(bytes);
   void* block = nullptr;
   {
     std::lock_guard<std::mutex> lock(store_->mutex);
-    auto& blocks = store_->blocks;
+    Blocks& blocks = (*store_).*pool;
     const auto found = std::find_if(blocks.begin(), blocks.end(),
                                     [&](const auto& entry) { return entry.first == size; });
     if (found != blocks.end()) {
@@ -87,10 +85,14 @@ Memory Gpu::pinned(size_t bytes) {
     }
   }
   const OnDevice here(cuda_, device_);
-  if (!block) cuda_.check(cuda_.allocate_host(&block, size, 0), "cudaHostAlloc");
-  return Memory(block, [store = store_, size](void* unused) {
+  if (!block && pool == &Store::of_device) {
+    cuda_.check(cuda_.allocate(&block, size), "cudaMalloc");
+  } else if (!block) {
+    cuda_.check(cuda_.allocate_host(&block, size, 0), "cudaHostAlloc");
+  }
+  return Memory(block, [store = store_, pool, size](void* unused) {
     std::lock_guard<std::mutex> lock(store->mutex);
-    store->blocks.emplace_back(size, unused);
+    ((*store).*pool).emplace_back(size, unused);
   });
 }
 

@@ -34,12 +34,15 @@ class Gpu {
   // In our stream; one of the two may be memory of the host.
   void copy(void* target, const void* source, size_t bytes);
 
-  Memory allocate(size_t bytes);  // of the device; freed by the last owner
-  Memory pinned(size_t bytes);    // of the host; returned to a pool by the last owner
+  // The last owner returns the memory to a pool: to free some lets the host wait for the GPU.
+  Memory allocate(size_t bytes);  // of the device
+  Memory pinned(size_t bytes);    // page-locked, of the host
 
   std::string bus_id() const;  // of the device: the same for all processes of this host
 
  private:
+  using Blocks = std::vector<std::pair<size_t, void*>>;  // with their bytes
+
   // Outlives the Gpu while events or memory of it are owned.
   struct Store {
     explicit Store(const CudaApi& api) : cuda(api) {}
@@ -48,8 +51,10 @@ class Gpu {
     const CudaApi& cuda;
     std::mutex mutex;  // guards the members below
     std::vector<CudaEvent> events;
-    std::vector<std::pair<size_t, void*>> blocks;  // of pinned memory, with their bytes
+    Blocks of_device, of_host;
   };
+
+  Memory take(Blocks Store::* pool, size_t bytes);
 
   const CudaApi& cuda_;
   const int device_;

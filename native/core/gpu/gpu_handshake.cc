@@ -1,5 +1,6 @@
 #include "core/gpu/gpu_handshake.h"
 
+#include <algorithm>
 #include <fstream>
 #include <map>
 
@@ -55,6 +56,8 @@ GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& 
         ". Set the same on all.";
     return result;
   }
+  result.by_mpi =
+      std::all_of(all.begin(), all.end(), [](const GpuInfo& info) { return info.mpi_knows_gpus; });
   if (!wants_nccl(all[0].backends)) return result;
   for (size_t r = 0; r < all.size(); ++r) {
     if (all[r].problem.empty()) continue;
@@ -92,6 +95,7 @@ std::string encode(const GpuInfo& info) {
   out.number(info.nccl_version);
   out.text(info.problem);
   out.text(info.id);
+  out.number(info.mpi_knows_gpus);
   return out.take();
 }
 
@@ -104,6 +108,7 @@ GpuInfo decode_gpu_info(const std::string& bytes) {
   info.nccl_version = in.number<int>();
   info.problem = in.text();
   info.id = in.text();
+  info.mpi_knows_gpus = in.number<bool>();
   return info;
 }
 

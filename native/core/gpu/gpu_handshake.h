@@ -16,10 +16,12 @@ struct GpuInfo {
   int nccl_version = 0;
   std::string problem;  // why there is no NCCL
   std::string id;       // rank 0: NCCL's name for the set
+  bool mpi_knows_gpus = false;
 };
 
 struct GpuHandshake {
   bool nccl = false;    // whether to create a communicator
+  bool by_mpi = false;  // whether MPI can have the memory of GPUs
   std::string refusal;  // why GPUs cannot be used together at all
   std::string warning;  // why NCCL is not used, although it was asked for
 };

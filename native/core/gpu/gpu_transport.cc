@@ -1,9 +1,12 @@
 #include "core/gpu/gpu_transport.h"
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 #include <thread>
 #include <utility>
 
+#include "core/base/bytes.h"
 #include "core/base/log.h"
 #include "core/gpu/gpu_handshake.h"
 #include "core/gpu/gpu_staging.h"
@@ -22,7 +25,12 @@ constexpr auto kSleep = std::chrono::microseconds(50);
 // How long started work may take to end after an abort.
 constexpr double kLastSeconds = 1.0;
 
+// In a proposal's bytes, which never come to this: this rank has several process sets, whose NCCL
+// launches need an order.
+constexpr uint64_t kSeveralSets = uint64_t{1} << 63;
+
 std::atomic<int> default_gpu{0};
+std::atomic<int> sets{0};  // made or expected
 
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
@@ -32,29 +40,43 @@ double seconds_since(Clock::time_point start) {
 
 void set_default_gpu(int device) { default_gpu = device; }
 
+void expect_process_sets() { ++sets; }
+
 GpuTransport::GpuTransport(std::unique_ptr<Transport> host, const Settings& settings,
-                           AbortProcess abort_process)
-    : host_(std::move(host)), settings_(settings), abort_process_(std::move(abort_process)) {}
+                           AbortProcess abort_process, int process_set)
+    : host_(std::move(host)),
+      settings_(settings),
+      abort_process_(std::move(abort_process)),
+      process_set_(process_set) {
+  ++sets;
+}
 
 // All ranks have left the set together, or the transport was aborted.
 GpuTransport::~GpuTransport() {
+  --sets;
   if (!gpu_) return;
   const auto start = Clock::now();
   const Pause pause = [] { std::this_thread::sleep_for(kSleep); };
   try {
     const OnDevice here(gpu_->cuda(), gpu_->device());
-    while (!aborted_ && failure().empty() && !works_.empty()) pause();
-    if (!aborted_ && works_.empty() && communicator_) communicator_->close(pause);
-    communicator_.reset();  // aborts unfinished work
+    std::string why;
+    while (!aborted_ && (why = failure()).empty() && !works_.empty()) pause();
+    if (!aborted_ && !why.empty()) on_abort(why);
     while (!works_.empty() && seconds_since(start) < kLastSeconds) {
       pause();
       drop_finished();
     }
+    if (!aborted_ && communicator_) communicator_->close(pause);
   } catch (const std::exception& error) {
     log(LogLevel::warning, std::string("the GPU was not cleaned up: ") + error.what());
   }
-  if (works_.empty()) return;
-  new std::deque<Work>(std::move(works_));  // leaked: the GPU still uses it
+  if (works_.empty() && !has_lost_work()) {
+    LaunchOrder::of(gpu_->device()).forget(last_launch_);
+    return;
+  }
+  // The GPU still uses it all, and to abort the communicator would release the stream.
+  new std::deque<Work>(std::move(works_));
+  communicator_.release();
   gpu_.release();
 }
 
@@ -94,11 +116,19 @@ Gpu* GpuTransport::gpu(int device, std::string* problem) {
 
 std::vector<Proposal> GpuTransport::agree(const Proposal& mine, const Waiting& waiting) {
   if (const std::string why = failure(); !why.empty()) fail(why);
+  Proposal marked = mine;
+  if (sets > 1) marked.wait_times.bytes |= kSeveralSets;
   try {
-    return host_->agree(mine, [&](double seconds, const std::vector<int>& missing) {
+    auto proposals = host_->agree(marked, [&](double seconds, const std::vector<int>& missing) {
       const std::string why = failure();
       return why.empty() ? waiting(seconds, missing) : why;
     });
+    in_turns_ = false;
+    for (Proposal& proposal : proposals) {
+      in_turns_ = in_turns_ || (proposal.wait_times.bytes & kSeveralSets);
+      proposal.wait_times.bytes &= ~kSeveralSets;
+    }
+    return proposals;
   } catch (const Aborted& aborted) {
     on_abort(aborted.what());
     throw;
@@ -161,10 +191,14 @@ Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
   check_peers();
   const Pause pause = pause_with(waiting);
   const bool nccl = by_nccl(request);
+  Transport* const mpi = by_mpi_ && can_run_over_mpi(request.kind) ? host_->mpi() : nullptr;
   if (joined && !nccl) {
     request.device = kOnHost;  // where its buffers are
-    return host_->run(request, waiting);
+    return (mpi ? *mpi : *host_).run(request, waiting);
   }
+  std::optional<LaunchOrder::Turn> turn;
+  LaunchOrder& order = LaunchOrder::of(gpu->device());
+  if (nccl && in_turns_) turn.emplace(order, process_set_, exchange_with(waiting), pause);
   std::vector<Memory> held;
   const auto framework = static_cast<CudaStream>(request.stream);
   if (joined) {
@@ -176,25 +210,33 @@ Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
   const auto allocated = [&] {
     if (!joined) gpu->wait(gpu->stream(), gpu->record(framework));
   };
-  const Status status = nccl ? nccl_->run(request, waiting, pause, allocated)
-                             : run_on_host(*gpu, *host_, request, waiting, pause, allocated, &held);
+  Status status;
+  if (nccl) {
+    if (turn && order.last()) gpu->wait(gpu->stream(), order.last());
+    status = nccl_->run(request, waiting, pause, allocated);
+  } else if (mpi) {
+    status = run_over_mpi(*gpu, *mpi, request, waiting, pause, framework);
+  } else {
+    status = run_on_host(*gpu, *host_, request, waiting, pause, allocated, &held);
+  }
   // Even after a failure, enqueued work may still read the inputs.
   const Event done = gpu->record(gpu->stream());
+  if (nccl) order.set_last(last_launch_ = done);
   if (!joined) gpu->wait(framework, done);
   if (works_.empty()) progress_ = Clock::now();
   works_.push_back({done, identity(request), Clock::now(), std::move(held)});
+  if (nccl) groups_in_works_ = communicator_->groups();
   return status;
 }
 
 // For a rank that has joined: copies its neutral values to the GPU; its results are discarded.
 void GpuTransport::neutral_request_on(Gpu& gpu, Request& request, std::vector<Memory>* held) {
-  held->push_back(
-      std::make_shared<std::function<void(const Status&)>>(request.done));  // its buffers
   for (size_t i = 0; i < request.inputs.size(); ++i) {
     Input& input = request.inputs[i];
-    const Memory memory = gpu.allocate(input.bytes());
-    held->push_back(memory);
-    gpu.copy(memory.get(), input.data, input.bytes());
+    const Memory memory = gpu.allocate(input.bytes()), locked = gpu.pinned(input.bytes());
+    held->insert(held->end(), {memory, locked});
+    if (input.bytes() > 0) std::memcpy(locked.get(), input.data, input.bytes());
+    gpu.copy(memory.get(), locked.get(), input.bytes());
     input.data = memory.get();
     if (collective(request.kind).keeps_shape) request.outputs[i] = memory.get();
   }
@@ -221,6 +263,7 @@ Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
   mine.machine = this_machine();
   mine.bus_id = gpu.bus_id();
   mine.problem = no_nccl;
+  mine.mpi_knows_gpus = mpi_knows_gpus();
   if (nccl && wants_nccl(mine.backends)) {
     mine.nccl_version = nccl->version;
     NcclId id;
@@ -237,13 +280,30 @@ Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
   const GpuHandshake result = negotiate(all, ranks());
   if (!result.refusal.empty()) return Status::error(Code::failed_precondition, result.refusal);
   if (!result.warning.empty() && rank() == 0) log(LogLevel::warning, result.warning);
+  by_mpi_ = result.by_mpi;
   if (!result.nccl) return {};
   NcclId id;
   std::copy(all[0].id.begin(), all[0].id.end(), id.bytes);
+  std::optional<LaunchOrder::Turn> turn;  // the creation, too, waits for all ranks
+  if (in_turns_) {
+    turn.emplace(LaunchOrder::of(gpu.device()), process_set_, exchange_with(waiting),
+                 pause_with(waiting));
+  }
   communicator_ =
       std::make_unique<NcclCommunicator>(*nccl, id, rank(), size(), pause_with(waiting));
   nccl_ = std::make_unique<NcclCollectives>(*communicator_, *host_, gpu.stream());
   return {};
+}
+
+LaunchOrder::Exchange GpuTransport::exchange_with(const Waiting& waiting) {
+  return [this, waiting](uint64_t mine) {
+    Writer out;
+    out.number(mine);
+    std::vector<uint64_t> all;
+    for (const std::string& bytes : host_->gather(out.take(), waiting))
+      all.push_back(Reader(bytes).number<uint64_t>());
+    return all;
+  };
 }
 
 // Called between two polls of a GPU or of NCCL.
@@ -289,6 +349,11 @@ std::string GpuTransport::failure() {
          "between them? Set NCCL_DEBUG=INFO for details.";
 }
 
+// A part of a request may have been enqueued that failed then; nothing tells when that is finished.
+bool GpuTransport::has_lost_work() const {
+  return communicator_ && communicator_->groups() != groups_in_works_;
+}
+
 // Aborts all ranks. Throws Aborted with the reason of the rank that was first, which may be
 // another.
 void GpuTransport::fail(const std::string& why) {
@@ -309,7 +374,7 @@ void GpuTransport::on_abort(const std::string& why) {
     drop_finished();
   } catch (const GpuError&) {  // then unfinished work has no results either
   }
-  if (!works_.empty()) abort_process_(why);
+  if (!works_.empty() || has_lost_work()) abort_process_(why);
 }
 
 }  // namespace hvd

@@ -6,9 +6,9 @@
 // No host thread waits for any of it: a request is done() when all this has been enqueued. The rank
 // that detects stalled work or an NCCL error aborts all ranks through the host's transport.
 // Requests that NCCL does not support or that the user wants over MPI, and all requests if a rank
-// has no NCCL, go through the host's memory. A stream that waits for work that cannot finish is
-// never released: later kernels would read values that were never computed. `abort_process` is
-// called instead.
+// has no NCCL, go through the host's memory, or are given to MPI if it knows GPUs. A stream that
+// waits for work that cannot finish is never released: later kernels would read values that were
+// never computed. `abort_process` is called instead.
 #pragma once
 
 #include <atomic>
@@ -22,6 +22,7 @@
 
 #include "core/base/settings.h"
 #include "core/gpu/gpu.h"
+#include "core/gpu/launch_order.h"
 #include "core/gpu/nccl_collectives.h"
 #include "core/request/transport.h"
 
@@ -31,8 +32,9 @@ class GpuTransport : public Transport {
  public:
   using AbortProcess = std::function<void(const std::string& why)>;
 
+  // Process sets have the same numbers on all ranks.
   GpuTransport(std::unique_ptr<Transport> host, const Settings& settings,
-               AbortProcess abort_process);
+               AbortProcess abort_process, int process_set = 0);
   ~GpuTransport() override;
 
   const std::vector<int>& ranks() const override { return host_->ranks(); }
@@ -60,29 +62,39 @@ class GpuTransport : public Transport {
   void neutral_request_on(Gpu& gpu, Request& request, std::vector<Memory>* held);
   Status handshake(Gpu& gpu, const Waiting& waiting);
   bool by_nccl(const Request& request) const;
+  LaunchOrder::Exchange exchange_with(const Waiting& waiting);
   Pause pause_with(const Waiting& waiting);
   void check_peers();
   void drop_finished();
   std::string failure();
+  bool has_lost_work() const;
   [[noreturn]] void fail(const std::string& why);
   void on_abort(const std::string& why);
 
   const std::unique_ptr<Transport> host_;
   const Settings settings_;
   const AbortProcess abort_process_;
+  const int process_set_;
 
   std::mutex mutex_;  // guards the creation of gpu_
   std::unique_ptr<Gpu> gpu_;
 
   // Used by the engine's thread only.
+  bool in_turns_ = false;  // whether any rank of the set has several sets; since the last agreement
   bool handshake_done_ = false;
-  Status refusal_;  // the error of all requests on GPUs
+  bool by_mpi_ = false;  // whether MPI can have the memory of GPUs
+  Status refusal_;       // the error of all requests on GPUs
   std::unique_ptr<NcclCommunicator> communicator_;
   std::unique_ptr<NcclCollectives> nccl_;
-  std::deque<Work> works_;  // oldest first
+  std::deque<Work> works_;        // oldest first
+  uint64_t groups_in_works_ = 0;  // of NCCL's calls, so far
+  Event last_launch_;             // of NCCL's work
   std::chrono::steady_clock::time_point progress_;
   bool aborted_ = false;
 };
+
+// Says that this process may get a second process set: before all ranks agree to add one.
+void expect_process_sets();
 
 // The device that a rank uses after it has joined, if it has not used one before.
 void set_default_gpu(int device);

@@ -22,6 +22,7 @@ NcclCommunicator::~NcclCommunicator() {
 
 void NcclCommunicator::group(const std::function<void()>& calls, const Pause& pause) {
   check(nccl_.group_start(), "ncclGroupStart");
+  ++groups_;
   try {
     calls();
   } catch (...) {

@@ -24,6 +24,9 @@ class NcclCommunicator {
   // Runs NCCL calls as one group. On return all of it is enqueued in the stream.
   void group(const std::function<void()>& calls, const Pause& pause);
 
+  // How many groups have been begun. If one fails, a part of it may be enqueued.
+  uint64_t groups() const { return groups_; }
+
   // Throws GpuError with NCCL's own text.
   void check(int result, const char* call) const;
 
@@ -38,6 +41,7 @@ class NcclCommunicator {
 
   const NcclApi& nccl_;
   NcclComm comm_ = nullptr;
+  uint64_t groups_ = 0;
 };
 
 }  // namespace hvd

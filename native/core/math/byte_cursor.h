@@ -62,6 +62,15 @@ class ByteCursor {
     walk(bytes, [](char*, DType, int64_t, int64_t) {});
   }
 
+  // Where the next bytes are to be written, if they are contiguous and as they travel; else null.
+  char* place(int64_t bytes) {
+    const Piece& piece = pieces_[piece_];
+    if (piece.dtype != travels_ || (piece.elements - offset_) * width_ < bytes) return nullptr;
+    char* const data = piece.data + offset_ * width_;
+    skip(bytes);
+    return data;
+  }
+
   // At most the next `bytes`, contiguous: where they are, or rounded into `room`.
   struct Block {
     const char* data;

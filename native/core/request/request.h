@@ -74,7 +74,7 @@ struct Request {
 
   std::string note;  // text that must be equal on all ranks, too
 
-  // Called exactly once, on the engine's thread (or in submit, if the engine has stopped).
+  // Called exactly once, on the engine's thread or in submit.
   std::function<void(const Status&)> done;
 };
 

@@ -1,5 +1,6 @@
-// Interface through which the engine talks to the other ranks of its process set. Only the engine's
-// thread calls it, except prepare(). Methods that take a `waiting` are collective.
+// Interface through which the engine talks to the other ranks of its process set. The engine calls
+// it from one thread at a time, except prepare(). Methods that take a `waiting` are collective, and
+// agree_at_once().
 #pragma once
 
 #include <cstdint>
@@ -41,6 +42,7 @@ struct WaitTimes {
 // What a rank proposes to run next.
 struct Proposal {
   uint64_t fingerprint = 0;
+  uint64_t wants_times = 0;  // 1: this rank needs all ranks' wait times
   WaitTimes wait_times;
 };
 
@@ -62,14 +64,36 @@ class Transport {
   // The error for tensors on GPUs.
   void set_why_no_gpu(std::string why) { why_no_gpu_ = std::move(why); }
 
-  // Every rank's proposal, by rank of the set. Waits for the slowest without burning a core.
+  // Every rank's proposal, by rank of the set. Waits for the slowest without burning a core. If no
+  // rank wants all times, only the least time waited, its rank and the mean of the others need be
+  // right; if fingerprints differ, only that they do.
   virtual std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) = 0;
+
+  // The same, of a rank that proposes to run `next`. Small tensors may travel with the proposals;
+  // so if all are equal, the next call must be run() of that request.
+  virtual std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
+                                             const Waiting& waiting) {
+    (void)next;
+    return agree(mine, waiting);
+  }
+
+  // The same, if the others come within microseconds and run() will then wait for nobody. Otherwise
+  // empty; then the next call must be agree_to_run() with the same arguments, which goes on with
+  // it.
+  virtual std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) {
+    (void)mine, (void)next;
+    return {};
+  }
 
   // Every rank's bytes, by rank of the set.
   virtual std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) = 0;
 
   // Moves the data of a request that all ranks have agreed on.
   virtual Status run(Request& request, const Waiting& waiting) = 0;
+
+  // The one that hands the memory of tensors to MPI as it is; null: there is none. Used in turn
+  // with this one, and ends with it.
+  virtual Transport* mpi() { return nullptr; }
 
   // Aborts this transport on all ranks, whatever they are doing. Throws Aborted.
   virtual void abort(const std::string& why) = 0;

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,16 +21,27 @@ namespace hvd::test {
 // The memory through which the ranks of one set communicate.
 class Hub {
  public:
-  explicit Hub(int size) : size_(size), slots_(size) {}
+  // `patience`: the seconds that agree_at_once() waits.
+  explicit Hub(int size, double patience = 0.0005)
+      : patience(patience), size_(size), slots_(size), rounds_(size), waits_(size) {}
   int size() const { return size_; }
 
-  // Every rank's pointer, by rank. They are valid until this rank's next exchange.
-  std::vector<const void*> exchange(int rank, const void* mine, const Waiting& waiting) {
+  const double patience;
+
+  // Every rank's pointer, by rank. They are valid until this rank's next exchange. Empty after
+  // `limit` seconds; the next call goes on with it.
+  std::vector<const void*> exchange(int rank, const void* mine, const Waiting& waiting,
+                                    double limit = 1e9) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto start = std::chrono::steady_clock::now();
-    const uint64_t round = round_;
-    slots_[rank] = mine;
-    here_.push_back(rank);
+    if (!why_lost_.empty()) throw Aborted(why_lost_);
+    if (!waits_[rank]) {
+      rounds_[rank] = round_;
+      slots_[rank] = mine;
+      here_.push_back(rank);
+    }
+    waits_[rank] = false;
+    const uint64_t round = rounds_[rank];
     if (static_cast<int>(here_.size()) == size_) {
       exchanged_ = slots_;
       here_.clear();
@@ -45,6 +57,10 @@ class Hub {
       }
       const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - start;
       if (round_ != round || !why_lost_.empty()) break;
+      if (waited.count() >= limit) {
+        waits_[rank] = true;
+        return {};
+      }
       why_lost_ = waiting(waited.count(), missing);
     }
     if (round_ == round) {
@@ -73,10 +89,14 @@ class Hub {
   std::vector<const void*> slots_, exchanged_;
   std::vector<int> here_;
   uint64_t round_ = 0;
+  std::vector<uint64_t> rounds_;  // by rank: the last one that it has come to
+  std::vector<char> waits_;       // by rank: its next call goes on with that
   std::string why_lost_;
 };
 
 class ThreadTransport : public Transport {
+  static constexpr size_t kMostAlong = 64;
+
  public:
   ThreadTransport(std::shared_ptr<Hub> hub, int rank) : hub_(std::move(hub)), rank_(rank) {
     for (int r = 0; r < hub_->size(); ++r) ranks_.push_back(r);
@@ -87,7 +107,28 @@ class ThreadTransport : public Transport {
   const std::string& host(int) const override { return host_; }
 
   std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override {
-    return of_all(mine, waiting);
+    sent_ = {mine, {}};
+    return received(of_all(sent_, waiting));
+  }
+
+  std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
+                                     const Waiting& waiting) override {
+    if (!proposed_) sent_ = {mine, copies(next)};
+    proposed_ = false;
+    return received(of_all(sent_, waiting));
+  }
+
+  std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override {
+    if (copies(next).empty()) return {};
+    sent_ = {mine, copies(next)};
+    const Waiting nothing = [](double, const std::vector<int>&) { return std::string(); };
+    try {
+      std::vector<Proposal> all = received(of_all(sent_, nothing, hub_->patience));
+      proposed_ = all.empty();
+      return all;
+    } catch (const Aborted&) {
+      return {};  // agree_to_run() will throw it
+    }
   }
 
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override {
@@ -96,10 +137,22 @@ class ThreadTransport : public Transport {
 
   // Sums, concatenations along the first dimension, and what moves no data.
   Status run(Request& request, const Waiting& waiting) override {
+    if (!along_.empty()) {
+      for (size_t i = 0; i < request.inputs.size(); ++i) {
+        std::vector<const void*> sources;
+        for (const Sent& other : along_) sources.push_back(other.inputs[i].data());
+        const Input& input = request.inputs[i];
+        loops().reduce(input.dtype, request.reduction, factors_of(request, size()), sources.data(),
+                       size(), elements(input.shape), request.outputs[i]);
+      }
+      along_.clear();
+      return {};
+    }
     std::vector<const Request*> all;
     for (const void* other : hub_->exchange(rank_, &request, waiting))
       all.push_back(static_cast<const Request*>(other));
     Status status;
+    std::exception_ptr thrown;
     for (size_t i = 0; i < request.inputs.size(); ++i) {
       const Input& input = request.inputs[i];
       if (request.kind == Kind::allreduce) {
@@ -115,15 +168,20 @@ class ThreadTransport : public Transport {
         shape[0] = 0;
         for (const Request* other : all) shape[0] += other->inputs[i].shape[0];
         void* data = nullptr;
-        status = request.allocate(i, shape, &data);
+        try {
+          status = request.allocate(i, shape, &data);
+        } catch (...) {  // the others still look at this rank's request
+          thrown = std::current_exception();
+        }
         for (const Request* other : all) {
           const size_t bytes = other->inputs[i].bytes();
-          if (bytes > 0) std::memcpy(data, other->inputs[i].data, bytes);
+          if (bytes > 0 && !thrown) std::memcpy(data, other->inputs[i].data, bytes);
           data = static_cast<char*>(data) + bytes;
         }
       }
     }
     hub_->exchange(rank_, nullptr, waiting);  // nobody's inputs go away while others read them
+    if (thrown) std::rethrow_exception(thrown);
     if (request.kind == Kind::join) {
       void* last = nullptr;
       status = request.allocate(0, {}, &last);
@@ -136,16 +194,47 @@ class ThreadTransport : public Transport {
   void check_aborted() override { hub_->check_aborted(); }
 
  private:
+  // A proposal, and the tensors of a small allreduce.
+  struct Sent {
+    Proposal proposal;
+    std::vector<std::vector<char>> inputs;
+  };
+
+  static std::vector<std::vector<char>> copies(const Request& next) {
+    std::vector<std::vector<char>> all;
+    for (const Input& input : next.inputs) {
+      if (next.kind != Kind::allreduce || input.bytes() > kMostAlong) return {};
+      const char* const data = static_cast<const char*>(input.data);
+      all.emplace_back(data, data + input.bytes());
+    }
+    return all;
+  }
+
+  std::vector<Proposal> received(std::vector<Sent> all) {
+    std::vector<Proposal> proposals;
+    for (const Sent& sent : all) proposals.push_back(sent.proposal);
+    const auto differs = [&](const Sent& sent) {
+      return sent.proposal.fingerprint != all[0].proposal.fingerprint || sent.inputs.empty();
+    };
+    along_.clear();
+    if (std::none_of(all.begin(), all.end(), differs)) along_ = std::move(all);
+    return proposals;
+  }
+
   template <typename T>
-  std::vector<T> of_all(const T& mine, const Waiting& waiting) {
+  std::vector<T> of_all(const T& mine, const Waiting& waiting, double limit = 1e9) {
     std::vector<T> all;
-    for (const void* other : hub_->exchange(rank_, &mine, waiting))
+    for (const void* other : hub_->exchange(rank_, &mine, waiting, limit))
       all.push_back(*static_cast<const T*>(other));
+    if (all.empty()) return all;
     hub_->exchange(rank_, nullptr, waiting);  // all have copied
     return all;
   }
 
   const std::shared_ptr<Hub> hub_;
+  Sent sent_;                // the others may read it after agree_at_once(),
+  bool proposed_ = false;    // which did not see all of theirs
+  std::vector<Sent> along_;  // for run()
   const int rank_;
   std::vector<int> ranks_;
   const std::string host_ = "here";

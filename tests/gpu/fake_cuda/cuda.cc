@@ -9,8 +9,6 @@
 
 #include "fake_cuda.h"
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 struct CUevent_st {
   int device;
   bool recorded = false;
@@ -22,98 +20,70 @@ struct CUevent_st {
 namespace fake_cuda {
 namespace {
 
-// Who used a piece of memory last.
-struct Use {
-  int stream = -1;
-  uint64_t place = 0;
-  std::string what;
-};
+thread_local int current_device = 0;
+thread_local bool immune = false;  // to faults
+constexpr int kDevices = 2;
 
-struct Region {
-  size_t bytes;
-  bool on_device;
-  Use written;
-  std::map<int, Use> read;  // by stream
-};
-
-std::map<const char*, Region>& regions() {
-  static auto* regions = new std::map<const char*, Region>();
-  return *regions;
-}
-
-// What the host has seen to be done; all its threads as one.
-Clock& host() {
+// What threads that have ended had seen: whoever goes on has waited for them.
+Clock& ended() {
   static auto* clock = new Clock();
   return *clock;
 }
 
-thread_local int current_device = 0;
-constexpr int kDevices = 2;
-
-std::pair<const char*, Region*> region_of(const void* data) {
-  const char* address = static_cast<const char*>(data);
-  auto after = regions().upper_bound(address);
-  if (after == regions().begin()) return {nullptr, nullptr};
-  auto& [start, region] = *--after;
-  if (address >= start + region.bytes) return {nullptr, nullptr};
-  return {start, &region};
-}
-
-int allocate(void** out, size_t bytes, bool on_device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex());
-  if (posix_memalign(out, 256, bytes) != 0) return 2;  // cudaErrorMemoryAllocation
-  char* memory = static_cast<char*>(*out);
-  std::memset(memory, 0x55, bytes);  // so that tests do not find what was there before
-  regions()[memory] = {bytes, on_device, {}, {}};
-  ++living()[on_device ? "device memory" : "pinned memory"];
-  return 0;
-}
-
-int release(void* data, bool on_device) {
-  std::lock_guard<std::recursive_mutex> lock(mutex());
-  if (!data) return 0;
-  const auto found = regions().find(static_cast<const char*>(data));
-  if (found == regions().end() || found->second.on_device != on_device)
-    violation("memory is freed that was not allocated so");
-  const auto check = [&](const Use& use) {
-    if (use.stream >= 0 && host()[use.stream] < use.place)
-      violation("memory is freed that '" + use.what + "' may still use");
-  };
-  check(found->second.written);
-  for (const auto& [stream, use] : found->second.read) check(use);
-  regions().erase(found);
-  std::free(data);
-  --living()[on_device ? "device memory" : "pinned memory"];
-  return 0;
-}
-
-void use(CUstream_st& stream, const std::string& what, const CUstream_st::Range& range) {
-  if (range.bytes == 0) return;
-  const auto [start, region] = region_of(range.data);
-  if (!region) return;  // the host's own memory
-  if (static_cast<const char*>(range.data) + range.bytes > start + region->bytes)
-    violation("'" + what + "' goes beyond the end of its memory");
-  const auto after = [&](const Use& other, const char* did) {
-    if (other.stream < 0 || stream.clock[other.stream] >= other.place) return;
-    violation("'" + what + "' in stream " + std::to_string(stream.number) + " uses memory that '" +
-              other.what + "' in stream " + std::to_string(other.stream) + " " + did +
-              ", with no event between the two");
-  };
-  after(region->written, "writes");
-  const Use now{stream.number, stream.given, what};
-  if (range.writes) {
-    for (const auto& [number, other] : region->read) after(other, "reads");
-    region->read.clear();
-    region->written = now;
-  } else {
-    region->read[stream.number] = now;
+struct HostThread {
+  Clock clock;
+  ~HostThread() {
+    std::lock_guard<std::recursive_mutex> lock(mutex());
+    join(ended(), clock);
   }
+};
+
+struct Fault {
+  std::string function;
+  int calls;  // that still succeed
+  int code;
+  bool for_ever;
+  bool came = true;
+};
+
+Fault& next_fault() {
+  static auto* fault = new Fault();
+  return *fault;
+}
+
+void sleep_us(uint64_t time) { std::this_thread::sleep_for(std::chrono::microseconds(time)); }
+
+std::map<int, CUstream_st*>& streams() {
+  static auto* streams = new std::map<int, CUstream_st*>();
+  return *streams;
+}
+
+// As a real device does when memory is freed, and for copies of memory that is not page-locked.
+void wait_for(const Progress& progress, uint64_t place) {
+  while (progress.done < place) sleep_us(50);
+}
+
+void wait_for_device(int device) {
+  std::vector<std::pair<std::shared_ptr<Progress>, uint64_t>> all;
+  {
+    std::lock_guard<std::recursive_mutex> lock(mutex());
+    for (const auto& [number, stream] : streams()) {
+      if (stream->device == device) all.emplace_back(stream->progress, stream->given);
+    }
+  }
+  for (const auto& [progress, place] : all) wait_for(*progress, place);
 }
 
 }  // namespace
 
-void join(Clock& clock, const Clock& other) {
-  for (const auto& [stream, place] : other) clock[stream] = std::max(clock[stream], place);
+bool join(Clock& clock, const Clock& other) {
+  bool changed = false;
+  for (const auto& [stream, place] : other) {
+    uint64_t& own = clock[stream];
+    changed |= own < place;
+    own = std::max(own, place);
+  }
+  return changed;
 }
 
 void violation(const std::string& text) {
@@ -132,10 +102,42 @@ std::map<std::string, int64_t>& living() {
   return *living;
 }
 
-bool is_device_memory(const void* data, size_t bytes) {
-  const auto [start, region] = region_of(data);
-  return region && region->on_device &&
-         static_cast<const char*>(data) + bytes <= start + region->bytes;
+Clock& host() {
+  thread_local HostThread thread;
+  std::lock_guard<std::recursive_mutex> lock(mutex());
+  join(thread.clock, ended());
+  return thread.clock;
+}
+
+int fault(const char* function) {
+  std::lock_guard<std::recursive_mutex> lock(mutex());
+  Fault& fault = next_fault();
+  // "cuda" and "nccl" mean every function of the library.
+  const size_t compared = fault.function == "cuda" || fault.function == "nccl" ? 4 : 100;
+  if (immune || fault.function.empty() ||
+      std::strncmp(function, fault.function.c_str(), compared) != 0)
+    return 0;
+  if (fault.calls > 0) return --fault.calls, 0;
+  fault.came = true;
+  if (!fault.for_ever) fault.function.clear();
+  return fault.code;
+}
+
+Random::Random(uint64_t stream) {
+  const char* seed = std::getenv("HVD_FAKE_CUDA_SEED");
+  if (!seed) return;
+  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
+  state_ = (std::strtoull(seed, nullptr, 10) * 64 + (rank ? std::atoi(rank) : 0)) * 4096 + stream;
+  state_ = state_ * 2 + 1;  // never zero
+}
+
+// The generator of Vigna (2014), xorshift64*.
+uint64_t Random::below(uint64_t limit) {
+  if (state_ == 0) return 0;
+  state_ ^= state_ >> 12;
+  state_ ^= state_ << 25;
+  state_ ^= state_ >> 27;
+  return (state_ * 0x2545f4914f6cdd1dULL >> 33) % limit;
 }
 
 }  // namespace fake_cuda
@@ -143,10 +145,11 @@ bool is_device_memory(const void* data, size_t bytes) {
 using fake_cuda::violation;
 
 namespace {
-int streams = 0;
-}
+int made = 0;
+std::atomic<int> copies{0};
+}  // namespace
 
-CUstream_st::CUstream_st(int on) : number(++streams), device(on), thread_([this] { loop(); }) {}
+CUstream_st::CUstream_st(int on) : number(++made), device(on), thread_([this] { loop(); }) {}
 
 CUstream_st::~CUstream_st() {
   {
@@ -157,18 +160,20 @@ CUstream_st::~CUstream_st() {
   thread_.join();
 }
 
-void CUstream_st::give(const std::string& what, const std::deque<Range>& ranges,
-                       std::function<void()> work) {
+void CUstream_st::give(const std::string& what, const std::deque<fake_cuda::Range>& ranges,
+                       std::function<void()> work, const fake_cuda::Clock& seen) {
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
-  fake_cuda::join(clock, fake_cuda::host());
+  fake_cuda::join(clock, seen);
   clock[number] = ++given;
-  for (const Range& range : ranges) fake_cuda::use(*this, what, range);
+  for (const fake_cuda::Range& range : ranges) fake_cuda::use(*this, what, range);
   std::lock_guard<std::mutex> queue_lock(queue_mutex_);
   queue_.push_back(std::move(work));
   changed_.notify_all();
 }
 
 void CUstream_st::loop() {
+  fake_cuda::Random random(number);
+  const uint64_t kind = random.below(3);
   std::unique_lock<std::mutex> lock(queue_mutex_);
   while (true) {
     changed_.wait(lock, [this] { return ends_ || !queue_.empty(); });
@@ -176,13 +181,32 @@ void CUstream_st::loop() {
     const std::function<void()> work = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
+    delay(random, kind);
     work();
     ++progress->done;
     lock.lock();
   }
 }
 
+// The schedule: some streams run at once, some are late at random, and some come last, that is,
+// when the others have nothing to do or have been at it for some milliseconds.
+void CUstream_st::delay(fake_cuda::Random& random, uint64_t kind) {
+  if (kind == 1 && random.below(4) == 0) fake_cuda::sleep_us(random.below(400));
+  if (kind != 2) return;
+  for (int i = 0; i < 20; ++i) {
+    bool others_work = false;
+    {
+      std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+      for (const auto& [other, stream] : fake_cuda::streams())
+        others_work |= other != number && stream->progress->done < stream->given;
+    }
+    if (!others_work) return;
+    fake_cuda::sleep_us(100);
+  }
+}
+
 EXPORT int cudaRuntimeGetVersion(int* version) {
+  RETURN_IF_FAULTY;
   *version = 12080;
   return 0;
 }
@@ -195,11 +219,13 @@ EXPORT int cudaGetDeviceCount(int* count) {
 }
 
 EXPORT int cudaGetDevice(int* device) {
+  RETURN_IF_FAULTY;
   *device = fake_cuda::current_device;
   return 0;
 }
 
 EXPORT int cudaSetDevice(int device) {
+  RETURN_IF_FAULTY;
   if (device < 0 || device >= fake_cuda::kDevices) return 101;  // cudaErrorInvalidDevice
   fake_cuda::current_device = device;
   return 0;
@@ -207,26 +233,36 @@ EXPORT int cudaSetDevice(int device) {
 
 // Each process has its own devices.
 EXPORT int cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
+  RETURN_IF_FAULTY;
   std::snprintf(text, bytes, "%d:%d", static_cast<int>(getpid()), device);
   return 0;
 }
 
-EXPORT int cudaStreamCreateWithFlags(CUstream_st** stream, unsigned) {
+EXPORT int cudaStreamCreateWithFlags(CUstream_st** stream, unsigned flags) {
+  RETURN_IF_FAULTY;
+  if (flags != 1) violation("a stream is made that waits for the default stream");
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   *stream = new CUstream_st(fake_cuda::current_device);
+  fake_cuda::streams()[(*stream)->number] = *stream;
   ++fake_cuda::living()["stream"];
   return 0;
 }
 
 EXPORT int cudaStreamDestroy(CUstream_st* stream) {
+  RETURN_IF_FAULTY;
   if (stream->progress->done < stream->given) violation("a stream is destroyed that has work");
+  {
+    std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+    fake_cuda::streams().erase(stream->number);
+    fake_cuda::join(fake_cuda::ended(), stream->clock);  // someone has waited for all of it
+    --fake_cuda::living()["stream"];
+  }
   delete stream;
-  std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
-  --fake_cuda::living()["stream"];
   return 0;
 }
 
 EXPORT int cudaStreamSynchronize(CUstream_st* stream) {
+  RETURN_IF_FAULTY;
   uint64_t place;
   fake_cuda::Clock clock;
   {
@@ -234,23 +270,24 @@ EXPORT int cudaStreamSynchronize(CUstream_st* stream) {
     place = stream->given;
     clock = stream->clock;
   }
-  while (stream->progress->done < place) std::this_thread::sleep_for(std::chrono::microseconds(50));
-  std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
-  fake_cuda::join(fake_cuda::host(), clock);
+  fake_cuda::wait_for(*stream->progress, place);
+  fake_cuda::host_sees(clock);
   return 0;
 }
 
 EXPORT int cudaStreamWaitEvent(CUstream_st* stream, CUevent_st* event, unsigned) {
+  RETURN_IF_FAULTY;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   if (!event->recorded) return 0;
   fake_cuda::join(stream->clock, event->clock);
   stream->give("wait for an event", {}, [progress = event->progress, place = event->place] {
-    while (progress->done < place) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    fake_cuda::wait_for(*progress, place);
   });
   return 0;
 }
 
 EXPORT int cudaEventCreateWithFlags(CUevent_st** event, unsigned) {
+  RETURN_IF_FAULTY;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   *event = new CUevent_st{fake_cuda::current_device, false, 0, nullptr, {}};
   ++fake_cuda::living()["event"];
@@ -258,6 +295,7 @@ EXPORT int cudaEventCreateWithFlags(CUevent_st** event, unsigned) {
 }
 
 EXPORT int cudaEventDestroy(CUevent_st* event) {
+  RETURN_IF_FAULTY;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   delete event;
   --fake_cuda::living()["event"];
@@ -265,6 +303,7 @@ EXPORT int cudaEventDestroy(CUevent_st* event) {
 }
 
 EXPORT int cudaEventRecord(CUevent_st* event, CUstream_st* stream) {
+  RETURN_IF_FAULTY;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   if (event->device != stream->device) return 400;  // cudaErrorInvalidResourceHandle
   event->recorded = true;
@@ -275,35 +314,63 @@ EXPORT int cudaEventRecord(CUevent_st* event, CUstream_st* stream) {
 }
 
 EXPORT int cudaEventQuery(CUevent_st* event) {
+  RETURN_IF_FAULTY;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   if (event->recorded && event->progress->done < event->place) return 600;  // cudaErrorNotReady
-  fake_cuda::join(fake_cuda::host(), event->clock);
+  fake_cuda::host_sees(event->clock);
   return 0;
 }
 
-EXPORT int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int,
+EXPORT int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int kind,
                            CUstream_st* stream) {
+  RETURN_IF_FAULTY;
+  ++copies;
+  if (kind != 4) violation("a copy whose direction does not follow from the addresses");
+  char* const to = fake_cuda::in_work(target);
+  const char* const from = fake_cuda::in_work(source);
   stream->give("copy", {{source, bytes, false}, {target, bytes, true}},
-               [=] { std::memcpy(target, source, bytes); });
-  return 0;
+               [=] { std::memcpy(to, from, bytes); });
+  const bool host_waits = fake_cuda::is_pageable(target) || fake_cuda::is_pageable(source);
+  return host_waits ? cudaStreamSynchronize(stream) : 0;
 }
 
 EXPORT int cudaMemsetAsync(void* target, int value, size_t bytes, CUstream_st* stream) {
-  stream->give("memset", {{target, bytes, true}}, [=] { std::memset(target, value, bytes); });
+  RETURN_IF_FAULTY;
+  char* const to = fake_cuda::in_work(target);
+  stream->give("memset", {{target, bytes, true}}, [=] { std::memset(to, value, bytes); });
   return 0;
 }
 
 EXPORT int cudaLaunchHostFunc(CUstream_st* stream, void (*function)(void*), void* data) {
+  RETURN_IF_FAULTY;
   stream->give("function of the host", {}, [=] { function(data); });
   return 0;
 }
 
-EXPORT int cudaMalloc(void** out, size_t bytes) { return fake_cuda::allocate(out, bytes, true); }
-EXPORT int cudaFree(void* data) { return fake_cuda::release(data, true); }
+EXPORT int cudaMalloc(void** out, size_t bytes) {
+  RETURN_IF_FAULTY;
+  return fake_cuda::allocate(out, bytes, true);
+}
+
+EXPORT int cudaFree(void* data) {
+  RETURN_IF_FAULTY;
+  const int status = fake_cuda::release(data, true);
+  fake_cuda::wait_for_device(fake_cuda::current_device);
+  return status;
+}
+
 EXPORT int cudaHostAlloc(void** out, size_t bytes, unsigned) {
+  RETURN_IF_FAULTY;
   return fake_cuda::allocate(out, bytes, false);
 }
-EXPORT int cudaFreeHost(void* data) { return fake_cuda::release(data, false); }
+
+EXPORT int cudaFreeHost(void* data) {
+  RETURN_IF_FAULTY;
+  return fake_cuda::release(data, false);
+}
+
+// For tests: how many copies this process has begun.
+EXPORT int hvd_fake_cuda_copies() { return copies; }
 
 // For tests: what is left, in words.
 EXPORT const char* hvd_fake_cuda_leaks() {
@@ -315,3 +382,16 @@ EXPORT const char* hvd_fake_cuda_leaks() {
   }
   return text->c_str();
 }
+
+// For tests: after so many more calls of the function ("cuda", "nccl": of any of the library), one
+// returns the code and does nothing, or all later ones. Returns whether the last one asked for is
+// still to come.
+EXPORT int hvd_fake_cuda_fault(const char* function, int calls, int code, int for_ever) {
+  std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+  const bool to_come = !fake_cuda::next_fault().came;
+  fake_cuda::next_fault() = {function, calls, code, for_ever != 0, *function == '\0'};
+  return to_come;
+}
+
+// For tests: the calls of this thread are the test's own, and succeed and do not count.
+EXPORT void hvd_fake_cuda_immune(int yes) { fake_cuda::immune = yes != 0; }

@@ -6,17 +6,16 @@
 #include <cstdio>
 #include <cstring>
 #include <random>
+#include <utility>
 #include <vector>
 
-#include "core/gpu/nccl_api.h"
-#include "core/math/loops.h"
-#include "fake_cuda.h"
-#include "wire.h"
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
+#include "nccl_work.h"
 
 extern "C" int cudaGetDevice(int* device);
 
+using fake_cuda::Call;
+using fake_cuda::Comm;
+using fake_cuda::Op;
 using fake_cuda::violation;
 using fake_cuda::Wire;
 using hvd::DType;
@@ -24,34 +23,19 @@ using hvd::NcclConfig;
 using hvd::NcclId;
 using hvd::Reduction;
 
+#define RETURN_IF_FAULTY_IN_GROUP                    \
+  if (const int code = fake_cuda::fault(__func__)) { \
+    if (depth > 0) group_error = code;               \
+    return code;                                     \
+  }
+
 namespace {
-
-enum class Call { all_reduce, reduce, reduce_scatter, broadcast, all_gather, send, receive };
-
-struct Op {
-  Call call;
-  const char* in;
-  char* out;
-  int64_t bytes;  // of the smaller of `in` and `out`
-  DType dtype;
-  Reduction reduction;
-  double factor;
-  int other;  // the root or peer
-};
-
-struct Comm {
-  std::shared_ptr<Wire> wire;
-  int rank, size, device;
-  std::atomic<int> state{hvd::kNcclInProgress};
-  std::atomic<int> enqueuing{0};  // groups on their way to a stream
-  std::atomic<int> running{0};    // groups in a stream
-  std::atomic<bool> finalized{false};
-};
 
 struct Group {
   std::shared_ptr<Comm> comm;
   CUstream_st* stream;
   std::vector<Op> ops;
+  fake_cuda::Clock seen;  // by the thread of the host that launched it
 };
 
 constexpr int kFirstOwnOp = 5;
@@ -65,6 +49,7 @@ std::map<int, OwnOp>& own_ops() {
 }
 
 thread_local int depth = 0;
+thread_local int group_error = 0;  // of a call in the group that is open
 thread_local std::vector<Group> groups;
 
 DType dtype_of(int number) {
@@ -87,134 +72,24 @@ double number_at(DType dtype, const void* data) {
   return hvd::loops().dot(dtype, data, one, 1);
 }
 
-// What all ranks of a communicator must enqueue alike.
-std::string describe(const Op& op) {
-  if (op.call == Call::send || op.call == Call::receive) return "";
-  static const char* names[] = {"AllReduce", "Reduce", "ReduceScatter", "Broadcast", "AllGather"};
-  char text[200];
-  std::snprintf(text, sizeof text, "%s of %lld bytes of %s, reduction %d × %.17g, root %d; ",
-                names[static_cast<int>(op.call)], static_cast<long long>(op.bytes),
-                hvd::name_of(op.dtype), static_cast<int>(op.reduction), op.factor, op.other);
-  return text;
-}
+// The collectives in the streams of a device.
+struct Launched {
+  fake_cuda::Order groups;  // of each communicator
+  int stream = 0;           // of the last
+  uint64_t place = 0;
+};
 
-void compare(const Comm& comm, const std::vector<Op>& ops) {
-  std::string mine;
-  for (const Op& op : ops) mine += describe(op);
-  const size_t hash = std::hash<std::string>()(mine);
-  char* text = comm.wire->text(comm.rank);
-  std::snprintf(text, Wire::kTextBytes, "%zx %s", hash, mine.c_str());
-  comm.wire->barrier();
-  for (int r = 0; r < comm.size; ++r) {
-    if (std::strcmp(comm.wire->text(r), text) != 0) {
-      violation("ranks enqueue different collectives. Rank " + std::to_string(comm.rank) + ": " +
-                text + " Rank " + std::to_string(r) + ": " + comm.wire->text(r));
-    }
-  }
-  comm.wire->barrier();
-}
-
-// `root` < 0: to all.
-void reduce(const Comm& comm, const Op& op, const char* in, char* out, int root) {
-  const int64_t width = static_cast<int64_t>(hvd::size_of(op.dtype));
-  std::vector<const void*> sources;
-  for (int r = 0; r < comm.size; ++r) sources.push_back(comm.wire->slot(r));
-  for (int64_t start = 0; start < op.bytes; start += Wire::kSlotBytes) {
-    const int64_t bytes = std::min(Wire::kSlotBytes, op.bytes - start);
-    std::memcpy(comm.wire->slot(comm.rank), in + start, bytes);
-    comm.wire->barrier();
-    if (root < 0 || root == comm.rank) {
-      const double divisor = op.reduction == hvd::Reduction::average ? comm.size : 1.0;
-      hvd::loops().reduce(op.dtype, op.reduction, {op.factor, divisor, 1}, sources.data(),
-                          comm.size, bytes / width, out + start);
-    }
-    comm.wire->barrier();
-  }
-}
-
-void broadcast(const Comm& comm, const Op& op, const char* in, char* out, int root) {
-  for (int64_t start = 0; start < op.bytes; start += Wire::kSlotBytes) {
-    const int64_t bytes = std::min(Wire::kSlotBytes, op.bytes - start);
-    if (root == comm.rank) std::memcpy(comm.wire->slot(root), in + start, bytes);
-    comm.wire->barrier();
-    std::memcpy(out + start, comm.wire->slot(root), bytes);
-    comm.wire->barrier();
-  }
-}
-
-// All sends and receives of a group, at once.
-void exchange(const Comm& comm, const std::vector<Op>& ops) {
-  std::vector<std::string> to(comm.size), from(comm.size);
-  for (const Op& op : ops) {
-    if (op.call == Call::send) to[op.other].append(op.in, op.bytes);
-    if (op.call == Call::receive) from[op.other].append(op.bytes, '\0');
-  }
-  const size_t size = comm.size;
-  int64_t* mine = reinterpret_cast<int64_t*>(comm.wire->slot(comm.rank));
-  for (size_t r = 0; r < size; ++r) {
-    mine[r] = static_cast<int64_t>(to[r].size());
-    mine[size + r] = static_cast<int64_t>(from[r].size());
-  }
-  comm.wire->barrier();
-  const auto count_of = [&](size_t rank, size_t at) {
-    return reinterpret_cast<int64_t*>(comm.wire->slot(static_cast<int>(rank)))[at];
-  };
-  int64_t longest = 0;
-  for (size_t a = 0; a < size; ++a) {
-    for (size_t b = 0; b < size; ++b) {
-      if (count_of(a, b) != count_of(b, size + a)) {
-        violation("rank " + std::to_string(a) + " sends " + std::to_string(count_of(a, b)) +
-                  " bytes to rank " + std::to_string(b) + ", which expects " +
-                  std::to_string(count_of(b, size + a)));
-      }
-      longest = std::max(longest, count_of(a, b));
-    }
-  }
-  comm.wire->barrier();
-  const int64_t part = Wire::kSlotBytes / comm.size;
-  const auto piece = [&](const std::string& all, int64_t start) {
-    return std::clamp<int64_t>(static_cast<int64_t>(all.size()) - start, 0, part);
-  };
-  for (int64_t start = 0; start < longest; start += part) {
-    for (int r = 0; r < comm.size; ++r) {
-      const int64_t n = piece(to[r], start);
-      if (n > 0) std::memcpy(comm.wire->slot(comm.rank) + r * part, to[r].data() + start, n);
-    }
-    comm.wire->barrier();
-    for (int r = 0; r < comm.size; ++r) {
-      const int64_t n = piece(from[r], start);
-      if (n > 0) std::memcpy(from[r].data() + start, comm.wire->slot(r) + comm.rank * part, n);
-    }
-    comm.wire->barrier();
-  }
-  std::vector<int64_t> taken(comm.size, 0);
-  for (const Op& op : ops) {
-    if (op.call != Call::receive) continue;
-    std::memcpy(op.out, from[op.other].data() + taken[op.other], op.bytes);
-    taken[op.other] += op.bytes;
-  }
-}
-
-void run(const Comm& comm, const std::vector<Op>& ops) {
-  compare(comm, ops);
-  for (const Op& op : ops) {
-    if (op.call == Call::all_reduce) reduce(comm, op, op.in, op.out, -1);
-    if (op.call == Call::reduce) reduce(comm, op, op.in, op.out, op.other);
-    if (op.call == Call::broadcast) broadcast(comm, op, op.in, op.out, op.other);
-    for (int r = 0; r < comm.size && op.call == Call::reduce_scatter; ++r)
-      reduce(comm, op, op.in + r * op.bytes, op.out, r);
-    for (int r = 0; r < comm.size && op.call == Call::all_gather; ++r)
-      broadcast(comm, op, op.in, op.out + r * op.bytes, r);
-  }
-  exchange(comm, ops);
+Launched& launched_on(int device) {
+  static auto* launched = new std::map<int, Launched>();
+  return (*launched)[device];
 }
 
 // As NCCL does for a non-blocking communicator: a thread puts the work into the stream, later.
 void enqueue(Group group) {
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   const std::shared_ptr<Comm> comm = group.comm;
-  std::deque<CUstream_st::Range> ranges;
-  for (const Op& op : group.ops) {
+  std::deque<fake_cuda::Range> ranges;
+  for (Op& op : group.ops) {
     const bool reads =
         op.call != Call::receive && (op.call != Call::broadcast || op.other == comm->rank);
     const bool writes =
@@ -222,31 +97,60 @@ void enqueue(Group group) {
     const size_t one = op.bytes, all = one * comm->size;
     if (reads) ranges.push_back({op.in, op.call == Call::reduce_scatter ? all : one, false});
     if (writes) ranges.push_back({op.out, op.call == Call::all_gather ? all : one, true});
+    if (reads) op.in = fake_cuda::in_work(op.in);
+    if (writes) op.out = fake_cuda::in_work(op.out);
   }
-  for (const CUstream_st::Range& range : ranges) {
+  for (const fake_cuda::Range& range : ranges) {
     if (!fake_cuda::is_device_memory(range.data, range.bytes))
       violation("NCCL is given memory that is not the device's");
   }
   if (group.stream->device != comm->device) violation("NCCL is given a stream of another device");
-  group.stream->give("NCCL", ranges, [comm, ops = std::move(group.ops)] {
-    try {
-      run(*comm, ops);
-    } catch (const fake_cuda::Aborted&) {  // the stream goes on
-    }
-    --comm->running;
-  });
+  Launched& launched = launched_on(comm->device);
+  const fake_cuda::Order before = launched.groups;
+  ++launched.groups[comm->name];
+  group.stream->give(
+      "NCCL", ranges,
+      [comm, ops = std::move(group.ops), before] {
+        try {
+          run(*comm, ops, before);
+        } catch (const fake_cuda::Aborted&) {  // the stream goes on
+        }
+        --comm->running;
+      },
+      group.seen);
+  // Two at once deadlock if a device has room for one, and the next device for the other.
+  if (group.stream->clock[launched.stream] < launched.place)
+    violation("collectives of two communicators may run on a device at once");
+  launched.stream = group.stream->number;
+  launched.place = group.stream->given;
   --comm->enqueuing;
 }
 
-std::atomic<int> launched{0};
+std::atomic<int> launches{0};
+std::atomic<int> never_settles{-1};  // a device
+
+void stay_if_it_never_settles(const Comm& comm) {
+  while (comm.device == never_settles) {
+    if (comm.wire->aborted) throw fake_cuda::Aborted();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
 
 void launch(Group group) {
-  ++launched;
+  ++launches;
   ++group.comm->running;
   ++group.comm->enqueuing;
-  std::thread([group = std::move(group)]() mutable {
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
-    enqueue(std::move(group));
+  group.seen = fake_cuda::host();
+  std::thread([group = std::move(group), number = launches.load()]() mutable {
+    fake_cuda::Random random(1000 + number % 3000);
+    std::this_thread::sleep_for(std::chrono::microseconds(200 + random.below(1000)));
+    try {
+      stay_if_it_never_settles(*group.comm);
+      enqueue(std::move(group));
+    } catch (const fake_cuda::Aborted&) {
+      --group.comm->enqueuing;
+      --group.comm->running;
+    }
   }).detach();
 }
 
@@ -269,7 +173,7 @@ int add(ncclComm* comm, CUstream_st* stream, Op op) {
     violation("NCCL is called before it has settled");
   if (state != hvd::kNcclSuccess) return state;
   if (depth == 0) {
-    launch({comm->own, stream, {op}});
+    launch({comm->own, stream, {op}, {}});
     return hvd::kNcclInProgress;
   }
   for (Group& group : groups) {
@@ -278,7 +182,7 @@ int add(ncclComm* comm, CUstream_st* stream, Op op) {
       return hvd::kNcclSuccess;
     }
   }
-  groups.push_back({comm->own, stream, {op}});
+  groups.push_back({comm->own, stream, {op}, {}});
   return hvd::kNcclSuccess;
 }
 
@@ -310,6 +214,7 @@ Op movement(Call call, const void* in, void* out, size_t count, int dtype, int o
 }  // namespace
 
 EXPORT int ncclGetVersion(int* version) {
+  RETURN_IF_FAULTY;
   *version = 22703;
   return 0;
 }
@@ -320,6 +225,7 @@ EXPORT const char* ncclGetErrorString(int result) {
 EXPORT const char* ncclGetLastError(ncclComm*) { return "as the test wants"; }
 
 EXPORT int ncclGetUniqueId(NcclId* id) {
+  RETURN_IF_FAULTY;
   std::random_device random;
   std::snprintf(id->bytes, sizeof id->bytes, "/hvd-fake-%d-%08x%08x", static_cast<int>(getpid()),
                 random(), random());
@@ -328,9 +234,11 @@ EXPORT int ncclGetUniqueId(NcclId* id) {
 
 EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
                                   NcclConfig* config) {
+  RETURN_IF_FAULTY;
   if (config->magic != 0xcafebeef || config->blocking != 0 || config->size != sizeof *config)
     violation("a wrong configuration of a communicator");
   const auto comm = std::make_shared<Comm>();
+  comm->name = id.bytes;
   comm->wire = std::make_shared<Wire>(id.bytes, rank, size);
   comm->rank = rank;
   comm->size = size;
@@ -338,9 +246,11 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
   *out = new ncclComm{comm};
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   communicators().push_back(comm);
+  launched_on(comm->device).groups[comm->name];  // so that the others' can be compared
   ++fake_cuda::living()["communicator"];
   std::thread([comm] {
     try {
+      stay_if_it_never_settles(*comm);
       comm->wire->barrier();
       comm->wire->remove_name();
       comm->state = hvd::kNcclSuccess;
@@ -351,6 +261,7 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
 }
 
 EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* state) {
+  RETURN_IF_FAULTY;
   *state = comm->own->state;
   const bool busy = comm->own->enqueuing > 0 || (comm->own->finalized && comm->own->running > 0);
   if (*state == hvd::kNcclSuccess && busy) *state = hvd::kNcclInProgress;
@@ -358,11 +269,13 @@ EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* state) {
 }
 
 EXPORT int ncclCommFinalize(ncclComm* comm) {
+  RETURN_IF_FAULTY;
   comm->own->finalized = true;
   return hvd::kNcclInProgress;
 }
 
 EXPORT int ncclCommDestroy(ncclComm* comm) {
+  RETURN_IF_FAULTY;
   if (depth > 0 || !groups.empty()) violation("a group was left open");
   if (!comm->own->finalized || comm->own->running > 0)
     violation("a communicator is destroyed that is in use");
@@ -373,6 +286,7 @@ EXPORT int ncclCommDestroy(ncclComm* comm) {
 }
 
 EXPORT int ncclCommAbort(ncclComm* comm) {
+  RETURN_IF_FAULTY;
   comm->own->wire->aborted = true;
   while (comm->own->running > 0 || comm->own->enqueuing > 0)
     std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -383,19 +297,26 @@ EXPORT int ncclCommAbort(ncclComm* comm) {
 }
 
 EXPORT int ncclGroupStart() {
+  RETURN_IF_FAULTY;
   ++depth;
   return 0;
 }
 
 EXPORT int ncclGroupEnd() {
+  RETURN_IF_FAULTY;
   if (depth == 0) violation("a group ends that was not begun");
   if (--depth > 0) return 0;
+  if (const int error = std::exchange(group_error, 0)) {
+    groups.clear();
+    return error;
+  }
   for (Group& group : groups) launch(std::move(group));
   groups.clear();
   return hvd::kNcclInProgress;
 }
 
 EXPORT int ncclRedOpCreatePreMulSum(int* op, void* scalar, int dtype, int residence, ncclComm*) {
+  RETURN_IF_FAULTY;
   if (residence != hvd::kNcclHostScalar) violation("a scalar is not where it is said to be");
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   static int next = kFirstOwnOp;
@@ -406,6 +327,7 @@ EXPORT int ncclRedOpCreatePreMulSum(int* op, void* scalar, int dtype, int reside
 }
 
 EXPORT int ncclRedOpDestroy(int op, ncclComm*) {
+  RETURN_IF_FAULTY;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   if (own_ops().erase(op) != 1) violation("there is no such reduction");
   --fake_cuda::living()["reduction"];
@@ -414,54 +336,66 @@ EXPORT int ncclRedOpDestroy(int op, ncclComm*) {
 
 EXPORT int ncclAllReduce(const void* in, void* out, size_t count, int dtype, int op, ncclComm* comm,
                          CUstream_st* stream) {
+  RETURN_IF_FAULTY_IN_GROUP;
   return add(comm, stream, reduction(Call::all_reduce, in, out, count, dtype, op, 0));
 }
 
 EXPORT int ncclReduce(const void* in, void* out, size_t count, int dtype, int op, int root,
                       ncclComm* comm, CUstream_st* stream) {
+  RETURN_IF_FAULTY_IN_GROUP;
   return add(comm, stream, reduction(Call::reduce, in, out, count, dtype, op, root));
 }
 
 EXPORT int ncclReduceScatter(const void* in, void* out, size_t count, int dtype, int op,
                              ncclComm* comm, CUstream_st* stream) {
+  RETURN_IF_FAULTY_IN_GROUP;
   return add(comm, stream, reduction(Call::reduce_scatter, in, out, count, dtype, op, 0));
 }
 
 EXPORT int ncclBroadcast(const void* in, void* out, size_t count, int dtype, int root,
                          ncclComm* comm, CUstream_st* stream) {
+  RETURN_IF_FAULTY_IN_GROUP;
   return add(comm, stream, movement(Call::broadcast, in, out, count, dtype, root));
 }
 
 EXPORT int ncclAllGather(const void* in, void* out, size_t count, int dtype, ncclComm* comm,
                          CUstream_st* stream) {
+  RETURN_IF_FAULTY_IN_GROUP;
   return add(comm, stream, movement(Call::all_gather, in, out, count, dtype, 0));
 }
 
 EXPORT int ncclSend(const void* in, size_t count, int dtype, int peer, ncclComm* comm,
                     CUstream_st* stream) {
+  RETURN_IF_FAULTY_IN_GROUP;
   return add(comm, stream, movement(Call::send, in, nullptr, count, dtype, peer));
 }
 
 EXPORT int ncclRecv(void* out, size_t count, int dtype, int peer, ncclComm* comm,
                     CUstream_st* stream) {
+  RETURN_IF_FAULTY_IN_GROUP;
   return add(comm, stream, movement(Call::receive, nullptr, out, count, dtype, peer));
 }
 
 // For tests: how many groups of collectives this process has begun.
-EXPORT int hvd_fake_cuda_groups() { return launched; }
+EXPORT int hvd_fake_cuda_groups() { return launches; }
 
-// For tests: from now on all communicators of this process are in this state.
-EXPORT void hvd_fake_cuda_fail(int state) {
+// For tests: from now on the communicators of a device (< 0: of all) are in this state.
+EXPORT void hvd_fake_cuda_fail(int device, int state) {
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   for (const auto& comm : communicators()) {
-    if (const auto alive = comm.lock()) alive->state = state;
+    const auto alive = comm.lock();
+    if (alive && (device < 0 || alive->device == device)) alive->state = state;
   }
 }
 
-// For tests: this process's GPU takes no further step in any communicator, until it is aborted.
-EXPORT void hvd_fake_cuda_stop() {
+// For tests: these GPUs take no further step in any communicator, until it is aborted.
+EXPORT void hvd_fake_cuda_stop(int device) {
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   for (const auto& comm : communicators()) {
-    if (const auto alive = comm.lock()) alive->wire->stopped = true;
+    const auto alive = comm.lock();
+    if (alive && (device < 0 || alive->device == device)) alive->wire->stopped = true;
   }
 }
+
+// For tests: what NCCL begins on this device from now on stays in progress, until it is aborted.
+EXPORT void hvd_fake_cuda_never_settle(int device) { never_settles = device; }

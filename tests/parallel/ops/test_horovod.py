@@ -9,7 +9,9 @@ import hvd_keras.horovod
 
 hvd_keras.horovod.install()
 
+import horovod.common.util  # noqa: E402
 import horovod.keras  # noqa: E402
+import horovod.runner.common.util.env  # noqa: E402
 import horovod.tensorflow as hvd  # noqa: E402
 import horovod.tensorflow.keras  # noqa: E402
 
@@ -128,6 +130,15 @@ def test_a_rank_outside_of_a_process_set() -> None:
     else:
         with pytest.raises(tf.errors.InvalidArgumentError, match="not in"):
             hvd.allreduce(3, op=hvd.Sum, process_set=first)
+        for call in (
+            lambda: hvd.broadcast_variables([weight], 0, process_set=first),
+            lambda: hvd.broadcast_object(1, 0, process_set=first),
+            lambda: hvd.broadcast_object_fn(0, process_set=first)(1),
+            lambda: hvd.allgather_object(1, process_set=first),
+            lambda: hvd.barrier(process_set=first),
+        ):
+            with pytest.raises(tf.errors.InvalidArgumentError, match="not in"):
+                call()
         assert hvd.DistributedOptimizer(optimizer, process_set=first) is optimizer
     with tf.GradientTape() as plain:
         loss = weight * (RANK + 2.0)
@@ -228,6 +239,7 @@ def test_process_sets_are_numbered_and_written_as_horovods() -> None:
     assert str(hvd.global_process_set) == everyone
     wanted = hvd.ProcessSet([0])
     assert (wanted.size(), wanted.rank(), wanted.process_set_id) == (None, None, None)
+    assert wanted.included() is None
     assert hvd.add_process_set(wanted) is wanted
     others = hvd.add_process_set(range(1, SIZE))
     assert isinstance(others, hvd.ProcessSet)
@@ -288,5 +300,34 @@ def test_modules_have_every_name_of_the_table() -> None:
             importlib.import_module(module)
     assert [int(part) for part in horovod.__version__.split(".")] > [0, 27]
     assert horovod.tensorflow.mpi_ops.Sum is hvd_keras.Sum
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = hvd.nothing
+    # Of a package, of a module, and of a module that exists but is no part of this one.
+    for module, name in ((hvd, "nothing"), (hvd.mpi_ops, "nothing"), (horovod, "torch")):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(module, name)
+    assert not [name for name in hvd.__all__ if name.startswith("_")]
+
+
+def test_what_programs_reach_for() -> None:
+    basics = hvd.mpi_ops._basics
+    everyone = {0: list(range(SIZE))}
+    assert (basics.rank(), basics.size(), basics.Sum) == (RANK, SIZE, hvd.Sum)
+    assert basics._get_process_set_ids_and_ranks() == everyone
+    assert basics._add_process_set_impl(range(SIZE)) is None
+    assert basics._remove_process_set_impl(0) is None
+    if SIZE > 1:
+        number = basics._add_process_set_impl([SIZE - 1])
+        assert basics._get_process_set_ids_and_ranks() == {**everyone, number: [SIZE - 1]}
+        assert basics._process_set_size(number) == 1
+        if RANK == SIZE - 1:
+            assert basics._process_set_rank(number) == 0
+        assert basics._remove_process_set_impl(number) == number
+        with pytest.raises(ValueError, match=r"one that was added: \[0\]"):
+            basics._process_set_size(number)
+    assert float(hvd._allreduce(tf.constant(RANK + 1.0))) == SIZE * (SIZE + 1) / 2
+    assert hvd.util._executing_eagerly()
+    env = horovod.runner.common.util.env
+    assert env.get_env_rank_and_size() == (RANK, SIZE)
+    util = horovod.common.util
+    assert util.mpi_built(verbose=True)
+    assert not util.is_version_greater_equal_than("2.9.1", "2.10.0")
+    assert hvd.refs_to_vars(hvd.vars_to_refs([one := tf.Variable(1)]))[0] is one

@@ -175,7 +175,7 @@ def test_stats_logger_writes_each_epoch(directory) -> None:
     agree.gather_json("written", None)
     assert [path.name for path in directory.iterdir()] == ["0"]
     logged: dict[str, dict[int, float]] = {}
-    for path in (directory / "0").iterdir():
+    for path in (directory / "0" / "train").iterdir():  # as keras.callbacks.TensorBoard does
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
                 logged.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
@@ -190,4 +190,6 @@ def test_stats_logger_writes_each_epoch(directory) -> None:
         late = {rank: logged[f"hvd/rank_{rank}/awaited_seconds"][2] for rank in range(SIZE)}
         assert max(late, key=lambda rank: late[rank]) == LATE
         assert logged[f"hvd/rank_{LATE}/last"][2] >= training.STEPS / 2
+        scores = {rank: logged[f"hvd/rank_{rank}/straggler"][2] for rank in range(SIZE)}
+        assert 1 >= scores[LATE] == max(scores.values()) > 0
         assert logged["hvd/waiting_seconds"][2] > 0

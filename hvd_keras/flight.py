@@ -1,0 +1,178 @@
+"""The flight recorder of a rank: files that say what it did last, read by ``postmortem``.
+
+With ``HVD_POSTMORTEM=FOLDER`` each rank keeps three files there: its last requests (written by the
+core), the lines of the script that called hvd_keras last, and the stacks of its threads whenever
+requests fail, or when the process is ended. The first two are mapped into memory, so they also show
+what a killed process did. They are removed if the ranks leave the job together.
+"""
+
+import contextlib
+import faulthandler
+import functools
+import json
+import mmap
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import traceback
+from types import FrameType, TracebackType
+from typing import BinaryIO
+
+from hvd_keras import _library, log, postmortem, rank_info, settings
+
+# The latest calls: how many (by request, in a table with a place for each hash), and their bytes.
+CALLS = 64
+CALL_BYTES = 512
+
+# Seconds that py-spy may take.
+_NATIVE_SECONDS = 10
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """Folders whose files are not the user's script."""
+    paths = sysconfig.get_paths()
+    here = pathlib.Path(__file__).parent
+    ours = {str(here), str(here.with_name("callbacks"))}  # the latter in an editable installation
+    found = {paths["stdlib"], paths["purelib"], paths["platlib"], *ours}
+    return tuple(os.path.realpath(path) + os.sep for path in found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_script(file: str) -> bool:
+    return not postmortem.is_library(file, _libraries())
+
+
+class _Recorder:
+    """The files of this rank."""
+
+    def __init__(self, folder: pathlib.Path, rank: int) -> None:
+        self._paths = [folder / f"rank-{rank}.{what}" for what in ("requests", "calls", "stacks")]
+        self._keep = False
+        self._count = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        with self._paths[1].open("w+b") as file:
+            file.truncate(CALLS * CALL_BYTES)
+            self._calls = mmap.mmap(file.fileno(), CALLS * CALL_BYTES)
+        self._stacks: BinaryIO = self._paths[2].open("wb", buffering=0)
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "libraries": _libraries()}
+        self._write(json.dumps(about))
+        # The launcher ends the others like this when a rank has failed. Later handlers win.
+        faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
+        if not faulthandler.is_enabled():
+            faulthandler.enable(self._stacks)
+        self._own, self._core = socket.socketpair()
+        path = os.fsencode(self._paths[0])
+        if _library.core().hvd_record_requests(path, self._core.fileno()) != 0:
+            raise ValueError(f"HVD_POSTMORTEM: {_library.core().hvd_error().decode()}")
+        threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True).start()
+
+    def _write(self, line: str) -> None:
+        self._stacks.write(line.encode() + b"\n")
+
+    def note_call(self, request: str) -> None:
+        """Keeps the script's line that asks for a request."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and not _is_script(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return
+        self._count += 1
+        code = frame.f_code
+        call = [self._count, request[:200], code.co_filename, frame.f_lineno, code.co_name]
+        text = json.dumps(call).encode()
+        if len(text) < CALL_BYTES:
+            place = hash(request) % CALLS * CALL_BYTES
+            self._calls[place : place + CALL_BYTES] = text.ljust(CALL_BYTES, b"\n")
+
+    def note_exception(self, kind: type[BaseException], trace: TracebackType | None) -> None:
+        """Keeps where an uncaught exception was raised."""
+        self._keep = True
+        self._write(f"Exception {kind.__name__} (most recent call first):")
+        for frame, line in reversed(list(traceback.walk_tb(trace))):
+            code = frame.f_code
+            self._write(f'  File "{code.co_filename}", line {line} in {code.co_name}')
+
+    def _listen(self) -> None:
+        """Writes stacks when the core tells that requests fail; it waits for that."""
+        while self._own.recv(1):
+            self._keep = True
+            with contextlib.suppress(OSError, ValueError):
+                self._write("")
+                faulthandler.dump_traceback(self._stacks)
+                self._write_native_stacks()
+            self._own.send(b"\0")
+
+    def _write_native_stacks(self) -> None:
+        program = shutil.which("py-spy")
+        if program is None:
+            return
+        command = [program, "dump", "--native", "--pid", str(os.getpid())]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, timeout=_NATIVE_SECONDS)
+            self._write("py-spy:")
+            self._stacks.write(done.stdout + done.stderr)
+
+    def stop(self, *, keep: bool) -> None:
+        """Ends the recording; removes the files unless requests have failed."""
+        faulthandler.unregister(signal.SIGTERM)
+        self._core.shutdown(socket.SHUT_RDWR)
+        if not keep and not self._keep:
+            for path in self._paths:
+                path.unlink(missing_ok=True)
+
+
+_recorder: _Recorder | None = None
+
+
+def start() -> None:
+    """Begins to record, if ``HVD_POSTMORTEM`` is set; after the job has begun.
+
+    Raises:
+        ValueError: the files cannot be made.
+    """
+    global _recorder
+    folder = settings.read().postmortem
+    if folder is None:
+        return
+    try:
+        _recorder = _Recorder(folder, rank_info.rank())
+    except OSError as error:
+        raise ValueError(
+            f"HVD_POSTMORTEM is '{folder}', where rank {rank_info.rank()} cannot make a file: "
+            f"{error.strerror}. Name a folder that every rank may write to, or unset it."
+        ) from error
+
+
+def note_call(request: str) -> None:
+    """Keeps the line of the script that asks for a request, such as ``"allreduce 'x'"``."""
+    if _recorder is not None:
+        _recorder.note_call(request)
+
+
+def note_exception(kind: type[BaseException], trace: TracebackType | None) -> None:
+    """Keeps where an uncaught exception was raised."""
+    if _recorder is not None:
+        with contextlib.suppress(Exception):  # no memory, perhaps
+            _recorder.note_exception(kind, trace)
+
+
+def stop(*, keep: bool) -> None:
+    """Ends the recording.
+
+    Args:
+        keep: whether the files may be needed: the ranks have not left the job together.
+    """
+    global _recorder
+    if _recorder is not None:
+        try:
+            _recorder.stop(keep=keep)
+        except OSError as error:
+            log.logger.error("cannot remove the files of HVD_POSTMORTEM: %s", error)
+    _recorder = None

@@ -1,0 +1,99 @@
+"""`hvdrun --metrics`: what the ranks tell, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow.statistics import Recent, Statistics
+
+# Gauges of one rank: the name, the help, and the attribute of Recent.
+RECENT = (
+    ("hvd_samples_per_second", "Samples of this rank, of the last seconds.", "samples_per_second"),
+    ("hvd_step_seconds", "Time of a training step, of the last seconds.", "step_seconds"),
+    ("hvd_waiting_ratio", "Share of time in which this rank waited for others.", "waiting"),
+    ("hvd_straggler_score", "Share of time in which the others waited for this rank.", "straggler"),
+    ("hvd_loss", "Loss of the running epoch on this rank.", "loss"),
+)
+
+# Counters by rank and collective: the name, the help, and the key of hvd.stats().
+COLLECTIVES = (
+    ("hvd_collectives", "Collectives that have run.", "requests"),
+    ("hvd_bytes", "Bytes of this rank's inputs.", "bytes"),
+    ("hvd_waiting_seconds", "Time until the other ranks were ready.", "waiting_seconds"),
+    ("hvd_moving_seconds", "Time while data moved.", "moving_seconds"),
+)
+
+# By rank, of the running fit: the name, the help, the key, and whether it only grows.
+TRAINING = (
+    ("hvd_samples", "Samples of this rank in the running fit.", "samples", True),
+    ("hvd_steps", "Steps of the running fit.", "steps", True),
+    ("hvd_epoch", "The running epoch.", "epoch", False),
+    ("hvd_gpu_memory_bytes", "Memory of its GPU that TensorFlow uses.", "gpu_bytes", False),
+)
+
+
+class Collector:
+    """The metrics, made when they are asked for (in a thread of the server)."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Any]:
+        """From prometheus_client."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        statistics = self._statistics
+        latest, hosts = dict(statistics.latest), dict(statistics.hosts)
+        yield GaugeMetricFamily("hvd_ranks", "Ranks of the job.", value=statistics.size)
+        restarts = max(0, statistics.starts - 1)
+        yield CounterMetricFamily("hvd_restarts", "Restarts by hvdrun.", value=restarts)
+        recent: list[Recent] = statistics.recent()
+        for name, text, attribute in RECENT:
+            gauge = GaugeMetricFamily(name, text, labels=("rank", "host"))
+            for own in recent:
+                if (value := getattr(own, attribute)) is not None:
+                    gauge.add_metric((str(own.rank), own.host), value)
+            yield gauge
+        for name, text, key, grows in TRAINING:
+            family = CounterMetricFamily if grows else GaugeMetricFamily
+            metric = family(name, text, labels=("rank", "host"))
+            for rank, numbers in latest.items():
+                if (value := numbers["training"].get(key)) is not None:
+                    metric.add_metric((str(rank), hosts[rank]), value)
+            yield metric
+        for name, text, key in COLLECTIVES:
+            counter = CounterMetricFamily(name, text, labels=("rank", "host", "collective"))
+            for rank, numbers in latest.items():
+                for kind, counted in numbers["collectives"].items():
+                    counter.add_metric((str(rank), hosts[rank], kind), counted[key])
+            yield counter
+
+
+def parse(text: str) -> tuple[str, int]:
+    """Parse `PORT` or `ADDRESS:PORT`. Raises UsageError."""
+    address, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise UsageError(f"--metrics got {text!r}; expected a port, or an address and a port")
+    return address.strip("[]") or "127.0.0.1", int(port)
+
+
+def serve(text: str, statistics: Statistics) -> None:
+    """Serve the metrics at `PORT` or `ADDRESS:PORT` until this process ends. Raises UsageError."""
+    address, port = parse(text)
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as error:
+        raise UsageError(
+            "--metrics needs the package prometheus_client; expected: pip install prometheus_client"
+        ) from error
+    registry = CollectorRegistry()
+    registry.register(Collector(statistics))
+    try:
+        start_http_server(port, address, registry)
+    except OSError as error:
+        raise UsageError(
+            f"--metrics got {text!r}, where hvdrun cannot listen: {error.strerror or error}; "
+            "expected a free port of this host"
+        ) from error

@@ -1,0 +1,374 @@
+"""``python -m hvd_keras.postmortem FOLDER``: which rank did something else first, and where.
+
+Reads what the ranks of a failed job have left in the folder of ``hvdrun --postmortem``, or of
+``HVD_POSTMORTEM``. Needs no TensorFlow, so the folder may be read on another machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import json
+import linecache
+import os
+import re
+import struct
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# The layout of the requests, as in native/core/engine/flight_recorder.h.
+_HEAD = struct.Struct("8s i i Q 1024s 4096s")
+_RECORD = struct.Struct("Q q q q Q Q I i 200s")
+_MAGIC = b"hvdreq1\0"
+#: In the order of the recorder's states.
+STATES = ("", "waits for the others", "running", "done", "failed")
+_DONE, _FAILED = 3, 4
+
+# Lines of an error that are shown.
+_ERROR_LINES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A line of the script."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        source = linecache.getline(self.file, self.line).strip()
+        text = f"{self.file}:{self.line}, in {self.function}"
+        return f"{text}: {source}" if source else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A request of one rank; times in seconds since 1970, 0 if it has not come so far."""
+
+    number: int
+    submitted: float
+    started: float
+    ended: float
+    fingerprint: int
+    bytes: int
+    state: int
+    process_set: int
+    identity: str
+
+
+@dataclasses.dataclass
+class Rank:
+    """What one rank has left."""
+
+    rank: int
+    size: int
+    host: str
+    leaving: str  # why it submitted nothing more; empty: it did not say so
+    failure: str  # its latest error
+    requests: list[Request]  # oldest first
+    calls: dict[str, Place]  # by request, the latest last
+    raised: Place | None  # an uncaught exception
+    stood: Place | None  # its main thread, when requests failed or the process was ended
+    has_stacks: bool
+    last_sign: float
+
+    def open_requests(self) -> list[Request]:
+        """Requests that have not succeeded, of those after the last of its process set that did."""
+        done: dict[int, int] = collections.defaultdict(int)
+        for request in self.requests:
+            if request.state == _DONE:
+                done[request.process_set] = request.number
+        return [
+            request
+            for request in self.requests
+            if request.state < _DONE
+            or (request.state == _FAILED and request.number > done[request.process_set])
+        ]
+
+    def where(self) -> str:
+        """Where its script was, in words; empty if nothing is known."""
+        called = None
+        if pending := self.open_requests():
+            called = self.calls.get(pending[0].identity)
+        if place := self.raised or called or self.stood:
+            return f"was at {place}"
+        latest = next(reversed(self.calls.values()), None)
+        return f"last called hvd_keras at {latest}" if latest else ""
+
+
+@dataclasses.dataclass
+class Finding:
+    """What the ranks' files show: the ranks that did something else first, and how."""
+
+    culprits: list[int]
+    what: str
+
+
+def read(folder: Path) -> dict[int, Rank]:
+    """Reads the files of all ranks in a folder.
+
+    Raises:
+        ValueError: there are none, or they come from another version.
+    """
+    ranks = {}
+    for path in folder.glob("rank-*.requests"):
+        one = _read_rank(path)
+        ranks[one.rank] = one
+    if not ranks:
+        starts = sorted(path.parent.name for path in folder.glob("*/rank-*.requests"))
+        others = f", but its folders {', '.join(dict.fromkeys(starts))} have" if starts else ""
+        raise ValueError(
+            f"{folder} has no files rank-N.requests{others}. Expected the folder of one start of a "
+            "failed job, which hvdrun --postmortem names at its end."
+        )
+    return dict(sorted(ranks.items()))
+
+
+def _read_rank(path: Path) -> Rank:
+    data = path.read_bytes()
+    expected = _HEAD.size + 200 * _RECORD.size
+    if len(data) != expected or not data.startswith(_MAGIC):
+        raise ValueError(f"{path} is not a file of this version of hvd_keras ({expected} bytes).")
+    _, rank, size, _, leaving, failure = _HEAD.unpack_from(data)
+    requests = [
+        _request(fields) for fields in _RECORD.iter_unpack(data[_HEAD.size :]) if fields[0] > 0
+    ]
+    requests.sort(key=lambda request: request.number)
+    about, raised, stood = _read_stacks(path.with_suffix(".stacks"))
+    times = [t for r in requests for t in (r.submitted, r.started, r.ended)]
+    return Rank(
+        rank=rank,
+        size=size,
+        host=about.get("host", "?"),
+        leaving=_text(leaving),
+        failure=_text(failure),
+        requests=requests,
+        calls=_read_calls(path.with_suffix(".calls")),
+        raised=raised,
+        stood=stood,
+        has_stacks=about.get("stacks", False),
+        last_sign=max([0.0, *times]),
+    )
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+def _request(fields: Sequence[Any]) -> Request:
+    number, submitted, started, ended, fingerprint, size, state, process_set, identity = fields
+    seconds = (submitted / 1e9, started / 1e9, ended / 1e9)
+    return Request(number, *seconds, fingerprint, size, state, process_set, _text(identity))
+
+
+def _read_calls(path: Path) -> dict[str, Place]:
+    if not path.exists():
+        return {}
+    found = []
+    for line in path.read_bytes().split(b"\n"):
+        text = line.strip(b"\0")
+        if text:
+            try:
+                found.append(json.loads(text))
+            except ValueError:  # killed while it wrote this
+                continue
+    return {request: Place(*place) for _, request, *place in sorted(found)}
+
+
+def is_library(file: str, libraries: tuple[str, ...]) -> bool:
+    """Whether a stack's file is in one of these folders, or none."""
+    return file.startswith("<") or os.path.realpath(file).startswith(libraries)
+
+
+def _read_stacks(path: Path) -> tuple[dict[str, Any], Place | None, Place | None]:
+    """The first line, the place of an exception, and that of the main thread in the last dump."""
+    if not path.exists():
+        return {}, None, None
+    first, *lines = path.read_text(errors="replace").splitlines() or ["{}"]
+    about: dict[str, Any] = json.loads(first)
+    libraries = tuple(about.get("libraries", ()))
+    raised = stood = None
+    section = None  # the innermost line of the script in this thread or exception
+    what = ""
+    for line in [*lines, "Thread (end)"]:
+        if re.match(r"(Current thread|Thread|Exception|Fatal|py-spy:)", line):
+            if section is not None:
+                # faulthandler prints the main thread last, so it is the one that stays.
+                raised, stood = (section, stood) if what == "Exception" else (raised, section)
+            section, what = None, line.split()[0]
+        frame = re.fullmatch(r'  File "(.*)", line (\d+) in (.*)', line)
+        if frame and section is None and what != "py-spy:":
+            file = frame[1]
+            if not is_library(file, libraries):
+                section = Place(file, int(frame[2]), frame[3])
+    about["stacks"] = any(line.startswith(("Current", "Thread", "Exception")) for line in lines)
+    return about, raised, stood
+
+
+def find(ranks: dict[int, Rank]) -> Finding:
+    """Finds which ranks did something else first."""
+    size = max(rank.size for rank in ranks.values())
+    absent = [rank for rank in range(size) if rank not in ranks]
+    if absent:
+        return Finding(
+            absent,
+            "has left no files: its host was lost or has a folder of its own, or its disk was full",
+        )
+    by_set: dict[int, dict[int, list[Request]]] = collections.defaultdict(dict)
+    for rank in ranks.values():
+        members = {request.process_set for request in rank.requests} | {0}
+        for process_set in members:
+            own = [r for r in rank.open_requests() if r.process_set == process_set]
+            by_set[process_set][rank.rank] = own
+    for pending in by_set.values():
+        if found := _differing(ranks, pending):
+            return found
+    culprits = _first_to_end(ranks, ranks)
+    return Finding(culprits, _end(ranks[culprits[0]]))
+
+
+def _differing(ranks: dict[int, Rank], pending: dict[int, list[Request]]) -> Finding | None:
+    """Of the ranks of a process set, whose open requests are not those of the others."""
+    identities = list(dict.fromkeys(r.identity for own in pending.values() for r in own))
+    missing = {
+        identity: [n for n, own in pending.items() if identity not in {r.identity for r in own}]
+        for identity in identities
+    }
+    missing = {identity: without for identity, without in missing.items() if without}
+    if missing:
+        fewest = min(map(len, missing.values()))
+        usual = _usual(ranks)
+        tied = [identity for identity, without in missing.items() if len(without) == fewest]
+        identity = next((one for one in tied if one in usual), tied[0])
+        culprits = _first_to_end(ranks, missing[identity])
+        waiting = [n for n in pending if n not in missing[identity]]
+        own = pending[culprits[0]]
+        what = f"called {own[0].identity}" if own else _end(ranks[culprits[0]])
+        return Finding(culprits, f"{what} while {_names(waiting)} waited for {identity}")
+    for identity in identities:
+        prints = {
+            n: next(r.fingerprint for r in own if r.identity == identity)
+            for n, own in pending.items()
+        }
+        common, votes = collections.Counter(prints.values()).most_common(1)[0]
+        if votes < len(prints):
+            culprits = [n for n, fingerprint in prints.items() if fingerprint != common]
+            return Finding(culprits, f"called {identity} with other arguments than the others")
+    return None
+
+
+def _usual(ranks: dict[int, Rank]) -> set[str]:
+    """What has followed, earlier, the requests that all ranks served last."""
+    usual = set()
+    for rank in ranks.values():
+        done = [request.identity for request in rank.requests if request.state == _DONE]
+        usual |= {after for before, after in itertools.pairwise(done) if before == done[-1]}
+    return usual
+
+
+def _first_to_end(ranks: dict[int, Rank], among: Iterable[int]) -> list[int]:
+    """The ranks that ended by themselves, if any did: they are why the others were ended."""
+    among = list(among)
+    if len(among) == 1:
+        return among
+    for ended in (
+        [n for n in among if ranks[n].raised and not _follows(ranks[n])],
+        [n for n in among if ranks[n].leaving and not _follows(ranks[n])],
+        [n for n in among if not ranks[n].has_stacks],
+    ):
+        if ended:
+            return ended
+    return among
+
+
+def _follows(rank: Rank) -> bool:
+    """Whether it ended because of another rank."""
+    return " has left the job: " in rank.failure or "no progress for " in rank.failure
+
+
+def _end(rank: Rank) -> str:
+    if rank.leaving:
+        return f"left the job ({rank.leaving})"
+    return "called nothing more" if rank.has_stacks else "was killed or ended without a word"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def conclusion(folder: Path) -> str:
+    """Says in words which rank did something else first, and where in its script.
+
+    Raises:
+        ValueError: as ``read``.
+    """
+    ranks = read(folder)
+    found = find(ranks)
+    lines = [f"{_names(found.culprits)} {found.what}"]
+    for rank in found.culprits:
+        if rank in ranks and (where := ranks[rank].where()):
+            lines.append(f"  rank {rank} {where}")
+    return "\n".join(lines)
+
+
+def report(folder: Path, count: int) -> str:
+    """The conclusion, and each rank's last requests.
+
+    Args:
+        folder: the folder of one start of a job.
+        count: how many requests of each rank to show.
+
+    Raises:
+        ValueError: as ``read``.
+    """
+    paragraphs = [conclusion(folder)]
+    ranks = read(folder)
+    for rank in ranks.values():
+        lines = [f"rank {rank.rank} on {rank.host}"]
+        if where := rank.where():
+            lines.append(f"  {where}")
+        for request in rank.requests[-count:]:
+            at = time.strftime("%H:%M:%S", time.localtime(request.submitted))
+            at += f".{int(request.submitted % 1 * 1000):03}"
+            end = request.ended or max(one.last_sign for one in ranks.values())
+            took = f"{max(0.0, end - request.submitted) * 1000:.1f} ms"
+            state = STATES[request.state]
+            set_ = f", process set {request.process_set}" if request.process_set else ""
+            lines.append(f"  {at}  {request.identity}, {request.bytes} B{set_}: {state}, {took}")
+        if rank.leaving:
+            lines.append(f"  left the job: {rank.leaving}")
+        if rank.failure:
+            error = rank.failure.splitlines()[:_ERROR_LINES]
+            lines += ["  error: " + error[0], *("    " + line for line in error[1:])]
+        paragraphs.append("\n".join(lines))
+    paragraphs.append(f"Stacks of all threads: {folder}/rank-N.stacks")
+    return "\n\n".join(paragraphs)
+
+
+def main() -> int:
+    """The program; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_keras.postmortem",
+        description="Says which rank of a failed job did something else first, and where.",
+    )
+    parser.add_argument("folder", type=Path, help="the folder of hvdrun --postmortem")
+    parser.add_argument(
+        "--requests", type=int, default=5, help="how many of each rank to show (default: 5)"
+    )
+    given = parser.parse_args()
+    try:
+        print(report(given.folder, given.requests))
+    except (OSError, ValueError) as error:
+        print(f"postmortem: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""`hvd.ray.run`: a function on all ranks of a job whose places are Ray's actors."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvd_keras.launch import agents
+from hvd_keras.launch.onhost.channel import new_secret
+
+# Seconds between two looks at the actors.
+LOOK = 1.0
+
+# Seconds for the actors to start: Ray may have to make their environment first.
+START = 300.0
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise RuntimeError(
+            f"hvd.ray needs Ray, and {sys.executable} has none. Run 'pip install "
+            '"hvd_keras[ray]"\'.'
+        ) from error
+    return ray
+
+
+def run(
+    func: Callable[..., Any],
+    num_workers: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    resources: Mapping[str, float] | None = None,
+    strategy: str = "PACK",
+    runtime_env: Mapping[str, Any] | None = None,
+    options: Sequence[str] = (),
+    wait_seconds: float = 60.0,
+) -> list[Any]:
+    """Calls a function on all ranks of a new job on a Ray cluster and waits for the results.
+
+    Each rank has an actor that holds its resources; the rank itself is a process beside it, on the
+    same host. Ranks on one host have consecutive numbers. The function calls ``hvd.init()``, by
+    which a rank gets the GPU ``local_rank()`` of those that its host's actors hold. It and what
+    it returns are pickled by cloudpickle. The ranks' output is the first actor's, which Ray prints
+    in the driver. If ``ray.init()`` was not called, it is.
+
+    Args:
+        func: the function.
+        num_workers: number of ranks.
+        args: the function's positional arguments, equal on all ranks.
+        kwargs: its keyword arguments, equal on all ranks.
+        resources: of each rank, as Ray names them, such as ``{"CPU": 4, "GPU": 1}``. Default: one
+            CPU.
+        strategy: of the placement group: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or
+            ``"STRICT_SPREAD"``.
+        runtime_env: Ray's environment for the actors and ranks.
+        options: further options of hvdrun, such as ``["--strict"]``.
+        wait_seconds: how long to wait for resources that others hold.
+
+    Returns:
+        The list of the results of all ranks, in rank order.
+
+    Raises:
+        ValueError: the cluster does not have the resources; or hvdrun refuses to start the job; or
+            an argument is wrong.
+        TypeError: the function or its arguments cannot be pickled.
+        RuntimeError: Ray is missing; or the resources did not become free; or the workers have
+            other versions than the driver; or the job failed: the text names the rank or the actor
+            that failed first, with its traceback. Nothing of the job is left running then.
+
+    Example:
+        def train(rate):
+            import hvd_keras as hvd
+            hvd.init()
+            return hvd.rank(), rate * hvd.size()
+
+        assert hvd_keras.ray.run(train, 2, (0.1,)) == [(0, 0.2), (1, 0.2)]
+    """
+    import cloudpickle
+
+    if not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"hvd.ray.run: num_workers is {num_workers!r}, expected at least 1")
+    ray = _ray()
+    each = dict(resources or {"CPU": 1})
+    _check_pickle(func, args, kwargs)
+    if not ray.is_initialized():
+        ray.init()
+    _check_resources(ray, each, num_workers)
+    group = ray.util.placement_group([each] * num_workers, strategy=strategy)
+    actors: list[Any] = []
+    try:
+        if not group.wait(wait_seconds):
+            raise RuntimeError(
+                f"hvd.ray.run: {num_workers} times {each} did not become free within "
+                f"{wait_seconds:g} s; free now: {_told(ray.available_resources(), each)}. End other jobs, ask for "
+                "less, or set wait_seconds"
+            )
+        actors = [_actor(ray, group, number, each, runtime_env) for number in range(num_workers)]
+        facts = _get(ray, actors, [actor.where.remote() for actor in actors])
+        order = _by_host([fact["address"] for fact in facts])
+        actors = [actors[number] for number in order]
+        facts = [facts[number] for number in order]
+        gpus = _gpus(facts)
+        secret, name = new_secret(), secrets.token_hex(8)
+        directory = os.getcwd()
+        opened = [
+            actor.open.remote(secret, name, fact["address"], directory, gpus.get(fact["host"]))
+            for actor, fact in zip(actors, facts, strict=True)
+        ]
+        places = _get(ray, actors, opened)
+        if problem := agents.difference(places, agents.versions()):
+            raise RuntimeError(f"hvd.ray.run: {problem}")
+        function = cloudpickle.dumps((_on_gpus, (gpus, func, tuple(args), dict(kwargs or {})), {}))
+        call = actors[0].call.remote(
+            function, places, secret, name, directory, max(1, int(each.get("CPU", 1))), [*options]
+        )
+        results = _follow(ray, actors, facts, call)
+        return [cloudpickle.loads(result) for result in results]
+    finally:
+        _end(ray, actors, group)
+
+
+def _check_pickle(*parts: Any) -> None:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(parts)
+    except Exception as error:
+        raise TypeError(
+            f"hvd.ray.run: the function or its arguments cannot be pickled: {error}. Create such "
+            "objects inside the function"
+        ) from error
+
+
+def _told(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
+    return {name: found.get(name, 0.0) for name in wanted}
+
+
+def _check_resources(ray: Any, each: Mapping[str, float], count: int) -> None:
+    """Raises if the cluster can never have these resources, as it is now."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    slots = sum(
+        min(int(node.get(name, 0.0) // amount) for name, amount in each.items() if amount)
+        for node in nodes
+    )
+    if slots < count:
+        raise ValueError(
+            f"hvd.ray.run: {count} ranks need {dict(each)} each, and the cluster has room for "
+            f"{slots}: {'; '.join(str(_told(node, each)) for node in nodes)}. Ask for less, or "
+            "add nodes"
+        )
+
+
+class Place:
+    """An actor, which holds one rank's resources and its host's agent."""
+
+    def __init__(self) -> None:
+        self._released = threading.Event()
+        self._agent: agents.Agent | None = None
+
+    def where(self) -> dict[str, Any]:
+        """Where this actor is."""
+        ray = _ray()
+        return {
+            "host": socket.gethostname(),
+            "address": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
+            "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
+        }
+
+    def open(
+        self, secret: str, name: str, address: str, directory: str, gpus: str | None
+    ) -> dict[str, Any]:
+        """Start the agent; returns its facts."""
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        self._agent = agents.Agent(secret, name, address)
+        return self._agent.facts(directory)
+
+    def hold(self) -> None:
+        """Return when the job has ended; if this actor dies, Ray tells who waits for this."""
+        self._released.wait()
+
+    def call(
+        self,
+        function: bytes,
+        places: Sequence[Mapping[str, Any]],
+        secret: str,
+        name: str,
+        directory: str,
+        cores: int,
+        options: Sequence[str],
+    ) -> list[bytes] | Exception:
+        """Run the job; this is its first place."""
+        try:
+            return agents.call(
+                function,
+                places,
+                secret,
+                name,
+                name="hvd.ray.run",
+                directory=directory,
+                cores=cores,
+                environment={},
+                options=options,
+            )
+        except (RuntimeError, ValueError) as error:
+            return error
+
+    def close(self) -> None:
+        """End the agent, and all that it has started."""
+        self._released.set()
+        if self._agent is not None:
+            self._agent.__exit__()
+
+
+def _actor(ray: Any, group: Any, number: int, each: Mapping[str, float], runtime_env: Any) -> Any:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    others = {name: each[name] for name in each if name not in ("CPU", "GPU", "memory")}
+    return (
+        ray.remote(Place)
+        .options(
+            num_cpus=each.get("CPU", 0),
+            num_gpus=each.get("GPU", 0),
+            memory=each.get("memory"),
+            resources=others,
+            runtime_env=None if runtime_env is None else dict(runtime_env),
+            max_concurrency=4,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=number
+            ),
+        )
+        .remote()
+    )
+
+
+def _get(ray: Any, actors: Sequence[Any], answers: Sequence[Any]) -> list[Any]:
+    """What the actors answer."""
+    try:
+        return list(ray.get(list(answers), timeout=START))
+    except ray.exceptions.GetTimeoutError as error:
+        raise RuntimeError(
+            f"hvd.ray.run: the {len(actors)} actors did not start within {START:g} s"
+        ) from error
+    except ray.exceptions.RayTaskError as error:
+        raise RuntimeError(f"hvd.ray.run: {error.cause}") from error
+    except (ray.exceptions.RayActorError, ray.exceptions.RuntimeEnvSetupError) as error:
+        raise RuntimeError(f"hvd.ray.run: an actor could not start: {error}") from error
+
+
+def _by_host(addresses: Sequence[str]) -> list[int]:
+    """The numbers of the actors, those on one host together, the first host first."""
+    first = {address: addresses.index(address) for address in addresses}
+    return sorted(range(len(addresses)), key=lambda number: (first[addresses[number]], number))
+
+
+def _gpus(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The GPUs that each host's actors hold, by the host's name; none if they hold none."""
+    found: dict[str, list[str]] = {}
+    for fact in facts:
+        if fact["gpus"]:
+            found.setdefault(fact["host"], []).extend(fact["gpus"])
+    # Actors with less than a whole GPU may share one.
+    return {host: ",".join(dict.fromkeys(held)) for host, held in found.items()}
+
+
+def _on_gpus(
+    gpus: Mapping[str, str], func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """What a rank calls: the function, with its host's GPUs visible."""
+    if held := gpus.get(socket.gethostname()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = held
+    return func(*args, **kwargs)
+
+
+def _follow(
+    ray: Any, actors: Sequence[Any], facts: Sequence[Mapping[str, Any]], call: Any
+) -> list[bytes]:
+    """Wait for the results. Raises RuntimeError with the first failure."""
+    holds = [actor.hold.remote() for actor in actors]
+    while True:
+        ready, _ = ray.wait([call, *holds], num_returns=1, timeout=LOOK)
+        if not ready:
+            continue
+        if dead := _dead(ray, holds, facts):
+            raise RuntimeError(f"hvd.ray.run: {dead}")
+        if call in ready:
+            told = ray.get(call)
+            if not isinstance(told, Exception):
+                return list(told)
+            # When an actor dies, its ranks do, too, and hvdrun may be the first to say so.
+            time.sleep(LOOK)
+            if dead := _dead(ray, holds, facts):
+                raise RuntimeError(f"hvd.ray.run: {dead}. {told}")
+            raise told
+
+
+def _dead(ray: Any, holds: Sequence[Any], facts: Sequence[Mapping[str, Any]]) -> str:
+    """Which actors have died, and why; empty if all live."""
+    over, _ = ray.wait([*holds], num_returns=len(holds), timeout=0)
+    for rank, (hold, fact) in enumerate(zip(holds, facts, strict=True)):
+        if hold in over:
+            try:
+                ray.get(hold)
+            except ray.exceptions.RayActorError as error:
+                reason = " ".join(str(error).split())
+                return (
+                    f"the actor of rank {rank} (process {fact['pid']} on {fact['host']}) died, "
+                    f"and the job was ended: {reason}"
+                )
+    return ""
+
+
+def _end(ray: Any, actors: Sequence[Any], group: Any) -> None:
+    """End the actors and all that they have started, and give back the resources."""
+    closed = [actor.close.remote() for actor in actors]
+    if closed:
+        ray.wait(closed, num_returns=len(closed), timeout=30.0)
+    for actor in actors:
+        ray.kill(actor)
+    ray.util.remove_placement_group(group)

@@ -1,0 +1,99 @@
+"""A rank that is another process: Ray Train's workers exist before mpirun starts ranks.
+
+mpirun starts a stand-in for each rank, which hands its environment to the worker of that rank on
+its host; with it the worker joins MPI as that rank. (PMIx, by which Open MPI does so, knows ranks
+by their environment, not by their process.) The stand-in lives until the worker ends, and ends as
+it does. They meet at an abstract Unix socket and make sure that the other belongs to the same user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hvd_keras.launch.onhost.worker import CALL, find_rank
+
+# What a worker needs of its stand-in's environment.
+PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "HVD_", "HVDRUN_")
+
+
+def _address(name: str, rank: int) -> str:
+    return f"\0hvd-ray-{name}-{rank}"
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raise if the other end belongs to another user."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    if struct.unpack("3i", credentials)[1] != os.geteuid():
+        raise PermissionError("another user's process took this rank's place")
+
+
+def stand_in(name: str) -> None:
+    """What the stand-in runs, a function of ``launch.run_function``.
+
+    Raises:
+        RuntimeError: the worker failed; the text is its traceback.
+    """
+    rank = find_rank(os.environ)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(_address(name, rank))
+    _check_user(connection)
+    given = {k: v for k, v in os.environ.items() if k.startswith(PREFIXES) and k != CALL}
+    with connection, connection.makefile("rw") as stream:
+        print(json.dumps(given), file=stream, flush=True)
+        told = stream.readline()
+    if not told:
+        os.kill(os.getpid(), signal.SIGKILL)  # as the worker
+    if error := json.loads(told)["error"]:
+        raise RuntimeError(f"the worker of rank {rank} failed:\n{error}")
+
+
+class Joining:
+    """The worker's end: listens for the stand-in of its rank."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(_address(name, rank))
+        self._listener.listen()
+        self._connection: socket.socket | None = None
+
+    def join(self, seconds: float) -> None:
+        """Take the stand-in's environment. Raises TimeoutError."""
+        self._listener.settimeout(seconds)
+        self._connection, _ = self._listener.accept()
+        _check_user(self._connection)
+        with self._connection.makefile() as stream:
+            os.environ.update(json.loads(stream.readline()))
+
+    def end(self, error: str) -> None:
+        """Let the stand-in end: well, or with this error."""
+        self._listener.close()
+        if self._connection is not None:
+            try:
+                self._connection.sendall(json.dumps({"error": error}).encode() + b"\n")
+                self._connection.close()
+            except OSError:  # the stand-in has gone, with the job
+                pass
+
+
+class Job(threading.Thread):
+    """hvdrun with the stand-ins, in the first worker; `error` is why it ended."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._start = start
+        self.error = ""
+
+    def run(self) -> None:
+        """From threading."""
+        try:
+            self._start()
+        except Exception as error:
+            self.error = str(error) or type(error).__name__

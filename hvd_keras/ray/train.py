@@ -1,0 +1,181 @@
+"""Ray Train: `hvd.ray.TrainConfig` makes the workers of a `DataParallelTrainer` one job.
+
+Each worker is a rank: see `stand_in.py`. Ray Train starts the workers again after a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from hvd_keras.launch import agents
+from hvd_keras.launch.onhost.channel import new_secret
+from hvd_keras.ray.stand_in import Job, Joining, stand_in
+
+# Seconds for hvdrun to start the stand-ins.
+START = 120.0
+
+# Seconds for which a worker that failed waits until the others have its error.
+ERROR_SECONDS = 2.0
+
+
+@dataclass
+class TrainConfig(BackendConfig):  # type: ignore[misc]
+    """Makes the workers of Ray Train's ``DataParallelTrainer`` ranks of one job.
+
+    The training function calls ``hvd.init()``; ``hvd.rank()`` is Ray's world rank. Ray Train
+    places the workers, starts them again after a failure (``FailureConfig``) and keeps what
+    ``ray.train.report`` gets. Needs Open MPI.
+
+    Args:
+        options: further options of hvdrun, such as ``["--network-interface", "eth1"]``.
+
+    Example:
+        from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+        def train():
+            import hvd_keras as hvd
+            hvd.init()
+            ...
+            ray.train.report({"loss": loss})
+
+        trainer = DataParallelTrainer(
+            train, backend_config=hvd_keras.ray.TrainConfig(),
+            scaling_config=ray.train.ScalingConfig(num_workers=4),
+        )
+        trainer.fit()
+    """
+
+    options: Sequence[str] = field(default_factory=list)
+
+    @property
+    def backend_cls(self) -> Any:
+        """From Ray."""
+        return _Backend
+
+    @property
+    def train_func_context(self) -> Any:
+        """From Ray."""
+        return _telling
+
+
+@dataclass
+class _State:
+    """What a worker holds."""
+
+    agent: agents.Agent
+    joining: Joining
+    job: Job | None = None
+
+
+_state: _State | None = None
+
+
+def _where() -> str:
+    return str(ray.util.get_node_ip_address())
+
+
+def _open(secret: str, name: str, directory: str) -> dict[str, Any]:
+    global _state
+    rank = ray.train.get_context().get_world_rank()
+    _state = _State(agents.Agent(secret, name, _where()), Joining(name, rank))
+    return _state.agent.facts(directory)
+
+
+def _start(places: Sequence[Any], secret: str, name: str, options: Sequence[str]) -> None:
+    """In the first worker: start hvdrun with the stand-ins."""
+    import cloudpickle
+
+    assert _state is not None
+    function = cloudpickle.dumps((stand_in, (name,), {}))
+
+    def call() -> None:
+        agents.call(
+            function,
+            places,
+            secret,
+            name,
+            name="hvd.ray",
+            directory=os.getcwd(),
+            cores=1,
+            environment={},
+            options=options,
+        )
+
+    _state.job = Job(call)
+    _state.job.start()
+
+
+def _join() -> str:
+    """Become a rank; returns why it is impossible."""
+    assert _state is not None
+    limit = time.monotonic() + START
+    while time.monotonic() < limit:
+        if _state.job is not None and _state.job.error:
+            return _state.job.error
+        with contextlib.suppress(TimeoutError):
+            _state.joining.join(1.0)
+            return ""
+    return "" if _state.job is None else f"hvdrun has not started all ranks within {START:g} s"
+
+
+def _leave(error: str) -> None:
+    from hvd_keras import lifecycle
+
+    lifecycle.end(error, ERROR_SECONDS if error else -1.0)
+
+
+def _end() -> None:
+    """Leave the job, after training or its failure."""
+    global _state
+    if _state is None:
+        return
+    state, _state = _state, None
+    state.joining.end("")
+    if state.job is not None:
+        state.job.join(START)
+    state.agent.__exit__()
+
+
+@contextlib.contextmanager
+def _telling() -> Iterator[None]:
+    """Around the training function: others learn why this worker ends."""
+    try:
+        yield
+    except BaseException as error:
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        if _state is not None:
+            _leave(first)
+            _state.joining.end(traceback.format_exc())
+        raise
+    else:
+        _leave("")
+
+
+class _Backend(Backend):  # type: ignore[misc]
+    """Ray's hooks, which run in Ray Train's controller."""
+
+    share_cuda_visible_devices = True  # hvd.init() takes the GPU local_rank()
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        """Make the workers one job, before training. Raises RuntimeError."""
+        secret, name = new_secret(), secrets.token_hex(8)
+        places = worker_group.execute(_open, secret, name, os.getcwd())
+        if problem := agents.difference(places, agents.versions()):
+            raise RuntimeError(f"hvd.ray: {problem}")
+        worker_group.execute_single(0, _start, places, secret, name, list(backend_config.options))
+        if problem := "".join(worker_group.execute(_join)[:1]):
+            raise RuntimeError(f"hvd.ray: {problem}")
+
+    def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
+        """End what the workers have started."""
+        worker_group.execute(_end)

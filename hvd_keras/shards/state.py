@@ -1,0 +1,398 @@
+"""An optimizer's state in shares: each rank has the slots of the variables that it owns.
+
+Gradients go to their owners, the owners update, and the new values go to all ranks (ZeRO-1;
+Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). Owners have whole variables, so every
+update is that of one process, bit for bit.
+"""
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import ops, rank_info, settings, shards
+from hvd_keras._keras import keras, require
+from hvd_keras.ops.compression import Compression
+from hvd_keras.process_sets import ProcessSet
+from hvd_keras.shards import clipping, owners
+from hvd_keras.shards.packed import Packed
+
+_UNSUITABLE = {
+    "Adafactor": "its slots are rows and columns, which are small already",
+    "MultiOptimizer": "it has no slots of its own",
+    "ScheduleFreeAdamW": "its slots begin as copies of the weights",
+}
+
+
+def check_suitable(optimizer: Any) -> None:
+    """Refuses optimizers whose state cannot be in shares.
+
+    Raises:
+        ValueError: it is one of those, or it is built already.
+    """
+    name = type(optimizer).__name__
+    if name in _UNSUITABLE and hasattr(keras.optimizers, name):
+        raise ValueError(
+            f"hvd.DistributedOptimizer: shard_state=True is not possible for {name}, because "
+            f"{_UNSUITABLE[name]}. Leave shard_state out."
+        )
+    if optimizer.built:
+        raise ValueError(
+            f"hvd.DistributedOptimizer: shard_state=True, but this {name} is built already, with "
+            "all its slots. Call hvd.DistributedOptimizer before the optimizer is built, or "
+            "hvd.load_model(path, shard_state=True) for a model in a file."
+        )
+
+
+class State:
+    """The state of a Keras optimizer, of which this rank has a share.
+
+    It replaces methods of the optimizer, on the object, so the class stays.
+
+    Args:
+        optimizer: not built yet.
+        outermost: the same, or the LossScaleOptimizer around it.
+        name: identifies the optimizer on all ranks.
+        process_set: the ranks that train together; more than one.
+        is_local: whether a variable belongs to this rank alone.
+
+    Attributes:
+        exchanges: whether the step that is running exchanges anything.
+        shared: whether it has given the new values to all ranks.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        outermost: Any,
+        name: str,
+        process_set: ProcessSet,
+        is_local: Callable[[Any], bool],
+    ) -> None:
+        self._optimizer = optimizer
+        self._name = name
+        self._process_set = process_set
+        self._is_local = is_local
+        self._owners: dict[int, int] = {}
+        self._variables: list[Any] = []  # keeps the ids
+        self._noted: set[int] = set()
+        self._packed: dict[Any, Packed] = {}
+        self.exchanges = self.shared = False
+        for method in (
+            "_apply_weight_decay",
+            "_backend_update_step",
+            "_update_model_variables_moving_average",
+            "_overwrite_model_variables_with_average_value",
+        ):
+            require(optimizer, method, "to update the variables of each rank (shard_state)")
+        optimizer._hvd_state = self
+        optimizer.build = self._build
+        optimizer._apply_weight_decay = self._apply_weight_decay
+        optimizer._backend_update_step = self._update
+        optimizer._update_model_variables_moving_average = self._update_averages
+        optimizer._overwrite_model_variables_with_average_value = self._use_averages
+        for saved in {id(o): o for o in (optimizer, outermost)}.values():
+            saved.save_own_variables = _Saver(saved, self).save
+            saved.load_own_variables = _Saver(saved, self).load
+
+    # Owners and slots
+
+    def _build(self, variables: Sequence[Any]) -> None:
+        optimizer = self._optimizer
+        name = type(optimizer).__name__
+        if not optimizer.built:
+            self._variables = [v for v in variables if self._has_owner(v)]
+            sizes = [_bytes(variable) for variable in self._variables]
+            owned_by = owners.owners(sizes, self._process_set.size())
+            ids = map(_id, self._variables)
+            self._owners = dict(zip(ids, owned_by, strict=True))
+        before = {_id(variable) for variable in optimizer.variables}
+        try:
+            type(optimizer).build(optimizer, variables)
+        except Exception as error:
+            raise ValueError(
+                f"shard_state=True: {name} cannot be built with slots of no values, which other "
+                f"ranks have: {error}. Leave shard_state out."
+            ) from error
+        for variable in optimizer.variables:
+            if len(variable.shape) and _id(variable) not in before | self._noted:
+                raise ValueError(
+                    f"shard_state=True: {name} has a variable {variable.path} of shape "
+                    f"{list(variable.shape)} that it did not make with "
+                    "add_variable_from_reference, so its owner is unknown. Leave shard_state out."
+                )
+
+    def _has_owner(self, variable: Any) -> bool:
+        # Keras overwrites variables such as the scales of float8 on each rank.
+        is_overwritten = getattr(variable, "overwrite_with_gradient", False)
+        is_part = shards.of(variable) is not None
+        return not (is_overwritten or is_part or self._is_local(variable))
+
+    def owner_of(self, variable: Any) -> int | None:
+        """The rank of the process set that updates a variable; None if all do."""
+        return self._owners.get(_id(variable))
+
+    def holds(self, variable: Any) -> bool:
+        """Whether this rank updates a variable."""
+        return self.owner_of(variable) in (None, self._process_set.rank())
+
+    def add_slot(
+        self,
+        add: Callable[..., Any],
+        variable: Any,
+        name: str | None = None,
+        initializer: Any = "zeros",
+    ) -> Any:
+        """Makes a slot of a variable that has an owner; on other ranks it has no values.
+
+        The arguments are those of ``add_variable_from_reference``, which is ``add``.
+        """
+        is_accumulator = name == "gradient_accumulator"  # of gradients before their exchange
+        if is_accumulator or self.holds(variable):
+            slot = add(self._optimizer, variable, name, initializer)
+        else:
+            path = getattr(variable, "path", None) or variable.name.replace(":", "_")
+            slot = self._optimizer.add_variable(
+                (0,), initializer, variable.dtype, name=f"{path.replace('/', '_')}_{name or 'var'}"
+            )
+        if not is_accumulator:
+            owner = self._owners[_id(variable)]
+            shards.mark(slot, shards.owned(tuple(variable.shape), owner, self._process_set))
+        self.note(slot)
+        return slot
+
+    def note(self, slot: Any) -> None:
+        """Records that a variable of the optimizer is a slot."""
+        self._noted.add(_id(slot))
+
+    # A step
+
+    def reduce(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        how: Mapping[str, Any],
+        allreduce: Callable[[list[Any], list[Any]], list[Any]],
+    ) -> list[Any]:
+        """Returns the reduced gradients of the variables that this rank updates.
+
+        Args:
+            gradients: of this rank: dense, sparse or None; None and sparse alike on all ranks.
+            variables: that they belong to.
+            how: arguments for ``ops.reducescatter``.
+            allreduce: reduces gradients on all ranks, after some tensors; keeps Nones.
+
+        Returns:
+            In the same order; of variables that others update, this rank's own gradients.
+        """
+        results = list(gradients)
+        rest = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        after: list[Any] = []
+        # Between hosts, the allreduce of a host's sum moves fewer bytes than the gradients of each
+        # rank, and only the same order of sums gives the same bits.
+        one_host = rank_info.local_size() == rank_info.size()
+        known = how["compression"] in (Compression.none, Compression.fp16, Compression.bf16)
+        if one_host and known:
+            dense: dict[Any, list[int]] = collections.defaultdict(list)
+            for i in reversed(rest):  # as backpropagation produces them
+                if not isinstance(gradients[i], tf.IndexedSlices):
+                    dense[gradients[i].dtype].append(i)
+            for dtype, places in dense.items():
+                packed = self._pack([variables[i] for i in places], dtype)
+                found, after = packed.reduce([gradients[i] for i in places], after, **how)
+                for number, gradient in found.items():
+                    results[places[number]] = gradient
+                moved = set(range(len(places))) - set(packed.alone)
+                rest = [i for i in rest if i not in {places[number] for number in moved}]
+        if rest:
+            chosen = set(rest)
+            some = [g if i in chosen else None for i, g in enumerate(gradients)]
+            reduced = allreduce(some, after)
+            for i in rest:
+                results[i] = reduced[i]
+        return results
+
+    def clip(self, gradients: Sequence[Any], variables: Sequence[Any], divided: Set[int]) -> Any:
+        """Clips the gradients of the variables that this rank updates, as one process does.
+
+        Args:
+            gradients: from ``reduce``, in the order of ``variables``.
+            variables: that they belong to.
+            divided: the places of the gradients of parts of tables.
+        """
+        optimizer = self._optimizer
+        held = [i for i, variable in enumerate(variables) if self.holds(variable)]
+        known: dict[int, Any] = {}
+        places = list(range(len(variables)))
+        if clipping.clips_by_all(optimizer) and self.exchanges:
+            known = self._squares(gradients, variables)
+        else:
+            places = held
+        cut = clipping.clip(
+            optimizer,
+            [gradients[i] for i in places],
+            {k for k, i in enumerate(places) if i in divided},
+            self._name,
+            self._process_set,
+            known,
+        )
+        results = list(gradients)
+        for i, gradient in zip(places, cut, strict=True):
+            results[i] = gradient
+        return results
+
+    def _squares(self, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, Any]:
+        """The squared norms of the gradients of all variables that have owners, by place."""
+        places = [i for i, v in enumerate(variables) if self.owner_of(v) is not None]
+        mine = [
+            keras.ops.sum(keras.ops.square(gradients[i]))
+            if self.holds(variables[i])
+            else tf.zeros([], gradients[i].dtype)
+            for i in places
+        ]
+        # Adding zeros changes no bit of them.
+        sums = ops.reduce_tensors(
+            mine, op=ops.Sum, name=f"{self._name} norms", process_set=self._process_set
+        )
+        return dict(zip(places, sums, strict=True))
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        held = [variable for variable in variables if self.holds(variable)]
+        type(self._optimizer)._apply_weight_decay(self._optimizer, held)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _update(self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
+        held = [i for i, variable in enumerate(variables) if self.holds(variable)]
+        type(self._optimizer)._backend_update_step(
+            self._optimizer, [gradients[i] for i in held], [variables[i] for i in held], rate
+        )
+        self._share(variables)
+        self.shared = True
+
+    def _update_averages(self, variables: Sequence[Any]) -> None:
+        update = type(self._optimizer)._update_model_variables_moving_average
+        with self._held_averages(variables) as held:
+            update(self._optimizer, held)
+
+    def _use_averages(self, variables: Sequence[Any]) -> None:
+        use = type(self._optimizer)._overwrite_model_variables_with_average_value
+        with self._held_averages(variables) as held:
+            use(self._optimizer, held)
+        outside = not tf.inside_function() and not self.exchanges  # Keras's, at the end of fit
+        self._share(variables, outside)
+
+    @contextlib.contextmanager
+    def _held_averages(self, variables: Sequence[Any]) -> Iterator[list[Any]]:
+        """Lets Keras see the moving averages of the variables that this rank updates."""
+        optimizer = self._optimizer
+        averages = optimizer._model_variables_moving_average
+        pairs = [
+            (variable, average)
+            for variable, average in zip(variables, averages, strict=True)
+            if self.holds(variable)
+        ]
+        # Not by Keras's __setattr__, which tracks variables.
+        name = "_model_variables_moving_average"
+        object.__setattr__(optimizer, name, [average for _, average in pairs])
+        try:
+            yield [variable for variable, _ in pairs]
+        finally:
+            object.__setattr__(optimizer, name, averages)
+
+    def _share(self, variables: Sequence[Any], always: bool = False) -> None:
+        """Gives all ranks the values of the variables that each updates, last variables first."""
+        if not (self.exchanges or always):
+            return
+        rank = self._process_set.rank()
+        by_dtype: dict[Any, list[Any]] = collections.defaultdict(list)
+        for variable in reversed(variables):
+            if self.owner_of(variable) is not None:
+                by_dtype[tf.as_dtype(variable.dtype).base_dtype].append(variable)
+        after: list[Any] = []
+        for dtype, of_dtype in by_dtype.items():
+            packed = self._pack(of_dtype, dtype)
+            mine = {
+                i: tf.convert_to_tensor(variable)
+                for i, variable in enumerate(of_dtype)
+                if self.holds(variable) and i not in packed.alone
+            }
+            found, after = packed.share(mine, dtype, after)
+            for i in packed.alone:
+                owner = self._owners[_id(of_dtype[i])]
+                with tf.control_dependencies(after):
+                    found[i] = ops.broadcast(
+                        tf.convert_to_tensor(of_dtype[i]),
+                        self._process_set.ranks[owner],
+                        name=f"{self._name} value of owner {i}, {dtype.name}",
+                        process_set=self._process_set,
+                    )
+                after = [found[i]]
+                if owner == rank:
+                    del found[i]
+            for i, value in found.items():
+                shards.inner_variable(of_dtype[i]).assign(value)
+
+    def _pack(self, variables: Sequence[Any], dtype: Any) -> Packed:
+        key = dtype, *map(_id, variables)
+        if key not in self._packed:
+            limit = settings.read().bucket_bytes // dtype.size
+            self._packed[key] = Packed(
+                self._name,
+                [tuple(variable.shape) for variable in variables],
+                [self._owners[_id(variable)] for variable in variables],
+                self._process_set,
+                (min(limit, (1 << 20) // dtype.size), limit),
+            )
+        return self._packed[key]
+
+
+class _Saver:
+    """How an optimizer with a share of its state writes and reads files of Keras."""
+
+    def __init__(self, optimizer: Any, state: State) -> None:
+        self._optimizer = optimizer
+        self._state = state
+
+    def save(self, store: Any) -> None:
+        """Replaces ``save_own_variables``."""
+        places = shards.saving_places.get()
+        for i, variable in enumerate(self._optimizer.variables):
+            if shards.of(variable) is None:
+                store[str(i)] = variable.numpy()
+            elif _id(variable) in places:
+                store[str(i)] = places[_id(variable)]
+            else:
+                raise ValueError(
+                    f"this rank has a share of the state of {self._optimizer.name} only "
+                    "(shard_state=True). Use hvd.save_model(model, path), on all ranks, or "
+                    "hvd.callbacks.Checkpoint."
+                )
+
+    def load(self, store: Any) -> None:
+        """Replaces ``load_own_variables``: the file has the whole state."""
+        for i, variable in enumerate(self._optimizer.variables):
+            shard = shards.of(variable)
+            if shard is None:
+                variable.assign(store[str(i)])
+            else:
+                set_share(variable, np.asarray(store[str(i)]))
+
+
+def set_share(variable: Any, whole: Any) -> None:
+    """Assigns to a part what it has of the whole, an array."""
+    shard = shards.of(variable)
+    assert shard is not None
+    rows = whole.reshape(shard.layout.input_dim, shard.layout.output_dim)
+    variable.assign(shard.part.cut(rows, 0)[1].reshape(variable.shape))
+
+
+def _id(variable: Any) -> int:
+    return id(shards.inner_variable(variable))
+
+
+def _bytes(variable: Any) -> int:
+    elements: int = tf.TensorShape(variable.shape).num_elements()
+    return elements * int(tf.as_dtype(variable.dtype).size)

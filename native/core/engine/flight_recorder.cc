@@ -1,0 +1,113 @@
+#include "core/engine/flight_recorder.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "core/request/collectives.h"
+
+namespace hvd {
+namespace {
+
+// For how long the Python side may write stacks; it needs the interpreter's lock.
+constexpr int kStacksMilliseconds = 15000;
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
+template <size_t N>
+void store(char (&to)[N], const std::string& text) {
+  const size_t size = std::min(text.size(), N - 1);
+  std::memcpy(to, text.data(), size);
+  std::memset(to + size, 0, N - size);
+}
+
+}  // namespace
+
+FlightRecorder::~FlightRecorder() {
+  if (file_) munmap(file_, sizeof(File));
+}
+
+Status FlightRecorder::open(const std::string& path, int rank, int size) {
+  const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  void* memory = MAP_FAILED;
+  // posix_fallocate: a full disk is an error now, not SIGBUS later.
+  if (descriptor >= 0 && (errno = posix_fallocate(descriptor, 0, sizeof(File))) == 0)
+    memory = mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  const int error = errno;
+  if (descriptor >= 0) close(descriptor);
+  if (memory == MAP_FAILED) {
+    return Status::error(Code::invalid_argument, "cannot make the file '" + path +
+                                                     "': " + std::strerror(error) +
+                                                     ". Choose a folder that has space and that "
+                                                     "every rank may write to.");
+  }
+  file_ = static_cast<File*>(memory);
+  std::memcpy(file_->magic, "hvdreq1", sizeof file_->magic);
+  file_->rank = rank;
+  file_->size = size;
+  return {};
+}
+
+uint64_t FlightRecorder::submitted(const Request& request, uint64_t fingerprint) {
+  if (!file_) return 0;
+  const uint64_t number = file_->last.fetch_add(1, std::memory_order_relaxed) + 1;
+  Record& record = file_->records[number % kRecords];
+  record.number = 0;
+  record.submitted_ns = now_ns();
+  record.started_ns = 0;
+  record.ended_ns = 0;
+  record.fingerprint = fingerprint;
+  record.bytes = 0;
+  for (const Input& input : request.inputs) record.bytes += input.bytes();
+  record.process_set = request.process_set;
+  record.state = static_cast<uint32_t>(State::submitted);
+  store(record.identity, identity(request));
+  record.number.store(number, std::memory_order_release);
+  return number;
+}
+
+void FlightRecorder::change(uint64_t number, State state, std::atomic<int64_t> Record::* time) {
+  if (number == 0) return;
+  Record& record = file_->records[number % kRecords];
+  if (record.number.load(std::memory_order_acquire) != number) return;
+  record.*time = now_ns();
+  record.state = static_cast<uint32_t>(state);
+}
+
+void FlightRecorder::ended(uint64_t number, const Status& status) {
+  change(number, status.ok() ? State::done : State::failed, &Record::ended_ns);
+  if (!file_ || status.ok()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  store(file_->failure, status.message);
+}
+
+void FlightRecorder::leaving(const std::string& reason) {
+  if (!file_) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  store(file_->leaving, reason);
+}
+
+void FlightRecorder::alarm() {
+  const auto now = std::chrono::steady_clock::now();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (socket_ < 0 || now - last_alarm_ < std::chrono::seconds(1)) return;
+    last_alarm_ = now;
+  }
+  char byte = 0;
+  if (send(socket_, &byte, 1, MSG_NOSIGNAL) != 1) return;
+  pollfd answer{socket_, POLLIN, 0};
+  if (poll(&answer, 1, kStacksMilliseconds) == 1) (void)!recv(socket_, &byte, 1, 0);
+}
+
+}  // namespace hvd

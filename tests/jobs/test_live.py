@@ -1,0 +1,195 @@
+"""What hvdrun shows while a job runs: metrics for Prometheus, and a few lines in a terminal."""
+
+import json
+import os
+import pathlib
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from hvd_keras.launch.follow import metrics
+from hvd_keras.launch.follow.screen import render
+from hvd_keras.launch.follow.statistics import Statistics
+from tests.harness import launcher
+
+DASHBOARD = pathlib.Path(__file__).parents[2] / "deploy" / "grafana.json"
+
+# Rank 1 comes late to every step; it ends when the test has seen enough.
+SCRIPT = """
+import keras
+import numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+x = np.full((64, 3), 1.0 + rank, "float32")
+
+class Late(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        if rank == 1:
+            time.sleep(0.05)
+
+    def on_epoch_end(self, epoch, logs=None):
+        over = int(hvd.allreduce(np.int32(os.path.exists("enough")), op=hvd.Max, name="over"))
+        self.model.stop_training = bool(over)
+
+model.fit(x, x[:, :1], batch_size=4, epochs=100000, verbose=0, callbacks=[Late()])
+"""
+
+
+def message(rank: int, second: float, **training: float) -> dict:
+    """What a rank tells: the others wait for rank 1 for half of the time."""
+    spent = {"requests": 3, "bytes": 8, "waiting_seconds": second / 4, "moving_seconds": 0.1}
+    return {
+        "rank": rank,
+        "seconds": second,
+        "collectives": {"allreduce": spent},
+        "late": {"last": 7, "awaited_seconds": second / 2 * rank},
+        "training": training,
+    }
+
+
+def told() -> Statistics:
+    statistics = Statistics()
+    statistics.start(2)
+    for second in (1.0, 3.0):
+        for rank in range(2):
+            steps = {"steps": 10 * second, "samples": 40 * second * (1 + rank)}
+            numbers = message(rank, second, at=second, loss=0.5, epoch=2, epochs=9, **steps)
+            statistics.take(rank, "server", numbers)
+    return statistics
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    first, late = told().recent()
+    assert (first.samples_per_second, late.samples_per_second) == (40, 80)
+    assert first.step_seconds == late.step_seconds == 0.1
+    assert (first.waiting, first.straggler, late.straggler) == (0.25, 0.0, 0.5)
+    assert (late.loss, late.epoch, late.host) == (0.5, "2/9", "server")
+
+
+def test_a_new_fit_and_a_restart_begin_anew() -> None:
+    statistics = told()
+    statistics.take(0, "server", message(0, 4.0, at=4.0, steps=2, samples=8))
+    assert statistics.recent()[0].samples_per_second is None
+    statistics.take(0, "server", message(0, 5.0, at=5.0, steps=4, samples=16))
+    assert statistics.recent()[0].samples_per_second == 8
+    statistics.start(2)
+    assert statistics.recent() == []
+    values = {
+        f.name: f.samples[0].value for f in metrics.Collector(statistics).collect() if f.samples
+    }
+    assert values == {"hvd_ranks": 2, "hvd_restarts": 1}
+
+
+def test_the_lines_fit_the_terminal() -> None:
+    plain = [re.sub(r"\033\[[\d;]*m", "", line) for line in render(told().recent(), 2, 100, 4)]
+    assert plain[0].split(" · ")[:3] == [" hvdrun: 2 ranks", "120 samples/s", "step 100 ms"]
+    assert "waiting for rank 1: 50%" in plain[0]
+    assert plain[3].split()[:6] == ["1", "server", "80", "100", "ms", "25%"]
+    assert len(plain) == 4
+    assert max(map(len, plain)) == 100
+    assert len(render(told().recent(), 2, 40, 1)) == 1
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def scrape(port: int) -> dict[str, float]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
+        return {}
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    }
+
+
+def test_metrics_and_screen_of_a_job(hvdrun: launcher.Launcher) -> None:
+    """The terminal has the lines, Prometheus has the numbers, and both name the late rank."""
+    port = free_port()
+    ours, theirs = pty.openpty()
+    job = ("-np", "2", "--oversubscribe", "--stats", "--metrics", str(port), sys.executable)
+    process = subprocess.Popen(
+        hvdrun.command(*job, hvdrun.script(SCRIPT)),
+        cwd=hvdrun.folder,
+        env=hvdrun.environment | {"TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    subprocess.run(["stty", "rows", "40", "cols", "100"], stdin=ours, check=True)
+    shown = b""
+    labels = f'host="{socket.gethostname()}",rank='
+    score = f'hvd_straggler_score{{{labels}"%d"}}'
+    found: dict[str, float] = {}
+    limit = time.monotonic() + 3 * launcher.LIMIT
+    queries = [t["expr"] for p in json.loads(DASHBOARD.read_text())["panels"] for t in p["targets"]]
+    asked = {name for query in queries for name in re.findall(r"hvd_\w+", query)}
+    asked.remove("hvd_gpu_memory_bytes")  # there is no GPU
+    while (
+        found.get(score % 1, 0) < 0.3
+        or not asked <= {name.partition("{")[0] for name in found}
+        or b"waiting for rank 1" not in shown
+    ):
+        assert time.monotonic() < limit, (found, shown)
+        if select.select([ours], [], [], 0.2)[0]:
+            shown += os.read(ours, 1 << 16)
+        found = scrape(port)
+    (hvdrun.folder / "enough").touch()
+    try:
+        while select.select([ours], [], [], launcher.LIMIT)[0]:
+            shown += os.read(ours, 1 << 16)
+    except OSError:  # hvdrun has ended, and its terminal with it
+        pass
+    assert process.wait(launcher.LIMIT) == 0, shown
+    assert found[score % 1] > 2 * found[score % 0]
+    assert found[f'hvd_samples_total{{{labels}"0"}}'] > 0
+    assert found[f'hvd_bytes_total{{collective="allreduce",{labels}"0"}}'] > 0
+    text = shown.decode(errors="replace")
+    assert "The others waited for rank 1 in" in text.partition("hvdrun: statistics")[2]
+    end = text.rindex("\033[r")  # the whole terminal is given back before the table
+    assert end < text.index("hvdrun: statistics")
+
+
+def test_metrics_that_cannot_be_served(hvdrun: launcher.Launcher) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = hvdrun.run("-np", "1", "--metrics", port, "touch", "begun")
+    assert done.returncode == 2
+    assert (
+        f"--metrics got '{port}', where hvdrun cannot listen: Address already in use" in done.stderr
+    )
+    for text in ("http", "0", "localhost:", "70000"):
+        done = hvdrun.run("-np", "1", "--metrics", text, "touch", "begun")
+        assert done.returncode == 2
+        assert f"--metrics got {text!r}; expected a port, or an address and a port" in done.stderr
+    assert not (hvdrun.folder / "begun").exists()
+
+
+@pytest.mark.parametrize(("option", "package"), [("--metrics=9", "prometheus_client")])
+def test_a_missing_package(hvdrun: launcher.Launcher, option: str, package: str) -> None:
+    hidden = hvdrun.folder / "hidden"
+    hidden.mkdir()
+    (hidden / f"{package}.py").write_text("raise ModuleNotFoundError('not installed')")
+    environment = hvdrun.environment | {"PYTHONPATH": str(hidden)}
+    done = hvdrun.run("-np", "1", option, "touch", "begun", env=environment)
+    assert done.returncode == 2
+    assert f"expected: pip install {package}" in done.stderr
+    assert not (hvdrun.folder / "begun").exists()

@@ -1,0 +1,64 @@
+"""What the ranks of a job leave in the folder of HVD_POSTMORTEM; test_faults.py reads it, too."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from hvd_keras import postmortem
+from tests.harness import ranks
+
+KILLED = """
+import os, signal
+import numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+for step in range(250):
+    hvd.allreduce(np.full(1, 1 + hvd.rank(), "float32"), name=f"step {step}")
+if hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+hvd.broadcast(np.ones(3), 0, name="last")
+"""
+
+
+def test_requests_outlive_kill_9(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "postmortem"
+    job = ranks.run_script(tmp_path, 2, KILLED, HVD_POSTMORTEM=str(folder))
+    assert job.status != 0
+    killed = postmortem.read(folder)[1]
+    steps = [request for request in killed.requests if "step" in request.identity]
+    assert [request.identity for request in steps] == [
+        f"allreduce 'step {step}'" for step in range(250 - len(steps), 250)
+    ]
+    assert 195 <= len(steps) <= len(killed.requests) == 200
+    assert {(r.bytes, postmortem.STATES[r.state], r.process_set) for r in steps} == {(4, "done", 0)}
+    assert all(0 < r.submitted <= r.started <= r.ended for r in steps)
+    assert not killed.has_stacks
+
+    command = [sys.executable, "-m", "hvd_keras.postmortem", str(folder), "--requests", "1"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.startswith("rank 1 was killed or ended without a word")
+    assert "in <module>: hvd.allreduce(np.full(" in told.splitlines()[1]
+    assert "  allreduce 'step 249', 4 B: done, " in told.partition("\nrank 1 on ")[2]
+
+    (folder / "rank-0.requests").unlink()  # as if its host were lost
+    assert postmortem.conclusion(folder).startswith("rank 0 has left no files")
+
+
+def test_folders_that_hold_nothing(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "start-1").mkdir()
+    (tmp_path / "start-1" / "rank-0.requests").write_bytes(b"of another version")
+    with pytest.raises(ValueError, match=r"has no files rank-N.requests, but its folders start-1 "):
+        postmortem.read(tmp_path)
+    with pytest.raises(ValueError, match="is not a file of this version of hvd_keras"):
+        postmortem.read(tmp_path / "start-1")
+
+
+def test_folders_that_cannot_be_written(hvdrun) -> None:
+    file = hvdrun.folder / "file"
+    file.touch()
+    done = hvdrun.run("-np", "1", "--postmortem", str(file), "true")
+    assert done.returncode == 2
+    assert f"--postmortem got {str(file)!r}, where no folder can be made: " in done.stderr

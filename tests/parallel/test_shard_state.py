@@ -1,0 +1,315 @@
+"""An optimizer's state in shares: the weights of a training without, bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import settings, shards
+from tests.parallel.test_training import EVERY, OPTIONS, RATES, Own
+
+RANK, SIZE = hvd.rank(), hvd.size()
+EVERYONE = hvd.global_process_set
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has all")
+two = pytest.mark.skipif(SIZE > 2, reason="more ranks change nothing")
+optimizers = keras.optimizers
+REFUSED = {"Adafactor": "rows and columns", "ScheduleFreeAdamW": "copies of the weights"}
+SHAPES = [(3, 5), (5,), (2, 3, 4), (5, 2), (), (7,)]  # of which Muon treats some as matrices
+
+
+def variables(shapes: Any = SHAPES, dtype: str = "float32") -> list[keras.Variable]:
+    random = np.random.default_rng(5)
+    return [
+        keras.Variable(random.normal(size=shape), dtype=dtype, name=f"v{i}")
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def gradients(step: Any, trained: list[Any], rank: int = RANK) -> list[Any]:
+    """Different on each rank and in each step.
+
+    Without sums of several scalars, which TensorFlow may add in another order in another graph.
+    """
+    now = tf.cast(step, "float32")
+    return [
+        tf.cast(tf.sin(tf.cast(v, "float32") * 3 + now) * (i + 0.7 * rank + 0.1), v.dtype)
+        for i, v in enumerate(trained)
+    ]
+
+
+def updated(
+    make: Callable[[], Any],
+    shard_state: bool,
+    *,
+    trained: list[Any] | None = None,
+    of: Callable[..., list[Any]] = gradients,
+    steps: int = 6,
+    eagerly: bool = False,
+    jit_compile: bool | None = None,
+    **options: Any,
+) -> tuple[list[np.ndarray], Any]:
+    """The variables after some updates, and the optimizer."""
+    trained = variables() if trained is None else trained
+    optimizer = hvd.DistributedOptimizer(make(), shard_state=shard_state, **options)
+
+    def step(number: Any) -> None:
+        optimizer.apply(of(number, trained), trained)
+
+    optimizer.build(trained)
+    run = step if eagerly else tf.function(step, jit_compile=jit_compile)
+    for number in range(steps):
+        run(tf.constant(number))
+    optimizer.finalize_variable_values(trained)
+    return [np.asarray(v).copy() for v in trained], optimizer
+
+
+def assert_bit_equal(make: Callable[[], Any], fresh: Any = None, **how: Any) -> Any:
+    """Compares with a training without; returns the optimizer with a share of the state."""
+    fresh = fresh or variables
+    expected, _ = updated(make, False, trained=fresh(), **how)
+    found, optimizer = updated(make, True, trained=fresh(), **how)
+    changed = False
+    for before, a, b in zip(fresh(), expected, found, strict=True):
+        assert a.tobytes() == b.tobytes(), f"{before.path}: {np.abs(a - b).max()}"
+        changed = changed or (a != np.asarray(before)).any()
+    assert changed, "training did nothing"
+    digest = b"".join(value.tobytes() for value in found)
+    everyone = hvd.allgather_object(digest, process_set=how.get("process_set", EVERYONE))
+    assert set(everyone) == {digest}, "the ranks differ"
+    return optimizer
+
+
+def made(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(optimizers, name)(RATES.get(name, 0.01), **options)
+
+
+def check_cell(optimizer: str, option: str) -> None:
+    make = made(optimizer, **OPTIONS[option])
+    if optimizer in REFUSED:
+        with pytest.raises(ValueError, match=f"not possible for {optimizer}.*{REFUSED[optimizer]}"):
+            hvd.DistributedOptimizer(make(), shard_state=True)
+        return
+    result = assert_bit_equal(make)
+    if SIZE > 1 and optimizer != "SGD":
+        assert any(v.shape == (0,) for v in result.variables), "has all slots"
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("optimizer", EVERY)
+def test_shares_of_every_optimizer_with_every_option(optimizer: str, option: str) -> None:
+    check_cell(optimizer, option)
+
+
+# Of the table above, which takes a minute: each optimizer and each option at least once.
+@pytest.mark.parametrize("number", range(len(EVERY)) if SIZE == 2 else (2, 3, 8))
+def test_shares(number: int) -> None:
+    check_cell(EVERY[number], list(OPTIONS)[number % len(OPTIONS)])
+
+
+@pytest.mark.parametrize("option", ["global_clipnorm", "use_ema", "gradient_accumulation_steps"])
+def test_options_that_need_all_ranks(option: str) -> None:
+    for eagerly in (False, True) if SIZE == 2 else (False,):
+        assert_bit_equal(made("Adam", **OPTIONS[option]), eagerly=eagerly)
+
+
+@two
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": hvd.Compression.fp16},
+        {"compression": hvd.Compression.bf16, "gradient_predivide_factor": 3.0},
+        {"op": hvd.Sum},
+        {"backward_passes_per_step": 2},
+        {"backward_passes_per_step": 3, "average_aggregated_gradients": True},
+        {"sparse_as_dense": True},
+    ],
+)
+def test_options_of_the_exchange(options: dict[str, Any]) -> None:
+    assert_bit_equal(made("Adam"), **options)
+
+
+@pytest.mark.parametrize("bytes_of_a_bucket", [16, 100])
+def test_small_buckets_and_several_dtypes(bytes_of_a_bucket: int, monkeypatch) -> None:
+    """Buckets end within variables, and before the first."""
+    chosen = settings.Settings(bucket_bytes=bytes_of_a_bucket)
+    monkeypatch.setattr(settings, "read", lambda: chosen)
+
+    def fresh() -> list[Any]:
+        return [*variables(), *variables([(4,), (3, 3)], "bfloat16"), *variables([(9,)], "float16")]
+
+    assert_bit_equal(made("SGD", momentum=0.9), fresh)
+
+
+def test_one_variable_is_most_of_the_model() -> None:
+    assert_bit_equal(made("Adam"), lambda: variables([(3,), (400,), (2, 2), ()]))
+
+
+def test_sparse_and_missing_gradients() -> None:
+    def of(step: Any, trained: list[Any]) -> list[Any]:
+        dense = gradients(step, trained)
+        ids = tf.constant([1, RANK, 1])  # twice on one rank, and on several
+        dense[0] = tf.IndexedSlices(dense[0][:3] * 0.5, ids, tf.constant([3, 5]))
+        dense[3] = None  # on all ranks
+        return dense
+
+    for option in ("plain", "global_clipnorm"):
+        assert_bit_equal(made("Adam", **OPTIONS[option]), of=of)
+
+
+def test_a_gradient_that_one_rank_lacks() -> None:
+    def of(step: Any, trained: list[Any]) -> list[Any]:
+        found = gradients(step, trained)
+        number = int(step) % len(trained)
+        return [None if i == number and RANK == 0 else g for i, g in enumerate(found)]
+
+    assert_bit_equal(made("Adam"), of=of, eagerly=True)
+
+
+def test_one_rank_overflows() -> None:
+    def of(step: Any, trained: list[Any]) -> list[Any]:
+        found = gradients(step, trained)
+        bad = tf.cast(tf.where((step == 2) & (RANK == 0), np.inf, 1.0), "float32")
+        return [found[0] * bad, *found[1:]]
+
+    def make() -> Any:
+        return optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=8.0)
+
+    optimizer = assert_bit_equal(make, of=of)
+    assert float(optimizer.dynamic_scale) == 4.0, "the overflow was found"
+
+
+@two
+def test_a_users_own_optimizer_and_schedules() -> None:
+    assert_bit_equal(lambda: Own(0.1))
+    assert_bit_equal(lambda: optimizers.Adam(optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)))
+
+
+@two
+def test_constraints_and_weights_without_decay() -> None:
+    def fresh() -> list[Any]:
+        found = variables()
+        found[0].constraint = keras.constraints.MaxNorm(0.5)
+        return found
+
+    def make() -> Any:
+        optimizer = optimizers.AdamW(0.01)
+        optimizer.exclude_from_weight_decay(var_names=["v1"])
+        return optimizer
+
+    assert_bit_equal(make, fresh)
+
+
+def test_fewer_variables_than_ranks() -> None:
+    assert_bit_equal(made("Nadam", global_clipnorm=0.1), lambda: variables([(3,)]))
+
+
+@pytest.mark.skipif(SIZE < 3, reason="needs a set of some ranks")
+def test_process_sets() -> None:
+    some = hvd.add_process_set(range(1, SIZE))
+    if some.included():
+        optimizer = assert_bit_equal(made("Adam"), process_set=some)
+        assert any(v.shape == (0,) for v in optimizer.variables)
+    hvd.remove_process_set(some)
+
+
+@two
+def test_variables_of_one_rank() -> None:
+    """They stay on each rank, with all their slots."""
+    results = []
+    for shard_state in (False, True):
+        trained = variables()
+        optimizer = hvd.DistributedOptimizer(made("Adam")(), shard_state=shard_state)
+        optimizer.register_local_var(trained[0])
+        optimizer.build(trained)
+        for step in range(3):
+            optimizer.apply(gradients(step, trained))
+        results.append(np.concatenate([np.asarray(v).ravel() for v in trained]))
+    np.testing.assert_array_equal(*results)
+    if SIZE > 1:
+        with pytest.raises(ValueError, match=r"has an owner already \(shard_state=True\)"):
+            optimizer.register_local_var(trained[1])
+
+
+@two
+def test_compiled_by_xla() -> None:
+    assert_bit_equal(made("Adam"), jit_compile=True)
+
+
+@two
+@pytest.mark.parametrize(
+    ("option", "precision"), [("plain", "mixed_float16"), ("global_clipnorm", "float32")]
+)
+def test_fit_with_a_divided_table(option: str, precision: str) -> None:
+    """Weights differ before the broadcast; the ranks' last batches have different sizes."""
+    results = []
+    for shard_state in (False, True):
+        keras.utils.set_random_seed(RANK)
+        policy = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(precision)
+        model = keras.Sequential(
+            [
+                keras.Input((3,), dtype="int32"),
+                hvd.layers.Embedding(30, 4, shard="rows"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(9, activation="tanh"),
+                keras.layers.Dense(1),
+            ]
+        )
+        keras.config.set_dtype_policy(policy)
+        model.layers[0].set_table(np.arange(120).reshape(30, 4) / 100)
+        optimizer = made("Adam", **OPTIONS[option])()
+        model.compile(hvd.DistributedOptimizer(optimizer, shard_state=shard_state), "mse")
+        random = np.random.default_rng(RANK)
+        rows = 10 + (RANK == 0)
+        x, y = random.integers(0, 30, (rows, 3)), random.normal(size=(rows, 1))
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        for _ in range(2):  # the second fit begins with the slots of the first
+            model.fit(x, y, batch_size=4, shuffle=False, verbose=0, callbacks=[broadcast])
+        results.append([model.layers[0].get_table(), *model.get_weights()[1:]])
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@several
+def test_slots_are_about_an_nth() -> None:
+    shapes = [(40, 30), (30,), (30, 50), (50,), (50, 7), (7,), (100,), (20, 20), (3, 3, 8, 8)]
+    _, optimizer = updated(made("Adam"), True, trained=variables(shapes), steps=2)
+    slots = optimizer.variables[2:]
+    mine = sum(4 * int(np.prod(v.shape)) for v in slots)
+    total = 2 * 4 * sum(int(np.prod(shape)) for shape in shapes)
+    assert sum(hvd.allgather_object(mine)) == total
+    assert mine <= total / SIZE + 2 * 4 * 1500
+    _, whole = updated(made("Adam"), False, trained=variables(shapes), steps=2)
+    for share, expected in zip(slots, whole.variables[2:], strict=True):
+        np.testing.assert_array_equal(shards.whole(share), expected)
+
+
+@two
+@several
+def test_what_cannot_be() -> None:
+    built = optimizers.Adam()
+    built.build(variables())
+
+    class Strange(optimizers.SGD):
+        def build(self, trained: Any) -> None:
+            super().build(trained)
+            self.more = self.add_variable((3,), name="more")
+
+    multi = optimizers.MultiOptimizer([(optimizers.Adam(), [])])
+    cases = [
+        (built, {}, "is built already, with all its slots"),
+        (multi, {}, "no slots of its own"),
+        (optimizers.Adam(), {"op": hvd.Adasum}, "Adasum needs all gradients on all ranks"),
+        (optimizers.Adam(), {"num_groups": 2}, "packs gradients by their owners"),
+        (tf.compat.v1.train.AdamOptimizer(), {}, "needs an optimizer of Keras 3"),
+    ]
+    for optimizer, options, text in cases:
+        with pytest.raises(ValueError, match=f"shard_state=True.*{text}"):
+            hvd.DistributedOptimizer(optimizer, shard_state=True, **options)
+    strange = hvd.DistributedOptimizer(Strange(0.1), shard_state=True)
+    with pytest.raises(ValueError, match=r"shape \[3\] that it did not make with"):
+        strange.build(variables())

@@ -1,0 +1,113 @@
+"""Checkpoints and saved models of optimizers whose state is in shares."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvd_keras as hvd
+from hvd_keras import shards
+from tests.harness import training
+from tests.parallel.test_tables_in_files import Later, assert_equal, state_of
+
+RANK, SIZE = hvd.rank(), hvd.size()
+BATCH, STEPS = 4, 3
+EVERYONE = hvd.global_process_set
+
+
+def build(shard_state: bool, of: Any = EVERYONE, *, scaled: bool = False, **options: Any) -> Any:
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dense(7, activation="tanh"),
+            keras.layers.Dense(4, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+    training.set_weights(model, seed=0)
+    optimizer = keras.optimizers.Adam(0.05, **options)
+    if scaled:
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+    distributed = hvd.DistributedOptimizer(optimizer, process_set=of, shard_state=shard_state)
+    model.compile(optimizer=distributed, loss="mse")
+    return model
+
+
+def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYONE) -> None:
+    random = np.random.default_rng(3)
+    count = of.size() * BATCH * STEPS
+    rows = random.normal(size=(count, 5)), random.normal(size=(count, 1))
+    start = saved.initial_epoch if saved else 0
+    data = hvd.data.shard(rows, batch_size=BATCH, shuffle=False, start_epoch=start, process_set=of)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(of.ranks[0])]
+    callbacks += [saved] if saved else []
+    model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interrupted_training_goes_on(directory, before: bool, after: bool) -> None:
+    """With shares and without, in any order, as if nothing had happened."""
+    undisturbed = build(False, gradient_accumulation_steps=2)
+    train(undisturbed, None)
+    first = build(before, gradient_accumulation_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(first, hvd.callbacks.Checkpoint(directory, save_freq=2), Later(STEPS + 2))
+    again = build(after, gradient_accumulation_steps=2)
+    train(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
+    assert_equal(state_of(again), state_of(undisturbed))
+    shared = sum(shards.of(v) is not None for v in again.optimizer.variables)
+    assert shared == (12 if after and SIZE > 1 else 0)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="needs another number of ranks")
+def test_other_numbers_of_ranks(directory) -> None:
+    """From all ranks to some, to one without shares, and back."""
+    some, one = hvd.add_process_set(range(1, SIZE)), hvd.add_process_set([0])
+    model = build(True)
+    train(model, hvd.callbacks.Checkpoint(directory), epochs=1)
+    state = state_of(model)
+    for of, shard_state in ((some, True), (one, False)):
+        if of.included():
+            fewer = build(shard_state, of)
+            train(fewer, hvd.callbacks.Checkpoint(directory, process_set=of), epochs=1, of=of)
+            assert_equal(state_of(fewer), state)
+            if of is one:
+                train(fewer, hvd.callbacks.Checkpoint(directory, process_set=of), epochs=2, of=of)
+                state = state_of(fewer)
+        hvd.barrier()
+    state = hvd.broadcast_object(state, root_rank=0)
+    model = build(True)
+    train(model, hvd.callbacks.Checkpoint(directory), epochs=2)
+    assert_equal(state_of(model), state)
+    hvd.remove_process_set(some)
+    hvd.remove_process_set(one)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has all")
+def test_a_saved_model_has_a_plain_optimizer_with_its_whole_state(directory) -> None:
+    model = build(True, scaled=True, use_ema=True)
+    train(model, None, epochs=1)
+    state = state_of(model)
+    path = directory / "model.keras"
+    hvd.save_model(model, path)
+    with pytest.raises(ValueError, match=r"has a share of the state .*Use hvd.save_model"):
+        model.save(directory / f"{RANK}.keras")
+    with pytest.raises((ValueError, RuntimeError), match=r"Use hvd.save_model"):
+        train(model, None, hvd.callbacks.ModelCheckpoint(directory / "2.keras"), epochs=1)
+    alone = keras.models.load_model(path)
+    assert_equal(state_of(alone), state)
+    again = hvd.load_model(path, shard_state=True)
+    assert_equal(state_of(again), state)
+    assert any(shards.of(v) for v in again.optimizer.variables)
+    train(again, None, epochs=1)
+    hvd.barrier()
+    assert [p.name for p in directory.iterdir()] == [path.name]
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has all")
+def test_swapping_averages_is_refused() -> None:
+    model = build(True, use_ema=True)
+    with pytest.raises(ValueError, match=r"SwapEMAWeights.*shard_state"):
+        train(model, None, keras.callbacks.SwapEMAWeights(swap_on_epoch=True))
