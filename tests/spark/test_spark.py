@@ -11,7 +11,14 @@ import pytest
 
 import hvd_keras as hvd
 from hvd_keras.launch import agents
-from tests.harness.launcher import wait_until
+from tests.harness import launcher
+
+# Seconds: Spark's processes take several to start on an idle machine.
+LIMIT = 240
+
+
+def wait_until(condition, what: str) -> None:
+    launcher.wait_until(condition, what, LIMIT)
 
 
 def ranks(folder: pathlib.Path) -> list[int]:
@@ -86,29 +93,33 @@ def test_the_culprit_is_told(spark) -> None:
     assert "KeyError: 'no such thing'" in text
 
 
-def wait_for_ever(folder, first_only=False):
-    import os
-    import pathlib
-    import time
+def waiter():
+    """A function that waits for ever, or only in its first start; pickled with its code."""
 
-    from hvd_keras.launch.onhost.worker import find_rank
+    def wait(folder, first_only=False):
+        import time
 
-    number = find_rank(os.environ)
-    starts = len(list(pathlib.Path(folder).glob(f"start-*-{number}")))
-    pathlib.Path(folder, f"start-{starts}-{number}").write_text(str(os.getpid()))
-    while not (first_only and starts):
-        time.sleep(0.1)
-    return starts
+        from hvd_keras.launch.onhost.worker import find_rank
+
+        number = find_rank(os.environ)
+        starts = len(list(pathlib.Path(folder).glob(f"start-*-{number}")))
+        path = pathlib.Path(folder, f"start-{starts}-{number}")
+        path.with_name(f"new-{number}").write_text(str(os.getpid()))
+        path.with_name(f"new-{number}").rename(path)
+        while not (first_only and starts):
+            time.sleep(0.1)
+        return starts
+
+    return wait
 
 
-@pytest.mark.slow
 def test_a_killed_executor_ends_the_job_and_nothing_starts_twice(spark, tmp_path) -> None:
     """Spark repeats the stage, whose ranks must not start; a restart starts all of them anew."""
     arguments = {"num_proc": 2, "env": {"FOLDER": str(tmp_path)}}
     results = []
 
     def work():
-        results.append(hvd.spark.run(wait_for_ever, (tmp_path, True), max_restarts=1, **arguments))
+        results.append(hvd.spark.run(waiter(), (tmp_path, True), max_restarts=1, **arguments))
 
     before = executors(spark)
     thread = threading.Thread(target=work)
@@ -117,7 +128,7 @@ def test_a_killed_executor_ends_the_job_and_nothing_starts_twice(spark, tmp_path
     first = [int(path.read_text()) for path in tmp_path.glob("start-0-*")]
     assert len(before) == 2
     os.kill(before[1], signal.SIGKILL)
-    thread.join(120)
+    thread.join(LIMIT)
     assert results == [[1, 1]]
     assert not any(pathlib.Path(f"/proc/{pid}").exists() for pid in first)
     assert len(list(tmp_path.glob("start-*"))) == 4
@@ -144,7 +155,7 @@ def test_a_cancelled_job_ends(spark, tmp_path) -> None:
 
     def work():
         try:
-            hvd.spark.run(wait_for_ever, (tmp_path,), num_proc=2, env={"FOLDER": str(tmp_path)})
+            hvd.spark.run(waiter(), (tmp_path,), num_proc=2, env={"FOLDER": str(tmp_path)})
         except RuntimeError as error:
             errors.append(str(error))
 
@@ -155,7 +166,7 @@ def test_a_cancelled_job_ends(spark, tmp_path) -> None:
     assert len(lines) > 2
     assert not any(re.search(rb"[0-9a-f]{64}", line) for line in lines)
     spark.sparkContext.cancelAllJobs()
-    thread.join(60)
+    thread.join(LIMIT)
     assert errors == ["hvd.spark.run: the Spark job was cancelled"]
     wait_until(lambda: not ranks(tmp_path), "the end of all processes")
 
@@ -221,5 +232,5 @@ def test_busy_slots(spark, tmp_path) -> None:
     with pytest.raises(ValueError, match="no slots became free within start_timeout"):
         hvd.spark.run(int, num_proc=2, start_timeout=1)
     go.touch()
-    job.join(60)
+    job.join(LIMIT)
     assert counted == [2]
