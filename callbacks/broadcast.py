@@ -26,7 +26,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     names the layer.
 
     Layers that belong to one rank (``hvd.PartialDistributedOptimizer``, ``register_local_var``)
-    keep their values.
+    keep their values, and so do parts of tables and an optimizer's slots with
+    ``shard_state=True``, of which the root has its own only.
 
     At the end of each epoch, before validation and checkpoints, the moving statistics of batch
     normalisation are averaged over the ranks; during the epoch each rank's cover its own batches
