@@ -168,6 +168,16 @@ class Script {
     immune_(1);
   }
 
+  // Whether the framework's stream has not been released.
+  bool stream_waits() {
+    const CudaApi& cuda = rank_.device.cuda();
+    const OnDevice here(cuda, rank_.device.number());
+    CudaEvent event = nullptr;
+    cuda.check(cuda.create_event(&event, kCudaEventDisableTiming), "cudaEventCreateWithFlags");
+    cuda.check(cuda.record_event(event, rank_.device.stream()), "cudaEventRecord");
+    return cuda.query_event(event) == kCudaNotReady;
+  }
+
   bool is_to_come() { return arm_("", 0, 0, 0) != 0; }
 
  private:
@@ -254,6 +264,7 @@ int run_case(const Case& one, int calls, int code) {
     hub.exchange(rank.rank, nullptr, patience);
     if (rank.rank == 0) reached = !script->is_to_come();
     hub.exchange(rank.rank, nullptr, patience);
+    if (one.when == When::at_the_end) CHECK(script->stream_waits());
     if (!rank.stuck) script->expect_values(outcome);
     outcome.why_stuck = rank.why_stuck;
     hub.exchange(rank.rank, nullptr, patience);

@@ -223,7 +223,6 @@ Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
   const Event done = gpu->record(gpu->stream());
   if (nccl) order.set_last(last_launch_ = done);
   if (!joined) gpu->wait(framework, done);
-  if (works_.empty()) progress_ = Clock::now();
   works_.push_back({done, identity(request), Clock::now(), std::move(held)});
   if (nccl) groups_in_works_ = communicator_->groups();
   return status;
