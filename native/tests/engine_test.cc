@@ -385,6 +385,40 @@ void done_may_submit_the_next() {
   });
 }
 
+// Or, if a rank wants them, what all ranks have waited.
+void agreements_tell_who_waited_least() {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto transport = test::new_transport(MPI_COMM_WORLD, ranks);
+  const Waiting patient = [](double, const std::vector<int>&) { return std::string(); };
+  for (int first = 0; first < size; ++first) {
+    const auto waited = [&](int r) -> uint64_t { return r == first ? 10 : 1000 + r * r; };
+    for (int odd = -1; odd < size; ++odd) {  // the rank that proposes something else
+      for (const bool wanted : {false, true}) {
+        Proposal mine;
+        mine.fingerprint = rank == odd ? 8 : 7;
+        mine.wants_times = wanted && rank == size - 1;
+        mine.wait_times = {waited(rank), static_cast<uint64_t>(rank), 0};
+        const std::vector<Proposal> all = transport->agree(mine, patient);
+        CHECK_EQ(all.size(), static_cast<size_t>(size));
+        bool equal = true;
+        uint64_t together = 0, expected = 0;
+        for (int r = 0; r < size; ++r) {
+          equal &= all[r].fingerprint == mine.fingerprint;
+          together += all[r].wait_times.waited_ns;
+          expected += waited(r);
+          if (wanted) CHECK_EQ(all[r].wait_times.waited_ns, waited(r));
+          if (wanted) CHECK_EQ(all[r].wait_times.ran_ns, static_cast<uint64_t>(r));
+        }
+        CHECK_EQ(equal, odd < 0 || size == 1);
+        CHECK_EQ(all[first].wait_times.waited_ns, 10U);
+        CHECK(together <= expected);
+        CHECK(expected - together < static_cast<uint64_t>(size));  // the mean is rounded
+      }
+    }
+  }
+}
+
 void two_engines_do_not_interfere() {
   const auto a = test::new_engine();
   const auto b = test::new_engine();
@@ -449,6 +483,7 @@ int main(int argc, char** argv) {
           {"impossible requests fail on every rank", impossible_requests_fail_on_every_rank},
           {"threads submit at once", threads_submit_at_once},
           {"done may submit the next", done_may_submit_the_next},
+          {"agreements tell who waited least", agreements_tell_who_waited_least},
           {"two engines do not interfere", two_engines_do_not_interfere},
           {"averages of large float16", averages_of_large_float16},
       });

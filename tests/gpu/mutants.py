@@ -19,7 +19,7 @@ from tests.harness import ranks, sanitize
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ROOT / "native" / "core" / "gpu"
 TESTS = ("gpu_sets_test", "gpu_faults_test", "gpu_test")
-SECONDS = 120  # for one test program
+SECONDS = 60  # for one test program
 
 # What is replaced, by what: each occurrence in the file is a mutant.
 RULES = {
@@ -142,7 +142,9 @@ def mutants() -> list[Mutant]:
     return sorted(found, key=lambda mutant: (mutant.file, mutant.line))
 
 
-def shell(command: str, folder: pathlib.Path, environment: dict[str, str]) -> int:
+def shell(
+    command: str, folder: pathlib.Path, environment: dict[str, str], seconds: float = SECONDS
+) -> int:
     """The exit status; that of a program that does not end is -1."""
     process = subprocess.Popen(
         command,
@@ -155,7 +157,7 @@ def shell(command: str, folder: pathlib.Path, environment: dict[str, str]) -> in
         start_new_session=True,
     )
     try:
-        return process.wait(timeout=SECONDS)
+        return process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         process.wait()
@@ -168,6 +170,7 @@ def survives(mutant: Mutant, number: int, build: pathlib.Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     source, compiled = folder / mutant.file, folder / "mutant.o"
     source.write_text(mutant.text)
+    compiled.unlink(missing_ok=True)  # of an earlier run
     fake = str(build / "tests" / "libhvd_fake_cuda.so")
     environment = {"HVD_CUDART_LIBRARY": fake, "HVD_NCCL_LIBRARY": fake}
     ninja = [str(pathlib.Path(sys.executable).parent / "ninja"), "-C", str(build), "-t", "commands"]
@@ -180,12 +183,12 @@ def survives(mutant: Mutant, number: int, build: pathlib.Path) -> str:
         words[words.index("-o") + 1] = str(compiled)
         words[words.index("-MF") + 1] = str(folder / "mutant.d")
         words[-1] = str(source)
-        if not compiled.exists() and shell(shlex.join(words), build, {}) != 0:
+        if not compiled.exists() and shell(shlex.join(words), build, {}, 900) != 0:
             return "compiler"
         program = folder / test
         link = lines[-1].replace(original, str(compiled))
         link = link.replace(f"-o tests/{test} ", f"-o {program} ")
-        if shell(link, build, {}) != 0:
+        if shell(link, build, {}, 900) != 0:
             sys.exit(f"cannot link: {link}")
         command = str(program)
         if test == "gpu_test":
@@ -202,11 +205,11 @@ def main() -> None:
     """Prints each mutant and what caught it, and exits with 1 if nothing caught one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--build", type=pathlib.Path, help="a build of native/tests to use")
-    parser.add_argument("--only", default="", help="a part of a mutant's text")
+    parser.add_argument("--only", default="", help="a pattern of mutants to try")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     build = (arguments.build or sanitize.build("mutants", "-O0", "-g0").parent).resolve()
-    chosen = [mutant for mutant in mutants() if arguments.only in str(mutant)]
+    chosen = [mutant for mutant in mutants() if re.search(arguments.only, str(mutant))]
     survivors = []
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         results = pool.map(lambda pair: survives(pair[1], pair[0], build), enumerate(chosen))

@@ -55,7 +55,7 @@ class Launcher:
             stdin=None if "input" in options else subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=LIMIT,
+            timeout=options.pop("timeout", LIMIT),
             **options,
         )
 
@@ -111,8 +111,8 @@ def parent(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[1])
 
 
-def wait_until(condition, what: str) -> None:
-    limit = time.monotonic() + LIMIT
+def wait_until(condition, what: str, seconds: float = LIMIT) -> None:
+    limit = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < limit, f"not within {LIMIT} s: {what}"
+        assert time.monotonic() < limit, f"not within {seconds} s: {what}"
         time.sleep(0.05)

@@ -182,6 +182,28 @@ def test_a_script_for_tf_keras(hvdrun) -> None:
     assert losses[1] < losses[0]
 
 
+ALONE = """
+import keras, tensorflow as tf
+import horovod.tensorflow as hvd
+hvd.init()
+model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD(0.1)
+for _ in range(3):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(tf.ones([4, 2])) ** 2)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+"""
+
+
+def test_a_loop_without_an_exchange_is_told_at_its_end(hvdrun) -> None:
+    (hvdrun.folder / "train.py").write_text(ALONE)
+    command = ("--horovod", "-np", "2", "--oversubscribe", sys.executable, "train.py")
+    done = hvdrun.run(*command)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("SGD applies gradients of this rank alone") == 1, done.stderr
+
+
 # Programs that never call hvd.init()
 
 SERIAL = """

@@ -88,7 +88,9 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
         assert all(re.search(r"(baseline|avx2)_loops", symbol) for symbol in symbols), symbols
 
 
-@pytest.mark.parametrize(("size", "transport"), [*TRANSPORTS, (4, "ring"), (4, "cluster-mpi")])
+@pytest.mark.parametrize(
+    ("size", "transport"), [*TRANSPORTS, (4, "ring"), (4, "cluster-mpi"), (3, "reduction")]
+)
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)
     assert job.status == 0, job.output

@@ -88,6 +88,12 @@ def test_many_hosts_pay_for_their_messages():
     assert cluster.direct(4 << 20) == pytest.approx(8 * 999 * model.MESSAGE)
 
 
+def test_the_steps_of_an_agreement_grow_with_the_logarithm():
+    seconds = [model.Cluster(2**power, FOREVER, 1e-5).agreement() for power in range(5, 13)]
+    steps = [later - earlier for earlier, later in itertools.pairwise(seconds)]
+    assert steps == pytest.approx([2 * (1e-5 + model.MESSAGE)] * 7)
+
+
 def test_published_points_are_met():
     """Within three percentage points, with three constants fitted to all six points."""
     for (name, hosts), efficiency in model.PUBLISHED.items():
@@ -107,6 +113,8 @@ def test_the_settings_are_those_of_the_project():
     transport = "native/core/cpu/cluster_transport.cc"
     assert number("FIRST_BYTES", "hvd_keras/training/buckets.py") == buckets.FIRST_BYTES
     assert number("bucket_bytes", "hvd_keras/settings.py") == model.BUCKET_BYTES
+    header = (ROOT / "native/core/cpu/mpi_transport.h").read_text()
+    assert f"kFewRanks = {model.FEW_RANKS};" in header
     assert number("kMessageBytes", transport) == model.MESSAGE_BYTES
     assert number("kLeastChunkBytes", transport) == model.LEAST_CHUNK_BYTES
     assert number("kMostChunkBytes", transport) == model.MOST_CHUNK_BYTES

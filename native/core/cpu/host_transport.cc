@@ -88,6 +88,7 @@ std::optional<DTypeGroup> HostTransport::to_send_along(const Request& request) c
 }
 
 void HostTransport::propose(const Proposal& mine, std::optional<DTypeGroup> along) {
+  static_assert(sizeof(Proposal) <= kProposalBytes);
   proposal_step_ = memory_.step();
   char* const place = small_slot(rank(), proposal_step_);
   std::memcpy(place, &mine, sizeof mine);

@@ -73,16 +73,21 @@ class MpiTransport::Exchange {
   std::vector<MPI_Request> requests_;
 };
 
-MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks)
-    : ranks_(std::move(ranks)) {
+MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int few)
+    : ranks_(std::move(ranks)), few_(few) {
   MPI_Comm_dup(communicator, &communicator_);
   MPI_Comm_rank(communicator_, &rank_);
+  MPI_Type_contiguous(sizeof(Ballot) / sizeof(uint64_t), MPI_UINT64_T, &ballot_type_);
+  MPI_Type_commit(&ballot_type_);
+  MPI_Op_create(combine, 1, &combine_);
   waiter_ = std::make_unique<MpiWaiter>(communicator_, ranks_);
   hosts_ = gather(host_name(), [](double, const std::vector<int>&) { return std::string(); });
 }
 
 MpiTransport::~MpiTransport() {
   waiter_.reset();
+  MPI_Op_free(&combine_);
+  MPI_Type_free(&ballot_type_);
   MPI_Comm_free(&communicator_);
 }
 
@@ -95,8 +100,44 @@ std::vector<Proposal> MpiTransport::agree(const Proposal& mine, const Waiting& w
   waiter_->next_step();
   waiting_ = waiting;
   my_proposal_ = mine;
-  proposals_.assign(size(), mine);
-  if (size() == 1) return proposals_;
+  if (size() == 1) return {mine};
+  return size() <= few_ ? gather_proposals() : reduce_proposals();
+}
+
+void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
+  const Ballot* const other = static_cast<const Ballot*>(in);
+  Ballot* const ballot = static_cast<Ballot*>(inout);
+  for (int i = 0; i < *count; ++i) {
+    Ballot& into = ballot[i];
+    const Ballot& from = other[i];
+    into.least = std::min(into.least, from.least);
+    into.most = std::max(into.most, from.most);
+    into.wants_times |= from.wants_times;
+    const auto earlier = std::min(std::pair(into.waited_least, into.first),
+                                  std::pair(from.waited_least, from.first));
+    into.waited_least = earlier.first;
+    into.first = earlier.second;
+    into.waited += from.waited;
+  }
+}
+
+std::vector<Proposal> MpiTransport::reduce_proposals() {
+  const uint64_t print = my_proposal_.fingerprint, waited = my_proposal_.wait_times.waited_ns;
+  my_ballot_ = {print, print, my_proposal_.wants_times, waited, static_cast<uint64_t>(rank_),
+                waited};
+  MPI_Request request;
+  MPI_Iallreduce(&my_ballot_, &ballot_, 1, ballot_type_, combine_, communicator_, &request);
+  wait(request);
+  if (ballot_.wants_times) return gather_proposals();
+  const uint64_t mean = (ballot_.waited - ballot_.waited_least) / (size() - 1);
+  const uint64_t others = ballot_.least != print ? ballot_.least : ballot_.most;
+  proposals_.assign(size(), {others, 0, {mean, 0, 0}});
+  proposals_[ballot_.first].wait_times.waited_ns = ballot_.waited_least;
+  return proposals_;
+}
+
+std::vector<Proposal> MpiTransport::gather_proposals() {
+  proposals_.resize(size());
   constexpr int kWords = sizeof(Proposal) / sizeof(uint64_t);
   static_assert(sizeof(Proposal) == kWords * sizeof(uint64_t));
   MPI_Request request;

@@ -12,6 +12,9 @@
 // https://doi.org/10.1016/j.jpdc.2008.09.002). Each element is summed once, by one rank, in rank
 // order: all ranks hold the same bits and a rerun repeats them, whatever algorithms MPI picks.
 //
+// Many ranks agree by one reduction, whose steps grow with the logarithm of their number; only if a
+// rank wants all times, all get all proposals.
+//
 // Nothing blocks in MPI: each wait can end with an error that names who is missing.
 #pragma once
 
@@ -30,8 +33,13 @@ namespace hvd {
 
 class MpiTransport : public KindTransport {
  public:
-  // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job.
-  MpiTransport(MPI_Comm communicator, std::vector<int> ranks);
+  // Up to so many ranks send each other their proposals, in one step: a reduction has several, each
+  // of which may wait for a rank that is asleep.
+  static constexpr int kFewRanks = 16;
+
+  // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job. More than
+  // `few` agree by a reduction; the same on all ranks.
+  MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int few = kFewRanks);
   ~MpiTransport() override;
 
   MPI_Comm communicator() const { return communicator_; }
@@ -49,6 +57,19 @@ class MpiTransport : public KindTransport {
  private:
   class Exchange;
 
+  // What a reduction makes of proposals.
+  struct Ballot {
+    uint64_t least, most;   // fingerprint
+    uint64_t wants_times;   // of any
+    uint64_t waited_least;  // nanoseconds
+    uint64_t first;         // rank of the set that waited so long
+    uint64_t waited;        // by all together
+  };
+  static void combine(void* in, void* inout, int* count, MPI_Datatype* type);
+
+  std::vector<Proposal> reduce_proposals();
+  std::vector<Proposal> gather_proposals();
+
   Status allreduce(Request& request) override;
   void reduce_chunk(const Request& request, DType dtype, int64_t elements);
   Status adasum(Request& request) override;
@@ -65,12 +86,16 @@ class MpiTransport : public KindTransport {
   void wait(MPI_Request request);
 
   const std::vector<int> ranks_;
+  const int few_;
   MPI_Comm communicator_;
   int rank_;
   std::vector<std::string> hosts_;
   std::unique_ptr<MpiWaiter> waiter_;
-  Proposal my_proposal_;  // these two outlive an aborted agreement, since MPI still uses them
+  MPI_Datatype ballot_type_;
+  MPI_Op combine_;
+  Proposal my_proposal_;  // these outlive an aborted agreement, since MPI still uses them
   std::vector<Proposal> proposals_;
+  Ballot my_ballot_, ballot_;
   std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
   std::vector<char> received_;  // what the other ranks sent of it, in rank order
 };

@@ -64,7 +64,7 @@ bool Engine::equal(const std::vector<Proposal>& proposals, uint64_t fingerprint)
 // On a thread that submits. What is not done at once is left to the engine's thread.
 void Engine::serve_at_once(const Entry& head) {
   std::vector<Proposal> proposals =
-      transport_->agree_at_once({head.fingerprint, history_.wait_times()}, head.request);
+      transport_->agree_at_once(history_.proposal(head.fingerprint), head.request);
   std::optional<Entry> entry;
   Status status;
   if (!proposals.empty() && equal(proposals, head.fingerprint)) {
@@ -91,7 +91,7 @@ void Engine::loop() try {
     const uint64_t head = entry ? entry->fingerprint : kLeaving;
     std::vector<Proposal> proposals = std::exchange(agreed_, {});
     if (proposals.empty()) {
-      const Proposal mine{head, history_.wait_times()};
+      const Proposal mine = history_.proposal(head);
       const auto waiting = [&](double seconds, const std::vector<int>& missing) -> std::string {
         if (head == kLeaving) return "";  // a rank may finish long after another
         return watch(seconds, [&] { return head_waits_for(missing); });

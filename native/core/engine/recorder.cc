@@ -83,6 +83,11 @@ void Recorder::stop_timeline() {
   if (file_.is_open()) end_unless(file_.finish());
 }
 
+bool Recorder::draws() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return file_.is_open();
+}
+
 void Recorder::note_end() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (ended_ == Clock::time_point{}) ended_ = Clock::now();

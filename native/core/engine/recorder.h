@@ -47,6 +47,8 @@ class Recorder {
   // written, or if the file cannot be written.
   Status start_timeline(const std::string& path);
   void stop_timeline();
+  // Whether it is being written.
+  bool draws();
 
   // Counters as JSON, see docs/observing.md.
   std::string stats();
@@ -107,8 +109,10 @@ class History {
   FlightRecorder& flight() { return recorder_->flight(); }
   // The engine is free for its next request from now on.
   void free() { free_since_ = Clock::now(); }
-  // For this rank's next proposal.
-  const WaitTimes& wait_times() const { return past_; }
+  // This rank's next one.
+  Proposal proposal(uint64_t fingerprint) const {
+    return {fingerprint, recorder_->draws() ? 1ULL : 0, past_};
+  }
   // With the proposals of that agreement.
   void agreed(const std::vector<Proposal>& proposals);
 

@@ -42,6 +42,7 @@ struct WaitTimes {
 // What a rank proposes to run next.
 struct Proposal {
   uint64_t fingerprint = 0;
+  uint64_t wants_times = 0;  // 1: this rank needs all ranks' wait times
   WaitTimes wait_times;
 };
 
@@ -63,7 +64,9 @@ class Transport {
   // The error for tensors on GPUs.
   void set_why_no_gpu(std::string why) { why_no_gpu_ = std::move(why); }
 
-  // Every rank's proposal, by rank of the set. Waits for the slowest without burning a core.
+  // Every rank's proposal, by rank of the set. Waits for the slowest without burning a core. If no
+  // rank wants all times, only the least time waited, its rank and the mean of the others need be
+  // right; if fingerprints differ, only that they do.
   virtual std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) = 0;
 
   // The same, of a rank that proposes to run `next`. Small tensors may travel with the proposals;

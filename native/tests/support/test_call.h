@@ -71,17 +71,19 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
   }
 }
 
-// By name: all over MPI; one host, with or without GPUs; or as if ranks 0 and 1 were one host, 2
-// and 3 another, and so on, with one of the algorithms between them.
+// By name: all over MPI, in the way of few ranks or of many; one host, with or without GPUs; or as
+// if ranks 0 and 1 were one host, 2 and 3 another, and so on, with one of the algorithms between
+// them.
 inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks,
                                                 Settings settings = {}) {
   static const std::map<std::string, Allreduce> algorithms = {
       {"cluster", Allreduce::direct}, {"ring", Allreduce::ring}, {"cluster-mpi", Allreduce::mpi}};
-  auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks));
+  const int few = transport == "reduction" ? 1 : MpiTransport::kFewRanks;
+  auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks), few);
   const auto algorithm = algorithms.find(transport);
   const auto host_of = [&](int of_rank) { return algorithm == algorithms.end() ? 0 : of_rank / 2; };
   std::unique_ptr<Transport> found;
-  if (transport == "mpi" || mpi->size() == 1) {
+  if (transport == "mpi" || transport == "reduction" || mpi->size() == 1) {
     found = std::move(mpi);
   } else if (host_of(mpi->ranks().front()) == host_of(mpi->ranks().back())) {
     found = std::make_unique<HostTransport>(&mpi);
@@ -94,6 +96,10 @@ inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vect
     MPI_Comm_free(&host);
   }
   if (!device) return found;
+  if (transport == "gpu-host") {
+    settings.gpu_operations = settings.gpu_allreduce = GpuBackend::mpi;
+    settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
+  }
   settings.cudart_library = device->settings().cudart_library;
   settings.nccl_library = device->settings().nccl_library;
   static int process_sets = 0;
@@ -325,8 +331,9 @@ class Call {
   std::future<Status> result_;
 };
 
-// main() of a test that runs under mpirun, with the name of the transport. For "gpu",
-// HVD_CUDART_LIBRARY and HVD_NCCL_LIBRARY say where CUDA and NCCL, or their fakes, are.
+// main() of a test that runs under mpirun, with the name of the transport. For "gpu" and
+// "gpu-host", the one without NCCL, HVD_CUDART_LIBRARY and HVD_NCCL_LIBRARY say where CUDA and
+// NCCL, or their fakes, are.
 inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
   if (argc > 1) transport = argv[1];
   int level;
@@ -334,7 +341,7 @@ inline int run_with_mpi(int argc, char** argv, const std::vector<Test>& tests) {
   CHECK_EQ(level, static_cast<int>(MPI_THREAD_MULTIPLE));
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   MPI_Comm_size(MPI_COMM_WORLD, &size);
-  if (transport == "gpu") {
+  if (transport == "gpu" || transport == "gpu-host") {
     device = std::make_unique<Device>(rank);
     set_default_gpu(device->number());
   }

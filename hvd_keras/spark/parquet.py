@@ -1,0 +1,92 @@
+"""Batches of rows from a folder of Parquet files."""
+
+import bisect
+import itertools
+from typing import Any
+
+import numpy as np
+
+from hvd_keras._keras import keras
+
+
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batch b has the rows from b * batch_size on, in the order of the files' names.
+
+    Args:
+        path: the folder, which Spark has completed.
+        columns: nested names of columns.
+        batch_size: rows of each batch; the last may have fewer.
+
+    Raises:
+        ValueError: pyarrow is missing, or the folder is, or was not completed.
+    """
+
+    def __init__(self, path: str, columns: Any, batch_size: int) -> None:
+        super().__init__()
+        try:
+            from pyarrow import fs, parquet
+        except ImportError as error:
+            text = (
+                "there is no pyarrow here; expected `pip install 'hvd_keras[spark]'` on all hosts"
+            )
+            raise ValueError(text) from error
+        system, folder = fs.FileSystem.from_uri(path if "://" in path else f"file://{path}")
+        there = system.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+        if not any(info.base_name == "_SUCCESS" for info in there):
+            raise ValueError(
+                f"{path} has no _SUCCESS; expected the folder that hvd.spark.shard has written, "
+                "on a file system that the driver and all executors share"
+            )
+        paths = sorted(info.path for info in there if info.base_name.endswith(".parquet"))
+        self._files = [parquet.ParquetFile(system.open_input_file(path)) for path in paths]
+        self._groups = [
+            (file, group, file.metadata.row_group(group).num_rows)
+            for file in self._files
+            for group in range(file.metadata.num_row_groups)
+        ]
+        # Where each group begins, and where the last one ends.
+        self._starts: list[int] = list(
+            itertools.accumulate((n for *_, n in self._groups), initial=0)
+        )
+        self._columns, self._batch_size = columns, batch_size
+
+    def __len__(self) -> int:
+        return -(-self._starts[-1] // self._batch_size)
+
+    def __getitem__(self, index: int) -> Any:
+        import pyarrow
+
+        start = index * self._batch_size
+        end = min(start + self._batch_size, self._starts[-1])
+        first = bisect.bisect_right(self._starts, start) - 1
+        last = bisect.bisect_left(self._starts, end)
+        names = keras.tree.flatten(self._columns)
+        tables = [file.read_row_group(g, names) for file, g, _ in self._groups[first:last]]
+        skip = start - self._starts[first]
+        table = pyarrow.concat_tables(tables).slice(skip, end - start)
+        arrays = {name: _array(name, table[name].combine_chunks()) for name in names}
+        return keras.tree.map_structure(lambda name: arrays[name], self._columns)
+
+
+def _array(name: str, column: Any) -> Any:
+    """A column of pyarrow as an array of shape [rows, ...]."""
+    from pyarrow import types
+
+    if column.null_count:
+        raise ValueError(f"column {name!r} has nulls; expected a value in each row (df.fillna)")
+    if not (types.is_list(column.type) or types.is_large_list(column.type)):
+        array = column.to_numpy(zero_copy_only=False)
+        if array.dtype.kind not in "biuf" and not isinstance(array.flat[0], str | bytes):
+            raise ValueError(
+                f"column {name!r} has the type {column.type}; expected numbers, strings, or arrays "
+                "of them"
+            )
+        return array
+    lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False))
+    if len(lengths) > 1:
+        raise ValueError(
+            f"column {name!r} has arrays of {lengths.min()} to {lengths.max()} values; expected "
+            "equally many in each row"
+        )
+    values = _array(name, column.flatten())
+    return values.reshape(len(column), int(lengths[0]), *values.shape[1:])

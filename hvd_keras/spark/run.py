@@ -1,0 +1,285 @@
+"""``hvd.spark.run``: a function on ranks that Spark's executors start."""
+
+import pathlib
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvd_keras.launch import agents
+from hvd_keras.launch.onhost.channel import new_secret
+from hvd_keras.spark import task
+from hvd_keras.spark.driver import Tasks
+
+# Seconds to wait for free slots, unless the user says otherwise.
+START_TIMEOUT = 120.0
+
+# Seconds between two looks at the job, and until its slots are asked for again.
+CHECK = 0.2
+
+# Seconds without enough slots until the user is told, and in which Spark may itself tell the cause
+# of a failure before the job is cancelled.
+PATIENCE = 5.0
+
+# Settings by which a cluster encrypts what its processes send each other.
+ENCRYPTION = (
+    "spark.network.crypto.enabled",
+    "spark.authenticate.enableSaslEncryption",
+    "spark.ssl.enabled",
+    "spark.ssl.rpc.enabled",
+)
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    max_restarts: int = 0,
+    min_num_proc: int | None = None,
+    allow_unencrypted: bool = False,
+) -> list[Any]:
+    """Calls a function on ranks on Spark's executors, one rank per task of a barrier stage.
+
+    The driver prints the output of rank 0; that of all ranks is in the executors' logs. The
+    function calls ``hvd.init()`` itself. Function, arguments and results are pickled by
+    cloudpickle; what they import must be installed on all hosts.
+
+    Args:
+        fn: the function.
+        args: its positional arguments, equal on all ranks.
+        kwargs: its keyword arguments, equal on all ranks.
+        num_proc: number of ranks. Default: ``SparkContext.defaultParallelism``.
+        start_timeout: seconds to wait for so many free slots. Default: 120.
+        env: further environment variables for the ranks.
+        options: further options of hvdrun, such as ``["--network-interface", "10.0.0.0/8"]``.
+        max_restarts: maximum number of restarts after a failure, each in a new stage.
+        min_num_proc: minimum number of ranks of a restart. Default: ``num_proc``.
+        allow_unencrypted: whether to run although Spark encrypts its own traffic: MPI does not
+            encrypt the gradients.
+
+    Returns:
+        The list of the results of all ranks, in rank order.
+
+    Raises:
+        ValueError: the job is refused: there is no active SparkContext, too few slots, another
+            version of Python or of a package on an executor; the function cannot be pickled.
+        RuntimeError: the job failed or was cancelled; the text has the traceback of the rank that
+            failed first, or names the lost task.
+
+    Example:
+        def train(rate):
+            import hvd_keras as hvd
+            hvd.init()
+            return hvd.rank(), rate * hvd.size()
+
+        assert hvd.spark.run(train, (0.1,), num_proc=2) == [(0, 0.2), (1, 0.2)]
+    """
+    import cloudpickle
+
+    context = _active_context()
+    _check_settings(context, allow_unencrypted)
+    size = context.defaultParallelism if num_proc is None else num_proc
+    if size < 1 or not 1 <= (min_num_proc or size) <= size or max_restarts < 0:
+        raise ValueError(
+            f"hvd.spark.run: {num_proc=}, {min_num_proc=}, {max_restarts=}; expected at least 1 "
+            "rank, min_num_proc of 1 to num_proc, and 0 or more restarts"
+        )
+    try:
+        function = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        raise ValueError(
+            f"hvd.spark.run: the function or its arguments cannot be pickled: {error}; expected "
+            "that it makes models, files, sessions and locks itself, on each rank"
+        ) from error
+    call = {
+        "function": function,
+        "run": secrets.token_hex(8),
+        "versions": agents.versions(),
+        "directory": str(pathlib.Path.cwd()),
+        "cores": int(context.getConf().get("spark.task.cpus", "1")),
+        "environment": dict(env or {}),
+        "options": list(options),
+    }
+    timeout = START_TIMEOUT if start_timeout is None else start_timeout
+    least = size
+    for restart in range(max_restarts + 1):
+        ranks = _await_slots(context, least, size, timeout)
+        kind, value = _start(context, call, ranks, timeout)
+        if kind == "results":
+            return [cloudpickle.loads(result) for result in value]
+        if kind != "failed":
+            break
+        if restart < max_restarts:
+            print(f"hvd.spark.run: {value}\nhvd.spark.run: restart {restart + 1} of {max_restarts}")
+            least = min_num_proc or size
+    raise (ValueError if kind == "refused" else RuntimeError)(f"hvd.spark.run: {value}")
+
+
+class HorovodRunner:
+    """Databricks' class of this name, over ``hvd.spark.run``.
+
+    Args:
+        np: number of ranks on the executors; 0: as many as there are slots; negative: ``-np`` ranks
+            on the driver's host.
+        driver_log_verbosity: accepted, without effect: rank 0's output is printed.
+    """
+
+    def __init__(self, *, np: int, driver_log_verbosity: str = "log_callback_only") -> None:
+        self.np = np
+
+    def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
+        """Calls ``main(**kwargs)`` on all ranks and returns the result of rank 0.
+
+        Raises:
+            As ``hvd.spark.run``.
+        """
+        if self.np < 0:
+            from hvd_keras.launch import run_function
+
+            options = ["--oversubscribe"]
+            return run_function.run(main, (), kwargs, np=-self.np, options=options)[0]
+        return run(main, kwargs=kwargs, num_proc=self.np or _slots(_active_context()))[0]
+
+
+def _active_context() -> Any:
+    try:
+        from pyspark import SparkContext
+    except ImportError as error:
+        raise ValueError(
+            "hvd.spark.run: there is no pyspark here; expected `pip install 'hvd_keras[spark]'`"
+        ) from error
+    context = SparkContext._active_spark_context
+    if context is None or context._jsc is None or context._jsc.sc().isStopped():
+        raise ValueError(
+            "hvd.spark.run: there is no active SparkContext, or it was stopped; expected a session "
+            "of this process (SparkSession.builder.getOrCreate()), and not one of Spark Connect"
+        )
+    return context
+
+
+def _check_settings(context: Any, allow_unencrypted: bool) -> None:
+    """Raises ValueError if a setting of the cluster forbids the job."""
+    settings = context.getConf()
+    encrypted = [name for name in ENCRYPTION if settings.get(name, "false").lower() == "true"]
+    if encrypted and not allow_unencrypted:
+        raise ValueError(
+            f"hvd.spark.run: {' and '.join(encrypted)} encrypts what Spark sends, but MPI sends "
+            "gradients unencrypted, and rank 0's output travels so, too; expected a network that "
+            "nobody else can read, and allow_unencrypted=True"
+        )
+    if settings.get("spark.dynamicAllocation.enabled", "false").lower() == "true":
+        raise ValueError(
+            "hvd.spark.run: spark.dynamicAllocation.enabled is true, with which Spark has no "
+            "barrier stages; expected false"
+        )
+
+
+def _slots(context: Any) -> int:
+    """How many tasks the executors that are there can run at once."""
+    spark = context._jsc.sc()
+    profile = spark.resourceProfileManager().defaultResourceProfile()
+    return int(spark.maxNumConcurrentTasks(profile))
+
+
+def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
+    """Waits until the executors have slots for ``least`` ranks; returns for how many of ``size``.
+
+    Raises ValueError if they have not within the timeout.
+    """
+    start, told = time.monotonic(), False
+    while (slots := _slots(context)) < least:
+        waited = time.monotonic() - start
+        if waited > timeout:
+            raise ValueError(
+                f"hvd.spark.run: {least} ranks need as many slots, but Spark's executors have "
+                f"{slots} after {timeout:.0f} s (start_timeout); expected at most so many ranks, "
+                "or more executors or cores, or fewer spark.task.cpus"
+            )
+        if waited > PATIENCE and not told:
+            told = True
+            print(f"hvd.spark.run: waiting for {least} slots; Spark's executors have {slots}")
+        time.sleep(CHECK)
+    return min(size, slots)
+
+
+def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) -> tuple[str, Any]:
+    """Runs one barrier stage.
+
+    Returns:
+        ("results", pickles), or "refused", "cancelled" or "failed" with the reason.
+    """
+    from pyspark import InheritableThread
+
+    host = context.getConf().get("spark.driver.host")
+    secret = new_secret()
+    tasks = Tasks(secret)
+    found: list[tuple[str, Any]] = []
+    group = f"hvd-{call['run']}-{secrets.token_hex(4)}"
+    with tasks.listening(context.getConf().get("spark.driver.bindAddress", host)) as port:
+        told = task.Call(secret=secret, driver=(host, port), **call)
+
+        def submit() -> None:
+            context.setJobGroup(group, f"hvd.spark.run on {ranks} ranks", True)
+            places = context.parallelize(range(ranks), ranks).barrier()
+            try:
+                found.extend(places.mapPartitions(lambda _: task.work(told)).collect())
+            except Exception as error:  # what py4j raises has no common class
+                found.append(("stage failed", str(error)))
+
+        stage = InheritableThread(target=submit, daemon=True)
+        stage.start()
+        try:
+            problem = _watch(stage, tasks, time.monotonic() + timeout)
+        finally:
+            if stage.is_alive():
+                context.cancelJobGroup(group)
+                stage.join(PATIENCE)
+    if problem:
+        return problem
+    kind, value = found[0]
+    return _reason(value, tasks) if kind == "stage failed" else (kind, value)
+
+
+def _watch(stage: threading.Thread, tasks: Tasks, limit: float) -> tuple[str, str] | None:
+    """Waits for the end of the stage; returns why it must be cancelled, or None if it has ended."""
+    failed = float("inf")
+    while stage.is_alive():
+        stage.join(CHECK)
+        now = time.monotonic()
+        if not tasks.started and now > limit:
+            return (
+                "refused",
+                "no slots became free within start_timeout; other jobs of this application, or of "
+                "the cluster, use them. Expected that they end, or a larger start_timeout",
+            )
+        if tasks.failure:
+            failed = min(failed, now)
+            if now > failed + PATIENCE:
+                return "failed", tasks.failure
+    return None
+
+
+def _reason(error: str, tasks: Tasks) -> tuple[str, str]:
+    """What a user wants to know of the end of a stage that has failed with this text."""
+    if re.search(r"Job \d+ cancelled", error):
+        return "cancelled", "the Spark job was cancelled"
+    if "SparkContext was shut down" in error:
+        return "cancelled", "the SparkContext was stopped"
+    if tasks.failure:
+        return "failed", tasks.failure
+    if lines := re.findall(
+        r"^(?:[\w.]*Error: .*|.*PYTHON_VERSION_MISMATCH.*)$", error, re.MULTILINE
+    ):
+        return (
+            "refused",
+            f"an executor cannot load the call: {lines[-1]}; expected hvd_keras and the driver's "
+            "version of Python there (see PYSPARK_PYTHON)",
+        )
+    return "failed", error
