@@ -226,65 +226,6 @@ with raylets(2) as cluster:
     assert done.returncode == 0, done
 
 
-def train(config: dict[str, bool]) -> None:
-    import tempfile
-
-    import ray.train
-    import tensorflow as tf
-
-    import hvd_keras as hvd
-
-    hvd.init()
-    context = ray.train.get_context()
-    assert (context.get_world_rank(), context.get_world_size()) == (hvd.rank(), hvd.size())
-    assert context.get_local_rank() == hvd.local_rank()
-    checkpoint = ray.train.get_checkpoint()
-    begin = 0
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder:
-            begin = int(pathlib.Path(folder, "step").read_text())
-    for step in range(begin, 4):
-        number = int(hvd.allreduce(tf.constant(10 ** hvd.rank()), op=hvd.Sum))
-        with tempfile.TemporaryDirectory() as folder:
-            pathlib.Path(folder, "step").write_text(str(step + 1))
-            saved = ray.train.Checkpoint.from_directory(folder) if hvd.rank() == 0 else None
-            told = {"step": step, "begin": begin, "number": number}
-            ray.train.report(told, checkpoint=saved)
-        hvd.barrier()
-        if hvd.rank() == 1 and step == 1 and begin == 0:
-            if config["kill"]:
-                time.sleep(5)  # Ray takes the report of a worker when it asks for it
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise ValueError("bad luck")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", [False, True])
-def test_ray_train_restarts_from_its_checkpoint(
-    cluster: Any, nothing_left: None, tmp_path: pathlib.Path, kill: bool
-) -> None:
-    import ray.train
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-    def fit(failures: int) -> Any:
-        storage = tmp_path / str(failures)
-        return DataParallelTrainer(
-            _by_value(train),
-            train_loop_config={"kill": kill},
-            backend_config=hvd_keras.ray.TrainConfig(),
-            scaling_config=ray.train.ScalingConfig(num_workers=2),
-            run_config=ray.train.RunConfig(
-                storage_path=str(storage),
-                failure_config=ray.train.FailureConfig(max_failures=failures),
-            ),
-        ).fit()
-
-    assert fit(1).metrics == {"step": 3, "begin": 2, "number": 11}
-    if not kill:
-        with pytest.raises(Exception, match=r"ValueError: bad luck"):
-            fit(0)
-
-
 def test_ranks_are_ordered_by_host() -> None:
     assert _by_host(["b", "a", "b", "a"]) == [0, 2, 1, 3]
 
