@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -259,7 +260,8 @@ int run_case(const Case& one, int calls, int code) {
       _exit(1);
     }
     hub.exchange(rank.rank, nullptr, patience);
-    const bool failed = outcome.messages != std::vector<std::string>(outcome.messages.size());
+    const bool failed = std::any_of(outcome.messages.begin(), outcome.messages.end(),
+                                    [](const std::string& message) { return !message.empty(); });
     if (!failed) script->close();
     hub.exchange(rank.rank, nullptr, patience);
     if (rank.rank == 0) reached = !script->is_to_come();
