@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -45,6 +46,8 @@ struct Cuda {
   int (*cudaStreamSynchronize)(CUstream_st*);
   int (*cudaMalloc)(void**, size_t);
   int (*cudaFree)(void*);
+  int (*cudaHostAlloc)(void**, size_t, unsigned);
+  int (*cudaFreeHost)(void*);
   int (*cudaMemcpyAsync)(void*, const void*, size_t, int, CUstream_st*);
   int (*cudaMemsetAsync)(void*, int, size_t, CUstream_st*);
   int (*cudaLaunchHostFunc)(CUstream_st*, void (*)(void*), void*);
@@ -134,7 +137,11 @@ class Executor : public se::StreamExecutorCommon {
  public:
   Executor(const Platform* platform, int device)
       : StreamExecutorCommon(platform), device_(device), chain_(Allocate(sizeof(float), 0)) {
-    *static_cast<float*>(chain_.opaque()) = 0;  // its memory is that of the host
+    CUstream_st* stream = nullptr;
+    cuda.cudaStreamCreateWithFlags(&stream, 1);
+    cuda.cudaMemsetAsync(chain_.opaque(), 0, sizeof(float), stream);
+    cuda.cudaStreamSynchronize(stream);
+    cuda.cudaStreamDestroy(stream);
   }
   ~Executor() override { Deallocate(&chain_); }
 
@@ -226,6 +233,9 @@ class Allocator : public se::DeviceAddressAllocator {
 
 struct Program {
   explicit Program(int device) : executor(&platform, device), allocator(&executor) {}
+  ~Program() {
+    for (void* memory : pinned) cuda.cudaFreeHost(memory);
+  }
 
   absl::Status compile(const std::string& text);
   absl::Status start(const void* const* given);
@@ -237,6 +247,7 @@ struct Program {
   Allocator allocator;
   std::unique_ptr<xla::Executable> executable;
   std::unique_ptr<xla::ScopedShapedBuffer> results;
+  std::vector<void*> pinned;  // the arguments: a copy of pageable memory would wait for the stream
   std::atomic<bool> held{false};
 };
 
@@ -272,8 +283,10 @@ absl::Status Program::start(const void* const* given) {
     if (!memory.ok()) return memory.status();
     DeviceAddressBase address = memory->cref();
     buffer.set_buffer(std::move(*memory), {});
-    const auto status = stream.Memcpy(&address, given[arguments.size() - 1], bytes);
-    if (!status.ok()) return status;
+    void*& argument = pinned.emplace_back(nullptr);
+    if (auto status = checked(cuda.cudaHostAlloc(&argument, bytes, 0)); !status.ok()) return status;
+    std::memcpy(argument, given[arguments.size() - 1], bytes);
+    if (auto status = stream.Memcpy(&address, argument, bytes); !status.ok()) return status;
   }
   std::vector<const xla::ShapedBuffer*> pointers;
   for (const auto& argument : arguments) pointers.push_back(&argument);
@@ -328,6 +341,8 @@ EXPORT const char* hvd_xla_open(const char* path) {
   BIND(cudaStreamDestroy);
   BIND(cudaStreamSynchronize);
   BIND(cudaMalloc);
+  BIND(cudaHostAlloc);
+  BIND(cudaFreeHost);
   BIND(cudaFree);
   BIND(cudaMemcpyAsync);
   BIND(cudaMemsetAsync);
