@@ -23,7 +23,7 @@ help:  ## Show this.
 
 .venv/installed: .venv/requirements $(NATIVE)
 	@echo "Compiling and installing hvd_keras"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,spark,lint]"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,lint]"
 	@touch $@
 
 setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).
@@ -32,16 +32,21 @@ setup: .venv/installed  ## Install the project from source into .venv (again, if
 demo: setup  ## Train a convolutional network on handwritten digits on 2 processes.
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
 
-test: setup  ## Run the test suite, without the slow tests.
+# Spark and Ray, of half a gigabyte, which only tests need.
+.venv/platforms: .venv/installed
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[platforms]"
+	@touch $@
+
+test: .venv/platforms  ## Run the test suite, without the slow tests.
 	@$(BIN)/python -m pytest $(PYTEST)
 
-test-all: setup  ## Run all tests.
+test-all: .venv/platforms  ## Run all tests.
 	@$(BIN)/python -m pytest $(PYTEST) -m ""
 
 scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare (all, or SCRIPTS="a b").
 	@$(BIN)/python tests/scripts/driver.py $(SCRIPTS)
 
-cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
+cluster-test: .venv/platforms  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
 	@$(BIN)/python -m pytest $(PYTEST) -m "" tests/cluster
 
 recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and run it, in minutes.
