@@ -34,9 +34,9 @@ def patches() -> Iterator[tuple[Any, str, str, Callable[[Any], Any]]]:
         yield decider, "on_epoch_end", "to decide alike on all ranks", _by_a_common_value
     backup = keras.callbacks.BackupAndRestore
     yield backup, "on_train_begin", "to refuse a restart of one rank alone", _refuse_backups
-    swap = keras.callbacks.SwapEMAWeights
-    for name in ("_swap_variables", "_finalize_ema_values"):
-        yield swap, name, "to refuse averages of which a rank has a share", _refuse_shares
+    if swap := getattr(keras.callbacks, "SwapEMAWeights", None):  # which tf_keras does not have
+        for name in ("_swap_variables", "_finalize_ema_values"):
+            yield swap, name, "to refuse averages of which a rank has a share", _refuse_shares
     terminate = keras.callbacks.TerminateOnNaN
     yield terminate, "on_batch_end", "to end training on all ranks", _terminate_together
 
