@@ -4,48 +4,36 @@ A rank outside of the process set gets TensorFlow's error, as it does from the c
 """
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Any
-
-import tensorflow as tf
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from hvd_keras.horovod.collectives import check_included
 from hvd_keras.ops import barrier_join, objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import variables as own
+from hvd_keras.training import variables
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def broadcast_variables(
-    variables: Iterable[Any],
-    root_rank: int,
-    process_set: ProcessSet = global_process_set,
-    inplace: bool = False,
-) -> tf.Operation | None:
-    """``hvd_keras.broadcast_variables``.
+def _checked(function: _Function) -> _Function:
+    """The function, which raises ``InvalidArgumentError`` outside of its process set."""
+    signature = inspect.signature(function)
 
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.broadcast_variables`` besides.
-    """
-    check_included("broadcast_variables", process_set)
-    return own.broadcast_variables(variables, root_rank, process_set, inplace)
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        check_included(function.__name__, given.arguments["process_set"])
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
-def broadcast_object(
-    obj: Any,
-    root_rank: int = 0,
-    session: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """``hvd_keras.broadcast_object``.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.broadcast_object`` besides.
-    """
-    check_included("broadcast_object", process_set)
-    return objects.broadcast_object(obj, root_rank, session, name, process_set)
+broadcast_variables = _checked(variables.broadcast_variables)
+broadcast_object = _checked(objects.broadcast_object)
+allgather_object = _checked(objects.allgather_object)
+barrier = _checked(barrier_join.barrier)
 
 
 def broadcast_object_fn(
@@ -62,30 +50,3 @@ def broadcast_object_fn(
     return functools.partial(
         broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set
     )
-
-
-def allgather_object(
-    obj: Any,
-    session: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    """``hvd_keras.allgather_object``.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.allgather_object`` besides.
-    """
-    check_included("allgather_object", process_set)
-    return objects.allgather_object(obj, session, name, process_set)
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """``hvd_keras.barrier``.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.barrier`` besides.
-    """
-    check_included("barrier", process_set)
-    barrier_join.barrier(process_set)

@@ -1,5 +1,6 @@
 """Allreduce: every rank gets the sum, mean, ... of all ranks' tensors."""
 
+import contextvars
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from hvd_keras.ops.slices import name_of_slices, reduce_slices
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 _reductions = 0
+_own = contextvars.ContextVar("hvd_keras reduces for itself", default=False)
 
 
 def reductions() -> int:
@@ -110,34 +112,8 @@ def grouped_allreduce(
     """
     del ignore_name_scope
     global _reductions
-    _reductions += 1
-    return reduce_tensors(
-        tensors,
-        average,
-        device_dense,
-        device_sparse,
-        compression,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        name,
-    )
-
-
-def reduce_tensors(
-    tensors: Sequence[Any],
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    name: str | None = None,
-) -> list[Any]:
-    """``grouped_allreduce`` for hvd_keras itself, which ``reductions`` does not count."""
+    if not _own.get():
+        _reductions += 1
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
@@ -180,6 +156,15 @@ def reduce_tensors(
         for i, one in zip(sparse, gathered, strict=True):
             results[i] = one
     return results
+
+
+def reduce_tensors(tensors: Sequence[Any], **options: Any) -> list[Any]:
+    """``grouped_allreduce`` for hvd_keras itself, which ``reductions`` does not count."""
+    token = _own.set(True)
+    try:
+        return grouped_allreduce(tensors, **options)
+    finally:
+        _own.reset(token)
 
 
 def _allreduce_dense(
