@@ -23,13 +23,20 @@ CHECK = 0.2
 # of a failure before the job is cancelled.
 PATIENCE = 5.0
 
-# Settings by which a cluster encrypts what its processes send each other.
-ENCRYPTION = (
-    "spark.network.crypto.enabled",
-    "spark.authenticate.enableSaslEncryption",
-    "spark.ssl.enabled",
-    "spark.ssl.rpc.enabled",
+# Settings by which a cluster encrypts what its processes send each other, or write, and what a job
+# would leave readable.
+_SENT = "what Spark sends, but MPI sends gradients unencrypted, and rank 0's output travels so, too"
+_WRITTEN = (
+    "what Spark writes, but the function, its arguments and the results lie in the executors' "
+    "temporary folders for a while"
 )
+ENCRYPTION = {
+    "spark.network.crypto.enabled": _SENT,
+    "spark.authenticate.enableSaslEncryption": _SENT,
+    "spark.ssl.enabled": _SENT,
+    "spark.ssl.rpc.enabled": _SENT,
+    "spark.io.encryption.enabled": _WRITTEN,
+}
 
 
 def run(
@@ -61,8 +68,8 @@ def run(
         options: further options of hvdrun, such as ``["--network-interface", "10.0.0.0/8"]``.
         max_restarts: maximum number of restarts after a failure, each in a new stage.
         min_num_proc: minimum number of ranks of a restart. Default: ``num_proc``.
-        allow_unencrypted: whether to run although Spark encrypts its own traffic: MPI does not
-            encrypt the gradients.
+        allow_unencrypted: whether to run although Spark encrypts its own traffic or files: MPI
+            does not encrypt the gradients, nor hvdrun its temporary files.
 
     Returns:
         The list of the results of all ranks, in rank order.
@@ -156,7 +163,7 @@ def _active_context() -> Any:
             "hvd.spark.run: there is no pyspark here; expected `pip install 'hvd_keras[spark]'`"
         ) from error
     context = SparkContext._active_spark_context
-    if context is None or context._jsc is None or context._jsc.sc().isStopped():
+    if context is None or _is_stopped(context):
         raise ValueError(
             "hvd.spark.run: there is no active SparkContext, or it was stopped; expected a session "
             "of this process (SparkSession.builder.getOrCreate()), and not one of Spark Connect"
@@ -164,15 +171,20 @@ def _active_context() -> Any:
     return context
 
 
+def _is_stopped(context: Any) -> bool:
+    java = context._jsc
+    return java is None or java.sc().isStopped()
+
+
 def _check_settings(context: Any, allow_unencrypted: bool) -> None:
     """Raises ValueError if a setting of the cluster forbids the job."""
     settings = context.getConf()
     encrypted = [name for name in ENCRYPTION if settings.get(name, "false").lower() == "true"]
     if encrypted and not allow_unencrypted:
+        told = "; ".join(f"{name} encrypts {ENCRYPTION[name]}" for name in encrypted)
         raise ValueError(
-            f"hvd.spark.run: {' and '.join(encrypted)} encrypts what Spark sends, but MPI sends "
-            "gradients unencrypted, and rank 0's output travels so, too; expected a network that "
-            "nobody else can read, and allow_unencrypted=True"
+            f"hvd.spark.run: {told}. Expected a network and disks that nobody else can read, and "
+            "allow_unencrypted=True"
         )
     if settings.get("spark.dynamicAllocation.enabled", "false").lower() == "true":
         raise ValueError(
@@ -221,14 +233,16 @@ def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) ->
     secret = new_secret()
     tasks = Tasks(secret)
     found: list[tuple[str, Any]] = []
-    group = f"hvd-{call['run']}-{secrets.token_hex(4)}"
+    tag = f"hvd-{call['run']}-{secrets.token_hex(4)}"
     with tasks.listening(context.getConf().get("spark.driver.bindAddress", host)) as port:
         told = task.Call(secret=secret, driver=(host, port), **call)
 
         def submit() -> None:
-            context.setJobGroup(group, f"hvd.spark.run on {ranks} ranks", True)
-            places = context.parallelize(range(ranks), ranks).barrier()
             try:
+                context.addJobTag(tag)  # and not a group, so that the caller's cancels this, too
+                context.setInterruptOnCancel(True)
+                context.setJobDescription(f"hvd.spark.run on {ranks} ranks")
+                places = context.parallelize(range(ranks), ranks).barrier()
                 found.extend(places.mapPartitions(lambda _: task.work(told)).collect())
             except Exception as error:  # what py4j raises has no common class
                 found.append(("stage failed", str(error)))
@@ -238,13 +252,14 @@ def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) ->
         try:
             problem = _watch(stage, tasks, time.monotonic() + timeout)
         finally:
-            if stage.is_alive():
-                context.cancelJobGroup(group)
+            if stage.is_alive() and not _is_stopped(context):
+                context.cancelJobsWithTag(tag)
                 stage.join(PATIENCE)
-    if problem:
-        return problem
-    kind, value = found[0]
-    return _reason(value, tasks) if kind == "stage failed" else (kind, value)
+    if found and found[0][0] != "stage failed":
+        return found[0]
+    if _is_stopped(context):  # which also loses its executors
+        return "cancelled", "the SparkContext was stopped"
+    return problem or _reason(found[0][1], tasks)
 
 
 def _watch(stage: threading.Thread, tasks: Tasks, limit: float) -> tuple[str, str] | None:
@@ -270,8 +285,6 @@ def _reason(error: str, tasks: Tasks) -> tuple[str, str]:
     """What a user wants to know of the end of a stage that has failed with this text."""
     if re.search(r"Job \d+ cancelled", error):
         return "cancelled", "the Spark job was cancelled"
-    if "SparkContext was shut down" in error:
-        return "cancelled", "the SparkContext was stopped"
     if tasks.failure:
         return "failed", tasks.failure
     if lines := re.findall(
