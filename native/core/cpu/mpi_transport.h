@@ -58,7 +58,7 @@ class MpiTransport : public KindTransport {
   class Exchange;
 
   // What a reduction makes of proposals.
-  struct Ballot {
+  struct Summary {
     uint64_t least, most;   // fingerprint
     uint64_t wants_times;   // of any
     uint64_t waited_least;  // nanoseconds
@@ -91,11 +91,11 @@ class MpiTransport : public KindTransport {
   int rank_;
   std::vector<std::string> hosts_;
   std::unique_ptr<MpiWaiter> waiter_;
-  MPI_Datatype ballot_type_;
+  MPI_Datatype summary_type_;
   MPI_Op combine_;
   Proposal my_proposal_;  // these outlive an aborted agreement, since MPI still uses them
   std::vector<Proposal> proposals_;
-  Ballot my_ballot_, ballot_;
+  Summary my_summary_, summary_;
   std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
   std::vector<char> received_;  // what the other ranks sent of it, in rank order
 };
