@@ -290,14 +290,22 @@ void a_script_that_is_stuck_ends() {
 // Takes the place of MPI's own.
 int mpi_has_gpus = 0;
 
+// What this calls may use the memory of GPUs, if MPI knows it: the host itself may not.
+template <typename Function>
+int in_mpi(const Function& call) {
+  static const auto aware = hook<void(int)>("hvd_fake_cuda_aware_mpi");
+  if (mpi_has_gpus) aware(1);
+  const int status = call();
+  if (mpi_has_gpus) aware(0);
+  return status;
+}
+
 // Allgather and broadcast of an MPI that knows GPUs need no copies to the host, and the values are
 // the same: it begins when the late inputs are there.
 void an_mpi_that_knows_gpus_gets_their_memory() {
-  const auto aware = hook<void(int)>("hvd_fake_cuda_aware_mpi");
   const auto copies = hook<int()>("hvd_fake_cuda_copies");
-  if (!aware) return;
+  if (!copies) return;
   for (const int yes : {0, 1}) {
-    aware(yes);
     mpi_has_gpus = yes;
     Settings settings;
     settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
@@ -325,7 +333,6 @@ void an_mpi_that_knows_gpus_gets_their_memory() {
     }
     CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
   }
-  aware(0);
   mpi_has_gpus = 0;
 }
 
@@ -346,9 +353,31 @@ void without_nccl_all_goes_over_the_host() {
 }  // namespace
 }  // namespace hvd
 
-// As an MPI has it; this program's own comes before that of MPI's library.
-extern "C" __attribute__((visibility("default"))) int MPIX_Query_cuda_support() {
-  return hvd::mpi_has_gpus;
+// As an MPI has them; this program's own come before those of MPI's library. Those that move data
+// or go on with it:
+extern "C" {
+__attribute__((visibility("default"))) int MPIX_Query_cuda_support() { return hvd::mpi_has_gpus; }
+
+int MPI_Ibcast(void* data, int count, MPI_Datatype type, int root, MPI_Comm communicator,
+               MPI_Request* request) {
+  return hvd::in_mpi([&] { return PMPI_Ibcast(data, count, type, root, communicator, request); });
+}
+
+int MPI_Iallgatherv(const void* in, int count, MPI_Datatype type, void* out, const int* counts,
+                    const int* starts, MPI_Datatype to, MPI_Comm communicator,
+                    MPI_Request* request) {
+  return hvd::in_mpi([&] {
+    return PMPI_Iallgatherv(in, count, type, out, counts, starts, to, communicator, request);
+  });
+}
+
+int MPI_Testsome(int count, MPI_Request* requests, int* done, int* indices, MPI_Status* statuses) {
+  return hvd::in_mpi([&] { return PMPI_Testsome(count, requests, done, indices, statuses); });
+}
+
+int MPI_Iprobe(int source, int tag, MPI_Comm communicator, int* found, MPI_Status* status) {
+  return hvd::in_mpi([&] { return PMPI_Iprobe(source, tag, communicator, found, status); });
+}
 }
 
 // The second argument names one test that needs a process of its own; none: all others.

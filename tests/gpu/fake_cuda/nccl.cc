@@ -127,10 +127,13 @@ void enqueue(Group group) {
 }
 
 std::atomic<int> launches{0};
-std::atomic<int> never_settles{-1};  // a device
+std::atomic<int> unsettled{-1};  // a device
+std::atomic<int> unsettled_as{hvd::kNcclInProgress};
 
-void stay_if_it_never_settles(const Comm& comm) {
-  while (comm.device == never_settles) {
+// What NCCL has begun there goes no further, and the communicator is in that state.
+void stay_if_unsettled(Comm& comm) {
+  while (comm.device == unsettled) {
+    if (unsettled_as != hvd::kNcclInProgress) comm.state = unsettled_as.load();
     if (comm.wire->aborted) throw fake_cuda::Aborted();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -145,7 +148,7 @@ void launch(Group group) {
     fake_cuda::Random random(1000 + number % 3000);
     std::this_thread::sleep_for(std::chrono::microseconds(200 + random.below(1000)));
     try {
-      stay_if_it_never_settles(*group.comm);
+      stay_if_unsettled(*group.comm);
       enqueue(std::move(group));
     } catch (const fake_cuda::Aborted&) {
       --group.comm->enqueuing;
@@ -250,7 +253,7 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
   ++fake_cuda::living()["communicator"];
   std::thread([comm] {
     try {
-      stay_if_it_never_settles(*comm);
+      stay_if_unsettled(*comm);
       comm->wire->barrier();
       comm->wire->remove_name();
       comm->state = hvd::kNcclSuccess;
@@ -263,13 +266,15 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
 EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* state) {
   RETURN_IF_FAULTY;
   *state = comm->own->state;
-  const bool busy = comm->own->enqueuing > 0 || (comm->own->finalized && comm->own->running > 0);
+  bool busy = comm->own->enqueuing > 0;
+  if (comm->own->finalizing > 0) busy = comm->own->running > 0 || --comm->own->finalizing > 0;
   if (*state == hvd::kNcclSuccess && busy) *state = hvd::kNcclInProgress;
   return 0;
 }
 
 EXPORT int ncclCommFinalize(ncclComm* comm) {
   RETURN_IF_FAULTY;
+  comm->own->finalizing = 3;
   comm->own->finalized = true;
   return hvd::kNcclInProgress;
 }
@@ -279,6 +284,8 @@ EXPORT int ncclCommDestroy(ncclComm* comm) {
   if (depth > 0 || !groups.empty()) violation("a group was left open");
   if (!comm->own->finalized || comm->own->running > 0)
     violation("a communicator is destroyed that is in use");
+  if (comm->own->finalizing > 0)
+    violation("a communicator is destroyed before ncclCommFinalize has come to its end");
   delete comm;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   --fake_cuda::living()["communicator"];
@@ -397,5 +404,9 @@ EXPORT void hvd_fake_cuda_stop(int device) {
   }
 }
 
-// For tests: what NCCL begins on this device from now on stays in progress, until it is aborted.
-EXPORT void hvd_fake_cuda_never_settle(int device) { never_settles = device; }
+// For tests: what NCCL begins on this device from now on stays in this state (kNcclInProgress, or
+// an error), until it is aborted.
+EXPORT void hvd_fake_cuda_unsettle(int device, int state) {
+  unsettled_as = state;
+  unsettled = device;
+}
