@@ -120,7 +120,7 @@ def test_what_runs_on_other_hosts_imports_the_standard_library_alone() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "native/core/README.md"]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "native/core/README.md"]
     texts = {page: page.read_text() for page in pages}
     # As the forge makes them.
     anchors = {
