@@ -54,6 +54,14 @@ class MpiTransport : public KindTransport {
   void abort(const std::string& why) override { waiter_->abort(why); }
   void check_aborted() override { waiter_->check_aborted(); }
 
+  // For ClusterTransport, within its own steps.
+  void begin(const Waiting& waiting) {
+    waiter_->next_step();
+    waiting_ = waiting;
+  }
+  void gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all);
+  Status agree_on(const Status& mine, const Request& request);
+
  private:
   class Exchange;
 
@@ -81,8 +89,6 @@ class MpiTransport : public KindTransport {
   void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
                       char* out);
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all);
-  void gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all);
-  Status agree_on(const Status& mine, const Request& request);
   void wait(MPI_Request request);
 
   const std::vector<int> ranks_;
