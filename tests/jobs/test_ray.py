@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import hvd_keras.ray
+from hvd_keras.horovod.ray import RayExecutor
 from hvd_keras.ray.run import _by_host, _gpus
 from tests.harness.launcher import wait_until
 from tests.harness.raylets import raylets
@@ -122,6 +123,34 @@ def test_what_cannot_run_is_refused(cluster: Any, nothing_left: None) -> None:
         hvd_keras.ray.run(total, 2, wait_seconds=1)
     for other in others:
         ray.kill(other)
+
+
+@pytest.mark.slow
+def test_horovods_executor(cluster: Any, nothing_left: None) -> None:
+    settings = RayExecutor.create_settings(timeout_s=30)
+    executor = RayExecutor(settings, num_workers=2, use_current_placement_group=True)
+    with pytest.raises(RuntimeError, match=r"expected a call of start\(\) before"):
+        executor.run(os.getpid)
+    executor.start(extra_env_vars={"MINE": "here"})
+
+    def work(number: int, factor: int = 1) -> tuple[int, str | None]:
+        hvd_keras.init()
+        return number + factor * hvd_keras.rank(), os.environ.get("MINE")
+
+    assert executor.run(_by_value(work), [5], {"factor": 3}) == [(5, "here"), (8, "here")]
+    executor.shutdown()
+
+
+def test_what_horovods_executor_refuses() -> None:
+    for arguments, words in (
+        ({}, "num_workers=None, num_hosts=None; expected exactly one"),
+        ({"num_workers": 2, "min_workers": 1}, "has nothing for min_workers=1"),
+        ({"num_hosts": 2, "num_workers_per_host": 2}, "has nothing for num_workers_per_host=2"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            RayExecutor(**arguments)
+    with pytest.raises(TypeError, match="ranks do not outlive a call"):
+        RayExecutor(num_workers=1).start(executable_cls=dict)
 
 
 @pytest.mark.slow
