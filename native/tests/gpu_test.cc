@@ -8,6 +8,7 @@
 #include "core/gpu/gpu_transport.h"
 #include "core/process_sets.h"
 #include "core/world.h"
+#include "tests/support/kernel.h"
 #include "tests/support/test_call.h"
 
 namespace hvd {
@@ -79,6 +80,47 @@ void no_host_waits_for_the_gpu() {
           for (int r = 0; r < size; ++r) sum += static_cast<float>(test::value(r, 0, i));
           CHECK_EQ(call.output<float>(0)[i], sum);
         }
+      }
+    }
+  });
+}
+
+// What kernels write late is summed, and later kernels get the sum.
+void kernels_before_and_after() {
+  const OnDevice here(test::device->cuda(), test::device->number());
+  test::Kernel kernel(*test::device);
+  CHECK_EQ(kernel.why(), "");
+  if (!kernel.why().empty()) return;
+  constexpr uint32_t n = 10000;
+  const size_t bytes = n * sizeof(float);
+  const Memory values = test::device->pinned(bytes);
+  const Memory from = test::device->allocate(bytes), in = test::device->allocate(bytes),
+               sum = test::device->allocate(bytes), after = test::device->allocate(bytes);
+  float* const host = static_cast<float*>(values.get());
+  for (uint32_t i = 0; i < n; ++i) host[i] = static_cast<float>(i % 1000);
+  test::device->copy(from.get(), host, bytes);
+  with_engine([&](Engine& engine) {
+    for (int step = 0; step < 5; ++step) {
+      test::device->fill(in.get(), 0x55, bytes);
+      kernel.launch(in.get(), from.get(), n, static_cast<float>(rank + step), 3'000'000);
+      Request request;
+      request.name = "late";
+      request.inputs.push_back({in.get(), DType::float32, {n}});
+      request.outputs.push_back(sum.get());
+      request.device = test::device->number();
+      request.stream = test::device->stream();
+      std::promise<Status> promise;
+      request.done = [&](const Status& status) { promise.set_value(status); };
+      engine.submit(std::move(request));
+      CHECK_EQ(promise.get_future().get().message, "");
+      kernel.launch(after.get(), sum.get(), n, 1, 0);
+      test::device->copy(host, after.get(), bytes);
+      test::device->synchronize();
+      for (uint32_t i = 0; i < n; ++i) {
+        const int of_all = static_cast<int>(i % 1000) * size + size * (size - 1) / 2 + step * size;
+        if (host[i] == static_cast<float>(of_all + 1)) continue;
+        CHECK_EQ(host[i], static_cast<float>(of_all + 1));
+        break;
       }
     }
   });
@@ -405,6 +447,7 @@ int main(int argc, char** argv) {
       argc, argv,
       {
           {"no host waits for the GPU", no_host_waits_for_the_gpu},
+          {"kernels before and after", kernels_before_and_after},
           {"many are under way", many_are_under_way},
           {"the user chooses the way", the_user_chooses_the_way},
           {"an MPI that knows GPUs gets their memory", an_mpi_that_knows_gpus_gets_their_memory},
