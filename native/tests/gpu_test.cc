@@ -148,8 +148,10 @@ void the_user_chooses_the_way() {
     const auto groups_of = [&](Kind kind) {
       const int before = groups();
       Call call(kind, "way");
-      call.add(DType::int32, {size, 3});
-      if (kind == Kind::alltoall) call.add_splits(std::vector<int64_t>(size, 1));
+      for (int tensor = 0; tensor < 2; ++tensor) {
+        call.add(DType::int32, {size, 3});
+        if (kind == Kind::alltoall) call.add_splits(std::vector<int64_t>(size, 1));
+      }
       call.submit(*engine);
       if (kind == Kind::allreduce) {
         call.expect_sum();
@@ -162,8 +164,11 @@ void the_user_chooses_the_way() {
             [](size_t tensor, int64_t index) { return test::value(0, tensor, index); });
       } else if (kind == Kind::alltoall) {
         call.expect_ok();
-        for (int i = 0; i < 3 * size; ++i)
-          CHECK_EQ(call.output<int32_t>(0)[i], test::value(i / 3, 0, 3 * rank + i % 3));
+        for (const size_t tensor : {0, 2}) {
+          for (int i = 0; i < 3 * size; ++i) {
+            CHECK_EQ(call.output<int32_t>(tensor)[i], test::value(i / 3, tensor, 3 * rank + i % 3));
+          }
+        }
       } else {
         call.expect_output([](size_t tensor, int64_t index) {
           int sum = 0;
@@ -356,15 +361,15 @@ void an_mpi_that_knows_gpus_gets_their_memory() {
       for (int i = 0; i < 5; ++i) {
         Call call(kind, "number " + std::to_string(i));
         call.in_place = kind == Kind::broadcast && i % 2 == 1;
-        call.add(DType::int32, {2 + i, 3});
+        call.add(DType::int32, {2 + i, 3}).add(DType::int32, {2 + i, 3});
         std::promise<int> copied;
         call.then = [&] { copied.set_value(copies()); };
         call.request.root = size - 1;
-        const int before = copies() + 1;  // that of the test
+        const int before = copies() + 2;  // those of the test
         call.submit(*engine);
         const bool root_copies = kind == Kind::broadcast && is_last() && !call.in_place;
         const int n = copied.get_future().get() - before;
-        if (size > 1) CHECK_EQ(n, yes ? static_cast<int>(root_copies) : 2);
+        if (size > 1) CHECK_EQ(n, yes ? 2 * static_cast<int>(root_copies) : 4);
         const int64_t of_rank = 3 * (2 + i);
         call.expect_output([&](size_t tensor, int64_t index) {
           return kind == Kind::broadcast

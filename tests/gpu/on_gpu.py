@@ -30,6 +30,10 @@ import numpy as np, tensorflow as tf, keras, hvd_keras as hvd
 device = sys.argv[1]
 hvd.init()
 n, r = hvd.size(), hvd.rank()
+gpus = tf.config.list_physical_devices("GPU")
+for gpu in tf.config.get_visible_devices("GPU"):
+    assert gpu == gpus[hvd.local_rank() % len(gpus)], (gpu, hvd.local_rank())
+    assert tf.config.experimental.get_memory_growth(gpu)
 for compiled in (False, True):
     f = tf.function(lambda x: 2 * hvd.allreduce(x * x, op=hvd.Sum, name="x"), jit_compile=compiled)
     with tf.device(device):
@@ -50,7 +54,7 @@ for policy in ("float32", "mixed_float16"):
     model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse")
     x = np.random.default_rng(r).normal(size=(256, 8)).astype("float32")
     start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    losses = model.fit(x, x.sum(1), 32, 10, verbose=0, callbacks=start).history["loss"]
+    losses = model.fit(x, x.sum(1), 32, 3, verbose=0, callbacks=start).history["loss"]
     assert losses[-1] < losses[0], losses
     weights = np.concatenate([w.ravel() for w in model.get_weights()])
     all_weights = hvd.allgather(weights[None], name="weights " + policy).numpy()
@@ -185,7 +189,12 @@ def parts(log: Log, gpus: int, fake: bool) -> None:
         log.say("TensorFlow's part is left out, since it needs NCCL")
     else:
         device = "/CPU:0" if fake else "/GPU:0"
-        log.run("TensorFlow", job(gpus, sys.executable, "-c", TENSORFLOW, device), 120)
+        script = BUILD / "with_tensorflow.py"
+        script.write_text(TENSORFLOW)
+        program = [sys.executable, str(script), device]
+        log.run("TensorFlow, a rank for each GPU", job(gpus, *program))
+        program = ["env", "HVD_GPU_OPERATIONS=MPI", *program]
+        log.run("TensorFlow, two ranks through the host's memory", job(2, *program))
 
 
 def main() -> int:
