@@ -250,7 +250,7 @@ void ranks_that_have_joined_give_neutral_values() {
       sum.add(DType::float32, {5}).add(DType::int32, {30000}).submit(engine);
       least.request.reduction = Reduction::min;
       least.add(DType::float16, {5}).add(DType::uint8, {7}).submit(engine);
-      rows.add(DType::float32, {2, 3}).submit(engine);
+      rows.add(DType::float32, {2, 3}).add(DType::int32, {2, 3}).submit(engine);
       parts.add(DType::float32, {size, 2}).submit(engine);
       sum.expect_output(partners([](double a, double b) { return a + b; }, 0));
       least.expect_output(partners([](double a, double b) { return std::min(a, b); }, 1000));

@@ -84,11 +84,30 @@ Launched& launched_on(int device) {
   return (*launched)[device];
 }
 
+// The operations of a group run at once, so none may write what another one uses.
+void expect_apart(const std::vector<std::deque<fake_cuda::Range>>& of_ops) {
+  const auto overlap = [](const fake_cuda::Range& a, const fake_cuda::Range& b) {
+    const char* const start = static_cast<const char*>(a.data);
+    const char* const other = static_cast<const char*>(b.data);
+    return start < other + b.bytes && other < start + a.bytes && (a.writes || b.writes);
+  };
+  for (size_t i = 0; i < of_ops.size(); ++i) {
+    for (size_t k = 0; k < i; ++k) {
+      for (const fake_cuda::Range& a : of_ops[i]) {
+        for (const fake_cuda::Range& b : of_ops[k]) {
+          if (overlap(a, b)) violation("two operations of a group use the same memory");
+        }
+      }
+    }
+  }
+}
+
 // As NCCL does for a non-blocking communicator: a thread puts the work into the stream, later.
 void enqueue(Group group) {
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   const std::shared_ptr<Comm> comm = group.comm;
   std::deque<fake_cuda::Range> ranges;
+  std::vector<std::deque<fake_cuda::Range>> of_ops;
   for (Op& op : group.ops) {
     const bool reads =
         op.call != Call::receive && (op.call != Call::broadcast || op.other == comm->rank);
@@ -97,9 +116,11 @@ void enqueue(Group group) {
     const size_t one = op.bytes, all = one * comm->size;
     if (reads) ranges.push_back({op.in, op.call == Call::reduce_scatter ? all : one, false});
     if (writes) ranges.push_back({op.out, op.call == Call::all_gather ? all : one, true});
+    of_ops.emplace_back(ranges.end() - (reads + writes), ranges.end());
     if (reads) op.in = fake_cuda::in_work(op.in);
     if (writes) op.out = fake_cuda::in_work(op.out);
   }
+  expect_apart(of_ops);
   for (const fake_cuda::Range& range : ranges) {
     if (!fake_cuda::is_device_memory(range.data, range.bytes))
       violation("NCCL is given memory that is not the device's");
@@ -248,6 +269,11 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
   cudaGetDevice(&comm->device);
   *out = new ncclComm{comm};
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+  for (const auto& other : communicators()) {
+    const auto alive = other.lock();
+    if (alive && alive->device == comm->device && alive->state == hvd::kNcclInProgress)
+      violation("two communicators of a device are created at once");
+  }
   communicators().push_back(comm);
   launched_on(comm->device).groups[comm->name];  // so that the others' can be compared
   ++fake_cuda::living()["communicator"];
@@ -255,6 +281,7 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
     try {
       stay_if_unsettled(*comm);
       comm->wire->barrier();
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
       comm->wire->remove_name();
       comm->state = hvd::kNcclSuccess;
     } catch (const fake_cuda::Aborted&) {
