@@ -15,7 +15,7 @@ copyright = "the authors of hvd_keras"
 version = release = hvd_keras.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -28,6 +28,12 @@ exclude_patterns = ["build"]
 
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
+
+# The notebooks run in every build, and a cell that fails fails it.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
+nb_merge_streams = True
 
 # As users write the names.
 add_module_names = False

@@ -7,6 +7,7 @@ the connections between hvdrun and its workers, which have proved that they know
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -142,11 +143,13 @@ def _follow(
 
 
 def _relay(source: IO[str], target: Any, last: list[str]) -> None:
+    """Copies lines, and keeps the last of hvdrun's own."""
     for line in source:
         target.write(line)
         target.flush()
-        last.append(line)
-        del last[:-LAST_LINES]
+        if not re.match(r"\[\d+\] (?!hvdrun: )", line):
+            last.append(line)
+            del last[:-LAST_LINES]
 
 
 def main() -> None:

@@ -133,7 +133,8 @@ def chain(
         job.close()
 
 
-FAST = ["SIGKILL", "SIGSTOP", "cut", "exception", "os._exit(0)"]
+# The others end as on one host, which tests/jobs/test_faults.py shows.
+FAST = ["SIGKILL", "SIGSTOP", "cut"]
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,8 @@ def check_row(launcher: Launcher, row: Row) -> None:
 # Ends by other ways that hvdrun tells apart as it does those of the other rows.
 SLOW = [
     *("SIGSEGV", "SIGTERM", "an exception that cannot be shown", "MemoryError"),
-    *("sys.exit(3)", "os._exit(3)", "skips one of many with one name"),
+    *("sys.exit(3)", "os._exit(3)", "MPI_Abort"),
+    *("skips one", "skips one of many with one name"),
 ]
 
 
@@ -279,7 +280,7 @@ def test_under_hvdrun(hvdrun: Launcher, name: str) -> None:
     check_row(hvdrun, ROWS[name])
 
 
-@pytest.mark.parametrize("name", ["SIGSTOP", "sleep"])
+@pytest.mark.parametrize("name", ["SIGSTOP", pytest.param("sleep", marks=pytest.mark.slow)])
 def test_a_hang_ends_under_plain_mpirun(hvdrun: Launcher, name: str) -> None:
     """Without hvdrun nobody watches: the surviving ranks must end the job."""
     job = ranks.run_script(hvdrun.folder, SIZE, script(ROWS[name].code), timeout=60, **SETTINGS)
@@ -305,6 +306,7 @@ def test_a_forked_child_is_no_rank(hvdrun: Launcher) -> None:
     assert done.stderr.count("ZeroDivisionError") == 2
 
 
+@pytest.mark.slow
 def test_out_of_memory(hvdrun: Launcher) -> None:
     """The kernel kills the rank."""
     with memory.group() as group:

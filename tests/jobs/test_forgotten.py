@@ -51,18 +51,25 @@ DIFFERENT = "began to train with different weights"
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        (SECOND_MODEL, NOT_DISTRIBUTED),
-        ("fit(keras.optimizers.SGD(0.01), [broadcast], run_eagerly=True)", NOT_DISTRIBUTED),
-        ("fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [])", DIFFERENT),
-        (LOOP, DIFFERENT),
-        (LOOP.replace("@tf.function\n", ""), DIFFERENT),
-    ],
-    ids=[
-        "second optimizer",
-        "optimizer, eager",
-        "broadcast",
-        "broadcast, loop",
-        "broadcast, eager loop",
+        pytest.param(SECOND_MODEL, NOT_DISTRIBUTED, id="second optimizer"),
+        pytest.param(
+            "fit(keras.optimizers.SGD(0.01), [broadcast], run_eagerly=True)",
+            NOT_DISTRIBUTED,
+            id="optimizer, eager",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fit(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), [])",
+            DIFFERENT,
+            id="broadcast",
+        ),
+        pytest.param(LOOP, DIFFERENT, id="broadcast, loop"),
+        pytest.param(
+            LOOP.replace("@tf.function\n", ""),
+            DIFFERENT,
+            id="broadcast, eager loop",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_forgotten_line_is_told_once_and_is_an_error_if_strict(

@@ -59,8 +59,9 @@ def test_an_exception_of_a_rank_is_one_here() -> None:
 
     with pytest.raises(RuntimeError) as caught:
         hvd_keras.run(work, np=2, options=ENGINE)
-    assert re.search(
-        r"rank 1 failed first: exit status 1\nTraceback(.*\n)*KeyError: 'no such thing'\nhvdrun",
+    assert re.match(
+        r"hvd_keras.run: hvdrun: rank 1 failed first: exit status 1\n"
+        r"Traceback(.*\n)*KeyError: 'no such thing'\nhvdrun",
         str(caught.value),
     )
 

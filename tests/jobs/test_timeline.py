@@ -86,7 +86,9 @@ def test_a_job_with_a_late_rank(hvdrun) -> None:
     assert f"The others waited for rank {LATE} in" in done.stderr
 
 
-@pytest.mark.parametrize("killed", [[0], [1], [0, 1]])
+@pytest.mark.parametrize(
+    "killed", [[0], *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ([1], [0, 1]))]
+)
 def test_the_timeline_survives_kill_9(hvdrun, killed: list[int]) -> None:
     path = hvdrun.folder / "timeline.json"
     hvdrun.environment["HVD_TIMELINE"] = str(path)

@@ -56,6 +56,7 @@ def test_dlrm(tmp_path):
     assert (tmp_path / "dlrm.keras").exists()
 
 
+@pytest.mark.slow
 def test_text_embedding(tmp_path):
     checkpoint = tmp_path / "text.keras"
     accuracy, output = run_example(

@@ -1,7 +1,6 @@
 """The callback that broadcasts is left out, and each rank has drawn weights of its own.
 
 expect: warn "BroadcastGlobalVariablesCallback(0)"
-fast: yes
 """
 
 import os
