@@ -91,10 +91,15 @@ class Standalone:
                 options = ["--host", "127.0.0.1", "--cores", "1", "--memory", "1g"]
                 options += ["--work-dir", str(self.folder / f"work-{number}"), self._master]
                 self._serve("Worker", *options)
+            wait_until(self._is_complete, "both workers", LIMIT)  # a driver waits for a minute only
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def _is_complete(self) -> bool:
+        text = (self.folder / "services").read_text(errors="replace")
+        return text.count("Successfully registered with master") == 2
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
