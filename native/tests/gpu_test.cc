@@ -140,10 +140,12 @@ void many_are_under_way() {
 
 // Each kind goes where its setting says; the values are the same.
 void the_user_chooses_the_way() {
-  for (const bool all : {true, false}) {
+  enum class OverMpi { all, some, none };
+  for (const OverMpi way : {OverMpi::all, OverMpi::some, OverMpi::none}) {
+    const bool all = way == OverMpi::all, none = way == OverMpi::none;
     Settings settings;
     if (all) settings.gpu_operations = settings.gpu_allreduce = GpuBackend::mpi;
-    settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
+    if (!none) settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
     const auto engine = test::new_engine(settings);
     const auto groups_of = [&](Kind kind) {
       const int before = groups();
@@ -182,7 +184,7 @@ void the_user_chooses_the_way() {
     const bool known = groups() >= 0;
     for (const Kind kind :
          {Kind::allreduce, Kind::allgather, Kind::broadcast, Kind::alltoall, Kind::reducescatter}) {
-      const bool by_nccl = !all && kind != Kind::allgather && kind != Kind::broadcast;
+      const bool by_nccl = none || (!all && kind != Kind::allgather && kind != Kind::broadcast);
       const int seen = groups_of(kind);
       if (known) CHECK_EQ(seen, by_nccl ? 1 : 0);
     }
