@@ -214,7 +214,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
     def as_table(self) -> Table:
         """The table for ``lookup``."""
         layout = self.layout or shards.Layout("whole", self.input_dim, self.output_dim, 1)
-        part = exchange.inner_variable(self.embeddings)
+        part = shards.inner_variable(self.embeddings)
         return Table(self.name, part, layout, self.compute_dtype)
 
     def compare(self) -> None:

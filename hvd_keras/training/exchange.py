@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops
-from hvd_keras._keras import Variable
+from hvd_keras import agree, ops, shards
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
@@ -48,14 +47,9 @@ def spec_of(variable: Any) -> VariableSpec:
     return VariableSpec(common_path(path), shape, tf.as_dtype(variable.dtype).base_dtype.name)
 
 
-def inner_variable(variable: Any) -> Any:
-    """Returns the ``tf.Variable`` in a Keras variable; other objects unchanged."""
-    return variable.value if isinstance(variable, Variable) else variable
-
-
 def variable_id(variable: Any) -> int:
     """Identifies a variable; a Keras variable and the ``tf.Variable`` in it have the same id."""
-    return id(inner_variable(variable))
+    return id(shards.inner_variable(variable))
 
 
 class VariableSet:
@@ -68,7 +62,7 @@ class VariableSet:
         number = variable_id(variable)
         if number not in self._references:
             forget = functools.partial(self._forget, number)
-            self._references[number] = weakref.ref(inner_variable(variable), forget)
+            self._references[number] = weakref.ref(shards.inner_variable(variable), forget)
 
     def _forget(self, number: int, _: Any) -> None:
         self._references.pop(number, None)

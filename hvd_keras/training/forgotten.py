@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, agree, log, ops, rank_info, settings
+from hvd_keras import _library, agree, log, ops, rank_info, settings, shards
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import building, exchange
 
@@ -211,7 +211,7 @@ def _digest(variables: Sequence[Any]) -> str | None:
         unknown = [v for v in variables if v not in _synchronized]
         if not unknown or not all(hasattr(v, "assign") for v in unknown):
             return None
-        if not all(exchange.inner_variable(v).is_initialized() for v in unknown):
+        if not all(shards.inner_variable(v).is_initialized() for v in unknown):
             return _NO_VALUES
         for variable in unknown:
             digest.update(np.ascontiguousarray(np.asarray(variable)).tobytes())

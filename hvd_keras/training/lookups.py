@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_keras import shards
 from hvd_keras._keras import keras
 from hvd_keras.training import exchange, together
 
@@ -30,7 +31,7 @@ def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def look_up(self: Any, inputs: Any) -> Any:
         # A tensor if it is quantized, has an adapter, or is cast by mixed precision.
-        table = exchange.inner_variable(self.embeddings)
+        table = shards.inner_variable(self.embeddings)
         if not (isinstance(table, tf.Variable) and table in _tables):
             return call(self, inputs)
         if not isinstance(inputs, tf.Tensor):  # ragged or sparse
