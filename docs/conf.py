@@ -69,7 +69,8 @@ def link_to_files(app: Sphinx, document: str, source: list[str]) -> None:
             logger.warning("link to ../%s, which does not exist", link[2], location=document)
         return f"`{link[2]}` ({link[1]})"
 
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)", replace, source[0])
+    out = re.escape("../" * (document.count("/") + 1))
+    source[0] = re.sub(rf"\[([^\]]+)\]\({out}([^)#]+)(#[^)]*)?\)", replace, source[0])
 
 
 def setup(app: Sphinx) -> None:

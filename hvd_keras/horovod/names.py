@@ -314,10 +314,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home="horovod.spark",
         ),
         Row(
-            "horovod.ray.*",
-            "gone",
-            "`hvd_keras.ray.run`, and `hvd_keras.ray.TrainConfig` for Ray Train",
-            home=None,
+            "horovod.ray.RayExecutor",
+            "renamed",
+            "`hvd_keras.ray.run`, or `hvd_keras.ray.TrainConfig` for Ray Train",
+            horovod="each call starts ranks of its own; arguments that `hvd_keras.ray.run` does "
+            "not have are refused, and so is an `executable_cls`",
+            home="horovod.ray",
         ),
         Row(
             "horovod.spark.keras.*",
@@ -388,6 +390,7 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.keras.callbacks": _CALLBACKS,
     "horovod.keras.elastic": _STATES,
     "horovod.spark": _of("horovod.spark", "run"),
+    "horovod.ray": _of("horovod.ray", "RayExecutor"),
     "horovod.common": _homes("the job"),
     "horovod.common.basics": _of("horovod.basics", "HorovodBasics"),
     "horovod.common.util": _of("", "cuda_built rocm_built mpi_enabled gloo_enabled")
@@ -411,6 +414,4 @@ ABSENT = {
     "each rank its part of a dataset.",
     "horovod.spark.keras": "hvd_keras has no Spark estimators. Write the rows with "
     "hvd.spark.shard, and train with hvd.spark.run.",
-    "horovod.ray": "hvd_keras has no Ray executor. Use hvd_keras.ray.run, or "
-    "hvd_keras.ray.TrainConfig for Ray Train.",
 }

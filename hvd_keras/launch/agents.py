@@ -24,7 +24,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,13 +36,6 @@ from hvd_keras.launch.onhost.sweep import AGENT
 
 # What must be equal where the function is pickled and where it runs, if both have it.
 PACKAGES = ("hvd_keras", "tensorflow", "keras", "cloudpickle")
-
-
-def _program(module: str) -> list[str]:
-    """The command of a module of `onhost`, without what Python otherwise loads at its start."""
-    folder = str(Path(onhost.__file__).parents[1])
-    code = f"import sys; sys.path.append({folder!r}); from onhost import {module} as m; "
-    return [sys.executable, "-I", "-S", "-c", code + "sys.exit(m.main())"]
 
 
 def versions() -> dict[str, str]:
@@ -73,7 +65,7 @@ class Agent:
     def __init__(self, secret: str, run: str, address: str) -> None:
         self._address = socket.gethostbyname(address)
         self._process = subprocess.Popen(
-            _program("agent"),
+            onhost.program("agent"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -108,8 +100,9 @@ class Agent:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait()
+        self._process.stdout.read()  # to its end, which is that of the agent
         self._process.stdout.close()
+        self._process.wait()
 
 
 def difference(places: Sequence[Mapping[str, Any]], expected: Mapping[str, str]) -> str:
@@ -173,7 +166,7 @@ def call(
         table, client = Path(folder, "table"), Path(folder, "agent")
         table.touch(0o600)
         table.write_text(json.dumps({"secret": secret, "ports": ports}))
-        words = [*_program("agent_client"), str(table)]
+        words = [*onhost.program("agent_client"), str(table)]
         client.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         client.chmod(0o700)
         own = {**os.environ, **environment, AGENT: run + OF_HVDRUN}

@@ -18,7 +18,7 @@ from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.mpirun import Mpirun, find_mpirun
-from hvd_keras.launch.start.remote_shell import Reach, RemoteShell
+from hvd_keras.launch.start.remote_shell import Reach, RemoteShell, kubectl_exec
 from hvd_keras.launch.start.slurm import Srun
 from hvd_keras.launch.start.ssh import ssh
 
@@ -134,7 +134,9 @@ def _shell(given: argparse.Namespace) -> RemoteShell:
             f"--remote-shell got {given.remote_shell[0]!r}, which is not an executable file; "
             "expected a program that is called as ssh is: PROGRAM HOST 'text for a shell'"
         )
-    return RemoteShell([str(Path(path).absolute()), *given.remote_shell[1:]])
+    words = [str(Path(path).absolute()), *given.remote_shell[1:]]
+    is_kubectl = Path(path).name == "kubectl" and words[1:2] == ["exec"]
+    return kubectl_exec(words) if is_kubectl else RemoteShell(words)
 
 
 def _hosts(given: argparse.Namespace) -> list[Host] | None:

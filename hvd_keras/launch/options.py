@@ -197,7 +197,8 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
         type=_words("--remote-shell"),
         default="",
         help="the program by which hosts are reached, with its options in one string: it is called "
-        "as ssh is, and exits with 255 if it cannot reach the host (default: ssh)",
+        "as ssh is, and exits with 255 if it cannot reach the host; or 'kubectl exec', with hosts "
+        "that are pods (default: ssh)",
     )
     add(
         "--env",

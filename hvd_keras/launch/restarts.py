@@ -76,9 +76,9 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
     return verdict
 
 
-async def _sweep_lost(spec: JobSpec, signals: Signals, patience: float) -> None:
+async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
     """Clean up the hosts that could not be reached when the job had ended."""
-    limit = time.monotonic() + patience
+    limit = time.monotonic() + timeout
     lost = spec.lost
     while lost := clean_up.sweep_hosts(lost, spec.reach, spec.jobs, 0.0):
         if time.monotonic() >= limit or not await signals.sleep(1.0):

@@ -24,6 +24,9 @@ from hvd_keras.launch.stand_in import Job, Joining, stand_in
 # Seconds for hvdrun to start the stand-ins.
 START = 120.0
 
+# Seconds for the workers to end what they have started; their agents do it if they cannot.
+END = 60.0
+
 # Seconds for which a worker that failed waits until the others have its error.
 ERROR_SECONDS = 2.0
 
@@ -142,7 +145,7 @@ def _end() -> None:
     state, _state = _state, None
     state.joining.end("")
     if state.job is not None:
-        state.job.join(START)
+        state.job.join(END)
     state.agent.__exit__()
 
 
@@ -177,5 +180,6 @@ class _Backend(Backend):  # type: ignore[misc]
             raise RuntimeError(f"hvd.ray: {problem}")
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """End what the workers have started."""
-        worker_group.execute(_end)
+        """End what the workers have started, all of it before Ray Train starts others."""
+        ended = worker_group.execute_async(_end)
+        ray.wait(ended, num_returns=len(ended), timeout=END)  # at once for those that have died

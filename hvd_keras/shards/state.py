@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, rank_info, settings, shards
+from hvd_keras import ops, settings, shards
 from hvd_keras._keras import keras, require
 from hvd_keras.ops.compression import Compression
 from hvd_keras.process_sets import ProcessSet
@@ -191,11 +191,7 @@ class State:
         results = list(gradients)
         rest = [i for i, gradient in enumerate(gradients) if gradient is not None]
         after: list[Any] = []
-        # Between hosts, the allreduce of a host's sum moves fewer bytes than the gradients of each
-        # rank, and only the same order of sums gives the same bits.
-        one_host = rank_info.local_size() == rank_info.size()
-        known = how["compression"] in (Compression.none, Compression.fp16, Compression.bf16)
-        if one_host and known:
+        if how["compression"] in (Compression.none, Compression.fp16, Compression.bf16):
             dense: dict[Any, list[int]] = collections.defaultdict(list)
             for i in reversed(rest):  # as backpropagation produces them
                 if not isinstance(gradients[i], tf.IndexedSlices):

@@ -184,6 +184,54 @@ void both_transports_give_the_same_bits() {
   CHECK(outputs("host") == outputs("mpi"));
 }
 
+// Of sums that depend on the order of their terms.
+void a_reducescatter_gives_the_bits_of_an_allreduce() {
+  with_engine([](Engine& engine) {
+    const int64_t rows = 40009, columns = 7;
+    for (const DType dtype : {DType::float32, DType::bfloat16}) {
+      std::vector<std::vector<char>> outputs;
+      for (const Kind kind : {Kind::allreduce, Kind::reducescatter}) {
+        Call call(kind, std::string("bits ") + name_of(dtype));
+        call.request.reduction = Reduction::average;
+        call.request.prescale = 1 / 3.0;
+        call.add(dtype, {rows, columns});
+        call.change_inputs([](int r, size_t, int64_t index) {
+          return std::sin(static_cast<double>(index) + 100.0 * r);
+        });
+        call.submit(engine);
+        call.expect_ok();
+        outputs.push_back(call.outputs[0]);
+      }
+      const int64_t first = rows / size * rank + std::min<int64_t>(rank, rows % size);
+      const int64_t of_row = columns * static_cast<int64_t>(size_of(dtype));
+      CHECK(std::equal(outputs[1].begin(), outputs[1].end(), outputs[0].begin() + first * of_row));
+    }
+  });
+}
+
+// Rank r has r % 3 * 30000 rows, and one more.
+void allgather_of_different_rows() {
+  with_engine([](Engine& engine) {
+    const auto rows = [](int r) { return r % 3 * 30000 + 1; };
+    Call call(Kind::allgather, "rows");
+    call.add(DType::float32, {rows(rank), 3}).add(DType::uint8, {rank % 2, 5});
+    call.submit(engine);
+    call.expect_ok();
+    for (size_t tensor = 0; tensor < 2; ++tensor) {
+      const DType dtype = tensor == 0 ? DType::float32 : DType::uint8;
+      std::vector<char> wanted;
+      for (int r = 0; r < size; ++r) {
+        const int64_t n = tensor == 0 ? rows(r) * 3 : r % 2 * 5;
+        std::vector<char> part(n * size_of(dtype));
+        for (int64_t i = 0; i < n; ++i)
+          test::store(dtype, value(r, static_cast<int>(tensor), i), part.data(), i);
+        wanted.insert(wanted.end(), part.begin(), part.end());
+      }
+      CHECK(call.outputs[tensor] == wanted);
+    }
+  });
+}
+
 // Rank r takes r steps and joins; the others go on without it.
 void ranks_that_have_joined_give_neutral_values() {
   with_engine([](Engine& engine) {
@@ -202,7 +250,7 @@ void ranks_that_have_joined_give_neutral_values() {
       sum.add(DType::float32, {5}).add(DType::int32, {30000}).submit(engine);
       least.request.reduction = Reduction::min;
       least.add(DType::float16, {5}).add(DType::uint8, {7}).submit(engine);
-      rows.add(DType::float32, {2, 3}).submit(engine);
+      rows.add(DType::float32, {2, 3}).add(DType::int32, {2, 3}).submit(engine);
       parts.add(DType::float32, {size, 2}).submit(engine);
       sum.expect_output(partners([](double a, double b) { return a + b; }, 0));
       least.expect_output(partners([](double a, double b) { return std::min(a, b); }, 1000));
@@ -338,6 +386,9 @@ int main(int argc, char** argv) {
           {"alltoall of different rows", alltoall_of_different_rows},
           {"bad splits fail on every rank", bad_splits_fail_on_every_rank},
           {"reducescatter of all sizes", reducescatter_of_all_sizes},
+          {"a reducescatter gives the bits of an allreduce",
+           a_reducescatter_gives_the_bits_of_an_allreduce},
+          {"allgather of different rows", allgather_of_different_rows},
           {"nobody passes a barrier alone", nobody_passes_a_barrier_alone},
           {"adasum of several tensors", adasum_of_several_tensors},
           {"both transports give the same bits", both_transports_give_the_same_bits},

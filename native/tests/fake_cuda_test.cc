@@ -231,6 +231,43 @@ void work_that_has_not_settled() {
                  "called before it has settled");
 }
 
+void operations_of_a_group() {
+  const auto both = [](int64_t between) {
+    Rank rank(new_id());
+    const Memory memory = rank.device.allocate(400);
+    float* const data = static_cast<float*>(memory.get());
+    rank.communicator.group(
+        [&] {
+          rank.reduce(data, data, 50, rank.device.stream());
+          rank.reduce(data + between, data + between, 50, rank.device.stream());
+        },
+        kPause);
+    rank.device.synchronize();
+    rank.communicator.close(kPause);
+  };
+  CHECK_EQ(said([&] { both(50); }), "");
+  CHECK_CONTAINS(said([&] { both(49); }), "two operations of a group use the same memory");
+}
+
+void communicators_that_are_not_ready() {
+  CHECK_CONTAINS(said([] {
+                   test::Device device(0);
+                   NcclConfig config;
+                   config.blocking = 0;
+                   for (int i = 0; i < 2; ++i) {
+                     NcclComm made = nullptr;
+                     Rank::api().init_rank(&made, 2, new_id(), 0, &config);
+                   }
+                 }),
+                 "two communicators of a device are created at once");
+  CHECK_CONTAINS(said([] {
+                   Rank rank(new_id());
+                   Rank::api().finalize(rank.communicator.handle());
+                   Rank::api().destroy(rank.communicator.handle());
+                 }),
+                 "before ncclCommFinalize has come to its end");
+}
+
 void what_is_left() {
   const auto after = [](bool keep_event) {
     const char* (*leaks)() = nullptr;
@@ -260,6 +297,8 @@ int main() {
       {"ranks that differ", ranks_that_differ},
       {"an open group", an_open_group},
       {"work that has not settled", work_that_has_not_settled},
+      {"operations of a group", operations_of_a_group},
+      {"communicators that are not ready", communicators_that_are_not_ready},
       {"what is left", what_is_left},
   });
 }

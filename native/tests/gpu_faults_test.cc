@@ -73,6 +73,8 @@ const std::vector<Case> kCases = {
     {"stop", When::at_the_end, {0}, false, "does not finish"},
     {"never settle", When::at_the_start, {0}, false, "in the middle of allreduce '0'"},
     {"never settle", When::later, {0}, false, "allreduce '1'"},
+    {"settle", When::at_the_start, kNccl, false, "NCCL refuses ncclCommInitRankConfig"},
+    {"settle", When::later, kNccl, false, "NCCL refuses ncclGroupEnd"},
 };
 
 template <typename Function>
@@ -113,6 +115,7 @@ class Script {
       add(Kind::allreduce, 4, 1);
       submit(engine);
       if (!wait_for_all(outcome)) return false;
+      rank_.device.synchronize();  // nothing else is under way when the fault comes
       arm();
     }
     if (when_ == When::joined) {
@@ -183,10 +186,12 @@ class Script {
 
  private:
   // The asynchronous ones have no function: rank 1's GPU stops in the middle of what both have
-  // begun, and NCCL says so on rank 0, or nobody does; or what NCCL begins stays in progress.
+  // begun, and NCCL says so on rank 0, or nobody does; or what NCCL begins on rank 1 stays in
+  // progress, or fails while the host waits for it.
   void begin_fault(const std::string& function, int calls, int code) {
-    if (function == "never settle") {
-      hook<void(int)>(rank_.device, "hvd_fake_cuda_never_settle")(1);
+    if (function == "never settle" || function == "settle") {
+      hook<void(int, int)>(rank_.device, "hvd_fake_cuda_unsettle")(1,
+                                                                   code ? code : kNcclInProgress);
     } else if (function == "stop") {
       hook<void(int)>(rank_.device, "hvd_fake_cuda_stop")(1);
     } else if (function == "state") {
@@ -276,6 +281,9 @@ int run_case(const Case& one, int calls, int code) {
   std::string why[test::kGpuRanks];
   for (int r = 0; r < test::kGpuRanks; ++r) why[r] = reason(outcomes[r].messages.back());
   CHECK_EQ(why[0], why[1]);
+  // The group that failed then may be in the stream, so its tensors must not be used again.
+  if (std::strcmp(one.function, "settle") == 0 && one.when == When::later)
+    CHECK_CONTAINS(outcomes[1].why_stuck, one.named);
   if (one.when == When::at_the_end) {
     for (const Outcome& outcome : outcomes) CHECK_CONTAINS(outcome.why_stuck, one.named);
   } else if (why[0].empty()) {  // at most single requests have failed, the same on both

@@ -1,5 +1,6 @@
-// Several process sets on the same GPUs: ranks are threads, on the fake of CUDA and NCCL, which
-// ends the process if two ranks launch in different orders, or two sets at once.
+// Several process sets on the same GPUs, and tensors of the host beside those of GPUs: ranks are
+// threads, on the fake of CUDA and NCCL, which ends the process if two ranks launch in different
+// orders, or two sets at once.
 #include <deque>
 
 #include "tests/support/gpu_ranks.h"
@@ -76,6 +77,116 @@ void one_set_waits_for_the_other() {
   });
 }
 
+// The next request of any set comes after what another rank has seen of this one.
+void numbers_grow_with_those_of_other_ranks() {
+  LaunchOrder order;
+  const Pause never = [] { CHECK(false); };
+  uint64_t next = 0;
+  {
+    const LaunchOrder::Turn turn(
+        order, 1, [](uint64_t) { return std::vector<uint64_t>{100}; }, never);
+  }
+  const auto exchange = [&](uint64_t mine) { return std::vector<uint64_t>{next = mine}; };
+  {
+    const LaunchOrder::Turn turn(order, 2, exchange, never);
+  }
+  CHECK_EQ(next, uint64_t{101});
+}
+
+// A small allreduce of the host's memory. Returns its error; says whether the thread that has
+// submitted it has also served it.
+std::string reduce_on_host(GpuRank& rank, const std::string& name, bool* at_once) {
+  const float in[] = {test::gpu_value(rank.rank, 0), test::gpu_value(rank.rank, 1)};
+  float out[2] = {};
+  std::promise<std::pair<Status, std::thread::id>> served;
+  Request request;
+  request.name = name;
+  request.inputs.push_back({in, DType::float32, {2}});
+  request.outputs.push_back(out);
+  request.done = [&](const Status& status) {
+    served.set_value({status, std::this_thread::get_id()});
+  };
+  rank.sets[0]->submit(std::move(request));
+  const auto [status, thread] = served.get_future().get();
+  *at_once = thread == std::this_thread::get_id();
+  if (!status.ok()) return status.message;
+  for (int i = 0; i < 2; ++i) CHECK_EQ(out[i], test::gpu_value(0, i) + test::gpu_value(1, i));
+  return "";
+}
+
+constexpr double kPatience = 30;  // seconds: nobody gives up at once
+
+// Whether one of some is served at once: the engine's thread may still be at what was before.
+bool is_served_at_once(GpuRank& rank) {
+  int served = 0;
+  for (int i = 0; i < 50; ++i) {
+    bool at_once = false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    CHECK_EQ(reduce_on_host(rank, "small", &at_once), "");
+    served += at_once;
+  }
+  return served > 0;
+}
+
+// As without GPUs, in the thread that submits, though a GPU has work that is held up. One that
+// comes after a request of a GPU keeps its place.
+void small_tensors_of_the_host_are_served_at_once() {
+  const auto body = [](GpuRank& rank) {
+    CHECK(is_served_at_once(rank));
+    GpuCall held_up(rank.device, Kind::allreduce, "held up", rank.rank, 4);
+    rank.device.delay(std::chrono::milliseconds(200));
+    held_up.begin();
+    held_up.submit(*rank.sets[0]);
+    bool at_once = false;
+    CHECK_EQ(reduce_on_host(rank, "after", &at_once), "");
+    CHECK_EQ(held_up.times_done.load(), 1);
+    Status status;
+    CHECK(held_up.wait(&status));
+    CHECK_EQ(status.message, "");
+    CHECK(is_served_at_once(rank));
+    held_up.fetch();
+    rank.device.synchronize();
+    held_up.expect_values();
+    leave(rank);
+  };
+  test::on_gpu_ranks(1, {}, body, kPatience);
+}
+
+// Although the engine's thread has nothing to do.
+void who_is_served_at_once_hears_of_a_gpu_that_stops() {
+  Settings settings;
+  settings.timeout_seconds = 1;
+  const auto body = [](GpuRank& rank) {
+    auto* const calls = new std::deque<GpuCall>();  // stay: a stream may use their memory
+    for (int i = 0; i < 2; ++i) {
+      calls->emplace_back(rank.device, Kind::allreduce, std::to_string(i), rank.rank, 4);
+    }
+    void (*stop)(int) = nullptr;
+    rank.device.bind("hvd_fake_cuda_stop", &stop);
+    bool at_once = false;
+    Status status;
+    for (GpuCall& call : *calls) {
+      call.begin();
+      call.submit(*rank.sets[0]);
+      CHECK(call.wait(&status));
+      if (&call == &calls->back()) break;
+      rank.device.synchronize();
+      CHECK_EQ(reduce_on_host(rank, "the first is computed", &at_once), "");
+      if (rank.rank == 1) stop(1);
+    }
+    std::string why;
+    const auto start = std::chrono::steady_clock::now();
+    while (why.empty() && std::chrono::steady_clock::now() - start < std::chrono::seconds(60))
+      why = reduce_on_host(rank, "again", &at_once);
+    CHECK_CONTAINS(why, "does not finish");
+    while (rank.sets[0]->leave(0) != Engine::LeaveResult::aborted)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    CHECK(rank.stuck);
+    new auto(std::move(rank.sets));
+  };
+  test::on_gpu_ranks(1, settings, body, kPatience);
+}
+
 }  // namespace
 }  // namespace hvd
 
@@ -84,5 +195,10 @@ int main() {
   return test::run({
       {"ranks differ in their order", ranks_differ_in_their_order},
       {"one set waits for the other", one_set_waits_for_the_other},
+      {"numbers grow with those of other ranks", numbers_grow_with_those_of_other_ranks},
+      {"small tensors of the host are served at once",
+       small_tensors_of_the_host_are_served_at_once},
+      {"who is served at once hears of a GPU that stops",
+       who_is_served_at_once_hears_of_a_gpu_that_stops},
   });
 }

@@ -8,6 +8,7 @@
 #include "core/gpu/gpu_transport.h"
 #include "core/process_sets.h"
 #include "core/world.h"
+#include "tests/support/kernel.h"
 #include "tests/support/test_call.h"
 
 namespace hvd {
@@ -84,6 +85,47 @@ void no_host_waits_for_the_gpu() {
   });
 }
 
+// What kernels write late is summed, and later kernels get the sum.
+void kernels_before_and_after() {
+  const OnDevice here(test::device->cuda(), test::device->number());
+  test::Kernel kernel(*test::device);
+  CHECK_EQ(kernel.why(), "");
+  if (!kernel.why().empty()) return;
+  constexpr uint32_t n = 10000;
+  const size_t bytes = n * sizeof(float);
+  const Memory values = test::device->pinned(bytes);
+  const Memory from = test::device->allocate(bytes), in = test::device->allocate(bytes),
+               sum = test::device->allocate(bytes), after = test::device->allocate(bytes);
+  float* const host = static_cast<float*>(values.get());
+  for (uint32_t i = 0; i < n; ++i) host[i] = static_cast<float>(i % 1000);
+  test::device->copy(from.get(), host, bytes);
+  with_engine([&](Engine& engine) {
+    for (int step = 0; step < 5; ++step) {
+      test::device->fill(in.get(), 0x55, bytes);
+      kernel.launch(in.get(), from.get(), n, static_cast<float>(rank + step), 3'000'000);
+      Request request;
+      request.name = "late";
+      request.inputs.push_back({in.get(), DType::float32, {n}});
+      request.outputs.push_back(sum.get());
+      request.device = test::device->number();
+      request.stream = test::device->stream();
+      std::promise<Status> promise;
+      request.done = [&](const Status& status) { promise.set_value(status); };
+      engine.submit(std::move(request));
+      CHECK_EQ(promise.get_future().get().message, "");
+      kernel.launch(after.get(), sum.get(), n, 1, 0);
+      test::device->copy(host, after.get(), bytes);
+      test::device->synchronize();
+      for (uint32_t i = 0; i < n; ++i) {
+        const int of_all = static_cast<int>(i % 1000) * size + size * (size - 1) / 2 + step * size;
+        if (host[i] == static_cast<float>(of_all + 1)) continue;
+        CHECK_EQ(host[i], static_cast<float>(of_all + 1));
+        break;
+      }
+    }
+  });
+}
+
 // A hundred requests one after another, of which nobody waits for any.
 void many_are_under_way() {
   with_engine([](Engine& engine) {
@@ -106,8 +148,10 @@ void the_user_chooses_the_way() {
     const auto groups_of = [&](Kind kind) {
       const int before = groups();
       Call call(kind, "way");
-      call.add(DType::int32, {size, 3});
-      if (kind == Kind::alltoall) call.add_splits(std::vector<int64_t>(size, 1));
+      for (int tensor = 0; tensor < 2; ++tensor) {
+        call.add(DType::int32, {size, 3});
+        if (kind == Kind::alltoall) call.add_splits(std::vector<int64_t>(size, 1));
+      }
       call.submit(*engine);
       if (kind == Kind::allreduce) {
         call.expect_sum();
@@ -120,8 +164,11 @@ void the_user_chooses_the_way() {
             [](size_t tensor, int64_t index) { return test::value(0, tensor, index); });
       } else if (kind == Kind::alltoall) {
         call.expect_ok();
-        for (int i = 0; i < 3 * size; ++i)
-          CHECK_EQ(call.output<int32_t>(0)[i], test::value(i / 3, 0, 3 * rank + i % 3));
+        for (const size_t tensor : {0, 2}) {
+          for (int i = 0; i < 3 * size; ++i) {
+            CHECK_EQ(call.output<int32_t>(tensor)[i], test::value(i / 3, tensor, 3 * rank + i % 3));
+          }
+        }
       } else {
         call.expect_output([](size_t tensor, int64_t index) {
           int sum = 0;
@@ -290,14 +337,22 @@ void a_script_that_is_stuck_ends() {
 // Takes the place of MPI's own.
 int mpi_has_gpus = 0;
 
+// What this calls may use the memory of GPUs, if MPI knows it: the host itself may not.
+template <typename Function>
+int in_mpi(const Function& call) {
+  static const auto aware = hook<void(int)>("hvd_fake_cuda_aware_mpi");
+  if (mpi_has_gpus) aware(1);
+  const int status = call();
+  if (mpi_has_gpus) aware(0);
+  return status;
+}
+
 // Allgather and broadcast of an MPI that knows GPUs need no copies to the host, and the values are
 // the same: it begins when the late inputs are there.
 void an_mpi_that_knows_gpus_gets_their_memory() {
-  const auto aware = hook<void(int)>("hvd_fake_cuda_aware_mpi");
   const auto copies = hook<int()>("hvd_fake_cuda_copies");
-  if (!aware) return;
+  if (!copies) return;
   for (const int yes : {0, 1}) {
-    aware(yes);
     mpi_has_gpus = yes;
     Settings settings;
     settings.gpu_allgather = settings.gpu_broadcast = GpuBackend::mpi;
@@ -306,15 +361,15 @@ void an_mpi_that_knows_gpus_gets_their_memory() {
       for (int i = 0; i < 5; ++i) {
         Call call(kind, "number " + std::to_string(i));
         call.in_place = kind == Kind::broadcast && i % 2 == 1;
-        call.add(DType::int32, {2 + i, 3});
+        call.add(DType::int32, {2 + i, 3}).add(DType::int32, {2 + i, 3});
         std::promise<int> copied;
         call.then = [&] { copied.set_value(copies()); };
         call.request.root = size - 1;
-        const int before = copies() + 1;  // that of the test
+        const int before = copies() + 2;  // those of the test
         call.submit(*engine);
         const bool root_copies = kind == Kind::broadcast && is_last() && !call.in_place;
         const int n = copied.get_future().get() - before;
-        if (size > 1) CHECK_EQ(n, yes ? static_cast<int>(root_copies) : 2);
+        if (size > 1) CHECK_EQ(n, yes ? 2 * static_cast<int>(root_copies) : 4);
         const int64_t of_rank = 3 * (2 + i);
         call.expect_output([&](size_t tensor, int64_t index) {
           return kind == Kind::broadcast
@@ -325,7 +380,6 @@ void an_mpi_that_knows_gpus_gets_their_memory() {
     }
     CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
   }
-  aware(0);
   mpi_has_gpus = 0;
 }
 
@@ -346,9 +400,31 @@ void without_nccl_all_goes_over_the_host() {
 }  // namespace
 }  // namespace hvd
 
-// As an MPI has it; this program's own comes before that of MPI's library.
-extern "C" __attribute__((visibility("default"))) int MPIX_Query_cuda_support() {
-  return hvd::mpi_has_gpus;
+// As an MPI has them; this program's own come before those of MPI's library. Those that move data
+// or go on with it:
+extern "C" {
+__attribute__((visibility("default"))) int MPIX_Query_cuda_support() { return hvd::mpi_has_gpus; }
+
+int MPI_Ibcast(void* data, int count, MPI_Datatype type, int root, MPI_Comm communicator,
+               MPI_Request* request) {
+  return hvd::in_mpi([&] { return PMPI_Ibcast(data, count, type, root, communicator, request); });
+}
+
+int MPI_Iallgatherv(const void* in, int count, MPI_Datatype type, void* out, const int* counts,
+                    const int* starts, MPI_Datatype to, MPI_Comm communicator,
+                    MPI_Request* request) {
+  return hvd::in_mpi([&] {
+    return PMPI_Iallgatherv(in, count, type, out, counts, starts, to, communicator, request);
+  });
+}
+
+int MPI_Testsome(int count, MPI_Request* requests, int* done, int* indices, MPI_Status* statuses) {
+  return hvd::in_mpi([&] { return PMPI_Testsome(count, requests, done, indices, statuses); });
+}
+
+int MPI_Iprobe(int source, int tag, MPI_Comm communicator, int* found, MPI_Status* status) {
+  return hvd::in_mpi([&] { return PMPI_Iprobe(source, tag, communicator, found, status); });
+}
 }
 
 // The second argument names one test that needs a process of its own; none: all others.
@@ -376,6 +452,7 @@ int main(int argc, char** argv) {
       argc, argv,
       {
           {"no host waits for the GPU", no_host_waits_for_the_gpu},
+          {"kernels before and after", kernels_before_and_after},
           {"many are under way", many_are_under_way},
           {"the user chooses the way", the_user_chooses_the_way},
           {"an MPI that knows GPUs gets their memory", an_mpi_that_knows_gpus_gets_their_memory},

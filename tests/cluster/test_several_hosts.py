@@ -7,6 +7,9 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
+from hvd_keras.launch.start.mpirun import find_mpirun
 from tests.harness import cluster
 from tests.harness.hosts import Hosts
 from tests.harness.launcher import wait_until
@@ -151,7 +154,6 @@ def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(
         wait_until(lambda: not job.pids(0, "start_worker"), "the ranks have ended")
         time.sleep(3)
         assert job.process.poll() is None
-        assert hosts[1].leftovers()
         hosts[1].accept()
         assert job.wait() == 0
         clean(hosts)
@@ -238,6 +240,9 @@ def test_a_missing_folder_or_program_is_reported(hosts: Hosts, tmp_path: Path) -
     assert told[1].startswith(f"hvdrun: server2 has no program {program}; expected")
 
 
+@pytest.mark.skipif(
+    find_mpirun(None).kind != "Open MPI", reason="only Open MPI's files have a folder of the job's"
+)
 def test_a_host_without_room_for_the_jobs_files_is_reported(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, "time.sleep(1000)")
     hosts[1].run(["mount", "-o", "remount,ro", "/dev/shm"])

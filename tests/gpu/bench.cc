@@ -1,9 +1,10 @@
-// What a collective of a GPU costs through the engine, beside NCCL alone and a copy of the same
-// bytes. Prints a table on rank 0; see tests/gpu/README.md.
+// What collectives of a GPU cost and how far they overlap with kernels, beside NCCL alone and
+// copies of the same bytes. Prints tables on rank 0; see tests/gpu/README.md.
 #include <algorithm>
 #include <cstdio>
 
 #include "core/gpu/nccl_communicator.h"
+#include "tests/support/kernel.h"
 #include "tests/support/test_call.h"
 
 namespace hvd {
@@ -17,37 +18,62 @@ const Pause kPause = [] { std::this_thread::yield(); };
 // Calls that follow each other; the host waits after the last alone.
 constexpr int kCalls = 50;
 
-// Seconds of one call, the least of some rounds: others use the machine too.
-double seconds_of(const std::function<void()>& calls) {
-  double least = 1e9;
+constexpr int64_t kLargest = 256 << 20, kLargestOfTheFake = 1 << 20;
+
+bool is_fake() {
+  const char* (*leaks)() = nullptr;
+  test::device->bind("hvd_fake_cuda_leaks", &leaks);
+  return leaks != nullptr;
+}
+
+template <typename... Arguments>
+void say(const char* format, Arguments... arguments) {
+  if (rank == 0) std::printf(format, arguments...);
+}
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+struct Cost {
+  double seconds = 1e9;  // until the GPU has done it
+  double of_host = 1e9;  // until the host can go on
+};
+
+// Of one call, the least of some rounds: others use the machine too.
+Cost cost_of(const std::function<void()>& calls, int count = kCalls) {
+  Cost least;
   for (int round = 0; round < 5; ++round) {
     MPI_Barrier(MPI_COMM_WORLD);
     const auto start = std::chrono::steady_clock::now();
     calls();
+    least.of_host = std::min(least.of_host, seconds_since(start) / count);
     test::device->synchronize();
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-    least = std::min(least, took.count() / kCalls);
+    least.seconds = std::min(least.seconds, seconds_since(start) / count);
   }
   return least;
 }
 
-double through_engine(Engine& engine, const void* in, void* out, int64_t bytes) {
-  return seconds_of([&] {
-    std::vector<std::future<Status>> ends;
-    std::deque<std::promise<Status>> promises;
-    for (int i = 0; i < kCalls; ++i) {
-      Request request;
-      request.name = "bench";
-      request.inputs.push_back({in, DType::float32, {bytes / 4}});
-      request.outputs.push_back(out);
-      request.device = test::device->number();
-      request.stream = test::device->stream();
-      std::promise<Status>& promise = promises.emplace_back();
-      ends.push_back(promise.get_future());
-      request.done = [&promise](const Status& status) { promise.set_value(status); };
-      engine.submit(std::move(request));
-    }
-    for (auto& end : ends) CHECK_EQ(end.get().message, "");
+Request allreduce_of(const void* in, void* out, int64_t bytes, std::promise<Status>& promise) {
+  Request request;
+  request.name = "bench";
+  request.inputs.push_back({in, DType::float32, {bytes / 4}});
+  request.outputs.push_back(out);
+  request.done = [&promise](const Status& status) { promise.set_value(status); };
+  return request;
+}
+
+Request on_gpu(Request request) {
+  request.device = test::device->number();
+  request.stream = test::device->stream();
+  return request;
+}
+
+Cost through_engine(Engine& engine, const void* in, void* out, int64_t bytes) {
+  return cost_of([&] {
+    std::deque<std::promise<Status>> promises(kCalls);
+    for (auto& promise : promises) engine.submit(on_gpu(allreduce_of(in, out, bytes, promise)));
+    for (auto& promise : promises) CHECK_EQ(promise.get_future().get().message, "");
   });
 }
 
@@ -58,33 +84,38 @@ std::unique_ptr<NcclCommunicator> plain_communicator(const NcclApi& nccl) {
   return std::make_unique<NcclCommunicator>(nccl, id, rank, size, kPause);
 }
 
-void table() {
+Settings through_host() {
+  Settings settings;
+  settings.gpu_operations = settings.gpu_allreduce = GpuBackend::mpi;
+  return settings;
+}
+
+// As nccl-tests have it: of an allreduce, each link carries 2 (N - 1) / N times the tensor.
+double bus_gigabytes(int64_t bytes, double seconds) {
+  return static_cast<double>(bytes) / seconds / 1e9 * 2 * (size - 1) / size;
+}
+
+// The engine beside NCCL: what it adds to the host's time, and what it takes of the bandwidth.
+void allreduces() {
   std::string why;
   const NcclApi* nccl = nccl_api(test::device->settings(), &why);
   CHECK_EQ(why, "");
   if (!nccl) return;
   const OnDevice here(test::device->cuda(), test::device->number());
   const auto plain = plain_communicator(*nccl);
-  const auto by_nccl = test::new_engine();
-  Settings over_host;
-  over_host.gpu_operations = over_host.gpu_allreduce = GpuBackend::mpi;
-  const auto by_host = test::new_engine(over_host);
-  const char* (*leaks)() = nullptr;
-  test::device->bind("hvd_fake_cuda_leaks", &leaks);
-  if (rank == 0) {
-    if (leaks) std::printf("THE STAND-IN, NO GPU: these figures mean nothing.\n");
-    std::printf("CUDA %d (%s), NCCL %s (%s), %d ranks; microseconds a call\n",
-                test::device->cuda().version, test::device->cuda().file.c_str(),
-                nccl_version_text(nccl->version).c_str(), nccl->file.c_str(), size);
-    std::printf("%12s %12s %12s %12s %12s %14s\n", "bytes", "engine", "NCCL alone", "copy",
-                "over host", "engine, GB/s");
-  }
+  const auto engine = test::new_engine();
+  say("CUDA %d (%s), NCCL %s (%s), %d ranks\n", test::device->cuda().version,
+      test::device->cuda().file.c_str(), nccl_version_text(nccl->version).c_str(),
+      nccl->file.c_str(), size);
+  say("Allreduce, microseconds a call; GB/s: 2 (N - 1) / N x bytes / time, as nccl-tests' busbw\n");
+  say("%12s %10s %10s %10s %12s %12s %12s %10s %10s\n", "bytes", "engine", "NCCL", "copy",
+      "host,engine", "host,NCCL", "host,added", "GB/s", "GB/s,NCCL");
   for (const int64_t bytes : {4LL << 10, 64LL << 10, 1LL << 20, 16LL << 20, 256LL << 20}) {
-    if (leaks && bytes > 1 << 20) break;
+    if (is_fake() && bytes > kLargestOfTheFake) break;
     const Memory in = test::device->allocate(bytes), out = test::device->allocate(bytes);
     test::device->fill(in.get(), 0, bytes);
-    const double engine = through_engine(*by_nccl, in.get(), out.get(), bytes);
-    const double alone = seconds_of([&] {
+    const Cost ours = through_engine(*engine, in.get(), out.get(), bytes);
+    const Cost alone = cost_of([&] {
       for (int i = 0; i < kCalls; ++i) {
         plain->group(
             [&] {
@@ -95,24 +126,166 @@ void table() {
             kPause);
       }
     });
-    const double copy = seconds_of([&] {
+    const Cost copy = cost_of([&] {
       for (int i = 0; i < kCalls; ++i) test::device->copy(out.get(), in.get(), bytes);
     });
-    const double staged = through_engine(*by_host, in.get(), out.get(), bytes);
-    if (rank == 0) {
-      std::printf("%12lld %12.1f %12.1f %12.1f %12.1f %14.2f\n", static_cast<long long>(bytes),
-                  engine * 1e6, alone * 1e6, copy * 1e6, staged * 1e6,
-                  static_cast<double>(bytes) / engine / 1e9);
-    }
+    say("%12lld %10.1f %10.1f %10.1f %12.1f %12.1f %12.1f %10.2f %10.2f\n",
+        static_cast<long long>(bytes), ours.seconds * 1e6, alone.seconds * 1e6, copy.seconds * 1e6,
+        ours.of_host * 1e6, alone.of_host * 1e6, (ours.of_host - alone.of_host) * 1e6,
+        bus_gigabytes(bytes, ours.seconds), bus_gigabytes(bytes, alone.seconds));
   }
-  CHECK_EQ(test::leave(*by_nccl, "", -1), Engine::LeaveResult::all_left);
-  CHECK_EQ(test::leave(*by_host, "", -1), Engine::LeaveResult::all_left);
+  if (size == 1) say("With one GPU NCCL copies and communicates with nobody: no GB/s.\n");
+  CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
   plain->close(kPause);
+}
+
+// The way through the host's memory beside copies of page-locked memory, which show the bus.
+void staging() {
+  const OnDevice here(test::device->cuda(), test::device->number());
+  const auto engine = test::new_engine(through_host());
+  say("Through the host's memory, %d ranks, GB/s of a rank\n", size);
+  say("%12s %12s %12s %12s %16s\n", "bytes", "to the GPU", "from it", "allreduce",
+      "of the two copies");
+  for (const int64_t bytes : {64LL << 10, 1LL << 20, 16LL << 20, 64LL << 20}) {
+    if (is_fake() && bytes > kLargestOfTheFake) break;
+    const Memory in = test::device->allocate(bytes), out = test::device->allocate(bytes);
+    const Memory locked = test::device->pinned(bytes);
+    test::device->fill(in.get(), 0, bytes);
+    const auto copies = [&](void* to, const void* from) {
+      return cost_of([=] {
+        for (int i = 0; i < kCalls; ++i) test::device->copy(to, from, bytes);
+      });
+    };
+    const double to = copies(in.get(), locked.get()).seconds;
+    const double from = copies(locked.get(), out.get()).seconds;
+    const double all = through_engine(*engine, in.get(), out.get(), bytes).seconds;
+    const double gigabytes = static_cast<double>(bytes) / 1e9;
+    say("%12lld %12.2f %12.2f %12.2f %15.0f%%\n", static_cast<long long>(bytes), gigabytes / to,
+        gigabytes / from, gigabytes / all, 100 * (to + from) / all);
+  }
+  CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
+}
+
+// Holds the engines' threads until let go: what is submitted meanwhile comes after that.
+class Hold {
+ public:
+  explicit Hold(Engine& engine) {
+    Request request;
+    request.kind = Kind::allgather;
+    request.name = "hold";
+    request.inputs.push_back({&byte_, DType::uint8, {1}});
+    request.allocate = [this](size_t, const Shape&, void** data) {
+      go_.get_future().wait();
+      *data = bytes_.data();
+      return Status();
+    };
+    request.done = [this](const Status& status) { done_.set_value(status); };
+    engine.submit(std::move(request));
+  }
+
+  void let_go() {
+    go_.set_value();
+    CHECK_EQ(done_.get_future().get().message, "");
+  }
+
+ private:
+  const uint8_t byte_ = 1;
+  std::vector<uint8_t> bytes_ = std::vector<uint8_t>(static_cast<size_t>(size));
+  std::promise<void> go_;
+  std::promise<Status> done_;
+};
+
+// An allreduce and a kernel that the framework has put into its stream after the gradient's, before
+// the collective is enqueued, as in backpropagation.
+void overlap() {
+  const OnDevice here(test::device->cuda(), test::device->number());
+  test::Kernel kernel(*test::device);
+  CHECK_EQ(kernel.why(), "");
+  if (!kernel.why().empty()) return;
+  const auto engine = test::new_engine();
+  const int64_t bytes = is_fake() ? kLargestOfTheFake : kLargest;
+  const Memory in = test::device->allocate(bytes), out = test::device->allocate(bytes);
+  const Memory other = test::device->allocate(4);
+  test::device->fill(in.get(), 0, bytes);
+  test::device->fill(other.get(), 0, 4);
+  uint32_t turns = 0;
+  const auto compute = [&] { kernel.launch(other.get(), other.get(), 1, 1, turns); };
+  const auto collective = [&](const std::function<void()>& before_it_is_enqueued) {
+    return cost_of(
+               [&] {
+                 Hold hold(*engine);
+                 std::promise<Status> promise;
+                 engine->submit(on_gpu(allreduce_of(in.get(), out.get(), bytes, promise)));
+                 before_it_is_enqueued();
+                 hold.let_go();
+                 CHECK_EQ(promise.get_future().get().message, "");
+               },
+               1)
+        .seconds;
+  };
+  const double allreduce = collective([] {});
+  turns = 1'000'000;
+  const double million = cost_of(compute, 1).seconds;
+  // As long as the allreduce of the slowest rank.
+  double wanted = allreduce / million * 1e6;
+  MPI_Allreduce(MPI_IN_PLACE, &wanted, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+  turns = static_cast<uint32_t>(std::clamp(wanted, 1e4, 4e9));
+  const double alone = cost_of(compute, 1).seconds;
+  const double both = collective(compute);
+  const double hidden = (allreduce + alone - both) / std::min(allreduce, alone);
+  say("Overlap: allreduce of %lld bytes %.2f ms, a kernel %.2f ms, both %.2f ms: %.0f %% of the "
+      "shorter is hidden\n",
+      static_cast<long long>(bytes), allreduce * 1e3, alone * 1e3, both * 1e3, 100 * hidden);
+  CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
+}
+
+// Small tensors of the host, with the transport of GPUs around that of the host and without it.
+void small_tensors_of_the_host() {
+  if (size == 1) return;
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  auto mpi = std::make_unique<MpiTransport>(MPI_COMM_WORLD, ranks);
+  const auto plain = std::make_unique<Engine>(std::make_unique<HostTransport>(&mpi), Settings());
+  mpi = std::make_unique<MpiTransport>(MPI_COMM_WORLD, ranks);
+  const auto with_gpus = std::make_unique<Engine>(
+      std::make_unique<GpuTransport>(std::make_unique<HostTransport>(&mpi),
+                                     test::device->settings(), [](const std::string&) {}),
+      Settings());
+  const std::vector<float> in(1024, 1.0F);
+  std::vector<float> out(1024);
+  const auto one_after_another = [&](Engine& engine) {
+    return cost_of([&] {
+             for (int i = 0; i < kCalls; ++i) {
+               std::promise<Status> promise;
+               engine.submit(allreduce_of(in.data(), out.data(), 4096, promise));
+               CHECK_EQ(promise.get_future().get().message, "");
+             }
+           })
+        .seconds;
+  };
+  double best_plain = 1e9, best_with_gpus = 1e9;
+  for (int round = 0; round < 5; ++round) {
+    best_plain = std::min(best_plain, one_after_another(*plain));
+    best_with_gpus = std::min(best_with_gpus, one_after_another(*with_gpus));
+  }
+  say("4096 bytes of the host, allreduced: %.1f us, with the transport of GPUs %.1f us (%.2f)\n",
+      best_plain * 1e6, best_with_gpus * 1e6, best_with_gpus / best_plain);
+  for (Engine* engine : {plain.get(), with_gpus.get()})
+    CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
 }
 
 }  // namespace
 }  // namespace hvd
 
+// With "gpu-host": without NCCL, so that ranks may share a GPU.
 int main(int argc, char** argv) {
-  return hvd::test::run_with_mpi(argc, argv, {{"time of a call", hvd::table}});
+  using namespace hvd;
+  std::vector<test::Test> tests = {{"staging", staging}};
+  if (argc > 1 && std::string(argv[1]) == "gpu") {
+    tests = {{"allreduces", allreduces},
+             {"overlap", overlap},
+             {"staging", staging},
+             {"small tensors of the host", small_tensors_of_the_host}};
+  }
+  return test::run_with_mpi(argc, argv, tests);
 }

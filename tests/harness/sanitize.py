@@ -21,15 +21,15 @@ OF_GPUS = ("", "stops", "fails", "without")
 LEAKS_OF_OTHERS = ("libmpi.so", "libopen-pal.so", "libpmix.so", "libevent", "libhwloc.so")
 
 
-def build(name: str, *flags: str) -> pathlib.Path:
-    """Builds the test programs and returns their folder."""
+def build(name: str, *flags: str, tensorflow: bool = False) -> pathlib.Path:
+    """Builds the test programs, perhaps those with TensorFlow, too, and returns their folder."""
     folder = ROOT / "build" / f"sanitize-{name}"
     tools = pathlib.Path(sys.executable).parent
     configure = [str(tools / "cmake"), "-S", str(ROOT / "native"), "-B", str(folder), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += ["-DHVD_TENSORFLOW=OFF", "-DHVD_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Debug"]
-    configure += [f"-DCMAKE_CXX_FLAGS=-O1 {' '.join(flags)}"]
+    configure += [f"-DHVD_TENSORFLOW={'ON' if tensorflow else 'OFF'}", "-DHVD_BUILD_TESTS=ON"]
+    configure += ["-DCMAKE_BUILD_TYPE=Debug", f"-DCMAKE_CXX_FLAGS=-O1 {' '.join(flags)}"]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
     subprocess.run([str(tools / "ninja"), "-C", str(folder), "--quiet"], check=True)
     return folder / "tests"

@@ -1,8 +1,7 @@
-"""Tables that are divided between ranks: memory, and jobs that are killed while they save."""
+"""What ranks divide, tables and optimizer state: memory, and jobs killed while they save."""
 
 import os
 import pathlib
-import random
 import re
 import signal
 import subprocess
@@ -62,30 +61,41 @@ keras.utils.set_random_seed(1)
 model = keras.Sequential([
     keras.Input((4,), dtype="int64"),
     hvd.layers.Embedding(100_000, 16, shard="rows", combiner="sum"),
+    keras.layers.Dense(300, activation="relu"),
+    keras.layers.Dense(300, activation="relu"),
     keras.layers.Dense(1),
 ])
-optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True)
 model.compile(optimizer, loss="mse", run_eagerly=True)
 random = np.random.default_rng(0)
 rows = random.integers(0, 100_000, (2 * 8 * 30, 4)), random.normal(size=(2 * 8 * 30, 1))
 checkpoint = hvd.callbacks.Checkpoint(sys.argv[1], save_freq=1)
 data = hvd.data.shard(rows, batch_size=8, start_epoch=checkpoint.initial_epoch)
-print("pid", os.getpid(), flush=True)
+print("rank", hvd.rank(), "pid", os.getpid(), flush=True)
 seen = []
 note = keras.callbacks.LambdaCallback(
     on_train_batch_end=lambda batch, logs: logs and seen.append(batch)
 )
 model.fit(data, epochs=1, verbose=0, shuffle=False,
           callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), checkpoint, note])
-layer = model.layers[0]
-state = [layer.get_table(), *model.layers[1].get_weights()]
+table, *rest = model.layers
+state = [table.get_table(), *(weight for layer in rest for weight in layer.get_weights())]
 digest = hashlib.sha256(b"".join(part.tobytes() for part in state)).hexdigest()
 print("began with", seen[0] if seen else "the end", "ends with", digest, flush=True)
 """
 
 
-def killed(script: pathlib.Path, folder: pathlib.Path, seed: int) -> str:
-    """Kills a rank while it saves; returns what the job has printed."""
+def unfinished(folder: pathlib.Path) -> set[str]:
+    """The files that are being written."""
+    return {path.name for path in folder.iterdir() if path.name.startswith(".")}
+
+
+def killed(script: pathlib.Path, folder: pathlib.Path, seed: int) -> tuple[str, bool]:
+    """Kills a rank that is writing its part of a checkpoint, not the first of this job.
+
+    Returns:
+        What the job has printed, and whether the rank left an unfinished file.
+    """
     command = [ranks.MPIRUN, "-np", "2", "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
     command += ["--allow-run-as-root"] * (os.geteuid() == 0)
     process = subprocess.Popen(
@@ -96,21 +106,26 @@ def killed(script: pathlib.Path, folder: pathlib.Path, seed: int) -> str:
         start_new_session=True,
     )
     assert process.stdout is not None
-    pids, lines = [], []
+    pids: dict[int, int] = {}
+    lines = []
     for line in process.stdout:
         lines.append(line)
-        pids += [int(pid) for pid in re.findall(r"pid (\d+)", line)]
+        pids |= {int(r): int(pid) for r, pid in re.findall(r"rank (\d) pid (\d+)", line)}
         if len(pids) == 2:
             break
-    before = set(folder.glob("checkpoint-*"))
-    while process.poll() is None and set(folder.glob("checkpoint-*")) == before:
-        time.sleep(0.01)
-    time.sleep(random.Random(seed).uniform(0, 0.5))
-    if process.poll() is None:
-        os.kill(pids[seed % 2], signal.SIGKILL)
+    rank = seed % 2
+    mine = re.compile(rf"\.checkpoint-.*-000{rank}\.h5\..*")
+    before = {path.name for path in folder.glob("checkpoint-?????-???????.h5")}
+    limit = time.monotonic() + 200
+    while process.poll() is None:
+        assert time.monotonic() < limit, "".join(lines)
+        now = {path.name for path in folder.glob("checkpoint-?????-???????.h5")}
+        if now - before and any(mine.fullmatch(name) for name in unfinished(folder)):
+            os.kill(pids[rank], signal.SIGKILL)
+            break
     lines += process.stdout.readlines()
     process.wait()
-    return "".join(lines)
+    return "".join(lines), any(mine.fullmatch(name) for name in unfinished(folder))
 
 
 @pytest.mark.slow
@@ -121,8 +136,12 @@ def test_a_rank_that_is_killed_while_it_saves_loses_nothing(tmp_path: pathlib.Pa
     undisturbed = ranks.mpirun(2, sys.executable, str(script), str(tmp_path / "other"))
     expected = re.search("ends with (.*)", undisturbed.output)
     assert expected, undisturbed.output
+    torn = 0
     for seed in range(5):
-        assert "damaged" not in killed(script, tmp_path / "saved", seed)
+        output, in_mid_write = killed(script, tmp_path / "saved", seed)
+        assert "damaged" not in output
+        torn += in_mid_write
+    assert torn > 0, "no kill came in mid write"
     last = ranks.mpirun(2, sys.executable, str(script), str(tmp_path / "saved"))
     assert last.status == 0, last.output
     assert "damaged" not in last.output

@@ -115,13 +115,14 @@ def check(
     Eager by default, because a few steps take less time than tracing.
     """
     data = rows()
+    epochs = 1 if eager else 2
 
     def fit(model: keras.Model, optimizer: Any, batch: int, parts: list[np.ndarray]) -> None:
         set_weights(model)
         xla = not eager and batch == BATCH
         model.compile(optimizer=optimizer, loss="mse", run_eagerly=eager, jit_compile=xla)
         broadcast = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if batch == BATCH else []
-        arguments = {"batch_size": batch, "epochs": 2, "shuffle": False, "verbose": 0}
+        arguments = {"batch_size": batch, "epochs": epochs, "shuffle": False, "verbose": 0}
         model.fit(parts[:-1], parts[-1], callbacks=broadcast, **arguments)
 
     def alone() -> keras.Model:
@@ -248,8 +249,7 @@ def test_many_tables_with_one_exchange() -> None:
     before = counts()
     check(adam, lambda **options: None, make=several_tables)
     if SIZE > 1:
-        steps = 2 * STEPS
-        assert counts() - before == 3 * steps, "ids, rows and gradients, once in each step"
+        assert counts() - before == 3 * STEPS, "ids, rows and gradients, once in each step"
 
 
 def counts() -> int:

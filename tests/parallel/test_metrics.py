@@ -187,10 +187,9 @@ def assert_not_means_of(local: dict, expected: dict) -> None:
 @pytest.mark.parametrize(
     ("outputs", "make_metrics", "weighted", "arguments"),
     [
-        (1, binary_metrics, False, {}),
         (1, binary_metrics, False, {"steps_per_execution": 2}),
-        (CLASSES, class_metrics, False, {}),
-        (CLASSES, class_metrics, True, {"run_eagerly": True}),
+        (CLASSES, class_metrics, True, {}),
+        (CLASSES, lambda: ["accuracy"], False, {"run_eagerly": True}),
         (CLASSES, lambda: None, True, {}),
     ],
 )

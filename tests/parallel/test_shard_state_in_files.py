@@ -30,7 +30,8 @@ def build(shard_state: bool, of: Any = EVERYONE, *, scaled: bool = False, **opti
     if scaled:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
     distributed = hvd.DistributedOptimizer(optimizer, process_set=of, shard_state=shard_state)
-    model.compile(optimizer=distributed, loss="mse")
+    # A few steps take less time than tracing.
+    model.compile(optimizer=distributed, loss="mse", run_eagerly=True)
     return model
 
 
@@ -45,8 +46,7 @@ def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYON
     model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])
 
 
-@pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
 def test_an_interrupted_training_goes_on(directory, before: bool, after: bool) -> None:
     """With shares and without, in any order, as if nothing had happened."""
     undisturbed = build(False, gradient_accumulation_steps=2)

@@ -197,9 +197,9 @@ class Job:
         now = time.monotonic()
         return max(0.0, min(self._kill_time, self._next_report_check) - now)
 
-    async def turn(self, patience: float) -> None:
-        """Wait until something happens, at most `patience` seconds."""
-        await self.signals.wait(patience)
+    async def turn(self, timeout: float) -> None:
+        """Wait until something happens, at most `timeout` seconds."""
+        await self.signals.wait(timeout)
         now = time.monotonic()
         if self.signals.stop is not None:
             self._reader_limit = min(self._reader_limit, now + GRACE)

@@ -114,6 +114,8 @@ def _sweep(run: str, jobs: set[str], grace: float) -> None:
 
 def main() -> int:
     """Serve until stdin ends."""
+    if os.fork():
+        os._exit(0)  # a worker of Ray kills its children when it ends; they are not asked first
     told = json.loads(sys.stdin.readline())
     run, jobs = told["run"], set[str]()
     _sweep(run, jobs, 0.0)

@@ -8,9 +8,9 @@ It runs the text there with its own stdin, stdout and stderr, exits with the tex
 255 and a last line on stderr that says why if HOST cannot be reached. When it is killed, or its
 stdin ends, the command there may live on: hvdrun finds and ends what belongs to a job by itself
 (`clean_up`). Every program of this kind will do (`hvdrun --remote-shell PROGRAM`): ssh; the client
-of the agents in `onhost/agent.py`, for hosts where something else starts processes; a script around
-`kubectl exec`. Inside a SLURM allocation `slurm.Srun` has the first two methods, and starts the
-ranks itself.
+of the agents in `onhost/agent.py`, for hosts where something else starts processes; and
+`onhost/kubectl_exec.py`, for pods. Inside a SLURM allocation `slurm.Srun` has the first two
+methods, and starts the ranks itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hvd_keras.launch.onhost import rsh_agent
+from hvd_keras.launch.onhost import program, rsh_agent
 from hvd_keras.launch.start.hosts import is_here
 
 # The status with which such a program itself fails.
@@ -43,10 +43,15 @@ class Reach(Protocol):
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """A program that is called as ssh is, with its options; `advice` helps if it fails."""
+    """A program that is called as ssh is, with its options.
+
+    If it cannot reach a host, `advice` helps. `test` is what a user should try then; default:
+    "PROGRAM HOST true".
+    """
 
     words: Sequence[str]
     advice: str = ""
+    test: str = ""
 
     def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
         """Start a command on a host (None: this host) with pipes for stdin, stdout and stderr."""
@@ -56,17 +61,21 @@ class RemoteShell:
         """Return why the host could not be reached, or None if the command itself failed."""
         if status != FAILED:
             return None
-        name = Path(self.words[0]).name
+        test = self.test or f"{Path(self.words[0]).name} HOST true"
+        name = test.split()[0]
         reason = last_line(err).removeprefix(f"{name}: ")
-        return (
-            f"cannot be reached by {name}: {reason}; expected that `{name} HOST true` works"
-            f"{self.advice}"
-        )
+        return f"cannot be reached by {name}: {reason}; expected that `{test}` works{self.advice}"
 
     def agent(self, job: str) -> str:
         """A shell script that mpirun calls instead of ssh: [OPTION …] HOST COMMAND …"""
         words = [sys.executable, "-I", "-S", rsh_agent.__file__, job, *self.words, "--"]
         return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
+
+
+def kubectl_exec(words: Sequence[str]) -> RemoteShell:
+    """`kubectl exec` with its options: hosts are pods."""
+    test = "kubectl exec POD -- true"
+    return RemoteShell([*program("kubectl_exec"), *words], ", where HOST is POD or POD.…", test)
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:

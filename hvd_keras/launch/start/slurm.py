@@ -60,8 +60,8 @@ class Srun:
     def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
         """Start a command on a node (None: this host), beside running steps, with pipes."""
         places = ["--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
-        manner = ["--overlap", "--mpi=none", "--cpu-bind=none", f"--immediate={NODE_TIMEOUT}"]
-        prefix = [] if host is None else [self.path, *places, *manner]
+        step = ["--overlap", "--mpi=none", "--cpu-bind=none", f"--immediate={NODE_TIMEOUT}"]
+        prefix = [] if host is None else [self.path, *places, *step]
         return reach.start([*prefix, *command])
 
     def failure(self, status: int, err: str) -> str | None:

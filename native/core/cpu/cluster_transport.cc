@@ -18,14 +18,14 @@ constexpr int64_t kMessageBytes = 64 << 10;
 constexpr int64_t kLeastChunkBytes = 256 << 10;
 constexpr int64_t kMostChunkBytes = 1 << 20;
 
-// Chunks in flight at once.
-constexpr uint64_t kWindow = 8;
-
 // Padding between slots, so that those of all ranks do not map to the same cache sets.
 constexpr int64_t kGapBytes = 4096;
 
 // Bytes of each slot that are committed from the start: enough for anything but gradients.
 constexpr int64_t kSmallBytes = 4096;
+
+// With more ranks, a piece for each would be a short message; those of MpiTransport are longer.
+constexpr int kManyRanks = 256;
 
 }  // namespace
 
@@ -58,9 +58,29 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   int failed = why.empty() ? 0 : 1;
   MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, all);
   if (failed) throw std::runtime_error(why.empty() ? "those of another host cannot" : why);
-  MPI_Comm_split(all, local_rank_ < leaders_ ? local_rank_ : MPI_UNDEFINED, (*mpi)->rank(),
-                 &across_);
+  number_hosts(all, neighbours[0]);
+  // By the number of the host, so that all slices are summed in the same order.
+  MPI_Comm_split(all, local_rank_ < leaders_ ? local_rank_ : MPI_UNDEFINED, host_, &across_);
   mpi_ = std::move(*mpi);
+}
+
+// `first`: the number in the job of the first rank of this host.
+void ClusterTransport::number_hosts(MPI_Comm all, int first) {
+  int ranks = 0;
+  MPI_Comm_size(all, &ranks);
+  std::vector<int> firsts(ranks), numbers;
+  MPI_Allgather(&first, 1, MPI_INT, firsts.data(), 1, MPI_INT, all);
+  for (int r = 0; r < ranks; ++r) {
+    const auto found = std::find(numbers.begin(), numbers.end(), firsts[r]);
+    const size_t host = found - numbers.begin();
+    if (found == numbers.end()) {
+      numbers.push_back(firsts[r]);
+      by_host_.emplace_back();
+    }
+    if (firsts[r] == first) host_ = static_cast<int>(host);
+    place_.push_back(static_cast<int>(by_host_[host].size()));
+    by_host_[host].push_back(r);
+  }
 }
 
 ClusterTransport::~ClusterTransport() {
@@ -72,9 +92,14 @@ char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {
 }
 
 Status ClusterTransport::run(Request& request, const Waiting& waiting) {
-  if (request.kind != Kind::allreduce || request.reduction == Reduction::adasum)
-    return mpi_->run(request, waiting);
-  mpi_->waiter().next_step();
+  const bool few = size() <= kManyRanks;
+  const bool scatters = request.kind == Kind::reducescatter && few;
+  const bool gathers = request.kind == Kind::allgather && few;
+  const bool reduces = request.kind == Kind::allreduce && request.reduction != Reduction::adasum;
+  if (!scatters && !gathers && !reduces) return mpi_->run(request, waiting);
+  mpi_->begin(waiting);
+  if (scatters) return reducescatter(request, waiting);
+  if (gathers) return allgather(request, waiting);
   for (DTypeGroup& group : by_dtype(request)) allreduce(request, group, waiting);
   return {};
 }
@@ -145,8 +170,8 @@ void ClusterTransport::allreduce(const Request& request, DTypeGroup& group,
 // sums and averages are scaled as early as they can be, and averages divided by as much as keeps
 // every intermediate sum within the range of its terms. (Divided by the number of all ranks at
 // once, small gradients would become 0.)
-std::pair<Factors, Factors> ClusterTransport::factors_of_stages(const Request& request,
-                                                                DType dtype) const {
+std::pair<Factors, Factors> ClusterTransport::factors_of_stages(const Request& request, DType dtype,
+                                                                Allreduce algorithm) const {
   Factors within, between = factors_of(request, size());
   std::swap(within.prescale, between.prescale);
   const bool average = request.reduction == Reduction::average;
@@ -155,7 +180,7 @@ std::pair<Factors, Factors> ClusterTransport::factors_of_stages(const Request& r
   std::swap(within.postscale, between.postscale);
   if (average) {
     // A ring rounds the partial sum at each host, the other algorithms only the final sum.
-    within.divisor = most_local_ * (algorithm_ == Allreduce::ring ? hosts_ : 1);
+    within.divisor = most_local_ * (algorithm == Allreduce::ring ? hosts_ : 1);
     between.divisor /= within.divisor;
   }
   return {within, between};
@@ -170,7 +195,7 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
   for (int r = 0; r < local_size_; ++r)
     sources.push_back(slot(r, chunk) + begin * static_cast<int64_t>(size_of(dtype)));
   char* sum = slot(local_rank_, chunk) + begin * static_cast<int64_t>(size_of(dtype));
-  const auto [within, between] = factors_of_stages(request, dtype);
+  const auto [within, between] = factors_of_stages(request, dtype, algorithm_);
   loops().reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
   in_flight_.push_back(new_inter_host_allreduce(
       algorithm_, across_, {sum, end - begin, dtype, request.reduction, between},

@@ -12,7 +12,9 @@
 // the next is packed and the previous one unpacked. The bytes between hosts do not grow with the
 // ranks of a host. Counters in shared memory show each rank's progress.
 //
-// All other collectives go over MPI, from rank to rank.
+// Reducescatter and allgather (cluster_collectives.cc) work likewise: each rank has a partner on
+// each other host, and each host sends its sum of a piece, or a piece, once. All other collectives
+// go over MPI, from rank to rank.
 #pragma once
 
 #include <deque>
@@ -51,23 +53,38 @@ class ClusterTransport : public Transport {
   void check_aborted() override { mpi_->check_aborted(); }
 
  private:
+  void number_hosts(MPI_Comm all, int first);
   char* slot(int local_rank, uint64_t chunk) const;
+  int partner(int rank, int host) const;
+  std::vector<int> partners(int local_rank) const;
   void make_room(int64_t bytes, const Waiting& waiting);
   void allreduce(const Request& request, DTypeGroup& group, const Waiting& waiting);
-  std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype) const;
+  Status reducescatter(Request& request, const Waiting& waiting);
+  void reduce_to_owners(const Request& request, size_t i, const Waiting& waiting);
+  Status allgather(Request& request, const Waiting& waiting);
+  void share(const char* mine, const std::vector<int64_t>& sizes, char* all,
+             const Waiting& waiting);
+  std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype,
+                                                Allreduce algorithm) const;
   void start_inter_host(const Request& request, DType dtype, int64_t elements, uint64_t chunk);
+
+  // Chunks in flight at once.
+  static constexpr uint64_t kWindow = 8;
 
   Allreduce algorithm_;
   int local_rank_ = 0, local_size_ = 0, most_local_ = 0, hosts_ = 0, leaders_ = 0;
-  MPI_Comm across_ = MPI_COMM_NULL;  // this leader's, one rank of each host
-  int64_t chunk_bytes_ = 0;          // of each slot, committed on all ranks
-  int64_t full_chunk_bytes_ = 0;     // of a slot
+  int host_ = 0;                           // hosts are numbered in the order of their first ranks
+  std::vector<std::vector<int>> by_host_;  // their ranks
+  std::vector<int> place_;                 // by rank: its number on its host
+  MPI_Comm across_ = MPI_COMM_NULL;        // this leader's, one rank of each host
+  int64_t chunk_bytes_ = 0;                // of each slot, committed on all ranks
+  int64_t full_chunk_bytes_ = 0;           // of a slot
   bool asked_for_room_ = false;
   uint64_t chunks_ = 0;  // of all requests so far
   std::unique_ptr<SharedMemory> memory_;
   std::unique_ptr<MpiTransport> mpi_;
   // Outlives an aborted request, since MPI still uses its memory.
-  std::deque<std::unique_ptr<InterHostAllreduce>> in_flight_;
+  std::deque<std::unique_ptr<InterHostExchange>> in_flight_;
 };
 
 }  // namespace hvd

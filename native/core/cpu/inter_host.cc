@@ -7,7 +7,7 @@ namespace hvd {
 namespace {
 
 // Messages between hosts; the slice is cut into one part per host.
-class PointToPoint : public InterHostAllreduce {
+class PointToPoint : public InterHostExchange {
  public:
   PointToPoint(MPI_Comm hosts, const Slice& slice, int tag)
       : slice_(slice),
@@ -171,7 +171,7 @@ MPI_Op mpi_op(Reduction reduction) {
 }
 
 // MPI's own algorithm.
-class Mpi : public InterHostAllreduce {
+class Mpi : public InterHostExchange {
  public:
   Mpi(MPI_Comm hosts, const Slice& slice) : slice_(slice) {
     MPI_Iallreduce(MPI_IN_PLACE, slice.data, static_cast<int>(slice.elements),
@@ -196,8 +196,8 @@ class Mpi : public InterHostAllreduce {
 
 }  // namespace
 
-std::unique_ptr<InterHostAllreduce> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
-                                                             const Slice& slice, int tag) {
+std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
+                                                            const Slice& slice, int tag) {
   if (algorithm == Allreduce::ring) return std::make_unique<Ring>(hosts, slice, tag);
   if (algorithm == Allreduce::mpi && mpi_type(slice.dtype) != MPI_DATATYPE_NULL)
     return std::make_unique<Mpi>(hosts, slice);

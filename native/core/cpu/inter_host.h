@@ -21,9 +21,10 @@ struct Slice {
   Factors factors;  // for the sum over all hosts
 };
 
-class InterHostAllreduce {
+// Messages between hosts, and what becomes of them.
+class InterHostExchange {
  public:
-  virtual ~InterHostAllreduce() = default;
+  virtual ~InterHostExchange() = default;
 
   // Makes progress without waiting. Returns whether it made any.
   virtual bool advance() = 0;
@@ -36,7 +37,7 @@ class InterHostAllreduce {
 
 // The communicator has one rank of each host, in the hosts' order. Allreduces in flight at the same
 // time have tags that differ by more than 1, and start in the same order on all hosts.
-std::unique_ptr<InterHostAllreduce> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
-                                                             const Slice& slice, int tag);
+std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
+                                                            const Slice& slice, int tag);
 
 }  // namespace hvd

@@ -77,8 +77,8 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int fe
     : ranks_(std::move(ranks)), few_(few) {
   MPI_Comm_dup(communicator, &communicator_);
   MPI_Comm_rank(communicator_, &rank_);
-  MPI_Type_contiguous(sizeof(Ballot) / sizeof(uint64_t), MPI_UINT64_T, &ballot_type_);
-  MPI_Type_commit(&ballot_type_);
+  MPI_Type_contiguous(sizeof(Summary) / sizeof(uint64_t), MPI_UINT64_T, &summary_type_);
+  MPI_Type_commit(&summary_type_);
   MPI_Op_create(combine, 1, &combine_);
   waiter_ = std::make_unique<MpiWaiter>(communicator_, ranks_);
   hosts_ = gather(host_name(), [](double, const std::vector<int>&) { return std::string(); });
@@ -87,7 +87,7 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int fe
 MpiTransport::~MpiTransport() {
   waiter_.reset();
   MPI_Op_free(&combine_);
-  MPI_Type_free(&ballot_type_);
+  MPI_Type_free(&summary_type_);
   MPI_Comm_free(&communicator_);
 }
 
@@ -105,11 +105,11 @@ std::vector<Proposal> MpiTransport::agree(const Proposal& mine, const Waiting& w
 }
 
 void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
-  const Ballot* const other = static_cast<const Ballot*>(in);
-  Ballot* const ballot = static_cast<Ballot*>(inout);
+  const Summary* const other = static_cast<const Summary*>(in);
+  Summary* const summary = static_cast<Summary*>(inout);
   for (int i = 0; i < *count; ++i) {
-    Ballot& into = ballot[i];
-    const Ballot& from = other[i];
+    Summary& into = summary[i];
+    const Summary& from = other[i];
     into.least = std::min(into.least, from.least);
     into.most = std::max(into.most, from.most);
     into.wants_times |= from.wants_times;
@@ -123,16 +123,16 @@ void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
 
 std::vector<Proposal> MpiTransport::reduce_proposals() {
   const uint64_t print = my_proposal_.fingerprint, waited = my_proposal_.wait_times.waited_ns;
-  my_ballot_ = {print, print, my_proposal_.wants_times, waited, static_cast<uint64_t>(rank_),
-                waited};
+  my_summary_ = {print, print, my_proposal_.wants_times, waited, static_cast<uint64_t>(rank_),
+                 waited};
   MPI_Request request;
-  MPI_Iallreduce(&my_ballot_, &ballot_, 1, ballot_type_, combine_, communicator_, &request);
+  MPI_Iallreduce(&my_summary_, &summary_, 1, summary_type_, combine_, communicator_, &request);
   wait(request);
-  if (ballot_.wants_times) return gather_proposals();
-  const uint64_t mean = (ballot_.waited - ballot_.waited_least) / (size() - 1);
-  const uint64_t others = ballot_.least != print ? ballot_.least : ballot_.most;
+  if (summary_.wants_times) return gather_proposals();
+  const uint64_t mean = (summary_.waited - summary_.waited_least) / (size() - 1);
+  const uint64_t others = summary_.least != print ? summary_.least : summary_.most;
   proposals_.assign(size(), {others, 0, {mean, 0, 0}});
-  proposals_[ballot_.first].wait_times.waited_ns = ballot_.waited_least;
+  proposals_[summary_.first].wait_times.waited_ns = summary_.waited_least;
   return proposals_;
 }
 

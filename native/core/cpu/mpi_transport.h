@@ -54,11 +54,19 @@ class MpiTransport : public KindTransport {
   void abort(const std::string& why) override { waiter_->abort(why); }
   void check_aborted() override { waiter_->check_aborted(); }
 
+  // For ClusterTransport, within its own steps.
+  void begin(const Waiting& waiting) {
+    waiter_->next_step();
+    waiting_ = waiting;
+  }
+  void gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all);
+  Status agree_on(const Status& mine, const Request& request);
+
  private:
   class Exchange;
 
   // What a reduction makes of proposals.
-  struct Ballot {
+  struct Summary {
     uint64_t least, most;   // fingerprint
     uint64_t wants_times;   // of any
     uint64_t waited_least;  // nanoseconds
@@ -81,8 +89,6 @@ class MpiTransport : public KindTransport {
   void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
                       char* out);
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all);
-  void gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all);
-  Status agree_on(const Status& mine, const Request& request);
   void wait(MPI_Request request);
 
   const std::vector<int> ranks_;
@@ -91,11 +97,11 @@ class MpiTransport : public KindTransport {
   int rank_;
   std::vector<std::string> hosts_;
   std::unique_ptr<MpiWaiter> waiter_;
-  MPI_Datatype ballot_type_;
+  MPI_Datatype summary_type_;
   MPI_Op combine_;
   Proposal my_proposal_;  // these outlive an aborted agreement, since MPI still uses them
   std::vector<Proposal> proposals_;
-  Ballot my_ballot_, ballot_;
+  Summary my_summary_, summary_;
   std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
   std::vector<char> received_;  // what the other ranks sent of it, in rank order
 };

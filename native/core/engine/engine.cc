@@ -125,8 +125,10 @@ const Engine::Entry* Engine::wait_for_head() {
     const bool busy = transport_->busy();
     lock.lock();
     in_use_ = false;
-    if (busy) changed_.wait_for(lock, std::chrono::duration<double>(kBusySeconds), may_go_on);
-    if (!busy || in_use_) changed_.wait(lock, may_go_on);
+    do {
+      if (busy) changed_.wait_for(lock, std::chrono::duration<double>(kBusySeconds), may_go_on);
+      if (!busy) changed_.wait(lock, may_go_on);
+    } while (in_use_);
     in_use_ = true;
   }
   return queue_.empty() ? nullptr : &queue_.front();

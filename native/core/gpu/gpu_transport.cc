@@ -32,6 +32,11 @@ constexpr uint64_t kSeveralSets = uint64_t{1} << 63;
 std::atomic<int> default_gpu{0};
 std::atomic<int> sets{0};  // made or expected
 
+Proposal marked(Proposal mine) {
+  if (sets > 1) mine.wait_times.bytes |= kSeveralSets;
+  return mine;
+}
+
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -115,24 +120,51 @@ Gpu* GpuTransport::gpu(int device, std::string* problem) {
 }
 
 std::vector<Proposal> GpuTransport::agree(const Proposal& mine, const Waiting& waiting) {
+  return agree_by(
+      [this](const Proposal& marked, const Waiting& until) { return host_->agree(marked, until); },
+      mine, waiting);
+}
+
+// Tensors of GPUs do not travel with proposals; those of the host may.
+std::vector<Proposal> GpuTransport::agree_to_run(const Proposal& mine, const Request& next,
+                                                 const Waiting& waiting) {
+  return agree_by(
+      [this, &next](const Proposal& marked, const Waiting& until) {
+        return next.device == kOnHost ? host_->agree_to_run(marked, next, until)
+                                      : host_->agree(marked, until);
+      },
+      mine, waiting);
+}
+
+// Of tensors of the host. Who submits those again and again must still hear that a GPU has failed:
+// agree_to_run() says so.
+std::vector<Proposal> GpuTransport::agree_at_once(const Proposal& mine, const Request& next) {
+  if (next.device != kOnHost || !failure().empty()) return {};
+  return unmarked(host_->agree_at_once(marked(mine), next));
+}
+
+std::vector<Proposal> GpuTransport::agree_by(const Agreement& agreement, const Proposal& mine,
+                                             const Waiting& waiting) {
   if (const std::string why = failure(); !why.empty()) fail(why);
-  Proposal marked = mine;
-  if (sets > 1) marked.wait_times.bytes |= kSeveralSets;
   try {
-    auto proposals = host_->agree(marked, [&](double seconds, const std::vector<int>& missing) {
+    return unmarked(agreement(marked(mine), [&](double seconds, const std::vector<int>& missing) {
       const std::string why = failure();
       return why.empty() ? waiting(seconds, missing) : why;
-    });
-    in_turns_ = false;
-    for (Proposal& proposal : proposals) {
-      in_turns_ = in_turns_ || (proposal.wait_times.bytes & kSeveralSets);
-      proposal.wait_times.bytes &= ~kSeveralSets;
-    }
-    return proposals;
+    }));
   } catch (const Aborted& aborted) {
     on_abort(aborted.what());
     throw;
   }
+}
+
+// Takes the marks off, and notes whether there was one. Empty: there was no agreement.
+std::vector<Proposal> GpuTransport::unmarked(std::vector<Proposal> proposals) {
+  if (!proposals.empty()) in_turns_ = false;
+  for (Proposal& proposal : proposals) {
+    in_turns_ = in_turns_ || (proposal.wait_times.bytes & kSeveralSets);
+    proposal.wait_times.bytes &= ~kSeveralSets;
+  }
+  return proposals;
 }
 
 std::vector<std::string> GpuTransport::gather(const std::string& mine, const Waiting& waiting) {

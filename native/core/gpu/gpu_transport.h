@@ -42,6 +42,9 @@ class GpuTransport : public Transport {
   const std::string& host(int rank) const override { return host_->host(rank); }
   std::string prepare(Request& request) override;
   std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
+  std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
+                                     const Waiting& waiting) override;
+  std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
   void abort(const std::string& why) override { fail(why); }
@@ -57,7 +60,13 @@ class GpuTransport : public Transport {
     std::vector<Memory> held;
   };
 
+  // What the host's transport is to agree on, and how.
+  using Agreement = std::function<std::vector<Proposal>(const Proposal&, const Waiting&)>;
+
   Gpu* gpu(int device, std::string* problem);
+  std::vector<Proposal> agree_by(const Agreement& agreement, const Proposal& mine,
+                                 const Waiting& waiting);
+  std::vector<Proposal> unmarked(std::vector<Proposal> proposals);
   Status run_on_gpu(Request& request, const Waiting& waiting);
   void neutral_request_on(Gpu& gpu, Request& request, std::vector<Memory>* held);
   Status handshake(Gpu& gpu, const Waiting& waiting);
@@ -79,7 +88,7 @@ class GpuTransport : public Transport {
   std::mutex mutex_;  // guards the creation of gpu_
   std::unique_ptr<Gpu> gpu_;
 
-  // Used by the engine's thread only.
+  // Used by one thread at a time, as all methods but prepare().
   bool in_turns_ = false;  // whether any rank of the set has several sets; since the last agreement
   bool handshake_done_ = false;
   bool by_mpi_ = false;  // whether MPI can have the memory of GPUs

@@ -23,12 +23,7 @@ NcclCommunicator::~NcclCommunicator() {
 void NcclCommunicator::group(const std::function<void()>& calls, const Pause& pause) {
   check(nccl_.group_start(), "ncclGroupStart");
   ++groups_;
-  try {
-    calls();
-  } catch (...) {
-    nccl_.group_end();  // the group is the thread's, so it must not stay open
-    throw;
-  }
+  calls();  // if it throws, the thread ends, and with it the group
   check(nccl_.group_end(), "ncclGroupEnd");
   settle("ncclGroupEnd", pause);
 }

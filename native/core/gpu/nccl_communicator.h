@@ -21,7 +21,8 @@ class NcclCommunicator {
   const NcclApi& api() const { return nccl_; }
   NcclComm handle() const { return comm_; }
 
-  // Runs NCCL calls as one group. On return all of it is enqueued in the stream.
+  // Runs NCCL calls as one group. On return all of it is enqueued in the stream. If it throws, the
+  // thread must call NCCL no more: its group may be open.
   void group(const std::function<void()>& calls, const Pause& pause);
 
   // How many groups have been begun. If one fails, a part of it may be enqueued.

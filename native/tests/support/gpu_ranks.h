@@ -171,11 +171,11 @@ struct GpuRank {
   std::string why_stuck;
 };
 
-// Runs a body on each rank.
+// Runs a body on each rank. `patience`: how long a thread that submits waits for the other rank.
 inline void on_gpu_ranks(int process_sets, const Settings& settings,
-                         const std::function<void(GpuRank&)>& body) {
+                         const std::function<void(GpuRank&)>& body, double patience = 0.0005) {
   std::vector<std::shared_ptr<Hub>> hubs;
-  for (int i = 0; i < process_sets; ++i) hubs.push_back(std::make_shared<Hub>(kGpuRanks));
+  for (int i = 0; i < process_sets; ++i) hubs.push_back(std::make_shared<Hub>(kGpuRanks, patience));
   std::vector<std::thread> threads;
   for (int r = 0; r < kGpuRanks; ++r) {
     threads.emplace_back([&, r] {

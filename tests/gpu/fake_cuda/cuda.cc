@@ -369,6 +369,33 @@ EXPORT int cudaFreeHost(void* data) {
   return fake_cuda::release(data, false);
 }
 
+// Of the driver, for the one kernel of native/tests/support/kernel.h.
+EXPORT int cuModuleLoadData(void** module, const void* assembly) {
+  *module = const_cast<void*>(assembly);
+  return 0;
+}
+
+EXPORT int cuModuleGetFunction(void** function, void* module, const char*) {
+  *function = module;
+  return 0;
+}
+
+EXPORT int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                          unsigned, CUstream_st* stream, void** arguments, void**) {
+  void* const to = *static_cast<void**>(arguments[0]);
+  void* const from = *static_cast<void**>(arguments[1]);
+  const uint32_t n = *static_cast<uint32_t*>(arguments[2]);
+  const float term = *static_cast<float*>(arguments[3]);
+  const uint32_t turns = *static_cast<uint32_t*>(arguments[4]);
+  float* const out = reinterpret_cast<float*>(fake_cuda::in_work(to));
+  const float* const in = reinterpret_cast<const float*>(fake_cuda::in_work(from));
+  stream->give("kernel", {{from, n * sizeof(float), false}, {to, n * sizeof(float), true}}, [=] {
+    fake_cuda::sleep_us(turns / 1000);
+    for (uint32_t i = 0; i < n; ++i) out[i] = in[i] + term;
+  });
+  return 0;
+}
+
 // For tests: how many copies this process has begun.
 EXPORT int hvd_fake_cuda_copies() { return copies; }
 

@@ -7,7 +7,8 @@
 //   - the host uses memory of a device, or page-locked memory that a stream may still use;
 //   - the ranks of a communicator enqueue different collectives, or those of two communicators in
 //     different orders;
-//   - collectives of two communicators may run on a device at once;
+//   - collectives of two communicators may run on a device at once, or two are created at once;
+//   - operations of a group use the same memory, and one of them writes;
 //   - NCCL is given memory that is not the device's, or beyond its end;
 //   - a group is left open, or something is destroyed that is in use.
 //

@@ -84,11 +84,30 @@ Launched& launched_on(int device) {
   return (*launched)[device];
 }
 
+// The operations of a group run at once, so none may write what another one uses.
+void expect_apart(const std::vector<std::deque<fake_cuda::Range>>& of_ops) {
+  const auto overlap = [](const fake_cuda::Range& a, const fake_cuda::Range& b) {
+    const char* const start = static_cast<const char*>(a.data);
+    const char* const other = static_cast<const char*>(b.data);
+    return start < other + b.bytes && other < start + a.bytes && (a.writes || b.writes);
+  };
+  for (size_t i = 0; i < of_ops.size(); ++i) {
+    for (size_t k = 0; k < i; ++k) {
+      for (const fake_cuda::Range& a : of_ops[i]) {
+        for (const fake_cuda::Range& b : of_ops[k]) {
+          if (overlap(a, b)) violation("two operations of a group use the same memory");
+        }
+      }
+    }
+  }
+}
+
 // As NCCL does for a non-blocking communicator: a thread puts the work into the stream, later.
 void enqueue(Group group) {
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   const std::shared_ptr<Comm> comm = group.comm;
   std::deque<fake_cuda::Range> ranges;
+  std::vector<std::deque<fake_cuda::Range>> of_ops;
   for (Op& op : group.ops) {
     const bool reads =
         op.call != Call::receive && (op.call != Call::broadcast || op.other == comm->rank);
@@ -97,9 +116,11 @@ void enqueue(Group group) {
     const size_t one = op.bytes, all = one * comm->size;
     if (reads) ranges.push_back({op.in, op.call == Call::reduce_scatter ? all : one, false});
     if (writes) ranges.push_back({op.out, op.call == Call::all_gather ? all : one, true});
+    of_ops.emplace_back(ranges.end() - (reads + writes), ranges.end());
     if (reads) op.in = fake_cuda::in_work(op.in);
     if (writes) op.out = fake_cuda::in_work(op.out);
   }
+  expect_apart(of_ops);
   for (const fake_cuda::Range& range : ranges) {
     if (!fake_cuda::is_device_memory(range.data, range.bytes))
       violation("NCCL is given memory that is not the device's");
@@ -127,10 +148,13 @@ void enqueue(Group group) {
 }
 
 std::atomic<int> launches{0};
-std::atomic<int> never_settles{-1};  // a device
+std::atomic<int> unsettled{-1};  // a device
+std::atomic<int> unsettled_as{hvd::kNcclInProgress};
 
-void stay_if_it_never_settles(const Comm& comm) {
-  while (comm.device == never_settles) {
+// What NCCL has begun there goes no further, and the communicator is in that state.
+void stay_if_unsettled(Comm& comm) {
+  while (comm.device == unsettled) {
+    if (unsettled_as != hvd::kNcclInProgress) comm.state = unsettled_as.load();
     if (comm.wire->aborted) throw fake_cuda::Aborted();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -145,7 +169,7 @@ void launch(Group group) {
     fake_cuda::Random random(1000 + number % 3000);
     std::this_thread::sleep_for(std::chrono::microseconds(200 + random.below(1000)));
     try {
-      stay_if_it_never_settles(*group.comm);
+      stay_if_unsettled(*group.comm);
       enqueue(std::move(group));
     } catch (const fake_cuda::Aborted&) {
       --group.comm->enqueuing;
@@ -245,13 +269,19 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
   cudaGetDevice(&comm->device);
   *out = new ncclComm{comm};
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+  for (const auto& other : communicators()) {
+    const auto alive = other.lock();
+    if (alive && alive->device == comm->device && alive->state == hvd::kNcclInProgress)
+      violation("two communicators of a device are created at once");
+  }
   communicators().push_back(comm);
   launched_on(comm->device).groups[comm->name];  // so that the others' can be compared
   ++fake_cuda::living()["communicator"];
   std::thread([comm] {
     try {
-      stay_if_it_never_settles(*comm);
+      stay_if_unsettled(*comm);
       comm->wire->barrier();
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
       comm->wire->remove_name();
       comm->state = hvd::kNcclSuccess;
     } catch (const fake_cuda::Aborted&) {
@@ -263,13 +293,15 @@ EXPORT int ncclCommInitRankConfig(ncclComm** out, int size, NcclId id, int rank,
 EXPORT int ncclCommGetAsyncError(ncclComm* comm, int* state) {
   RETURN_IF_FAULTY;
   *state = comm->own->state;
-  const bool busy = comm->own->enqueuing > 0 || (comm->own->finalized && comm->own->running > 0);
+  bool busy = comm->own->enqueuing > 0;
+  if (comm->own->finalizing > 0) busy = comm->own->running > 0 || --comm->own->finalizing > 0;
   if (*state == hvd::kNcclSuccess && busy) *state = hvd::kNcclInProgress;
   return 0;
 }
 
 EXPORT int ncclCommFinalize(ncclComm* comm) {
   RETURN_IF_FAULTY;
+  comm->own->finalizing = 3;
   comm->own->finalized = true;
   return hvd::kNcclInProgress;
 }
@@ -279,6 +311,8 @@ EXPORT int ncclCommDestroy(ncclComm* comm) {
   if (depth > 0 || !groups.empty()) violation("a group was left open");
   if (!comm->own->finalized || comm->own->running > 0)
     violation("a communicator is destroyed that is in use");
+  if (comm->own->finalizing > 0)
+    violation("a communicator is destroyed before ncclCommFinalize has come to its end");
   delete comm;
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   --fake_cuda::living()["communicator"];
@@ -397,5 +431,9 @@ EXPORT void hvd_fake_cuda_stop(int device) {
   }
 }
 
-// For tests: what NCCL begins on this device from now on stays in progress, until it is aborted.
-EXPORT void hvd_fake_cuda_never_settle(int device) { never_settles = device; }
+// For tests: what NCCL begins on this device from now on stays in this state (kNcclInProgress, or
+// an error), until it is aborted.
+EXPORT void hvd_fake_cuda_unsettle(int device, int state) {
+  unsettled_as = state;
+  unsettled = device;
+}

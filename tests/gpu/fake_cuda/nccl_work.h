@@ -36,6 +36,7 @@ struct Comm {
   std::atomic<int> enqueuing{0};  // groups on their way to a stream
   std::atomic<int> running{0};    // groups in a stream
   std::atomic<bool> finalized{false};
+  std::atomic<int> finalizing{0};  // how often the host has still to ask for the end of that
 };
 
 // How many groups of each communicator of this process, by its name, are in streams before another.

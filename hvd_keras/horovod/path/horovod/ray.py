@@ -1,5 +1,5 @@
-"""There is no such module; see hvd_keras.horovod."""
+"""Horovod on Ray, from hvd_keras."""
 
 from hvd_keras.horovod import modules
 
-raise modules.refuse(__name__)
+__getattr__, __dir__, __all__ = modules.fill(__name__)
