@@ -38,6 +38,7 @@ nb_merge_streams = True
 # As users write the names.
 add_module_names = False
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # the docstrings say more
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

@@ -153,7 +153,7 @@ def agree_on_steps(
 
     Example:
         dataset = tf.data.TextLineDataset(files[hvd.rank() :: hvd.size()]).map(parse).batch(32)
-        steps = hvd.data.agree_on_steps(dataset)
+        steps = hvd.data.agree_on_steps(sum(1 for _ in dataset))
         model.fit(dataset.repeat(), steps_per_epoch=steps)
     """
     process_set.check_included("data.agree_on_steps")

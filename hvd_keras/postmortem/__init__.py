@@ -27,6 +27,10 @@ _MAGIC = b"hvdreq1\0"
 STATES = ("", "waits for the others", "running", "done", "failed")
 _DONE, _FAILED = 3, 4
 
+# The layout of the calls: a table of their numbers, 0 for none, each with the line as JSON.
+CALL_BYTES = 512
+COUNT = struct.Struct("<Q")
+
 # Lines of an error that are shown.
 _ERROR_LINES = 12
 
@@ -168,15 +172,13 @@ def _request(fields: Sequence[Any]) -> Request:
 def _read_calls(path: Path) -> dict[str, Place]:
     if not path.exists():
         return {}
+    data = path.read_bytes()
     found = []
-    for line in path.read_bytes().split(b"\n"):
-        text = line.strip(b"\0")
-        if text:
-            try:
-                found.append(json.loads(text))
-            except ValueError:  # killed while it wrote this
-                continue
-    return {request: Place(*place) for _, request, *place in sorted(found)}
+    for place in range(0, len(data), CALL_BYTES):
+        (count,) = COUNT.unpack_from(data, place)
+        if count > 0:
+            found.append((count, json.loads(data[place + COUNT.size : place + CALL_BYTES])))
+    return {request: Place(*line) for _, (request, *line) in sorted(found)}
 
 
 def is_library(file: str, libraries: tuple[str, ...]) -> bool:

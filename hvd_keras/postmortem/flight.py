@@ -21,14 +21,13 @@ import sys
 import sysconfig
 import threading
 import traceback
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import BinaryIO
 
 from hvd_keras import _library, log, postmortem, rank_info, settings
 
-# The latest calls: how many (by request, in a table with a place for each hash), and their bytes.
+# The latest calls: how many (by request, in a table with a place for each hash).
 CALLS = 64
-CALL_BYTES = 512
 
 # Seconds that py-spy may take.
 _NATIVE_SECONDS = 10
@@ -58,8 +57,9 @@ class _Recorder:
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
         with self._paths[1].open("w+b") as file:
-            file.truncate(CALLS * CALL_BYTES)
-            self._calls = mmap.mmap(file.fileno(), CALLS * CALL_BYTES)
+            file.truncate(CALLS * postmortem.CALL_BYTES)
+            self._calls = mmap.mmap(file.fileno(), CALLS * postmortem.CALL_BYTES)
+        self._written: list[tuple[str, CodeType, int] | None] = [None] * CALLS
         self._stacks: BinaryIO = self._paths[2].open("wb", buffering=0)
         about = {"host": socket.gethostname(), "pid": os.getpid(), "libraries": _libraries()}
         self._write(json.dumps(about))
@@ -84,12 +84,24 @@ class _Recorder:
         if frame is None:
             return
         self._count += 1
-        code = frame.f_code
-        call = [self._count, request[:200], code.co_filename, frame.f_lineno, code.co_name]
-        text = json.dumps(call).encode()
-        if len(text) < CALL_BYTES:
-            place = hash(request) % CALLS * CALL_BYTES
-            self._calls[place : place + CALL_BYTES] = text.ljust(CALL_BYTES, b"\n")
+        number = hash(request) % CALLS
+        place = number * postmortem.CALL_BYTES
+        call = (request, frame.f_code, frame.f_lasti)
+        if self._written[number] != call:  # a loop's call is the same each time
+            code = frame.f_code
+            line = [request[:200], code.co_filename, frame.f_lineno, code.co_name]
+            text = json.dumps(line).encode()
+            room = postmortem.CALL_BYTES - postmortem.COUNT.size
+            if len(text) > room:
+                return
+            postmortem.COUNT.pack_into(
+                self._calls, place, 0
+            )  # if this is the last it does: no call
+            self._calls[place + postmortem.COUNT.size : place + postmortem.CALL_BYTES] = text.ljust(
+                room
+            )
+            self._written[number] = call
+        postmortem.COUNT.pack_into(self._calls, place, self._count)
 
     def note_exception(self, kind: type[BaseException], trace: TracebackType | None) -> None:
         """Keeps where an uncaught exception was raised."""

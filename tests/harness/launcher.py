@@ -10,8 +10,9 @@ import time
 
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES
 
-# Seconds: far above what any of these jobs takes, far below the sleep of a rank that must be ended.
-LIMIT = 60
+# Seconds: far above what any of these jobs takes on a busy machine, far below the sleep of a rank
+# that must be ended.
+LIMIT = 180
 FOREVER = 1000
 
 # Rank and size without MPI, for scripts that must not depend on it.

@@ -13,6 +13,7 @@ import time
 import urllib.request
 
 import pytest
+from prometheus_client.openmetrics import parser
 
 from hvd_keras.launch.follow import metrics
 from hvd_keras.launch.follow.screen import render
@@ -107,15 +108,21 @@ def free_port() -> int:
 
 
 def scrape(port: int) -> dict[str, float]:
+    """What the parser of OpenMetrics accepts, by names with labels in order."""
+    url = f"http://127.0.0.1:{port}/metrics"
+    request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text"})
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-            lines = answer.read().decode().splitlines()
+        with urllib.request.urlopen(request) as answer:
+            assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+            text = answer.read().decode()
     except OSError:
         return {}
-    return {
-        name: float(value)
-        for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    }
+    found = {}
+    for family in parser.text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()))
+            found[sample.name + f"{{{labels}}}" * bool(labels)] = sample.value
+    return found
 
 
 def test_metrics_and_screen_of_a_job(hvdrun: launcher.Launcher) -> None:
@@ -137,7 +144,7 @@ def test_metrics_and_screen_of_a_job(hvdrun: launcher.Launcher) -> None:
     labels = f'host="{socket.gethostname()}",rank='
     score = f'hvd_straggler_score{{{labels}"%d"}}'
     found: dict[str, float] = {}
-    limit = time.monotonic() + 3 * launcher.LIMIT
+    limit = time.monotonic() + launcher.LIMIT
     queries = [t["expr"] for p in json.loads(DASHBOARD.read_text())["panels"] for t in p["targets"]]
     asked = {name for query in queries for name in re.findall(r"hvd_\w+", query)}
     asked.remove("hvd_gpu_memory_bytes")  # there is no GPU

@@ -1,4 +1,4 @@
-"""The examples, and the first scripts of the documents, run by the launcher on two ranks."""
+"""The examples and first scripts of documents and docstrings, run by the launcher on two ranks."""
 
 import os
 import re
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import keras
 import pytest
+
+from tests.harness import docstrings
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,3 +94,10 @@ def losses_of(script, folder):
     path = folder / "train.py"
     path.write_text(script)
     return [float(loss) for loss in re.findall(r"loss: ([0-9.]+)", run(path))]
+
+
+def test_the_examples_of_the_docstrings():
+    output = run(docstrings.__file__)
+    ran = sorted(re.findall(r"\[\d\] ran the example of (\S+)", output))
+    assert ran == sorted(2 * list(docstrings.examples()))
+    assert len(ran) > 2 * 15

@@ -54,6 +54,11 @@ class Report:
         """
         return self.status in FOLLOWERS and self.arrived and not self.ended
 
+    @property
+    def is_deserted(self) -> bool:
+        """Whether the rank ended because another one had left."""
+        return self.follows and self.status == DESERTED
+
     def describe(self) -> str:
         """Return the rank's state as text."""
         if self.status is None and self.lost:

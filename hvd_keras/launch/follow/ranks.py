@@ -139,6 +139,7 @@ class Ranks:
         self._peers: dict[int, _Peer] = {}
         self._gone: set[int] = set()
         self._paused: set[_Peer] = set()
+        self._reported: set[_Peer] = set()  # whose workers wait to end
         self._accepting: list[asyncio.Task[None]] = []
 
     @property
@@ -222,6 +223,7 @@ class Ranks:
                 report.lost = "" if peer.host in self._here else why
             if peer.rank == 0:
                 self._input_was_read.set()
+            self._release()
         self._changed()
 
     def take(self, peer: _Peer, message: dict[str, Any]) -> None:
@@ -254,10 +256,24 @@ class Ranks:
             report.stopped = message["report"]["stopped"]
             report.ended = message["report"]["ended"]
             report.marks = message["report"]["marks"]
-            peer.finish()
+            self._reported.add(peer)
+            self._release()
         elif "statistics" in message:
             host = peer.host or socket.gethostname()
             self._statistics.take(peer.rank, host, message["statistics"])
+
+    def _release(self, now: bool = False) -> None:
+        """Let the workers end that have reported.
+
+        When one fails, mpirun ends all ranks. So if ranks waited for one that left, their workers
+        stay, unless they must end ``now``, until that one's status is known: it is the cause.
+        """
+        reports = self.reports.values()
+        causes = [r for r in reports if r.status is not None and not r.is_deserted]
+        if now or causes or self._gone or all(r.status is not None for r in reports):
+            for peer in self._reported:
+                peer.finish()
+            self._reported.clear()
 
     def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
         if rank in self._peers or not 0 <= rank < self.size:
@@ -325,6 +341,7 @@ class Ranks:
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ask all ranks to end."""
+        self._release(now=True)
         for rank, peer in self._peers.items():
             if rank not in self._gone:
                 peer.send(stop=number)
