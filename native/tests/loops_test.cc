@@ -148,6 +148,14 @@ void all_kinds_give_the_same_bits() {
     compare(2, [&](const Loops& loops, std::vector<char>& out) {
       loops.add_weighted(dtype, 0.3, out.data(), 0.7, pointers[1], n);
     });
+    // To all places in a line, from all places, also of less than a line.
+    for (const int64_t some : {int64_t{0}, int64_t{3}, int64_t{1000}, int64_t{5000}}) {
+      for (int64_t at = 0; at < 65; ++at) {
+        compare(1, [&](const Loops& loops, std::vector<char>& out) {
+          loops.send(sources[1].data() + 65 - at, some, out.data() + at);
+        });
+      }
+    }
     compare(1, [&](const Loops& loops, std::vector<char>& out) {
       loops.fill_neutral(dtype, Reduction::max, n, out.data());
     });
@@ -159,6 +167,33 @@ void all_kinds_give_the_same_bits() {
   }
 }
 
+// The way for two sources against the sum, divided afterwards. In place, as TensorFlow forwards
+// inputs.
+template <typename T>
+void two_sources(DType dtype) {
+  std::mt19937_64 random(5);
+  std::vector<T> first(10007), second(first.size());
+  for (auto* source : {&first, &second}) {
+    for (T& value : *source) value = std::ldexp(static_cast<T>(random()), random() % 200 - 180);
+  }
+  const auto n = static_cast<int64_t>(first.size());
+  for (const double divisor : {1.0, 2.0, 3.0, 4.0, 1024.0}) {
+    for (int place : {0, 1}) {
+      std::vector<T> a = first, b = second, sum(first.size());
+      const void* const sources[] = {a.data(), b.data()};
+      tested.reduce(dtype, Reduction::average, {1, divisor, 1}, sources, 2, n,
+                    place == 0 ? a.data() : b.data());
+      for (int64_t i = 0; i < n; ++i) sum[i] = (first[i] + second[i]) / static_cast<T>(divisor);
+      CHECK(std::memcmp((place == 0 ? a : b).data(), sum.data(), n * sizeof(T)) == 0);
+    }
+  }
+}
+
+void two_sources_in_place() {
+  two_sources<float>(DType::float32);
+  two_sources<double>(DType::float64);
+}
+
 }  // namespace
 }  // namespace hvd
 
@@ -167,5 +202,6 @@ int main() {
   return test::run_for_each_kind({
       {"conversions round once", conversions_round_once},
       {"all kinds give the same bits", all_kinds_give_the_same_bits},
+      {"two sources in place", two_sources_in_place},
   });
 }

@@ -119,7 +119,7 @@ Status HostTransport::broadcast(Request& request) {
   for (int64_t left = in.left(); left > 0; left -= chunk_bytes_) {
     const int64_t bytes = std::min(left, chunk_bytes_);
     const uint64_t step = memory_.step();
-    if (root) in.copy_to(slot(rank(), step), bytes);
+    if (root) in.send_to(slot(rank(), step), bytes);
     barrier();
     if (!root) out.copy_from(slot(root_rank, step), bytes);
   }
@@ -137,7 +137,7 @@ void HostTransport::scatter(std::vector<ByteCursor>& to, int64_t longest, const 
   for (int64_t start = 0; start < longest; start += room) {
     const uint64_t step = memory_.step();
     for (int r = 0; r < size(); ++r)
-      to[r].copy_to(slot(rank(), step) + r * room, std::min(room, to[r].left()));
+      to[r].send_to(slot(rank(), step) + r * room, std::min(room, to[r].left()));
     barrier();
     take(start, room, [&](int r) { return slot(r, step) + rank() * room; });
   }
@@ -178,7 +178,7 @@ void HostTransport::share(const void* mine, const std::vector<int64_t>& sizes,
   for (int64_t start = 0; start < longest; start += room) {
     const auto bytes = [&](int r) { return std::clamp<int64_t>(sizes[r] - start, 0, room); };
     const uint64_t step = memory_.step();
-    if (bytes(rank()) > 0) std::memcpy(place(rank(), step), own + start, bytes(rank()));
+    if (bytes(rank()) > 0) loops().send(own + start, bytes(rank()), place(rank(), step));
     barrier();
     for (int r = 0; r < size(); ++r) {
       if (r != rank() && bytes(r) > 0) std::memcpy(targets[r] + start, place(r, step), bytes(r));

@@ -93,7 +93,7 @@ void HostTransport::propose(const Proposal& mine, std::optional<DTypeGroup> alon
   char* const place = small_slot(rank(), proposal_step_);
   std::memcpy(place, &mine, sizeof mine);
   along_ = std::move(along);
-  if (along_) along_->in.copy_to(place + kProposalBytes, along_->in.left());
+  if (along_) along_->in.send_to(place + kProposalBytes, along_->in.left());
   memory_.arrive();
   proposed_ = true;
 }
@@ -213,7 +213,7 @@ class HostTransport::Window {
       if (r == host_.rank()) {
         others_in_.skip(length(packed_, r));
       } else {
-        others_in_.copy_to(host_.slot(host_.rank(), packed_) + begin(packed_, r),
+        others_in_.send_to(host_.slot(host_.rank(), packed_) + begin(packed_, r),
                            length(packed_, r));
       }
     }
@@ -224,16 +224,9 @@ class HostTransport::Window {
     const int rank = host_.rank();
     skip_to(own_in_, own_out_, 0, rank);
     const int64_t start = begin(reduced_, rank), end = begin(reduced_, rank + 1);
-    char* const sums = host_.slot(rank, reduced_);
-    for (int64_t at = start; at < end;) {
-      const ByteCursor::Block own = own_in_.read(std::min(kBlockBytes, end - at), sums + at);
-      for (int r = 0; r < host_.size(); ++r) sources_[r] = host_.slot(r, reduced_) + at;
-      sources_[rank] = own.data;
-      loops().reduce(dtype_, request_.reduction, factors_of(request_, host_.size()),
-                     sources_.data(), host_.size(), own.bytes / width_, sums + at);
-      own_out_.copy_from(sums + at, own.bytes);
-      at += own.bytes;
-    }
+    for (int r = 0; r < host_.size(); ++r) sources_[r] = host_.slot(r, reduced_) + start;
+    host_.sum_blocks(request_, dtype_, sources_, end - start, own_in_, own_out_,
+                     host_.slot(rank, reduced_) + start);
     skip_to(own_in_, own_out_, rank + 1, host_.size());
     counters_.advance(HostCounters::reduced, ++reduced_);
   }
@@ -286,7 +279,7 @@ class HostTransport::Window {
   // Others may still read the slots of the group before this one.
   uint64_t all_unpacked_ = counters_.least(HostCounters::unpacked);
   ByteCursor others_in_, own_in_, others_out_, own_out_;
-  std::vector<const void*> sources_;
+  std::vector<char*> sources_;
 };
 
 Status HostTransport::allreduce(Request& request) {
@@ -309,7 +302,7 @@ Status HostTransport::allreduce(Request& request) {
 
 void HostTransport::reduce_small(const Request& request, DTypeGroup& group) {
   const uint64_t step = memory_.step();
-  group.in.copy_to(small_slot(rank(), step), group.in.left());
+  group.in.send_to(small_slot(rank(), step), group.in.left());
   barrier();
   sum_all(request, group, step, 0);
 }
@@ -317,15 +310,33 @@ void HostTransport::reduce_small(const Request& request, DTypeGroup& group) {
 // Sums what all ranks have put into their small slots, from `start` on, into the output.
 void HostTransport::sum_all(const Request& request, DTypeGroup& group, uint64_t step,
                             int64_t start) {
-  std::vector<const void*> sources(size());
+  std::vector<char*> sources(size());
   for (int r = 0; r < size(); ++r) sources[r] = small_slot(r, step) + start;
-  const int64_t bytes = group.out.left();
-  char* const place = group.out.place(bytes);
-  if (!place) sums_.resize(std::max<size_t>(sums_.size(), bytes));
-  loops().reduce(group.dtype, request.reduction, factors_of(request, size()), sources.data(),
-                 size(), bytes / static_cast<int64_t>(size_of(group.dtype)),
-                 place ? place : sums_.data());
-  if (!place) group.out.copy_from(sums_.data(), bytes);
+  group.in.rewind();
+  sum_blocks(request, group.dtype, sources, group.in.left(), group.in, group.out, nullptr);
+}
+
+// Sums `bytes` of all ranks, from `sources` on, in blocks; but those of this rank come from `in`,
+// since its slot is not in its cache. They go to `out` and, unless it is null, to the slot `sent`.
+void HostTransport::sum_blocks(const Request& request, DType dtype,
+                               const std::vector<char*>& sources, int64_t bytes, ByteCursor& in,
+                               ByteCursor& out, char* sent) {
+  alignas(64) char room[kBlockBytes];
+  const int64_t width = static_cast<int64_t>(size_of(dtype));
+  const Factors factors = factors_of(request, size());
+  terms_.resize(size());
+  for (int64_t at = 0; at < bytes;) {
+    const ByteCursor::Block own = in.read(std::min(kBlockBytes, bytes - at), room);
+    for (int r = 0; r < size(); ++r) terms_[r] = sources[r] + at;
+    terms_[rank()] = own.data;
+    char* const place = out.place(own.bytes);
+    char* const sums = place ? place : room;
+    loops().reduce(dtype, request.reduction, factors, terms_.data(), size(), own.bytes / width,
+                   sums);
+    if (sent) loops().send(sums, own.bytes, sent + at);
+    if (!place) out.copy_from(room, own.bytes);
+    at += own.bytes;
+  }
 }
 
 }  // namespace hvd

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "core/math/loops.h"
@@ -30,7 +31,7 @@ class ByteCursor {
   void add(const void* data, DType dtype, int64_t elements) {
     if (elements == 0) return;
     pieces_.push_back({static_cast<char*>(const_cast<void*>(data)), dtype, elements});
-    left_ += elements * width_;
+    left_ = all_ += elements * width_;
   }
 
   void add(const void* data, int64_t bytes) { add(data, travels_, bytes / width_); }
@@ -46,6 +47,38 @@ class ByteCursor {
         loops().convert(dtype, piece, travels_, target + at, n);
       }
     });
+  }
+
+  // To memory that other ranks read (Loops::send), small pieces together.
+  void send_to(char* target, int64_t bytes) {
+    constexpr int64_t kRoom = 8 << 10;
+    alignas(64) char room[kRoom];
+    int64_t held = 0;
+    const auto send = [&](const char* data, int64_t n) {
+      if (n > 0) loops().send(data, n, target);
+      target += n;
+    };
+    walk(bytes, [&](char* piece, DType dtype, int64_t, int64_t n) {
+      const bool as_is = dtype == travels_;
+      if (as_is && n * width_ >= kSmallPiece) {
+        send(room, std::exchange(held, 0));
+        send(piece, n * width_);
+        return;
+      }
+      while (n > 0) {
+        const int64_t some = std::min(n, (kRoom - held) / width_);
+        if (as_is) {
+          std::memcpy(room + held, piece, some * width_);
+        } else {
+          loops().convert(dtype, piece, travels_, room + held, some);
+        }
+        piece += some * static_cast<int64_t>(size_of(dtype));
+        held += some * width_;
+        n -= some;
+        if (kRoom - held < width_) send(room, std::exchange(held, 0));
+      }
+    });
+    send(room, held);
   }
 
   void copy_from(const char* source, int64_t bytes) {
@@ -71,24 +104,35 @@ class ByteCursor {
     return data;
   }
 
-  // At most the next `bytes`, contiguous: where they are, or rounded into `room`.
+  // At most the next `bytes`, contiguous: where they are, or together or rounded in `room`.
   struct Block {
     const char* data;
     int64_t bytes;
   };
   Block read(int64_t bytes, char* room) {
     const Piece& piece = pieces_[piece_];
-    bytes = std::min(bytes, (piece.elements - offset_) * width_);
-    if (piece.dtype != travels_) {
+    const int64_t here = (piece.elements - offset_) * width_;
+    if (piece.dtype != travels_ || here < std::min(bytes, kSmallPiece)) {
       copy_to(room, bytes);
       return {room, bytes};
     }
+    bytes = std::min(bytes, here);
     const char* data = piece.data + offset_ * width_;
     skip(bytes);
     return {data, bytes};
   }
 
+  // Back to the start.
+  void rewind() {
+    left_ = all_;
+    piece_ = 0;
+    offset_ = 0;
+  }
+
  private:
+  // Smaller ones are moved together.
+  static constexpr int64_t kSmallPiece = 2 << 10;
+
   struct Piece {
     char* data;
     DType dtype;
@@ -115,7 +159,7 @@ class ByteCursor {
   DType travels_;
   int64_t width_;  // of an element that travels
   std::vector<Piece> pieces_;
-  int64_t left_ = 0;
+  int64_t all_ = 0, left_ = 0;
   size_t piece_ = 0;
   int64_t offset_ = 0;  // elements of the piece
 };
