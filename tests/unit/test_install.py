@@ -179,10 +179,13 @@ def test_hvdrun_gives_ranks_the_library_of_the_mpirun(
     monkeypatch.delenv("HVD_MPI_LIBRARY", raising=False)
     monkeypatch.setattr(_mpi, "loaded", list)  # other tests have loaded one; hvdrun has not
     assert mpirun.find_mpirun(str(program)).library == str(library)
-    chosen = [_mpi.Library("/none/lib/libmpi.so.40", "of HVD_MPI_LIBRARY", True)]
+    chosen = [_mpi.Library(str(tmp_path / "none/lib/libmpi.so.40"), "of HVD_MPI_LIBRARY", True)]
     monkeypatch.setattr(_mpi, "candidates", lambda: iter(chosen))
     assert mpirun.find_mpirun(str(program)).library == ""
-    there = [_mpi.Library("/none/lib/libmpi.so.40", ""), _mpi.Library(str(library), "")]
+    there = [
+        _mpi.Library(str(tmp_path / "none/lib/libmpi.so.40"), ""),
+        _mpi.Library(str(library), ""),
+    ]
     monkeypatch.setattr(_mpi, "candidates", lambda: iter(there))
     found = mpirun.find_mpirun(None)
     assert (found.path, found.library) == (str(program), str(library))
