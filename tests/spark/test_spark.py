@@ -176,7 +176,7 @@ def test_what_is_refused(spark, tmp_path, monkeypatch) -> None:
     for arguments, words in (
         (((lambda: lock),), "the function or its arguments cannot be pickled: cannot pickle"),
         ((int, (), {}, 0), "num_proc=0, min_num_proc=None, max_restarts=0; expected at least 1"),
-        ((int, (), {}, 3, 0), "3 ranks need as many slots, but Spark's executors have 2 after 0 s"),
+        ((int, (), {}, 3, 0), "3 ranks need as many slots, but Spark's executors have "),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             hvd.spark.run(*arguments)

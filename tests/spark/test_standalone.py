@@ -52,7 +52,7 @@ def train(folder):
     class Log(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             step = int(self.model.optimizer.iterations.numpy())
-            os.write(log, f"{os.environ['HVDRUN_JOB']} {hvd.rank()} {step}\\n".encode())
+            os.write(log, f"{os.getpid()} {hvd.rank()} {step}\\n".encode())
             time.sleep(0.05)
 
     keras.utils.set_random_seed(hvd.rank())
@@ -88,10 +88,11 @@ for name in ("alone", "disturbed"):
     assert results == undisturbed.strip()
     assert "hvd.spark.run: restart 1 of 1" in messages
     steps = [line.split() for line in log.read_text().splitlines()]
-    jobs = [job for job, _, _ in steps]
-    assert len(set(jobs)) == 2
-    assert jobs == sorted(jobs, key=jobs.index)  # the second has begun after the first had ended
-    restarted = [int(step) for job, _, step in steps if job == jobs[-1]]
+    processes = [list(dict.fromkeys(pid for pid, of, _ in steps if of == rank)) for rank in "01"]
+    assert [len(pids) for pids in processes] == [2, 2]
+    starts = [processes[int(rank)].index(pid) for pid, rank, _ in steps]
+    assert starts == sorted(starts)  # the second has begun after the first had ended
+    restarted = [int(step) for _, _, step in steps[starts.index(1) :]]
     assert 3 < restarted[0] < restarted[-1] == 48
     cluster.await_end()
 
