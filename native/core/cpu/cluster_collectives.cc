@@ -151,12 +151,7 @@ void ClusterTransport::reduce_to_owners(const Request& request, size_t i, const 
       counters.advance(HostCounters::unpacked, started);  // this rank has read the slots
       progressed = true;
     }
-    for (const auto& messages : in_flight_) progressed |= messages->advance();
-    while (!in_flight_.empty() && in_flight_.front()->done()) {
-      in_flight_.pop_front();
-      ++finished;
-      progressed = true;
-    }
+    progressed |= advance_in_flight([&] { ++finished; });
     wait.turn(progressed);
   }
 }
@@ -227,12 +222,7 @@ void ClusterTransport::share(const char* mine, const std::vector<int64_t>& sizes
       counters.advance(HostCounters::packed, packed);
       progressed = true;
     }
-    for (const auto& messages : in_flight_) progressed |= messages->advance();
-    while (!in_flight_.empty() && in_flight_.front()->done()) {
-      in_flight_.pop_front();
-      counters.advance(HostCounters::reduced, ++arrived);
-      progressed = true;
-    }
+    progressed |= advance_in_flight([&] { counters.advance(HostCounters::reduced, ++arrived); });
     if (unpacked < counters.least(HostCounters::reduced)) {
       for (int c = 0; c < local_size_; ++c) {
         const char* piece = slot(c, unpacked);

@@ -144,12 +144,7 @@ void ClusterTransport::allreduce(const Request& request, DTypeGroup& group,
       ++started;
       progressed = true;
     }
-    for (const auto& allreduce : in_flight_) progressed |= allreduce->advance();
-    while (!in_flight_.empty() && in_flight_.front()->done()) {
-      in_flight_.pop_front();
-      counters.advance(HostCounters::reduced, ++reduced);
-      progressed = true;
-    }
+    progressed |= advance_in_flight([&] { counters.advance(HostCounters::reduced, ++reduced); });
     if (unpacked < counters.least(HostCounters::reduced, leaders_)) {
       for (int c = 0; c < leaders_; ++c) {
         const int64_t n = elements(unpacked), begin = n * c / leaders_ * width;
@@ -163,6 +158,19 @@ void ClusterTransport::allreduce(const Request& request, DTypeGroup& group,
   MpiWaiter::Wait wait(mpi_->waiter(), waiting);
   wait.check();
   while (unpacked < chunks_) wait.turn(step());
+}
+
+// Lets messages between hosts progress, and calls `completed` for each chunk whose messages have
+// completed, in the chunks' order. Returns whether there was progress.
+bool ClusterTransport::advance_in_flight(const std::function<void()>& completed) {
+  bool progressed = false;
+  for (const auto& messages : in_flight_) progressed |= messages->advance();
+  while (!in_flight_.empty() && in_flight_.front()->done()) {
+    in_flight_.pop_front();
+    completed();
+    progressed = true;
+  }
+  return progressed;
 }
 
 // The factors of a host's sum, and of the sum over all hosts. A host's sum is rounded to the dtype

@@ -18,6 +18,7 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -59,6 +60,7 @@ class ClusterTransport : public Transport {
   std::vector<int> partners(int local_rank) const;
   void make_room(int64_t bytes, const Waiting& waiting);
   void allreduce(const Request& request, DTypeGroup& group, const Waiting& waiting);
+  bool advance_in_flight(const std::function<void()>& completed);
   Status reducescatter(Request& request, const Waiting& waiting);
   void reduce_to_owners(const Request& request, size_t i, const Waiting& waiting);
   Status allgather(Request& request, const Waiting& waiting);
