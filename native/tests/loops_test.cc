@@ -152,7 +152,7 @@ void all_kinds_give_the_same_bits() {
     for (const int64_t some : {int64_t{0}, int64_t{3}, int64_t{1000}, int64_t{5000}}) {
       for (int64_t at = 0; at < 65; ++at) {
         compare(1, [&](const Loops& loops, std::vector<char>& out) {
-          loops.send(sources[1].data() + 65 - at, some, out.data() + at);
+          loops.copy_nontemporal(sources[1].data() + 65 - at, some, out.data() + at);
         });
       }
     }

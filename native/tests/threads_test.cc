@@ -238,6 +238,35 @@ void the_deadline_reaches_all() {
   });
 }
 
+// Also if the thread that submits is in the middle of it.
+void the_deadline_reaches_who_serves_at_once() {
+  Settings settings;
+  settings.timeout_seconds = 0.3;
+  const auto body = [](Engine& engine, int) {
+    // Past the first requests, for which the deadline is long, and until no engine's thread is busy
+    // with its start, so that all ranks have served one at once.
+    float at_once = 0, everywhere = 0;
+    for (int i = 0; i < 10 || everywhere < kRanks; ++i) {
+      Call call(Kind::allreduce, "call", std::vector<float>(100, at_once));
+      call.submit(engine);
+      CHECK_EQ(call.wait().message, "");
+      at_once = call.done_on == std::this_thread::get_id();
+      everywhere = call.output[0];
+    }
+    Call stuck(Kind::allreduce, "stuck on rank 2", std::vector<float>(100));
+    stuck.submit(engine);
+    const Status status = stuck.wait();
+    CHECK(stuck.done_on == std::this_thread::get_id());
+    CHECK_EQ(status.code, Code::deadline_exceeded);
+    CHECK_CONTAINS(status.message, "rank 2 (on here) stopped responding in the middle of");
+    Call next(Kind::allreduce, "next", {1});
+    next.submit(engine);
+    CHECK_EQ(next.wait().code, Code::deadline_exceeded);
+    CHECK_EQ(leave(engine, ""), LeaveResult::aborted);
+  };
+  on_all_ranks(settings, body, 1e9);
+}
+
 // Each new request lets the ranks look again at once, which is not the time that they wait.
 void many_early_looks_are_no_long_wait() {
   Settings settings;
@@ -346,6 +375,7 @@ int main() {
       {"who leaves fails what others submit at that time",
        who_leaves_fails_what_others_submit_at_that_time},
       {"the deadline reaches all", the_deadline_reaches_all},
+      {"the deadline reaches who serves at once", the_deadline_reaches_who_serves_at_once},
       {"many early looks are no long wait", many_early_looks_are_no_long_wait},
       {"a mismatch fails on all and work goes on", a_mismatch_fails_on_all_and_work_goes_on},
       {"threads that take turns are no mismatch", threads_that_take_turns_are_no_mismatch},

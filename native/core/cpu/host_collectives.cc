@@ -5,6 +5,7 @@
 #include "core/cpu/host_transport.h"
 #include "core/math/adasum.h"
 #include "core/math/loops.h"
+#include "core/math/send.h"
 
 namespace hvd {
 namespace {
@@ -178,7 +179,7 @@ void HostTransport::share(const void* mine, const std::vector<int64_t>& sizes,
   for (int64_t start = 0; start < longest; start += room) {
     const auto bytes = [&](int r) { return std::clamp<int64_t>(sizes[r] - start, 0, room); };
     const uint64_t step = memory_.step();
-    if (bytes(rank()) > 0) loops().send(own + start, bytes(rank()), place(rank(), step));
+    if (bytes(rank()) > 0) send(own + start, bytes(rank()), place(rank(), step));
     barrier();
     for (int r = 0; r < size(); ++r) {
       if (r != rank() && bytes(r) > 0) std::memcpy(targets[r] + start, place(r, step), bytes(r));

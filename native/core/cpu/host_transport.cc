@@ -6,6 +6,7 @@
 
 #include "core/base/log.h"
 #include "core/math/loops.h"
+#include "core/math/send.h"
 
 namespace hvd {
 namespace {
@@ -18,17 +19,33 @@ constexpr uint64_t kWindow = 4;
 
 // A rank sums so many bytes of its slice at once: its sums are still in the first-level cache when
 // they are copied to where they go.
-constexpr int64_t kBlockBytes = 16 << 10;
+constexpr int64_t kBlockBytes = 32 << 10;
+
+// An allreduce of at most so many bytes may be run by the thread that submits it: it takes little
+// longer than to wake the engine's thread and to be woken by it.
+constexpr int64_t kMostAtOnce = 1 << 20;
 
 // What travels with proposals, at most, for two ranks: with more, each rank has more to read.
 constexpr int64_t kMostAlong = 64 << 10;
-constexpr int64_t kProposalBytes = 64;
+constexpr int64_t kHeadBytes = 64;
+
+// The tensors that travel along alternate between so many places in the slots of chunks, whose
+// bytes together do not fit into a second-level cache: from there another core would get them much
+// more slowly than from the cache behind.
+constexpr int64_t kPlacesPerSlot = kChunkBytes / kMostAlong;
+constexpr uint64_t kPlaces = kPlacesPerSlot * kWindow;
 
 // Padding, so that the slots of all ranks do not map to the same cache sets.
 constexpr int64_t kGapBytes = 4096;
 
 // Of each slot, what is committed from the start.
 constexpr int64_t kFrontBytes = 8 << 10;
+
+int64_t bytes_of(const Request& request) {
+  int64_t bytes = 0;
+  for (const Input& input : request.inputs) bytes += static_cast<int64_t>(input.bytes());
+  return bytes;
+}
 
 std::vector<SharedMemory::Area> areas(int64_t small_bytes) {
   std::vector<SharedMemory::Area> areas(2, {kMostAlong + kGapBytes, small_bytes + kGapBytes});
@@ -79,29 +96,49 @@ std::optional<DTypeGroup> HostTransport::to_send_along(const Request& request) c
     return {};
   const bool room = chunk_bytes_ == kChunkBytes;
   const int64_t most = room ? std::max(kMostAlong * 2 / size(), kSmallBytes) : kSmallBytes;
-  int64_t bytes = 0;
-  for (const Input& input : request.inputs) bytes += static_cast<int64_t>(input.bytes());
+  const int64_t bytes = bytes_of(request);
   if (bytes == 0 || bytes > most) return {};
   std::vector<DTypeGroup> groups = by_dtype(request);
   if (groups.size() != 1) return {};
   return std::move(groups[0]);
 }
 
+// What a rank puts into its small slot for an agreement.
+struct HostTransport::Head {
+  Proposal proposal;
+  uint64_t in_slots;  // 1: the tensors are in a place of the slots, 0: they follow
+};
+
 void HostTransport::propose(const Proposal& mine, std::optional<DTypeGroup> along) {
-  static_assert(sizeof(Proposal) <= kProposalBytes);
+  static_assert(sizeof(Head) <= kHeadBytes);
   proposal_step_ = memory_.step();
-  char* const place = small_slot(rank(), proposal_step_);
-  std::memcpy(place, &mine, sizeof mine);
   along_ = std::move(along);
-  if (along_) along_->in.send_to(place + kProposalBytes, along_->in.left());
+  // Slower ranks may still read the slots of the last request.
+  const bool in_slots = chunk_bytes_ == kChunkBytes && slot_use_ != SlotUse::barriers &&
+                        memory_.counters().least(HostCounters::unpacked) == chunks_;
+  const Head head = {mine, in_slots};
+  std::memcpy(small_slot(rank(), proposal_step_), &head, sizeof head);
+  if (along_) along_->in.send_to(sent_along(rank(), in_slots), along_->in.left());
   memory_.arrive();
   proposed_ = true;
 }
 
+// Where a rank puts the tensors that go with its proposal.
+char* HostTransport::sent_along(int rank, bool in_slots) const {
+  if (!in_slots) return small_slot(rank, proposal_step_) + kHeadBytes;
+  const uint64_t place = proposal_step_ % kPlaces;
+  return slot(rank, place / kPlacesPerSlot) + place % kPlacesPerSlot * kMostAlong;
+}
+
 std::vector<Proposal> HostTransport::read_proposals() {
   std::vector<Proposal> all(size());
-  for (int r = 0; r < size(); ++r)
-    std::memcpy(&all[r], small_slot(r, proposal_step_), sizeof all[r]);
+  sources_.resize(size());
+  for (int r = 0; r < size(); ++r) {
+    Head head;
+    std::memcpy(&head, small_slot(r, proposal_step_), sizeof head);
+    all[r] = head.proposal;
+    sources_[r] = sent_along(r, head.in_slots);
+  }
   proposed_ = false;
   slot_use_ = SlotUse::none;
   const bool equal = std::all_of(all.begin(), all.end(), [&](const Proposal& other) {
@@ -132,9 +169,9 @@ std::vector<Proposal> HostTransport::agree_to_run(const Proposal& mine, const Re
 
 std::vector<Proposal> HostTransport::agree_at_once(const Proposal& mine, const Request& next) {
   if (!memory_.counters().core_each()) return {};
-  std::optional<DTypeGroup> along = to_send_along(next);
-  if (!along) return {};
-  propose(mine, std::move(along));
+  if (next.kind != Kind::allreduce || next.device != kOnHost || bytes_of(next) > kMostAtOnce)
+    return {};
+  propose(mine, to_send_along(next));
   const HostCounters& counters = memory_.counters();
   if (!counters.wait_briefly(memory_.all_here()) || counters.aborted()) return {};
   return read_proposals();
@@ -284,7 +321,7 @@ class HostTransport::Window {
 
 Status HostTransport::allreduce(Request& request) {
   if (along_) {
-    sum_all(request, *along_, proposal_step_, kProposalBytes);
+    sum_all(request, *along_);
     along_.reset();
     return {};
   }
@@ -304,16 +341,15 @@ void HostTransport::reduce_small(const Request& request, DTypeGroup& group) {
   const uint64_t step = memory_.step();
   group.in.send_to(small_slot(rank(), step), group.in.left());
   barrier();
-  sum_all(request, group, step, 0);
+  sources_.resize(size());
+  for (int r = 0; r < size(); ++r) sources_[r] = small_slot(r, step);
+  sum_all(request, group);
 }
 
-// Sums what all ranks have put into their small slots, from `start` on, into the output.
-void HostTransport::sum_all(const Request& request, DTypeGroup& group, uint64_t step,
-                            int64_t start) {
-  std::vector<char*> sources(size());
-  for (int r = 0; r < size(); ++r) sources[r] = small_slot(r, step) + start;
+// Sums what all ranks have sent, from `sources_` on, into the output.
+void HostTransport::sum_all(const Request& request, DTypeGroup& group) {
   group.in.rewind();
-  sum_blocks(request, group.dtype, sources, group.in.left(), group.in, group.out, nullptr);
+  sum_blocks(request, group.dtype, sources_, group.in.left(), group.in, group.out, nullptr);
 }
 
 // Sums `bytes` of all ranks, from `sources` on, in blocks; but those of this rank come from `in`,
@@ -333,7 +369,7 @@ void HostTransport::sum_blocks(const Request& request, DType dtype,
     char* const sums = place ? place : room;
     loops().reduce(dtype, request.reduction, factors, terms_.data(), size(), own.bytes / width,
                    sums);
-    if (sent) loops().send(sums, own.bytes, sent + at);
+    if (sent) send(sums, own.bytes, sent + at);
     if (!place) out.copy_from(room, own.bytes);
     at += own.bytes;
   }

@@ -10,8 +10,8 @@
 // Each rank has kWindow slots. Counters say how many chunks it has brought through each stage, and
 // a rank works in any stage for which the others' counters allow it, and waits only if there is
 // none. The slots stay in the cache, whereas one MPI call over the whole tensor would go to memory
-// several times. What goes into a slot passes the writer's cache (Loops::send), so nobody reads
-// its own slot. As with MPI each element is summed once, by one rank, in rank order, so all ranks
+// several times. What goes into a slot may pass the writer's cache (send.h), so nobody reads its
+// own slot. As with MPI each element is summed once, by one rank, in rank order, so all ranks
 // hold the same bits, and the same as over MPI.
 //
 // The tensors of a small allreduce travel with the ranks' proposals, and every rank sums all of
@@ -54,6 +54,7 @@ class HostTransport : public KindTransport {
 
  private:
   class Window;
+  struct Head;
   enum class SlotUse { none, chunks, barriers };
 
   // Up to this size each rank reduces everything itself, after one barrier.
@@ -61,12 +62,13 @@ class HostTransport : public KindTransport {
 
   char* small_slot(int rank, uint64_t step) const;
   char* slot(int rank, uint64_t chunk) const;
+  char* sent_along(int rank, bool in_slots) const;
   void barrier() { memory_.barrier(waiting_); }
   void make_room(int64_t bytes);
   void use_slots(SlotUse use);
   Status allreduce(Request& request) override;
   void reduce_small(const Request& request, DTypeGroup& group);
-  void sum_all(const Request& request, DTypeGroup& group, uint64_t step, int64_t start);
+  void sum_all(const Request& request, DTypeGroup& group);
   void sum_blocks(const Request& request, DType dtype, const std::vector<char*>& sources,
                   int64_t bytes, ByteCursor& in, ByteCursor& out, char* sent);
   std::optional<DTypeGroup> to_send_along(const Request& request) const;
@@ -96,6 +98,7 @@ class HostTransport : public KindTransport {
   uint64_t chunks_ = 0;               // of all allreduces so far
   SlotUse slot_use_ = SlotUse::none;  // since the last agreement
   std::vector<const void*> terms_;
+  std::vector<char*> sources_;       // of a small allreduce, by rank
   bool proposed_ = false;            // and has not read the others' proposals
   std::optional<DTypeGroup> along_;  // sent with the last proposal, to be summed by run()
   uint64_t proposal_step_ = 0;

@@ -70,7 +70,11 @@ void Engine::serve_at_once(const Entry& head) {
   if (!proposals.empty() && equal(proposals, head.fingerprint)) {
     history_.agreed(proposals);
     entry = take_head();
-    status = run(*entry);
+    try {
+      status = run(*entry);
+    } catch (const Aborted& why) {  // which the engine's thread will get from its next call, too
+      status = aborted(*entry, why);
+    }
   } else {
     agreed_ = std::move(proposals);
   }
@@ -152,13 +156,17 @@ void Engine::serve(Entry entry) {
   Status status;
   try {
     status = run(entry);
-  } catch (const Aborted& aborted) {
-    history_.flight().alarm();
-    finish(entry, Status::error(Code::deadline_exceeded,
-                                identity(entry.request) + " cannot run: " + aborted.what()));
+  } catch (const Aborted& why) {
+    finish(entry, aborted(entry, why));
     throw;
   }
   finish(entry, status);
+}
+
+Status Engine::aborted(const Entry& entry, const Aborted& why) {
+  history_.flight().alarm();
+  return Status::error(Code::deadline_exceeded,
+                       identity(entry.request) + " cannot run: " + why.what());
 }
 
 // All but done().

@@ -68,6 +68,7 @@ class Engine {
   void serve(Entry entry);
   Status run(Entry& entry);
   void finish(Entry& entry, const Status& status);
+  Status aborted(const Entry& entry, const Aborted& why);
   void stop(LeaveResult result, Code code, const std::string& why);
 
   // In negotiation.cc.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/math/loops.h"
+#include "core/math/send.h"
 #include "core/request/collectives.h"
 #include "core/request/request.h"
 
@@ -49,13 +50,13 @@ class ByteCursor {
     });
   }
 
-  // To memory that other ranks read (Loops::send), small pieces together.
+  // To memory that other ranks read, small pieces together.
   void send_to(char* target, int64_t bytes) {
     constexpr int64_t kRoom = 8 << 10;
     alignas(64) char room[kRoom];
     int64_t held = 0;
     const auto send = [&](const char* data, int64_t n) {
-      if (n > 0) loops().send(data, n, target);
+      if (n > 0) hvd::send(data, n, target);
       target += n;
     };
     walk(bytes, [&](char* piece, DType dtype, int64_t, int64_t n) {

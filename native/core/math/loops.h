@@ -43,10 +43,9 @@ struct Loops {
   void (*add_weighted)(DType dtype, double weight_a, void* a, double weight_b, const void* b,
                        int64_t elements);
 
-  // Copies to memory that other cores read, and have read before: past the caches, if it is much
-  // and the CPU can. A normal store waits until the other core has given up its copy. The bytes
-  // arrive before whatever the caller stores next. The two must not overlap.
-  void (*send)(const void* from, int64_t bytes, void* to);
+  // Copies past the caches, if it is much and the CPU can. The bytes arrive before whatever the
+  // caller stores next. The two must not overlap.
+  void (*copy_nontemporal)(const void* from, int64_t bytes, void* to);
 };
 
 Loops baseline_loops();

@@ -115,7 +115,7 @@ void send_lines(const char* from, int64_t bytes, char* to) {
 }
 #endif
 
-void send_loop(const void* from, int64_t bytes, void* to) {
+void copy_nontemporal_loop(const void* from, int64_t bytes, void* to) {
   const char* source = static_cast<const char*>(from);
   char* target = static_cast<char*>(to);
 #if defined(__SSE2__)
@@ -133,8 +133,8 @@ void send_loop(const void* from, int64_t bytes, void* to) {
 }
 
 Loops loops_of(const char* kind) {
-  return {kind,     reduce_loop,       convert_loop, fill_neutral_loop,
-          dot_loop, add_weighted_loop, send_loop};
+  return {kind,     reduce_loop,       convert_loop,         fill_neutral_loop,
+          dot_loop, add_weighted_loop, copy_nontemporal_loop};
 }
 
 }  // namespace

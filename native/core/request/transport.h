@@ -77,9 +77,9 @@ class Transport {
     return agree(mine, waiting);
   }
 
-  // The same, if the others come within microseconds and run() will then wait for nobody. Otherwise
-  // empty; then the next call must be agree_to_run() with the same arguments, which goes on with
-  // it.
+  // The same, if the others come within microseconds and run() takes little longer than a change of
+  // threads. Otherwise empty; then the next call must be agree_to_run() with the same arguments,
+  // which goes on with it.
   virtual std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) {
     (void)mine, (void)next;
     return {};
