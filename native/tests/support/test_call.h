@@ -33,6 +33,9 @@ inline std::string transport = "mpi";
 inline std::unique_ptr<Device> device;  // where the tensors are; null: in the host's memory
 inline std::string why_stuck;           // why a GPU waits for what will never come
 
+// Whether NCCL itself sums, in an order and with a precision of its own.
+inline bool nccl_sums() { return device && transport == "gpu" && !device->is_fake() && size > 1; }
+
 // Small whole numbers: sums and products over a few ranks are exact in every dtype but bool.
 inline int value(int of_rank, size_t tensor, int64_t index) {
   return static_cast<int>((index * 3 + static_cast<int64_t>(tensor)) % 5) + 2 * of_rank +
