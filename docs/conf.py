@@ -50,11 +50,13 @@ copybutton_prompt_is_regexp = True
 def adapt(_app: Any, _what: str, _name: str, _of: Any, _options: Any, lines: list[str]) -> None:
     """Makes a docstring fit for Napoleon.
 
-    The section "Example" becomes code, and a list of arguments that share a text becomes one line.
+    The section "Example" becomes code, a list of arguments that share a text becomes one line, and
+    the name of a page becomes a link.
     """
     text = "\n".join(lines)
     text = re.sub(r"^( *)Example:$", r"\1**Example**::\n", text, flags=re.MULTILINE)
     text = re.sub(r"^( +(?:\w+, )*\w+,)\n +(?=(?:\w+, )*\w+: )", r"\1 ", text, flags=re.MULTILINE)
+    text = re.sub(r"\bdocs/(\w+)\.md\b", r":doc:`\1`", text)
     lines[:] = text.split("\n")
 
 
