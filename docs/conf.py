@@ -27,7 +27,7 @@ html_theme_options = {"top_of_page_buttons": []}
 exclude_patterns = ["build"]
 
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 
 # The notebooks run in every build, and a cell that fails fails it.
 nb_execution_mode = "force"
