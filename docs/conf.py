@@ -27,7 +27,7 @@ html_theme_options = {"top_of_page_buttons": []}
 exclude_patterns = ["build"]
 
 myst_heading_anchors = 3
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["colon_fence", "deflist"]
 
 # The notebooks run in every build, and a cell that fails fails it.
 nb_execution_mode = "force"
@@ -50,11 +50,13 @@ copybutton_prompt_is_regexp = True
 def adapt(_app: Any, _what: str, _name: str, _of: Any, _options: Any, lines: list[str]) -> None:
     """Makes a docstring fit for Napoleon.
 
-    The section "Example" becomes code, and a list of arguments that share a text becomes one line.
+    The section "Example" becomes code, a list of arguments that share a text becomes one line, and
+    the name of a page becomes a link.
     """
     text = "\n".join(lines)
     text = re.sub(r"^( *)Example:$", r"\1**Example**::\n", text, flags=re.MULTILINE)
     text = re.sub(r"^( +(?:\w+, )*\w+,)\n +(?=(?:\w+, )*\w+: )", r"\1 ", text, flags=re.MULTILINE)
+    text = re.sub(r"\bdocs/(\w+)\.md\b", r":doc:`\1`", text)
     lines[:] = text.split("\n")
 
 

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hvd_keras.exit_codes import DESERTED
 from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
 
 # mpirun asks the other ranks to end and kills them soon after, on a busy machine at once.
@@ -276,3 +277,37 @@ def test_a_script_may_end_with_the_status_of_a_rank_that_follows_another(hvdrun)
     done = hvdrun.python(2, script)
     assert done.returncode == 75, done.stderr
     assert "rank 1 failed first: exit status 75" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_left_keeps_its_status_if_it_ends_last(hvdrun) -> None:
+    """The one that waited for it ends first; mpirun would then kill the one that is to blame."""
+    script = """
+        import atexit
+        def linger():
+            while not os.path.exists("here-0"):
+                time.sleep(0.02)
+            pid = int(open("pid-0").read())
+            while os.path.exists(f"/proc/{pid}"):
+                time.sleep(0.02)
+            time.sleep(0.5)  # in which mpirun would kill this rank
+            open("lingered", "w").close()
+            os._exit(3)
+        if rank == 1:
+            atexit.register(linger)  # before hvd_keras, so that it runs after this rank has left
+        import hvd_keras as hvd
+        hvd.init()
+        if rank == 1:
+            sys.exit(3)
+        open("pid-0", "w").write(str(os.getpid()))
+        open("here-0", "w").close()
+        hvd.allreduce(1.0, name="alone")
+    """
+    done = hvdrun.python(2, script)
+    assert done.returncode == 3, done.stderr
+    assert (hvdrun.folder / "lingered").exists()
+    summary = [line for line in done.stderr.splitlines() if line.startswith("hvdrun: rank ")]
+    assert summary == [
+        "hvdrun: rank 1 failed first: exit status 3",
+        f"hvdrun: rank 0: was waiting for a rank that left (exit status {DESERTED})",
+    ]

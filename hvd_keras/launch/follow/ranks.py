@@ -54,6 +54,7 @@ class _Peer(asyncio.Protocol):
         self.cores = 1
         self._why = ""  # why we have ended the connection
         self._told_all = False
+        self._heard_all = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -72,6 +73,11 @@ class _Peer(asyncio.Protocol):
             self._ranks.problem = f"cannot store what rank {self.rank} has sent: {error}"
             self.end(str(error))
 
+    def eof_received(self) -> bool:
+        """Return whether to keep the connection, as that of a worker that waits to end."""
+        self._heard_all = True
+        return self._ranks.holds(self)
+
     def connection_lost(self, error: Exception | None) -> None:
         told = error_text(error) if isinstance(error, OSError) else str(error or "")
         self.proof_timer.cancel()
@@ -88,7 +94,10 @@ class _Peer(asyncio.Protocol):
     def finish(self) -> None:
         """Send no more; the worker waits for this, to be sure that we have all it has sent."""
         self._told_all = True
-        self.transport.write_eof()
+        if self._heard_all:  # asyncio would close it only if the other end were still to finish
+            self.transport.close()
+        else:
+            self.transport.write_eof()
 
     def end(self, why: str) -> None:
         """Close the connection immediately, for this reason."""
@@ -261,6 +270,10 @@ class Ranks:
         elif "statistics" in message:
             host = peer.host or socket.gethostname()
             self._statistics.take(peer.rank, host, message["statistics"])
+
+    def holds(self, peer: _Peer) -> bool:
+        """Whether a worker has reported but may not end yet."""
+        return peer in self._reported
 
     def _release(self, now: bool = False) -> None:
         """Let the workers end that have reported.
