@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/base/log.h"
 #include "core/cpu/host_transport.h"
 #include "core/math/adasum.h"
 #include "core/math/loops.h"
@@ -24,6 +25,33 @@ std::vector<char*> one_after_another(const std::vector<int64_t>& sizes, void* st
 }
 
 }  // namespace
+
+// The other ranks may be waiting in shared memory or in MPI.
+void HostTransport::abort(const std::string& why) {
+  try {
+    mpi_->abort(why);
+  } catch (const Aborted&) {  // which abort() always throws
+  }
+  memory_.counters().abort(why);
+}
+
+void HostTransport::check_aborted() {
+  memory_.counters().check_aborted();
+  mpi_->check_aborted();
+}
+
+// Commits whole slots before the first request that is larger than what is committed. `bytes` is
+// equal on all ranks. If a rank cannot commit its slots, all go on with what they have.
+void HostTransport::make_room(int64_t bytes) {
+  if (bytes <= chunk_bytes_ || asked_for_room_) return;
+  asked_for_room_ = true;
+  const std::vector<int64_t> failed = share_numbers<int64_t>({memory_.commit() ? 0 : 1});
+  if (std::count(failed.begin(), failed.end(), 0) == size()) {
+    chunk_bytes_ = kChunkBytes;
+  } else if (rank() == 0) {
+    log(LogLevel::warning, no_room_text(chunk_bytes_));
+  }
+}
 
 std::vector<std::string> HostTransport::gather(const std::string& mine, const Waiting& waiting) {
   waiting_ = waiting;

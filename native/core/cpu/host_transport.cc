@@ -4,15 +4,11 @@
 #include <cstring>
 #include <utility>
 
-#include "core/base/log.h"
 #include "core/math/loops.h"
 #include "core/math/send.h"
 
 namespace hvd {
 namespace {
-
-// Small enough for the slots of all chunks under way to stay in the caches.
-constexpr int64_t kChunkBytes = 512 << 10;
 
 // How many chunks a rank may be ahead of the slowest.
 constexpr uint64_t kWindow = 4;
@@ -32,7 +28,7 @@ constexpr int64_t kHeadBytes = 64;
 // The tensors that travel along alternate between so many places in the slots of chunks, whose
 // bytes together do not fit into a second-level cache: from there another core would get them much
 // more slowly than from the cache behind.
-constexpr int64_t kPlacesPerSlot = kChunkBytes / kMostAlong;
+constexpr int64_t kPlacesPerSlot = HostTransport::kChunkBytes / kMostAlong;
 constexpr uint64_t kPlaces = kPlacesPerSlot * kWindow;
 
 // Padding, so that the slots of all ranks do not map to the same cache sets.
@@ -49,7 +45,7 @@ int64_t bytes_of(const Request& request) {
 
 std::vector<SharedMemory::Area> areas(int64_t small_bytes) {
   std::vector<SharedMemory::Area> areas(2, {kMostAlong + kGapBytes, small_bytes + kGapBytes});
-  areas.resize(2 + kWindow, {kChunkBytes + kGapBytes, kFrontBytes});
+  areas.resize(2 + kWindow, {HostTransport::kChunkBytes + kGapBytes, kFrontBytes});
   return areas;
 }
 
@@ -66,19 +62,6 @@ char* HostTransport::small_slot(int rank, uint64_t step) const {
 
 char* HostTransport::slot(int rank, uint64_t chunk) const {
   return memory_.area(rank, 2 + chunk % kWindow);
-}
-
-// Commits whole slots before the first request that is larger than what is committed. `bytes` is
-// equal on all ranks. If a rank cannot commit its slots, all go on with what they have.
-void HostTransport::make_room(int64_t bytes) {
-  if (bytes <= chunk_bytes_ || asked_for_room_) return;
-  asked_for_room_ = true;
-  const std::vector<int64_t> failed = share_numbers<int64_t>({memory_.commit() ? 0 : 1});
-  if (std::count(failed.begin(), failed.end(), 0) == size()) {
-    chunk_bytes_ = kChunkBytes;
-  } else if (rank() == 0) {
-    log(LogLevel::warning, no_room_text(chunk_bytes_));
-  }
 }
 
 // The slots belong to chunks, which counters guard, or to barriers. Who goes from the one to the
@@ -175,20 +158,6 @@ std::vector<Proposal> HostTransport::agree_at_once(const Proposal& mine, const R
   const HostCounters& counters = memory_.counters();
   if (!counters.wait_briefly(memory_.all_here()) || counters.aborted()) return {};
   return read_proposals();
-}
-
-// The other ranks may be waiting in shared memory or in MPI.
-void HostTransport::abort(const std::string& why) {
-  try {
-    mpi_->abort(why);
-  } catch (const Aborted&) {  // which abort() always throws
-  }
-  memory_.counters().abort(why);
-}
-
-void HostTransport::check_aborted() {
-  memory_.counters().check_aborted();
-  mpi_->check_aborted();
 }
 
 Status HostTransport::run(Request& request, const Waiting& waiting) {

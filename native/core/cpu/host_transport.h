@@ -35,6 +35,9 @@ namespace hvd {
 
 class HostTransport : public KindTransport {
  public:
+  // Small enough for the slots of all chunks under way to stay in the caches.
+  static constexpr int64_t kChunkBytes = 512 << 10;
+
   // All ranks of `mpi` are on this host. Throws std::runtime_error on all of them if they cannot
   // share memory; then `mpi` is left to the caller.
   explicit HostTransport(std::unique_ptr<MpiTransport>* mpi);
