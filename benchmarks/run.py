@@ -125,6 +125,34 @@ def plot(rows: list[report.Row], path: Path) -> None:
     pyplot.close(figure)
 
 
+def plot_sizes(rows: list[report.Row], path: Path) -> None:
+    """Plots the engine's and its peers' times for one tensor against its size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    units = {"B": 1, "KB": 1 << 10, "MB": 1e6}
+    lines: dict[str, dict[float, float]] = {}
+    for row in rows:
+        number, _, unit = row["what"].partition(" ")
+        if unit in units:
+            size = float(number) * units[unit]
+            side = row["against"].partition(",")[0]
+            lines.setdefault("hvd_keras", {})[size] = row["seconds"] * 1e6
+            lines.setdefault(side, {})[size] = row["against_seconds"] * 1e6
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for side, times in lines.items():
+        style = {"hvd_keras": "o-", "memcpy": "--", "one pass in place": ":"}.get(side, ".-")
+        width = 2.5 if side == "hvd_keras" else 1
+        axes.plot(list(times), list(times.values()), style, linewidth=width, label=side)
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="microseconds")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
 def write(results: dict[str, Any], folder: Path) -> None:
     """Writes results.json, results.md and, with matplotlib, a plot for each benchmark."""
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
@@ -137,6 +165,9 @@ def write(results: dict[str, Any], folder: Path) -> None:
         return
     for name, rows in by_name.items():
         plot(rows, folder / f"{name}.png")
+    if "core" in by_name:
+        two = [row for row in by_name["core"] if row["ranks"] == 2]
+        plot_sizes(two, folder / "sizes.png")
 
 
 def main() -> None:
