@@ -40,6 +40,7 @@ FULL = {
     "waiting": [2],
     "hosts": [None],
 }
+PEERS = ("--peers", "mpich", "impi", "oneccl")  # of core, besides Open MPI
 SMOKE = FULL | {"core": [2], "gradients": [2], "growth": [4]}
 
 
@@ -54,7 +55,8 @@ def measured(name: str, ranks: int | None, smoke: bool, *more: str) -> list[repo
         job = [sys.executable, "-m", "hvd_keras.launch", "-np", str(ranks), "--oversubscribe"]
         command = [*job, "--no-prefix", *command]
     threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-    environment = os.environ | dict.fromkeys(threads, "1") | {"CUDA_VISIBLE_DEVICES": "-1"}
+    quiet = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "CCL_LOG_LEVEL": "error"}
+    environment = os.environ | dict.fromkeys(threads, "1") | quiet
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -182,9 +184,12 @@ def main() -> None:
     jobs: list[Any] = [(name, ranks) for name in options.only for ranks in plan[name]]
     options.output.mkdir(parents=True, exist_ok=True)
     jobs = [(*job, "--output", str(options.output)) if job[0] == "hosts" else job for job in jobs]
-    peers = [] if options.smoke else ["--peers", "mpich", "impi", "oneccl"]
+    # The other peers spin while they wait: with more ranks than cores they take many minutes.
+    cores = 0 if options.smoke else len(os.sched_getaffinity(0))
     jobs = [
-        (name, None, "--ranks", str(ranks), *peers) if name == "core" else (name, ranks, *more)
+        (name, None, "--ranks", str(ranks), *(PEERS if ranks <= cores else ()))
+        if name == "core"
+        else (name, ranks, *more)
         for name, ranks, *more in jobs
     ]
     if options.jax_python:

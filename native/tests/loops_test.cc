@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/math/send.h"
 #include "tests/support/check.h"
 #include "tests/support/small_floats.h"
 #include "tests/support/tested.h"
@@ -194,6 +195,21 @@ void two_sources_in_place() {
   two_sources<double>(DType::float64);
 }
 
+// Also in the calls that try both ways on their first pages.
+void what_is_sent_arrives() {
+  std::mt19937_64 random(9);
+  std::vector<char> from(20'000);
+  for (char& byte : from) byte = static_cast<char>(random());
+  for (int i = 0; i < 1000; ++i) {
+    const size_t bytes = i % 4 == 0 ? random() % 10'000 : 8'192 + random() % 8'000;
+    const size_t at = random() % 64, start = random() % 64;
+    std::vector<char> to(bytes + 128, 7), wanted = to;
+    send(from.data() + start, static_cast<int64_t>(bytes), to.data() + at);
+    std::memcpy(wanted.data() + at, from.data() + start, bytes);
+    CHECK(to == wanted);
+  }
+}
+
 }  // namespace
 }  // namespace hvd
 
@@ -203,5 +219,6 @@ int main() {
       {"conversions round once", conversions_round_once},
       {"all kinds give the same bits", all_kinds_give_the_same_bits},
       {"two sources in place", two_sources_in_place},
+      {"what is sent arrives", what_is_sent_arrives},
   });
 }
