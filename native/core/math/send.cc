@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 
-// Of the calls that are long enough, one in so many is timed: below 1 % of their time.
-constexpr uint32_t kCallsPerTrial = 128;
+// After so many bytes both ways are tried, which takes 1 % of the time of the bytes.
+constexpr int64_t kBytesPerTrial = 2 << 20;
 
 // How many times as long normal stores must take to be given up, or at most take to be resumed.
 // While they are in use, a page by normal stores takes 1 to 4 times as long where the cores share a
@@ -24,7 +24,7 @@ constexpr int64_t kGivenUp = 7, kResumed = 3;
 constexpr int kAgreeing = 2;
 
 // Of this process: its engines send to the same cores. Races between their threads do no harm.
-std::atomic<uint32_t> calls{0};
+std::atomic<int64_t> until_trial{0};  // bytes
 std::atomic<bool> nontemporal{true};
 std::atomic<int> votes{0};  // of the last trials, for a change
 
@@ -55,16 +55,15 @@ void try_both(const char* from, char* to) {
 void send(const void* from, int64_t bytes, void* to) {
   const char* source = static_cast<const char*>(from);
   char* target = static_cast<char*>(to);
-  if (bytes >= 2 * kPage) {
-    const uint32_t call = calls.load(std::memory_order_relaxed);
-    calls.store(call + 1, std::memory_order_relaxed);  // fetch_add would wait for all stores
-    if (call % kCallsPerTrial == 0) {
-      try_both(source, target);
-      source += 2 * kPage;
-      target += 2 * kPage;
-      bytes -= 2 * kPage;
-    }
+  int64_t left = until_trial.load(std::memory_order_relaxed) - bytes;
+  if (left <= 0 && bytes >= 2 * kPage) {
+    try_both(source, target);
+    source += 2 * kPage;
+    target += 2 * kPage;
+    bytes -= 2 * kPage;
+    left = kBytesPerTrial;
   }
+  until_trial.store(left, std::memory_order_relaxed);
   if (nontemporal.load(std::memory_order_relaxed)) {
     loops().copy_nontemporal(source, bytes, target);
   } else {
