@@ -11,8 +11,9 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 
-// After so many bytes both ways are tried, which takes 1 % of the time of the bytes.
-constexpr int64_t kBytesPerTrial = 2 << 20;
+// After so many bytes, on average, both ways are tried, which takes 1 % of the time of the bytes.
+// The number varies, or all trials might meet the same part of each slot.
+constexpr uint32_t kBytesPerTrial = 2 << 20;
 
 // How many times as long normal stores must take to be given up, or at most take to be resumed.
 // While they are in use, a page by normal stores takes 1 to 4 times as long where the cores share a
@@ -25,6 +26,7 @@ constexpr int kAgreeing = 2;
 
 // Of this process: its engines send to the same cores. Races between their threads do no harm.
 std::atomic<int64_t> until_trial{0};  // bytes
+std::atomic<uint32_t> drawn{0};       // a linear congruential generator
 std::atomic<bool> nontemporal{true};
 std::atomic<int> votes{0};  // of the last trials, for a change
 
@@ -61,7 +63,9 @@ void send(const void* from, int64_t bytes, void* to) {
     source += 2 * kPage;
     target += 2 * kPage;
     bytes -= 2 * kPage;
-    left = kBytesPerTrial;
+    const uint32_t draw = drawn.load(std::memory_order_relaxed) * 1664525 + 1013904223;
+    drawn.store(draw, std::memory_order_relaxed);
+    left = kBytesPerTrial / 2 + draw / (UINT32_MAX / kBytesPerTrial);
   }
   until_trial.store(left, std::memory_order_relaxed);
   if (nontemporal.load(std::memory_order_relaxed)) {
