@@ -98,11 +98,7 @@ def picture(timeline: Path, compute: float, path: Path) -> None:
     """Draws the last step of a job: when each bucket was exchanged, on rank 0."""
     if importlib.util.find_spec("matplotlib") is None:
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = report.pyplot()
     events = [e for e in json.loads(timeline.read_text()) if e["ph"] == "X" and e["pid"] == 0]
     events = [e for e in events if not e["name"].startswith("wait")]
     names = [e["args"]["name"] for e in events]

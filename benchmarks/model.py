@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import report
 from layers import Network, network
 
 from hvd_keras.settings import Settings
@@ -267,11 +268,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Plots efficiency over GPUs, one panel per network; dots are published points."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = report.pyplot()
     figure, panels = pyplot.subplots(1, len(RATES), figsize=(13, 3.6), sharey=True, layout="tight")
     for panel, name in zip(panels, RATES, strict=True):
         for way, label in WAYS.items():

@@ -66,3 +66,13 @@ def show(rows: Sequence[Row], as_json: bool) -> None:
         print(json.dumps({"benchmark": Path(sys.argv[0]).stem, "rows": rows}), flush=True)
     else:
         print(table(rows), flush=True)
+
+
+def pyplot() -> Any:
+    """Returns matplotlib's pyplot, for files only."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

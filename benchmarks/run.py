@@ -104,11 +104,7 @@ def sections(rows: list[report.Row]) -> dict[str, list[report.Row]]:
 
 def plot(rows: list[report.Row], path: Path) -> None:
     """Plots ratios as bars with quartiles, and a line at 1."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = report.pyplot()
     labels = [f"{row['what']}\n{row['ranks']} ranks, to {row['against']}" for row in rows]
     ratios = [row["ratio"] for row in rows]
     spread = [
@@ -129,11 +125,7 @@ def plot(rows: list[report.Row], path: Path) -> None:
 
 def plot_sizes(rows: list[report.Row], path: Path) -> None:
     """Plots the engine's and its peers' times for one tensor against its size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = report.pyplot()
     units = {"B": 1, "KB": 1 << 10, "MB": 1e6}
     lines: dict[str, dict[float, float]] = {}
     for row in rows:

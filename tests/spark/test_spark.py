@@ -174,11 +174,12 @@ def test_a_cancelled_job_ends(spark, tmp_path) -> None:
 def test_what_is_refused(spark, tmp_path, monkeypatch) -> None:
     lock = threading.Lock()
     for arguments, words in (
-        (((lambda: lock),), "the function or its arguments cannot be pickled: cannot pickle"),
-        ((int, (), {}, 0), "num_proc=0, min_num_proc=None, max_restarts=0; expected at least 1"),
-        ((int, (), {}, 3, 0), "3 ranks need as many slots, but Spark's executors have "),
+        (((lambda: lock),), r"the function or its arguments cannot be pickled: cannot pickle"),
+        ((int, (), {}, 0), r"num_proc=0, min_num_proc=None, max_restarts=0; expected at least 1"),
+        # One of the two, if another executor has not yet come again.
+        ((int, (), {}, 3, 0), r"3 ranks need as many slots, .* executors have [12] after 0 s"),
     ):
-        with pytest.raises(ValueError, match=re.escape(words)):
+        with pytest.raises(ValueError, match=words):
             hvd.spark.run(*arguments)
     with monkeypatch.context() as here:
         here.setattr(agents, "versions", lambda: {"keras": "2.0"})

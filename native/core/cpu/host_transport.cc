@@ -19,7 +19,7 @@ constexpr int64_t kBlockBytes = 32 << 10;
 
 // An allreduce of at most so many bytes may be run by the thread that submits it: it takes little
 // longer than to wake the engine's thread and to be woken by it.
-constexpr int64_t kMostAtOnce = 1 << 20;
+constexpr uint64_t kMostAtOnce = 1 << 20;
 
 // What travels with proposals, at most, for two ranks: with more, each rank has more to read.
 constexpr int64_t kMostAlong = 64 << 10;
@@ -36,12 +36,6 @@ constexpr int64_t kGapBytes = 4096;
 
 // Of each slot, what is committed from the start.
 constexpr int64_t kFrontBytes = 8 << 10;
-
-int64_t bytes_of(const Request& request) {
-  int64_t bytes = 0;
-  for (const Input& input : request.inputs) bytes += static_cast<int64_t>(input.bytes());
-  return bytes;
-}
 
 std::vector<SharedMemory::Area> areas(int64_t small_bytes) {
   std::vector<SharedMemory::Area> areas(2, {kMostAlong + kGapBytes, small_bytes + kGapBytes});
@@ -79,7 +73,7 @@ std::optional<DTypeGroup> HostTransport::to_send_along(const Request& request) c
     return {};
   const bool room = chunk_bytes_ == kChunkBytes;
   const int64_t most = room ? std::max(kMostAlong * 2 / size(), kSmallBytes) : kSmallBytes;
-  const int64_t bytes = bytes_of(request);
+  const auto bytes = static_cast<int64_t>(input_bytes(request));
   if (bytes == 0 || bytes > most) return {};
   std::vector<DTypeGroup> groups = by_dtype(request);
   if (groups.size() != 1) return {};
@@ -97,7 +91,7 @@ void HostTransport::propose(const Proposal& mine, std::optional<DTypeGroup> alon
   proposal_step_ = memory_.step();
   along_ = std::move(along);
   // Slower ranks may still read the slots of the last request.
-  const bool in_slots = chunk_bytes_ == kChunkBytes && slot_use_ != SlotUse::barriers &&
+  const bool in_slots = along_ && chunk_bytes_ == kChunkBytes && slot_use_ != SlotUse::barriers &&
                         memory_.counters().least(HostCounters::unpacked) == chunks_;
   const Head head = {mine, in_slots};
   std::memcpy(small_slot(rank(), proposal_step_), &head, sizeof head);
@@ -152,7 +146,7 @@ std::vector<Proposal> HostTransport::agree_to_run(const Proposal& mine, const Re
 
 std::vector<Proposal> HostTransport::agree_at_once(const Proposal& mine, const Request& next) {
   if (!memory_.counters().core_each()) return {};
-  if (next.kind != Kind::allreduce || next.device != kOnHost || bytes_of(next) > kMostAtOnce)
+  if (next.kind != Kind::allreduce || next.device != kOnHost || input_bytes(next) > kMostAtOnce)
     return {};
   propose(mine, to_send_along(next));
   const HostCounters& counters = memory_.counters();

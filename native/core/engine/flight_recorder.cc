@@ -67,8 +67,7 @@ uint64_t FlightRecorder::submitted(const Request& request, uint64_t fingerprint)
   record.started_ns = 0;
   record.ended_ns = 0;
   record.fingerprint = fingerprint;
-  record.bytes = 0;
-  for (const Input& input : request.inputs) record.bytes += input.bytes();
+  record.bytes = input_bytes(request);
   record.process_set = request.process_set;
   record.state = static_cast<uint32_t>(State::submitted);
   store(record.identity, identity(request));

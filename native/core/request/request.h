@@ -78,4 +78,11 @@ struct Request {
   std::function<void(const Status&)> done;
 };
 
+// Of this rank, before they are rounded for the wire.
+inline uint64_t input_bytes(const Request& request) {
+  uint64_t bytes = 0;
+  for (const Input& input : request.inputs) bytes += input.bytes();
+  return bytes;
+}
+
 }  // namespace hvd
