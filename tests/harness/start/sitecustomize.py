@@ -20,8 +20,9 @@ class _WhileImporting:
     """Finds ``hvd.init``, which ends this, and hides modules from Keras."""
 
     def find_spec(self, name, path=None, target=None):
-        if name in _UNNEEDED and "keras" in sys.modules:
-            raise ModuleNotFoundError(f"{name} is hidden from Keras", name=name)
+        if name == "keras":
+            for unneeded in _UNNEEDED:
+                sys.modules.setdefault(unneeded, None)
         if name != "hvd_keras.lifecycle":
             return None
         sys.meta_path.remove(self)
@@ -32,6 +33,9 @@ class _WhileImporting:
             sys.meta_path.insert(0, self)
             execute(module)  # which imports TensorFlow, unless the script has
             sys.meta_path.remove(self)
+            for unneeded in _UNNEEDED:
+                if sys.modules.get(unneeded, self) is None:
+                    del sys.modules[unneeded]
             gc.freeze()
             gc.set_threshold(*_usual)
 
