@@ -28,7 +28,8 @@ collect_ignore = [] if "HVD_TEST_PARALLEL" in os.environ else ["parallel"]
 
 # Files that take minutes run first, so that none of them runs alone at the end. Without an option
 # in the Makefile, xdist would start with the files that have the most tests.
-LONG = ["test_parallel.py", "test_soak.py", "test_restarts.py"]
+LONG = ["test_parallel.py", "test_soak.py", "test_core.py", "test_faults.py", "test_restarts.py"]
+LONG += ["test_forgotten.py", "test_examples.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,5 @@
 """The examples and first scripts of documents and docstrings, run by the launcher on two ranks."""
 
-import os
 import re
 import subprocess
 import sys
@@ -20,7 +19,6 @@ def run(script, *options):
     command = [sys.executable, "-m", "hvd_keras.launch", "-np", "2", "--oversubscribe", *program]
     result = subprocess.run(
         [str(part) for part in command],
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         capture_output=True,
         text=True,
         timeout=240,
