@@ -45,7 +45,9 @@ struct Exchange {
                                     tag);
   }
 
-  void check(int hosts) const {
+  void check(int hosts, Allreduce algorithm) const {
+    test::context = std::to_string(hosts) + " hosts, algorithm " + test::shown(algorithm) + ", " +
+                    std::to_string(n) + " elements of " + name_of(dtype);
     std::vector<char> wanted(data.size(), '\x55');
     for (int64_t i = 0; i < n; ++i)
       test::store(dtype, expected(reduction, hosts, i), wanted.data(), i);
@@ -67,8 +69,6 @@ void all_dtypes_and_lengths() {
     for (const Allreduce algorithm : kAlgorithms) {
       std::vector<Exchange> at_once;
       const auto add = [&](DType dtype, Reduction reduction, int64_t n) {
-        test::context = std::to_string(hosts) + " hosts, " + name_of(dtype) + ", " +
-                        std::to_string(n) + " elements, algorithm " + test::shown(algorithm);
         at_once.emplace_back(algorithm, some, dtype, reduction, n,
                              static_cast<int>(2 * at_once.size()));
       };
@@ -89,7 +89,7 @@ void all_dtypes_and_lengths() {
         }
         std::this_thread::yield();
       }
-      for (const Exchange& one : at_once) one.check(hosts);
+      for (const Exchange& one : at_once) one.check(hosts, algorithm);
     }
     MPI_Comm_free(&some);
   }
