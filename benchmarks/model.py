@@ -37,9 +37,9 @@ HERE = Path(__file__).parent
 # Measured on 2 virtual cores by hosts.py --constants. Seconds of a core for sending one message and
 # receiving one, and for each of its bytes: Open MPI 5.0 over TCP between two namespaces, whose
 # kernel does the work of both ends and of the switch. A network card with offloading needs less.
-MESSAGE, BYTE = 7.2e-6, 3.4e-9
+MESSAGE, BYTE = 8.8e-6, 0.8e-9
 # Seconds for each byte that a rank packs, sums and unpacks, in memory.
-SUM = 0.5e-9
+SUM = 0.4e-9
 # Seconds that an allreduce of 4 bytes adds to a tf.function, 2 ranks on a host; see latency.py.
 CALL = 34e-6
 
