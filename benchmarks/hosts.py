@@ -143,7 +143,7 @@ def many(
     """Measures the algorithms between many hosts in turn, without TensorFlow."""
     ranks, rows = len(hosts) * per_host, []
     cluster = model.Cluster(len(hosts), MEGABITS * 1e6 / 8 * model.TCP_SHARE, 0, per_host)
-    agreed: dict[str, float] = {}  # the seconds of the smallest sum
+    agreed: dict[str, float] = {}  # the seconds of a single element
     with engines(hosts, ways, per_host) as running:
         for size in sizes:
             cases = {way: (way, "sum") for way in ways} | {"MPI_Allreduce": (ways[0], "mpi")}
@@ -158,8 +158,9 @@ def many(
                 what = f"{size} bytes over {len(hosts)} hosts of {per_host} ranks, {case}"
                 if case != ways[0]:
                     rows.append(report.compare(what, ranks, ways[0], taken, times[ways[0]]))
-                agreed.setdefault(case, statistics.median(taken))
-                if case in model.BETWEEN and size > 4:
+                if size <= model.ELEMENT_BYTES:
+                    agreed[case] = statistics.median(taken)
+                elif case in agreed and case in model.BETWEEN:
                     exchange = cluster.between(size, case)
                     predicted = exchange.on_shared_cores(ranks, len(os.sched_getaffinity(0)))
                     predicted = [agreed[case] + predicted] * len(taken)
