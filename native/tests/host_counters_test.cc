@@ -19,7 +19,7 @@ constexpr uint64_t kWindow = 4;
 std::string no_deadline(double, const std::vector<int>&) { return ""; }
 
 // Runs a body on each rank, with counters in memory that all share.
-void on_all_ranks(bool core_each, const std::function<void(HostCounters&, int)>& body) {
+void on_all_ranks(int ranks_per_core, const std::function<void(HostCounters&, int)>& body) {
   const auto bytes = static_cast<size_t>(HostCounters::bytes(kRanks));
   void* const memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::fill_n(static_cast<char*>(memory), bytes, '\0');
@@ -28,7 +28,7 @@ void on_all_ranks(bool core_each, const std::function<void(HostCounters&, int)>&
     threads.emplace_back([&, rank] {
       std::vector<int> ranks(kRanks);
       std::iota(ranks.begin(), ranks.end(), 10);  // in the job
-      HostCounters counters(memory, rank, ranks, core_each);
+      HostCounters counters(memory, rank, ranks, ranks_per_core);
       body(counters, rank);
     });
   }
@@ -41,9 +41,9 @@ void pass_time(std::mt19937& random) {
 }
 
 // What is not atomic is written by one rank and read by the others, as the counters allow.
-void what_was_written_before_is_seen(bool core_each) {
+void what_was_written_before_is_seen(int ranks_per_core) {
   uint64_t slots[kRanks][kWindow] = {};
-  on_all_ranks(core_each, [&](HostCounters& counters, int rank) {
+  on_all_ranks(ranks_per_core, [&](HostCounters& counters, int rank) {
     std::mt19937 random(rank);
     HostCounters::Targets targets = HostCounters::kNone;
     const auto wait_for = [&](HostCounters::Kind kind, uint64_t value) {
@@ -64,12 +64,13 @@ void what_was_written_before_is_seen(bool core_each) {
   });
 }
 
-void spinning_ranks_see_what_was_written() { what_was_written_before_is_seen(true); }
-void sleeping_ranks_see_what_was_written() { what_was_written_before_is_seen(false); }
+// Who waits for long sleeps in both.
+void spinning_ranks_see_what_was_written() { what_was_written_before_is_seen(1); }
+void yielding_ranks_see_what_was_written() { what_was_written_before_is_seen(2); }
 
 // A rank that waits for either of two counters goes on with the first that comes.
 void any_target_ends_a_wait() {
-  on_all_ranks(false, [&](HostCounters& counters, int rank) {
+  on_all_ranks(2, [&](HostCounters& counters, int rank) {
     HostCounters::Targets targets = HostCounters::kNone;
     targets[HostCounters::packed] = targets[HostCounters::reduced] = 1;
     if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -82,7 +83,7 @@ void any_target_ends_a_wait() {
 
 // Only the last to come wakes the others: they look no more often than their looks are apart.
 void nobody_is_woken_in_vain() {
-  on_all_ranks(false, [&](HostCounters& counters, int rank) {
+  on_all_ranks(2, [&](HostCounters& counters, int rank) {
     for (uint64_t round = 1; round <= 20; ++round) {
       HostCounters::Targets targets = HostCounters::kNone;
       targets[HostCounters::arrived] = round;
@@ -99,7 +100,7 @@ void nobody_is_woken_in_vain() {
 }
 
 void the_deadline_names_who_is_missing_and_reaches_all() {
-  on_all_ranks(false, [&](HostCounters& counters, int rank) {
+  on_all_ranks(2, [&](HostCounters& counters, int rank) {
     HostCounters::Targets targets = HostCounters::kNone;
     targets[HostCounters::packed] = 1;
     std::string why;
@@ -123,7 +124,7 @@ int main() {
   using namespace hvd;
   return test::run({
       {"spinning ranks see what was written", spinning_ranks_see_what_was_written},
-      {"sleeping ranks see what was written", sleeping_ranks_see_what_was_written},
+      {"yielding ranks see what was written", yielding_ranks_see_what_was_written},
       {"any target ends a wait", any_target_ends_a_wait},
       {"nobody is woken in vain", nobody_is_woken_in_vain},
       {"the deadline names who is missing and reaches all",

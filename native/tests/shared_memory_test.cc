@@ -125,20 +125,20 @@ class BoundTo {
 };
 
 // mpirun and srun bind each rank to its own core, which is one for each, and not one for all.
-void ranks_spin_if_they_have_a_core_each() {
+void ranks_know_how_many_share_a_core() {
   std::vector<int> cores;
   const cpu_set_t mask = affinity();
   for (int core = 0; core < CPU_SETSIZE; ++core) {
     if (CPU_ISSET(core, &mask)) cores.push_back(core);
   }
-  const bool enough = static_cast<double>(size) <= std::min<double>(cores.size(), cpu_quota());
+  const int here = std::max(1, static_cast<int>(std::min<double>(cores.size(), cpu_quota())));
   {
     const BoundTo bound({cores[rank % cores.size()]});
-    CHECK_EQ(new_memory().counters().core_each(), enough);
+    CHECK_EQ(new_memory().counters().ranks_per_core(), (size + here - 1) / here);
   }
   {
     const BoundTo bound({cores[0]});
-    CHECK_EQ(new_memory().counters().core_each(), size == 1);
+    CHECK_EQ(new_memory().counters().ranks_per_core(), size);
   }
 }
 
@@ -188,7 +188,7 @@ int main(int argc, char** argv) {
           {"a block is nobody else's", a_block_is_nobody_elses},
           {"nobody is woken before all have come", nobody_is_woken_before_all_have_come},
           {"a barrier holds all", a_barrier_holds_all},
-          {"ranks spin if they have a core each", ranks_spin_if_they_have_a_core_each},
+          {"ranks know how many share a core", ranks_know_how_many_share_a_core},
           {"a quota is the least of all groups above", a_quota_is_the_least_of_all_groups_above},
           {"little is committed until it is asked for", little_is_committed_until_it_is_asked_for},
       });

@@ -21,8 +21,7 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kReasonBytes = 4000;
 constexpr int64_t kPage = 4096;
 
-// Long enough for ranks on other cores that arrive slightly later; a wake-up by the kernel costs as
-// much.
+// Long enough for a rank that arrives slightly later; a wake-up by the kernel costs as much.
 constexpr double kSpinSeconds = 50e-6;
 
 // How often a sleeping rank checks whether to abort.
@@ -67,10 +66,10 @@ int64_t HostCounters::bytes(int ranks) {
   return 2 * kPage + static_cast<int64_t>(sizeof(PerRank)) * ranks;
 }
 
-HostCounters::HostCounters(void* memory, int rank, std::vector<int> ranks, bool core_each)
+HostCounters::HostCounters(void* memory, int rank, std::vector<int> ranks, int ranks_per_core)
     : ranks_(std::move(ranks)),
       rank_(rank),
-      core_each_(core_each),
+      ranks_per_core_(ranks_per_core),
       header_(static_cast<Header*>(memory)),
       per_rank_(reinterpret_cast<PerRank*>(static_cast<char*>(memory) + 2 * kPage)) {}
 
@@ -113,14 +112,14 @@ void HostCounters::wake(Kind kind) {
 
 bool HostCounters::wait_briefly(const Targets& targets) const {
   if (reached(targets)) return true;
-  if (!core_each_) return false;
   const auto start = Clock::now();
   do {
-    for (int i = 0; i < 50; ++i) {
+    if (ranks_per_core_ > 1) sched_yield();
+    for (int i = 0; i < (ranks_per_core_ > 1 ? 1 : 50); ++i) {
       if (reached(targets)) return true;
       pause();
     }
-  } while (seconds_since(start) < kSpinSeconds);
+  } while (seconds_since(start) < kSpinSeconds * ranks_per_core_);
   return false;
 }
 

@@ -1,9 +1,9 @@
 // Counters of the ranks of one host, in memory that they share, and waits for them.
 //
 // Every rank has a counter of each kind, which it alone increases. A rank waits until the counters
-// of all ranks have reached a value: it spins for some microseconds, and then sleeps in the kernel
-// (futex). It leaves a note of what it waits for, so that the rank that increases the last counter
-// wakes it, and no other rank does.
+// of all ranks have reached a value: for some microseconds it spins, or yields to the other ranks
+// that share its core, and then it sleeps in the kernel (futex). It leaves a note of what it waits
+// for, so that the rank that increases the last counter wakes it, and no other rank does.
 #pragma once
 
 #include <array>
@@ -29,10 +29,9 @@ class HostCounters {
   static int64_t bytes(int ranks);
 
   // In the same memory, full of zeros, for all ranks; `ranks` are their numbers in the job.
-  // `core_each`: whether each rank has a core, so that a rank that waits may spin.
-  HostCounters(void* memory, int rank, std::vector<int> ranks, bool core_each);
+  HostCounters(void* memory, int rank, std::vector<int> ranks, int ranks_per_core);
 
-  bool core_each() const { return core_each_; }
+  int ranks_per_core() const { return ranks_per_core_; }
   uint64_t own(Kind kind) const;
 
   // The least value of a counter among the first `ranks` ranks, or all.
@@ -67,7 +66,7 @@ class HostCounters {
 
   const std::vector<int> ranks_;
   const int rank_;
-  const bool core_each_;
+  const int ranks_per_core_;
   Header* const header_;
   PerRank* const per_rank_;
 };

@@ -145,7 +145,6 @@ std::vector<Proposal> HostTransport::agree_to_run(const Proposal& mine, const Re
 }
 
 std::vector<Proposal> HostTransport::agree_at_once(const Proposal& mine, const Request& next) {
-  if (!memory_.counters().core_each()) return {};
   if (next.kind != Kind::allreduce || next.device != kOnHost || input_bytes(next) > kMostAtOnce)
     return {};
   propose(mine, to_send_along(next));

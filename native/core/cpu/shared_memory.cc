@@ -21,12 +21,12 @@ namespace {
 constexpr int64_t kPage = 4096;
 
 // The number of cores that the ranks may use together: each may be bound to other cores.
-int cores(MPI_Comm communicator) {
+int cores_of(MPI_Comm communicator) {
   cpu_set_t mask = affinity();
   double quota = cpu_quota();
   MPI_Allreduce(MPI_IN_PLACE, &mask, sizeof mask, MPI_BYTE, MPI_BOR, communicator);
   MPI_Allreduce(MPI_IN_PLACE, &quota, 1, MPI_DOUBLE, MPI_MIN, communicator);
-  return static_cast<int>(std::min<double>(CPU_COUNT(&mask), quota));
+  return std::max(1, static_cast<int>(std::min<double>(CPU_COUNT(&mask), quota)));
 }
 
 // A random name. Not one made of the process id: jobs in containers that share /dev/shm may have
@@ -61,7 +61,7 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
   for (const Area& area : areas_) part_bytes_ += area.bytes;
   front_bytes_ = whole_pages(HostCounters::bytes(size_));
   block_bytes_ = front_bytes_ + part_bytes_ * size_;
-  const bool core_each = size_ <= cores(communicator);
+  const int cores = cores_of(communicator);
 
   // The first rank creates the block, the others open it by its name, and then it is unlinked.
   char name[64] = "";
@@ -97,7 +97,7 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
     if (file_ >= 0) close(file_);
     throw std::runtime_error(why.empty() ? "another rank could not" : why);
   }
-  counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, core_each);
+  counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, (size_ + cores - 1) / cores);
   MPI_Barrier(communicator);  // the name is gone
 }
 
