@@ -107,12 +107,16 @@ def own_library() -> Path:
     return library
 
 
-def command_of_hvd(name: str, headers: Path, library: Path, ranks: int) -> list[str]:
+def program_of_hvd(name: str, headers: Path, library: Path) -> Path:
+    """Compiles native/core.cc for the engine."""
     compiler = [str(Path(sys.executable).with_name("mpicxx"))]
     more = [f"-I{headers}", str(library), f"-Wl,-rpath,{library.parent}", "-lpthread"]
-    program = compiled(name, compiler, "-DHVD", *more)
+    return compiled(name, compiler, "-DHVD", *more)
+
+
+def command_of_hvd(name: str, headers: Path, library: Path, ranks: int) -> list[str]:
     job = [sys.executable, "-m", "hvd_keras.launch", "--oversubscribe", "--separate"]
-    return [*job, "-np", str(ranks), str(program)]
+    return [*job, "-np", str(ranks), str(program_of_hvd(name, headers, library))]
 
 
 def command_of_peer(peer: str, ranks: int) -> tuple[list[str], dict[str, str]]:
@@ -136,18 +140,19 @@ def command_of_peer(peer: str, ranks: int) -> tuple[list[str], dict[str, str]]:
 
 
 @contextlib.contextmanager
-def jobs(commands: dict[str, tuple[list[str], dict[str, str]]], ranks: int) -> Iterator:
-    """Starts a job for each side; their ranks are stopped."""
+def jobs() -> Iterator[tuple[str, socket.socket, dict[str, Job]]]:
+    """Yields the address for ranks to call, its listener, and the jobs, to be filled by the caller.
+
+    All of them end afterwards.
+    """
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "turns")
         listener.bind(address)
-        listener.listen()
+        listener.listen(1000)
         listener.settimeout(1)
         started: dict[str, Job] = {}
         try:
-            for name, (command, more) in commands.items():
-                started[name] = Job([*command, address], ranks, listener, more)
-            yield started
+            yield address, listener, started
         finally:
             for job in started.values():
                 job.end()
@@ -201,7 +206,9 @@ def main() -> None:
         signal.signal(number, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}"))
     signal.alarm(LIMIT_OF_ALL)
     rows = []
-    with jobs(commands, ranks) as running:
+    with jobs() as (address, listener, running):
+        for name, (command, settings) in commands.items():
+            running[name] = Job([*command, address], ranks, listener, settings)
         for case in cases(options.smoke):
             if options.only is None or options.only in case.title:
                 rows += rows_of(case, running, repeats, ranks)

@@ -1,17 +1,18 @@
 """Simulates how long a training step takes on 8 to 4,096 GPUs.
 
-    python benchmarks/model.py            # model.json, model.md and model.png in benchmarks/results
-    python benchmarks/model.py --fit      # fits the constants again
+    python benchmarks/model.py              # model.json, .md and .png in benchmarks/results
+    python benchmarks/model.py --fit        # fits the fitted constants again
+    python benchmarks/hosts.py --constants  # measures the measured constants again
 
 A message of n bytes takes latency + n / bandwidth (Hockney, 1994,
 https://doi.org/10.1016/S0167-8191(06)80021-9). Gradients become ready during backpropagation, whose
 time is divided among the layers by their multiplications. Buckets are exchanged one at a time, in
 order, each after an agreement.
 
-MESSAGE and CALL were measured with this project, FITTED was fitted to six published points, and all
-other constants are published or settings of this project. Not modelled: the exchange within a host,
-copies between GPUs and host memory (which "direct" needs), the update of the weights, and
-improvements of NCCL since 2018 other than trees.
+MESSAGE, BYTE, SUM and CALL were measured with this project, FITTED was fitted to six published
+points, and all other constants are published or settings of this project. Not modelled: the time
+that ranks of a host wait for each other, copies between GPUs and host memory (which all but NCCL
+need), the update of the weights, and improvements of NCCL since 2018 other than trees.
 """
 
 import argparse
@@ -33,9 +34,12 @@ from hvd_keras.training import buckets
 
 HERE = Path(__file__).parent
 
-# Measured on 2 virtual cores. Seconds that a rank spends on sending one message of up to 4 KB and
-# receiving one: Open MPI 5.0 over TCP, within a host, best of 60.
-MESSAGE = 1.7e-6
+# Measured on 2 virtual cores by hosts.py --constants. Seconds of a core for sending one message and
+# receiving one, and for each of its bytes: Open MPI 5.0 over TCP between two namespaces, whose
+# kernel does the work of both ends and of the switch. A network card with offloading needs less.
+MESSAGE, BYTE = 8.8e-6, 0.8e-9
+# Seconds for each byte that a rank packs, sums and unpacks, in memory.
+SUM = 0.4e-9
 # Seconds that an allreduce of 4 bytes adds to a tf.function, 2 ranks on a host; see latency.py.
 CALL = 34e-6
 
@@ -67,7 +71,8 @@ FORWARD = 1 / 3
 # As in hvd_keras/settings.py, native/core/cpu/cluster_transport.cc and mpi_transport.h.
 BUCKET_BYTES = Settings().bucket_bytes
 MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
-FEW_RANKS = 16
+WINDOW, FEW_RANKS, MANY_HOSTS = 8, 16, 32
+ELEMENT_BYTES = 4
 
 # Fitted to all six points of PUBLISHED, see ``fit``: the share of the link's bandwidth that is
 # reached, the seconds per hop of NCCL's ring, and the relative slowdown of computing caused by a
@@ -113,12 +118,65 @@ class Cluster:
         """Seconds of the faster of ring and tree."""
         return min(self.ring(size), self.tree(size))
 
-    def direct(self, size: float) -> float:
-        """Seconds of HVD_ALLREDUCE=auto (inter_host.h): slices in pipelined chunks."""
+    def messages(self, way: str) -> tuple[int, int]:
+        """Returns the messages that a leader sends for one chunk, and how many of them, of this
+        leader or others, must follow each other (native/core/cpu/inter_host.cc)."""
+        if way == "auto":
+            way = "direct" if self.hosts < MANY_HOSTS else "grid"
+        if way == "grid":
+            root = math.isqrt(self.hosts)
+            columns = next((c for c in range(root, root // 2, -1) if self.hosts % c == 0), root)
+            groups = self.hosts // columns
+            return 2 * (math.ceil(self.hosts / groups) - 1) + 2 * (groups - 1), 4
+        if way == "halving":  # and doubling, which the project does not have
+            steps = 2 * math.ceil(math.log2(self.hosts))
+            return steps, steps
+        return 2 * (self.hosts - 1), 2 if way == "direct" else 2 * (self.hosts - 1)
+
+    def between(self, size: float, way: str) -> "Exchange":
+        """Simulates "auto", "direct", "grid", "halving" or "host ring": slices in pipelined chunks
+        between the leaders, of which each rank is one."""
         chunk = min(max(MESSAGE_BYTES * self.ranks, LEAST_CHUNK_BYTES), MOST_CHUNK_BYTES)
+        chunks = math.ceil(size / chunk)
+        messages: float
+        messages, steps = self.messages(way)
         sent = 2 * (self.hosts - 1) / self.hosts * size
-        messages = 2 * (self.hosts - 1) * math.ceil(size / chunk)
-        return 2 * self.latency + max(sent / self.bandwidth, messages * MESSAGE)
+        if size <= ELEMENT_BYTES:
+            messages /= 2  # only one leader sums anything
+        return Exchange(
+            steps * self.latency * math.ceil(chunks / WINDOW),
+            chunks * messages * MESSAGE,
+            sent / self.local * BYTE + size * SUM,
+            sent / self.bandwidth,
+        )
+
+    def auto(self, size: float) -> float:
+        """Seconds of HVD_ALLREDUCE=auto."""
+        return self.between(size, "auto").seconds
+
+    def direct(self, size: float) -> float:
+        """Seconds of HVD_ALLREDUCE=direct."""
+        return self.between(size, "direct").seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What takes time between hosts, in seconds: messages that follow each other, each leader's
+    work for its messages and for their bytes, and the link."""
+
+    latency: float
+    messages: float
+    bytes: float
+    link: float
+
+    @property
+    def seconds(self) -> float:
+        """All in all: a core and the link work at the same time."""
+        return self.latency + max(self.messages + self.bytes, self.link)
+
+    def on_shared_cores(self, leaders: int, cores: int) -> float:
+        """The same, if so few cores do the work of all leaders."""
+        return self.latency + max((self.messages + self.bytes) * leaders / cores, self.link)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +224,7 @@ def predict(
     backward_seconds: float,
     bucket_bytes: float = BUCKET_BYTES,
     local: int = 1,
-    way: str = "direct",
+    way: str = "auto",
 ) -> Step:
     """Simulates a step of hvd_keras.
 
@@ -179,7 +237,7 @@ def predict(
         forward_seconds, backward_seconds: times of one rank alone.
         bucket_bytes: HVD_BUCKET_BYTES.
         local: the number of ranks per host.
-        way: "direct", "ring", "tree", or "nccl" for the faster of the last two.
+        way: "auto", "direct", "ring", "tree", or "nccl" for the faster of the last two.
     """
     cluster = Cluster(hosts, bandwidth, latency, local)
 
@@ -237,8 +295,11 @@ WAYS = {
     "horovod": "Horovod, NCCL's ring",
     "ring": "hvd_keras, NCCL's ring",
     "nccl": "hvd_keras, NCCL's ring or tree",
-    "direct": "hvd_keras, direct",
+    "auto": "hvd_keras, over MPI",
 }
+# Between many hosts, and what is exchanged: one value, or the gradients of a step.
+BETWEEN = {"direct": "direct", "grid": "grid", "halving": "halving", "host ring": "ring"}
+LARGE = (1_000, 10_000)
 
 
 def predictions() -> list[dict[str, Any]]:
@@ -263,6 +324,27 @@ def table(rows: list[dict[str, Any]]) -> str:
             for row in group
         ]
         lines.append(f"| {name} | {WAYS[way]} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def costs() -> str:
+    """Formats what a step costs with many ranks as a Markdown table, without overlap."""
+    lines = [
+        "| | ranks | | agreements | latency | messages | bytes | link | in all |",
+        "|---" * 9 + "|",
+    ]
+    share, latency, _ = FITTED
+    for name, ranks, way in itertools.product(("4 B", "ResNet50", "VGG16"), LARGE, BETWEEN):
+        cluster = Cluster(ranks // GPUS_PER_HOST, share * BANDWIDTH, latency, GPUS_PER_HOST)
+        sizes = [4] if name == "4 B" else list(network(name).sizes)[::-1]
+        requests = [sum(sizes[i] for i in bucket) for bucket in buckets.fill(sizes, BUCKET_BYTES)]
+        exchanges = [cluster.between(request, way) for request in requests]
+        parts = [len(requests) * cluster.agreement()]
+        for field in dataclasses.fields(Exchange):
+            parts.append(sum(getattr(exchange, field.name) for exchange in exchanges))
+        parts.append(parts[0] + sum(exchange.seconds for exchange in exchanges))
+        cells = (name, f"{ranks:,}", BETWEEN[way], *map(report.duration, parts))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -296,8 +378,10 @@ def main() -> None:
         rows = predictions()
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "model.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (options.output / "model.md").write_text(f"# Scaling, simulated\n\n{table(rows)}\n")
-        print(table(rows))
+        (options.output / "model.md").write_text(
+            f"# Scaling, simulated\n\n{table(rows)}\n\n{costs()}\n"
+        )
+        print(table(rows), costs(), sep="\n\n")
         if importlib.util.find_spec("matplotlib") is None:
             print("No plot, because matplotlib is missing: pip install 'hvd_keras[bench]'")
         else:

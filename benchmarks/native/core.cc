@@ -5,7 +5,14 @@
 // A case is a line: way, bytes of a piece, whether the result goes elsewhere, calls, and the
 // numbers of float32 of each tensor. The answer is the seconds of one call on this rank. Compiled
 // once for each side: with HVD for the engine of hvd_keras, called as a kernel calls it, with CCL
-// for oneCCL, otherwise for the MPI that is linked.
+// for oneCCL, otherwise for the MPI that is linked. The ways, of which only "sum" depends on it:
+//
+//   sum       of all ranks
+//   mpi       the same by one MPI_Allreduce
+//   copy      memcpy of the bytes
+//   pass      reads and writes the bytes in place
+//   ping      the first tensor from rank 0 to the last rank, and back
+//   messages  1,000 times the first tensor from each of these two to the other, all at once
 #include <mpi.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -26,6 +33,7 @@
 #include "core/kernel_api.h"
 extern "C" int hvd_init(const int* ranks, int count, const void* communicator);
 extern "C" int hvd_leave(const char* reason, double seconds);
+extern "C" void hvd_finalize();
 #endif
 #ifdef CCL
 #include <oneapi/ccl.hpp>
@@ -56,7 +64,12 @@ struct Case {
 
   float* out(size_t i) { return elsewhere ? outputs[i].data() : inputs[i].data(); }
 
-  void run();
+  void run();       // a sum in the way of this side
+  void run_bare();  // the other ways
+
+  void exchange(int messages);
+
+  void call() { way == "sum" ? run() : run_bare(); }
 
   // Small integers that differ by rank, tensor and element, so that sums are exact. Then zeros, so
   // that repeated sums in place stay finite.
@@ -65,8 +78,8 @@ struct Case {
       for (size_t k = 0; k < inputs[i].size(); ++k)
         inputs[i][k] = static_cast<float>(rank + (k % 7) * (i % 3 + 1));
     }
-    run();
-    for (size_t i = 0; i < inputs.size() && way != "copy" && way != "pass"; ++i) {
+    call();
+    for (size_t i = 0; i < inputs.size() && (way == "sum" || way == "mpi"); ++i) {
       for (size_t k = 0; k < inputs[i].size(); ++k) {
         const auto sum = static_cast<float>(size * (size - 1) / 2 + size * (k % 7) * (i % 3 + 1));
         if (out(i)[k] != sum) fail("wrong sums: " + way);
@@ -82,6 +95,39 @@ struct Case {
   int elsewhere = 0, calls = 1;
   std::vector<std::vector<float>> inputs, outputs;
 };
+
+void Case::run_bare() {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    float* const in = inputs[i].data();
+    const auto n = static_cast<int64_t>(inputs[i].size());
+    if (way == "copy") {
+      std::memcpy(out(i), in, n * sizeof(float));
+      __asm__ volatile("" : : "r"(out(i)) : "memory");
+    } else if (way == "pass") {
+      for (int64_t k = 0; k < n; ++k) in[k] += 1.0F;
+      __asm__ volatile("" : : "r"(in) : "memory");
+    } else if (way == "mpi") {
+      MPI_Allreduce(MPI_IN_PLACE, in, static_cast<int>(n), MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+    } else if (rank == 0 || rank == size - 1) {
+      exchange(way == "ping" ? 1 : 1000);
+    }
+  }
+}
+
+// Between the first rank and the last.
+void Case::exchange(int messages) {
+  const int peer = size - 1 - rank, n = static_cast<int>(inputs[0].size());
+  std::vector<float> received(n);
+  if (messages == 1 && rank != 0)
+    MPI_Recv(received.data(), n, MPI_FLOAT, peer, 0, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+  std::vector<MPI_Request> requests;
+  const auto add = [&] { return &requests.emplace_back(MPI_REQUEST_NULL); };
+  for (int i = 0; i < messages && (messages > 1 || rank == 0); ++i)
+    MPI_Irecv(received.data(), n, MPI_FLOAT, peer, 0, MPI_COMM_WORLD, add());
+  for (int i = 0; i < messages; ++i)
+    MPI_Isend(inputs[0].data(), n, MPI_FLOAT, peer, 0, MPI_COMM_WORLD, add());
+  MPI_Waitall(static_cast<int>(requests.size()), requests.data(), MPI_STATUSES_IGNORE);
+}
 
 #ifdef HVD
 
@@ -109,7 +155,10 @@ class Done {
 void start(int*, char***) {
   if (hvd_init(nullptr, 0, nullptr) != 0) fail("hvd_init");
 }
-void end() { hvd_leave("the benchmark is over", 60); }
+void end() {
+  hvd_leave("the benchmark is over", 60);
+  hvd_finalize();
+}
 
 void Case::run() {
   static Done done;
@@ -131,21 +180,12 @@ void start(int* argc, char*** argv) { MPI_Init(argc, argv); }
 
 void sum(const float* in, float* out, int64_t n);
 
-// In the ways of bounds: "copy" copies the bytes once, "pass" reads and writes them in place.
 void Case::run() {
   for (size_t i = 0; i < inputs.size(); ++i) {
     float* const in = inputs[i].data();
     const auto n = static_cast<int64_t>(inputs[i].size());
-    if (way == "copy") {
-      std::memcpy(out(i), in, n * sizeof(float));
-      __asm__ volatile("" : : "r"(out(i)) : "memory");
-    } else if (way == "pass") {
-      for (int64_t k = 0; k < n; ++k) in[k] += 1.0F;
-      __asm__ volatile("" : : "r"(in) : "memory");
-    } else {
-      const int64_t piece = piece_bytes > 0 ? piece_bytes / 4 : n;
-      for (int64_t at = 0; at < n; at += piece) sum(in + at, out(i) + at, std::min(piece, n - at));
-    }
+    const int64_t piece = piece_bytes > 0 ? piece_bytes / 4 : n;
+    for (int64_t at = 0; at < n; at += piece) sum(in + at, out(i) + at, std::min(piece, n - at));
   }
 }
 
@@ -185,10 +225,10 @@ void end() { MPI_Finalize(); }
 #endif
 
 double seconds(Case& measured) {
-  measured.run();  // all ranks are ready, and the memory is back in the caches as in a loop
+  measured.call();  // all ranks are ready, and the memory is back in the caches as in a loop
   MPI_Barrier(MPI_COMM_WORLD);
   const auto begun = Clock::now();
-  for (int i = 0; i < measured.calls; ++i) measured.run();
+  for (int i = 0; i < measured.calls; ++i) measured.call();
   return std::chrono::duration<double>(Clock::now() - begun).count() / measured.calls;
 }
 
@@ -204,7 +244,6 @@ int main(int argc, char** argv) {
   const int link = socket(AF_UNIX, SOCK_STREAM, 0);
   if (connect(link, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0)
     fail("cannot connect");
-  dprintf(link, "%d\n", getpid());
   FILE* const lines = fdopen(dup(link), "r");
   char* line = nullptr;
   size_t room = 0;

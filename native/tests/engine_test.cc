@@ -112,8 +112,9 @@ void allreduce_with_all_reductions() {
 // Values that neither float16 nor bfloat16 hold, of every size and dtype.
 void allreduce_of_rounded_tensors() {
   if (test::transport == "ring") return;  // it rounds after each host, from another one on per part
-  const bool hosts_are_one = test::transport.substr(0, 7) != "cluster" || size <= 2;
-  with_engine([hosts_are_one](Engine& engine) {
+  const bool grid = test::transport == "grid" && size > 1;
+  const bool hosts_are_one = !grid && (test::transport.substr(0, 7) != "cluster" || size <= 2);
+  with_engine([grid, hosts_are_one](Engine& engine) {
     const auto rounded = [](test::Format format, double number) {
       return value_of(format, nearest(format, number));
     };
@@ -134,17 +135,20 @@ void allreduce_of_rounded_tensors() {
         call.change_inputs(term);
         call.submit(engine);
         call.expect_output([&](size_t tensor, int64_t index) {
-          float sum = 0, of_host = 0;
+          float sum = 0, of_host = 0, of_group = 0;
           for (int r = 0; r < size; ++r) {
             const double number =
                 term(r, tensor, index);  // a float32 is one that was rounded before
             const double stored = tensor % 3 == 0 ? static_cast<float>(number) : number;
             of_host += static_cast<float>(rounded(format, stored)) * 0.5f;
-            const bool next_is_here = hosts_are_one || r % 2 == 0;
+            const bool next_is_here = hosts_are_one || (!grid && r % 2 == 0);
             if (next_is_here && r + 1 < size) continue;
-            // What is sent between hosts is rounded once more.
-            sum += hosts_are_one ? of_host : static_cast<float>(rounded(format, of_host));
+            // What is sent between hosts is rounded once more, and between groups of them again.
+            of_group += hosts_are_one ? of_host : static_cast<float>(rounded(format, of_host));
             of_host = 0;
+            if (grid && r % 2 == 0) continue;
+            sum += grid ? static_cast<float>(rounded(format, of_group)) : of_group;
+            of_group = 0;
           }
           return rounded(format, sum * 4);
         });

@@ -134,12 +134,14 @@ def lives(pid: int) -> bool:
 class Host:
     """One of the hosts.
 
-    `address` is its IPv4 address, `temporary` its $TMPDIR, `pid` its first process, seen from here.
+    `address` is its IPv4 address, `card` its Ethernet address, `temporary` its $TMPDIR, `pid` its
+    first process, as seen from here.
     """
 
     def __init__(self, number: int, name: str, shared: pathlib.Path, switch: int) -> None:
         self.name = name
         self.address = f"{NETWORK}.{number}"
+        self.card = f"02:00:00:00:00:{number:02x}"
         self.folder = shared / self.name
         self.temporary = self.folder / "tmp"
         self._number = number
@@ -163,7 +165,7 @@ class Host:
         self.pid = _first_child(self._process)
         self._await(lambda: (self.folder / "sshd.pid").exists(), "sshd to listen")
         port = ["name", self._port, "netns", str(self._switch)]
-        peer = ["eth0", "address", f"02:00:00:00:00:{self._number:02x}", "netns", str(self.pid)]
+        peer = ["eth0", "address", self.card, "netns", str(self.pid)]
         _do("ip", "link", "add", *port, "type", "veth", "peer", *peer)
         self._administer("ip", "address", "add", f"{self.address}/24", "dev", "eth0")
         self._administer("ip", "link", "set", "eth0", "up")
@@ -191,11 +193,15 @@ class Host:
 
         What comes back is `nsenter`, which passes no signals on: use `signal`.
         """
-        enter = ["nsenter", "--mount", "--uts", "--ipc", "--net", "--pid"]
-        enter += ["--target", str(self.pid), f"--wd={options.pop('cwd', None) or os.getcwd()}"]
         environment = dict(os.environ if env is None else env)
         environment |= {"TMPDIR": str(self.temporary), "PATH": _path(environment)}
-        return subprocess.Popen([*enter, *command], env=environment, **options)
+        here = self.enter(options.pop("cwd", None) or os.getcwd())
+        return subprocess.Popen([*here, *command], env=environment, **options)
+
+    def enter(self, folder: str) -> list[str]:
+        """The start of a command that runs the rest of it on this host, in a folder."""
+        enter = ["nsenter", "--mount", "--uts", "--ipc", "--net", "--pid"]
+        return [*enter, "--target", str(self.pid), f"--wd={folder}"]
 
     def run(
         self, command: Sequence[str], timeout: float = LIMIT, **options: Any
@@ -384,3 +390,14 @@ class Hosts(Sequence[Host]):
         """Limit what each host sends; None ends it."""
         for host in self._hosts:
             host.throttle(megabits)
+
+    def introduce(self) -> None:
+        """Tell each host the others' Ethernet addresses, for ever.
+
+        The kernel keeps about 1,024 that hosts have learnt, of all of them together.
+        """
+        file = self._folder / "neighbours"
+        known = (f"{host.address} lladdr {host.card}" for host in self._hosts)
+        file.write_text("".join(f"neigh replace {one} dev eth0 nud permanent\n" for one in known))
+        for host in self._hosts:
+            host._administer("ip", "-batch", str(file))

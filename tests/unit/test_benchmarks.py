@@ -38,6 +38,26 @@ def test_smoke(tmp_path, only):
         assert row["what"] in table
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+def test_algorithms_between_hosts():
+    script = RUN.with_name("hosts.py")
+    done = subprocess.run(
+        [sys.executable, str(script), "--many", "5", "--smoke", "--bytes", "4", "70000", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    if not rows:
+        pytest.skip(done.stderr)
+    ways = {row["what"].rpartition(", ")[2] for row in rows}
+    assert ways == {"direct", "grid", "ring", "mpi", "MPI_Allreduce"}
+    assert all(row["seconds"] > 0 for row in rows)
+
+
 def test_an_unknown_benchmark_is_refused(tmp_path):
     done = run("--only", "gradient", "--output", tmp_path)
     assert done.returncode == 2

@@ -89,12 +89,20 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
 
 
 @pytest.mark.parametrize(
-    ("size", "transport"), [*TRANSPORTS, (4, "ring"), (4, "cluster-mpi"), (3, "reduction")]
+    ("size", "transport"),
+    [*TRANSPORTS, (4, "ring"), (4, "grid"), (4, "cluster-mpi"), (3, "reduction")],
 )
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("two engines do not interfere") == size, job.output
+
+
+def test_algorithms_between_hosts(binaries: pathlib.Path) -> None:
+    """Each rank is a host; up to 7 form even and uneven grids."""
+    job = ranks.mpirun(7, str(binaries / "inter_host_test"), timeout=120)
+    assert job.status == 0, job.output
+    assert job.output.count("ok     many hosts form a grid") == 7, job.output
 
 
 @pytest.mark.parametrize(("size", "transport"), TRANSPORTS)

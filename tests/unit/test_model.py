@@ -15,7 +15,7 @@ import layers  # noqa: E402
 import model  # noqa: E402
 
 NETWORKS = {name: layers.network(name) for name in layers.NAMES}
-WAYS = ("direct", "ring", "tree", "nccl")
+WAYS = ("auto", "direct", "ring", "tree", "nccl")
 FOREVER = 1e30
 
 
@@ -36,8 +36,8 @@ def test_one_host_loses_nothing(name, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_nor_does_a_perfect_network(way, monkeypatch):
-    monkeypatch.setattr(model, "MESSAGE", 0)
-    monkeypatch.setattr(model, "CALL", 0)
+    for constant in ("MESSAGE", "BYTE", "SUM", "CALL"):
+        monkeypatch.setattr(model, constant, 0)
     step = model.predict(NETWORKS["VGG16"], 64, FOREVER, 0, 0.1, 0.2, way=way)
     assert step.efficiency == pytest.approx(1)
 
@@ -81,11 +81,24 @@ def test_a_host_sends_the_least_that_is_possible():
     assert model.Cluster(3, 1e6, 0).direct(1e8) == pytest.approx(2 * 2 / 3 * 1e8 / 1e6)
 
 
-def test_many_hosts_pay_for_their_messages():
-    """Two messages to and from each other host per chunk, however small."""
+def test_many_hosts_pay_for_their_messages(monkeypatch):
+    """Two messages to and from each other host of the group per chunk, however small."""
+    monkeypatch.setattr(model, "BYTE", 0)
+    monkeypatch.setattr(model, "SUM", 0)
     cluster = model.Cluster(1000, FOREVER, 0)
     assert cluster.direct(1 << 20) == pytest.approx(2 * 999 * model.MESSAGE)
     assert cluster.direct(4 << 20) == pytest.approx(8 * 999 * model.MESSAGE)
+    assert cluster.auto(1 << 20) == pytest.approx(2 * (24 + 39) * model.MESSAGE)  # 25 by 40
+    assert model.Cluster(31, FOREVER, 0).messages("auto") == (60, 2)
+    assert model.Cluster(37, FOREVER, 0).messages("auto") == (2 * 6 + 2 * 5, 4)  # 6 by 6, and one
+    assert model.Cluster(64, FOREVER, 0).messages("halving") == (12, 12)
+
+
+def test_shared_cores_do_the_work_of_all():
+    exchange = model.Cluster(8, FOREVER, 1e-3).between(1 << 20, "direct")
+    assert exchange.on_shared_cores(8, 8) == exchange.seconds
+    work = exchange.seconds - exchange.latency
+    assert exchange.on_shared_cores(8, 2) == pytest.approx(exchange.latency + 4 * work)
 
 
 def test_the_steps_of_an_agreement_grow_with_the_logarithm():
@@ -118,6 +131,10 @@ def test_the_settings_are_those_of_the_project():
     assert number("kMessageBytes", transport) == model.MESSAGE_BYTES
     assert number("kLeastChunkBytes", transport) == model.LEAST_CHUNK_BYTES
     assert number("kMostChunkBytes", transport) == model.MOST_CHUNK_BYTES
+    header = (ROOT / "native/core/cpu/cluster_transport.h").read_text()
+    assert f"kWindow = {model.WINDOW};" in header
+    algorithms = (ROOT / "native/core/cpu/inter_host.cc").read_text()
+    assert f"kManyHosts = {model.MANY_HOSTS};" in algorithms
 
 
 def test_the_first_bucket_is_small_and_large_gradients_travel_alone():
@@ -133,3 +150,6 @@ def test_rows_make_a_table():
     table = model.table(rows).splitlines()
     assert len(table) == 2 + len(layers.NAMES) * len(model.WAYS)
     assert all(line.count("|") == table[0].count("|") for line in table)
+    costs = model.costs().splitlines()
+    assert len(costs) == 2 + 3 * len(model.LARGE) * len(model.BETWEEN)
+    assert all(line.count("|") == costs[0].count("|") for line in costs)

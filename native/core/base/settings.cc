@@ -2,6 +2,8 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <map>
+#include <string>
 #include <utility>
 
 namespace hvd {
@@ -24,15 +26,16 @@ Status read_seconds(const char* name, double* value) {
 Status read_allreduce(Allreduce* value) {
   const char* given = std::getenv("HVD_ALLREDUCE");
   const std::string text = given == nullptr ? "" : given;
-  if (text == "ring") {
-    *value = Allreduce::ring;
-  } else if (text == "mpi") {
-    *value = Allreduce::mpi;
-  } else if (!text.empty() && text != "auto") {
-    return Status::error(
-        Code::invalid_argument,
-        "HVD_ALLREDUCE is '" + text + "', expected auto, ring or mpi. Correct or unset it.");
+  static const std::map<std::string, Allreduce> known = {
+      {"", Allreduce::automatic}, {"auto", Allreduce::automatic}, {"direct", Allreduce::direct},
+      {"grid", Allreduce::grid},  {"ring", Allreduce::ring},      {"mpi", Allreduce::mpi}};
+  const auto found = known.find(text);
+  if (found == known.end()) {
+    return Status::error(Code::invalid_argument,
+                         "HVD_ALLREDUCE is '" + text +
+                             "', expected auto, direct, grid, ring or mpi. Correct or unset it.");
   }
+  *value = found->second;
   return {};
 }
 

@@ -8,8 +8,9 @@
 
 namespace hvd {
 
-// The algorithm of an allreduce between hosts: direct exchange, ring, or MPI_Iallreduce.
-enum class Allreduce { direct, ring, mpi };
+// The algorithm of an allreduce between hosts: one that suits their number, direct exchange, direct
+// exchange in a grid, ring, or MPI_Iallreduce.
+enum class Allreduce { automatic, direct, grid, ring, mpi };
 
 enum class GpuBackend { nccl, mpi };
 
@@ -26,8 +27,8 @@ struct Settings {
   // another, before these fail on all ranks; 0: never. Python threads may take turns
   // for some seconds.
   double mismatch_seconds = 20.0;
-  // HVD_ALLREDUCE: auto (direct), ring or mpi; that of a process set's first rank counts.
-  Allreduce allreduce = Allreduce::direct;
+  // HVD_ALLREDUCE: auto, direct, grid, ring or mpi; that of a process set's first rank counts.
+  Allreduce allreduce = Allreduce::automatic;
   // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.
   std::string timeline;
   // HVD_GPU_OPERATIONS: what transfers tensors of GPUs: NCCL, or MPI (through the host's memory).

@@ -44,6 +44,7 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   MPI_Allreduce(&local_size_, &most_local_, 1, MPI_INT, MPI_MAX, all);
   hosts_ = local_rank_ == 0 ? 1 : 0;
   MPI_Allreduce(MPI_IN_PLACE, &hosts_, 1, MPI_INT, MPI_SUM, all);
+  algorithm_ = algorithm_for(algorithm_, hosts_);
   full_chunk_bytes_ =
       std::clamp(kMessageBytes * leaders_ * hosts_, kLeastChunkBytes, kMostChunkBytes);
 
@@ -187,8 +188,7 @@ std::pair<Factors, Factors> ClusterTransport::factors_of_stages(const Request& r
     return {within, between};
   std::swap(within.postscale, between.postscale);
   if (average) {
-    // A ring rounds the partial sum at each host, the other algorithms only the final sum.
-    within.divisor = most_local_ * (algorithm == Allreduce::ring ? hosts_ : 1);
+    within.divisor = most_local_ * most_rounded(algorithm, hosts_);
     between.divisor /= within.divisor;
   }
   return {within, between};

@@ -76,15 +76,18 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
 
 // By name: all over MPI, in the way of few ranks or of many; one host, with or without GPUs; or as
 // if ranks 0 and 1 were one host, 2 and 3 another, and so on, with one of the algorithms between
-// them.
+// them. In a grid each rank is a host.
 inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks,
                                                 Settings settings = {}) {
-  static const std::map<std::string, Allreduce> algorithms = {
-      {"cluster", Allreduce::direct}, {"ring", Allreduce::ring}, {"cluster-mpi", Allreduce::mpi}};
+  static const std::map<std::string, Allreduce> algorithms = {{"cluster", Allreduce::automatic},
+                                                              {"grid", Allreduce::grid},
+                                                              {"ring", Allreduce::ring},
+                                                              {"cluster-mpi", Allreduce::mpi}};
   const int few = transport == "reduction" ? 1 : MpiTransport::kFewRanks;
   auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks), few);
   const auto algorithm = algorithms.find(transport);
-  const auto host_of = [&](int of_rank) { return algorithm == algorithms.end() ? 0 : of_rank / 2; };
+  const int local = algorithm == algorithms.end() ? size : transport == "grid" ? 1 : 2;
+  const auto host_of = [&](int of_rank) { return of_rank / local; };
   std::unique_ptr<Transport> found;
   if (transport == "mpi" || transport == "reduction" || mpi->size() == 1) {
     found = std::move(mpi);
