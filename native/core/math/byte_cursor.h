@@ -82,9 +82,14 @@ class ByteCursor {
     send(room, held);
   }
 
+  // What is written from now on does not go through the caches.
+  void write_past_caches() { past_caches_ = true; }
+
   void copy_from(const char* source, int64_t bytes) {
     walk(bytes, [&](char* piece, DType dtype, int64_t at, int64_t n) {
-      if (dtype == travels_) {
+      if (dtype == travels_ && past_caches_) {
+        loops().copy_nontemporal(source + at, n * width_, piece);
+      } else if (dtype == travels_) {
         std::memcpy(piece, source + at, n * width_);
       } else {
         loops().convert(travels_, source + at, dtype, piece, n);
@@ -96,10 +101,12 @@ class ByteCursor {
     walk(bytes, [](char*, DType, int64_t, int64_t) {});
   }
 
-  // Where the next bytes are to be written, if they are contiguous and as they travel; else null.
+  // Where the next bytes are to be written, if they are contiguous, as they travel, and not past
+  // the caches; else null.
   char* place(int64_t bytes) {
     const Piece& piece = pieces_[piece_];
-    if (piece.dtype != travels_ || (piece.elements - offset_) * width_ < bytes) return nullptr;
+    if (past_caches_ || piece.dtype != travels_ || (piece.elements - offset_) * width_ < bytes)
+      return nullptr;
     char* const data = piece.data + offset_ * width_;
     skip(bytes);
     return data;
@@ -163,6 +170,7 @@ class ByteCursor {
   int64_t all_ = 0, left_ = 0;
   size_t piece_ = 0;
   int64_t offset_ = 0;  // elements of the piece
+  bool past_caches_ = false;
 };
 
 // The inputs and outputs of an allreduce that travel in one dtype.
@@ -173,6 +181,9 @@ struct DTypeGroup {
 
 // In the order in which the dtypes first occur; none without elements.
 inline std::vector<DTypeGroup> by_dtype(const Request& request) {
+  // So many bytes would not stay in the caches, and a normal store first reads what it overwrites.
+  constexpr uint64_t kPastCaches = 32 << 20;
+  const bool past_caches = input_bytes(request) >= kPastCaches;
   std::vector<DTypeGroup> groups;
   for (size_t i = 0; i < request.inputs.size(); ++i) {
     const Input& input = request.inputs[i];
@@ -185,6 +196,7 @@ inline std::vector<DTypeGroup> by_dtype(const Request& request) {
       group = groups.insert(group, {dtype, ByteCursor(dtype), ByteCursor(dtype)});
     group->in.add(input.data, input.dtype, n);
     group->out.add(request.outputs[i], input.dtype, n);
+    if (past_caches && request.outputs[i] != input.data) group->out.write_past_caches();
   }
   return groups;
 }

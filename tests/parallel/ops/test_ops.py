@@ -58,6 +58,16 @@ def test_large_tensors_are_cut_into_chunks_without_loss() -> None:
     np.testing.assert_array_equal(result.numpy(), inputs.of_all_ranks(SIZE, shape).sum(0))
 
 
+def test_sums_of_many_bytes_leave_their_inputs_as_they_are() -> None:
+    """36 MB: more than the caches, which are not used to write so much."""
+    shapes = [(33,), (9_000_001,), (), (1001, 7)]
+    mine = [tf.constant(inputs.tensor(RANK, shape)) for shape in shapes]
+    sums = hvd.grouped_allreduce(mine, op=hvd.Sum)
+    for shape, tensor, result in zip(shapes, mine, sums, strict=True):
+        np.testing.assert_array_equal(tensor, inputs.tensor(RANK, shape))
+        np.testing.assert_array_equal(result, inputs.of_all_ranks(SIZE, shape).sum(0))
+
+
 def test_half_precision_is_accumulated_in_float32() -> None:
     # In float16, 2048 + 1 is 2048, so a sum rounded at each step would lose the ones.
     mine = tf.constant([2048.0 if RANK == 0 else 1.0], tf.float16)
