@@ -186,7 +186,8 @@ void both_transports_give_the_same_bits() {
 
 // Of sums that depend on the order of their terms.
 void a_reducescatter_gives_the_bits_of_an_allreduce() {
-  if (test::nccl_sums()) return;
+  // Those of NCCL and of a grid of hosts are added in another order.
+  if (test::nccl_sums() || test::transport == "grid") return;
   with_engine([](Engine& engine) {
     const int64_t rows = 40009, columns = 7;
     for (const DType dtype : {DType::float32, DType::bfloat16}) {
