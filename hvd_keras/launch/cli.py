@@ -25,7 +25,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
         die_with_parent(int(given.call[0]), signal.SIGTERM)
     asked = job_spec.build(given)
     if asked.options.dry_run:
-        placement = restarts.place(asked, look=False)
+        placement = asyncio.run(restarts.place(asked, look=False))
         names = {"job": "JOB", "secret": plan.HIDDEN, "addresses": "HVDRUN_ADDRESS"}
         directory = Path("JOB_DIRECTORY")
         print(plan.plan(asked, placement, directory=directory, **names).describe())

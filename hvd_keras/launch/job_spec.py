@@ -16,8 +16,9 @@ from hvd_keras.launch.follow import metrics, screen
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.cores import usable_cores
 from hvd_keras.launch.start import hosts, slurm
+from hvd_keras.launch.start.dialects import Dialect
 from hvd_keras.launch.start.hosts import Host
-from hvd_keras.launch.start.mpirun import Mpirun, find_mpirun
+from hvd_keras.launch.start.mpirun import find_mpirun
 from hvd_keras.launch.start.remote_shell import Reach, RemoteShell, kubectl_exec
 from hvd_keras.launch.start.slurm import Srun
 from hvd_keras.launch.start.ssh import ssh
@@ -32,12 +33,13 @@ PASSED_PREFIXES = (
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job. `hosts` is None for a job on this host, and with srun where SLURM places the ranks."""
+    """A job. `hosts` is None if a script or SLURM names them, before each start."""
 
     options: argparse.Namespace
     command: Sequence[str]
-    engine: Mpirun | Srun
+    dialect: Dialect
     hosts: Sequence[Host] | None
+    is_local: bool  # on this host alone, without SLURM
     size: int | None  # None: all slots of the hosts
     shell: RemoteShell
     jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
@@ -45,20 +47,16 @@ class JobSpec:
     lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
 
     @property
-    def is_local(self) -> bool:
-        """Whether the job runs on this host alone, without SLURM."""
-        return self.hosts is None and isinstance(self.engine, Mpirun)
-
-    @property
     def reach(self) -> Reach:
         """How commands reach the hosts."""
-        return self.engine if isinstance(self.engine, Srun) else self.shell
+        return self.dialect if isinstance(self.dialect, Srun) else self.shell
 
-    def wanted(self) -> Sequence[Host]:
+    async def wanted(self) -> Sequence[Host]:
         """Return the hosts that the job may use at this moment. Raises UsageError."""
-        if self.options.host_discovery_script is not None:
-            return hosts.discover(self.options.host_discovery_script)
-        return slurm.nodes(os.environ) if self.hosts is None else self.hosts
+        if self.hosts is not None:
+            return self.hosts
+        script = self.options.host_discovery_script
+        return await (slurm.nodes(os.environ) if script is None else hosts.discover(script))
 
     def environment(self) -> dict[str, str]:
         """Return the part of our environment that ranks on other hosts get."""
@@ -71,8 +69,8 @@ class JobSpec:
     def option_settings(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
         settings = dict(self.options.settings)
-        if isinstance(self.engine, Mpirun) and self.engine.library:
-            settings["HVD_MPI_LIBRARY"] = self.engine.library
+        if self.dialect.library:
+            settings["HVD_MPI_LIBRARY"] = self.dialect.library
         if self.options.timeline is not None:
             settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
         if self.options.strict:
@@ -96,7 +94,10 @@ def build(given: argparse.Namespace) -> JobSpec:
         if given.size is None and not (given.hosts or given.hostfile):
             given.size = min(2, usable_cores())
     wanted = _hosts(given)
-    engine, wanted, size = _engine(given, wanted, given.size)
+    srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
+    is_local = srun is None and _is_local(given, wanted)
+    if is_local:
+        wanted = [_this_host(given, wanted)]
     if not words:
         raise UsageError(
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"
@@ -110,9 +111,10 @@ def build(given: argparse.Namespace) -> JobSpec:
     return JobSpec(
         options=given,
         command=command_check.resolve(words),
-        engine=engine,
+        dialect=srun or find_mpirun(given.mpirun),
         hosts=wanted,
-        size=size,
+        is_local=is_local,
+        size=given.size,
         shell=_shell(given),
     )
 
@@ -153,42 +155,35 @@ def _hosts(given: argparse.Namespace) -> list[Host] | None:
         return hosts.parse(given.hosts)
     if given.hostfile is not None:
         return hosts.read(given.hostfile)
-    if given.host_discovery_script is not None:
-        return hosts.discover(given.host_discovery_script)
     return None
 
 
-def _engine(
-    given: argparse.Namespace, wanted: list[Host] | None, size: int | None
-) -> tuple[Mpirun | Srun, list[Host] | None, int | None]:
-    """Choose what starts the ranks. A job on this host alone gets a size, but no hosts."""
-    srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
-    if srun is not None:
-        return srun, wanted, size if size is not None or wanted else slurm.size(os.environ)
-    if (
-        wanted is not None
-        and given.host_discovery_script is None
-        and all(hosts.is_here(host.name) for host in wanted)
-    ):
+def _is_local(given: argparse.Namespace, wanted: list[Host] | None) -> bool:
+    if wanted is None:
+        return given.host_discovery_script is None
+    return all(hosts.is_here(host.name) for host in wanted)
+
+
+def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
+    """Return this host with the number of ranks that it gets."""
+    slots, what = usable_cores(), "core"
+    if wanted is None and given.size is None:
+        raise UsageError(
+            f"-np is missing; expected the number of ranks, for example: {options.EXAMPLE}"
+        )
+    if wanted is not None:
         if len(wanted) > 1:
             names = " and ".join(host.name for host in wanted)
             raise UsageError(
                 f"got the hosts {names}, which are all this host; expected one of them"
             )
-        slots = wanted[0].slots
-        size = slots if size is None and slots is not None else size or usable_cores()
-        if slots is not None and size > slots and not given.oversubscribe:
-            raise _too_many(size, slots, "slot")
-        given.oversubscribe = given.oversubscribe or slots is not None
-        wanted = None
-    if wanted is None:
-        if size is None:
-            raise UsageError(
-                f"-np is missing; expected the number of ranks, for example: {options.EXAMPLE}"
-            )
-        if size > usable_cores() and not given.oversubscribe:
-            raise _too_many(size, usable_cores(), "core")
-    return find_mpirun(given.mpirun), wanted, size
+        if wanted[0].slots is not None:
+            slots, what = wanted[0].slots, "slot"
+    size = slots if given.size is None else given.size
+    if size > slots and not given.oversubscribe:
+        raise _too_many(size, slots, what)
+    given.oversubscribe = given.oversubscribe or what == "slot"
+    return Host("localhost", size)
 
 
 def _too_many(size: int, there: int, what: str) -> UsageError:

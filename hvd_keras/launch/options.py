@@ -181,6 +181,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add(
         "--host-discovery-script",
         metavar="COMMAND",
+        type=_words("--host-discovery-script"),
         help="a program that prints such lines; run at the start and before each restart "
         "(default: none)",
     )

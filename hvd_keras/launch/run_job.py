@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import secrets
@@ -24,7 +23,6 @@ from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.plan import Placement, Plan, memory_folder, plan
 from hvd_keras.launch.start import clean_up
 from hvd_keras.launch.start.hosts import is_here
-from hvd_keras.launch.start.mpirun import Mpirun
 from hvd_keras.launch.start.network import own_addresses
 
 
@@ -100,7 +98,8 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             screen.start()
 
         async def sweep(grace: float) -> Collection[str]:
-            return await _sweep(ranks, placement, spec, job, grace)
+            ranks.note_silence()
+            return await _sweep(placement, spec, job, grace)
 
         try:
             return await Job(
@@ -123,8 +122,8 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
 
 
 def _listen(spec: JobSpec, placement: Placement, secret: str, directory: Path) -> Ranks:
-    names = [host.name for host in placement.hosts or ()] or list(placement.names.values())
     interface = spec.options.network_interface
+    names = [host.name for host in placement.hosts]
     return Ranks(
         placement.size,
         [] if spec.is_local else own_addresses(interface, names),
@@ -138,13 +137,12 @@ def _listen(spec: JobSpec, placement: Placement, secret: str, directory: Path) -
 
 def _start(spec: JobSpec, planned: Plan, job: str) -> dict[str, Any]:
     """Return what the workers are to start, as `Worker` takes it."""
-    engine = spec.engine
-    has_memory = isinstance(engine, Mpirun) and bool(engine.memory_settings(""))
+    folder = memory_folder(job)
     return {
         "command": list(spec.command),
         "directory": os.getcwd(),
         "environment": dict(planned.environment),
-        "folders": [memory_folder(job)] if has_memory else [],
+        "folders": [folder] if folder in planned.environment.values() else [],
         "statistics": spec.options.stats or spec.options.metrics is not None,
         "own_temporary": not spec.is_local,
         "open_files": OPEN_FILES[0] if spec.is_local else None,
@@ -153,23 +151,17 @@ def _start(spec: JobSpec, planned: Plan, job: str) -> dict[str, Any]:
 
 def _environment(spec: JobSpec, planned: Plan) -> dict[str, str]:
     """Return the environment of mpirun or srun."""
-    environment = os.environ | planned.settings
-    engine = spec.engine
-    if isinstance(engine, Mpirun) and engine.kind != "Open MPI" and not spec.is_local:
-        # hydra would put it before the one that the agent has set on each host.
-        environment.pop("TMPDIR", None)
-    return environment
+    withheld = () if spec.is_local else spec.dialect.withheld
+    kept = {name: value for name, value in os.environ.items() if name not in withheld}
+    return {**kept, **planned.settings}
 
 
-async def _sweep(
-    ranks: Ranks, placement: Placement, spec: JobSpec, job: str, grace: float
-) -> Collection[str]:
+async def _sweep(placement: Placement, spec: JobSpec, job: str, grace: float) -> Collection[str]:
     """Clean up all hosts of the job; returns the lost hosts."""
     if spec.is_local:
-        await asyncio.to_thread(clean_up.sweep_here, [job], grace)
+        await clean_up.sweep_here([job], grace)
         return ()
-    lost = ranks.silent_hosts()
-    names = {host.name for host in placement.hosts or ()} or set(placement.names.values())
-    lost |= await asyncio.to_thread(clean_up.sweep_hosts, names - lost, spec.reach, [job], grace)
+    names = [host.name for host in placement.hosts]
+    lost = await clean_up.sweep_hosts(names, spec.reach, [job], grace)
     spec.lost.update(lost)
     return lost

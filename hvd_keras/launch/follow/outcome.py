@@ -151,7 +151,8 @@ def judge(
     """Judge a job of `size` ranks that ended without a request from outside.
 
     The reports decide; mpirun's own status (as in `subprocess`) counts only if they do not.
-    `lost_hosts` could not be reached at the end; failures of other ranks are then consequences.
+    `lost_hosts` could not be reached at the end. If one was silent before, failures of other ranks
+    are consequences.
     """
     if len(reports) == size and all(
         # A script that was asked to end may save its work and exit with 0; it has not finished.
@@ -159,11 +160,18 @@ def judge(
         for report in reports.values()
     ):
         return Verdict(0, [], True)
-    if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
+    culprit = first_failure(reports)
+    # A rank that has reported its failure comes before a host that only the clean-up has missed.
+    is_known = culprit is not None and reports[culprit].status is not None
+    on_lost = [
+        rank
+        for rank, report in reports.items()
+        if report.host in lost_hosts and (report.lost or not is_known)
+    ]
+    if on_lost:
         hosts = sorted({reports[rank].host for rank in on_lost})
         cause = f"lost {' and '.join(hosts)} with {_names(on_lost)}: the network or the host failed"
         return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
-    culprit = first_failure(reports)
     others = _describe_others(reports, size, culprit)
     orphan = min(reports, key=lambda rank: reports[rank].orphaned, default=None)
     if orphan is not None and reports[orphan].orphaned < (

@@ -376,12 +376,8 @@ class Ranks:
             peer.transport.resume_reading()
         self._paused.clear()
 
-    def silent_hosts(self) -> set[str]:
-        """Hosts that are silent, or whose connections have broken."""
-        broken = {report.host for report in self.reports.values() if report.lost}
-        silent = {
-            peer.host
-            for rank, peer in self._peers.items()
-            if rank not in self._gone and silence(peer.connection) >= SILENCE / 3
-        }
-        return broken | silent
+    def note_silence(self) -> None:
+        """Note at the end which hosts are silent; the clean-up shows whether they are lost."""
+        for rank, peer in self._peers.items():
+            if rank not in self._gone and silence(peer.connection) >= SILENCE / 3:
+                self.reports[rank].lost = "silent"
