@@ -151,8 +151,9 @@ def share(hosts: Sequence[Host], size: int) -> list[Host]:
     If there are more ranks than slots, all hosts get more in proportion.
     """
     slots, shared = count(hosts), []
+    room_needed = max(size, slots)
     for host in hosts:
-        room = -(-(host.slots or 0) * max(size, slots) // slots)
+        room = -(-(host.slots or 0) * room_needed // slots)
         if size > 0:
             shared.append(Host(host.name, min(room, size)))
             size -= room
