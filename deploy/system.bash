@@ -5,10 +5,18 @@ fail() {
   exit 1
 }
 
+table() { # row of [tool.hvd_keras] in pyproject.toml
+  sed -n "/^\[tool.hvd_keras\]/,/^$/s/^$1 = \[\(.*\)\]/\1/p" pyproject.toml | tr -d '",'
+}
+
+can_isolate() {
+  [[ $(id -u) == 0 ]] || fail "got the user $(id -un), expected root, for debootstrap and chroot"
+  command -v debootstrap > /dev/null || fail "debootstrap is missing: apt-get install debootstrap"
+}
+
 # Starts the script again with the word "mounted" and its arguments, so that its mounts and processes end with it.
 isolate() {
-  [[ $(id -u) == 0 ]] || fail "expected to be run by root, for debootstrap and chroot"
-  command -v debootstrap > /dev/null || fail "debootstrap is missing: apt-get install debootstrap"
+  can_isolate
   exec unshare --mount --pid --fork "$0" mounted "$@"
 }
 

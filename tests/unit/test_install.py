@@ -135,8 +135,9 @@ def test_an_mpirun_has_its_library_beside_it(tmp_path: pathlib.Path) -> None:
 def test_the_wheel_of_this_checkout_works_where_no_compiler_is(tmp_path: pathlib.Path) -> None:
     beside = str(pathlib.Path(sys.executable).parent)
     environment = os.environ | {"PATH": os.pathsep.join([beside, os.environ["PATH"]])}
+    environment["SKBUILD_CMAKE_DEFINE"] = "HVD_WERROR=ON"
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-q"]
-    command += ["-C", "cmake.define.HVD_WERROR=ON", "--wheel-dir", str(tmp_path), str(ROOT)]
+    command += ["--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(command, env=environment, check=True, timeout=500)
     (wheel,) = tmp_path.glob("*.whl")
     assert re.fullmatch(r"hvd_keras-[\d.]+-py3-none-linux_x86_64\.whl", wheel.name)
