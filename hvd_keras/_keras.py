@@ -19,8 +19,8 @@ Variable = () if is_legacy else keras.Variable
 
 __all__ = ["Variable", "is_legacy", "keras", "require"]
 
-# Those whose private attributes are known, see training/patches.py.
-KERAS_VERSIONS = "keras>=3.13,<3.16"
+# Those whose private attributes are known, see training/patches.py. Python 3.10 has up to 3.12.
+KERAS_VERSIONS = "keras>=3.6,<3.16"
 
 
 def require(owner: Any, attribute: str, reason: str) -> None:

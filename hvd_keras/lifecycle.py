@@ -58,7 +58,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     """Joins the job: starts MPI, unless it is running, and the engine of this process.
 
     Call it once at the top of the script, on every rank. A second call only adds process sets that
-    do not exist yet. Without a launcher the process is a job of size 1, in which everything works.
+    do not exist yet. Without a launcher the process is a job of size 1, in which everything works,
+    and which needs no MPI.
     All ranks wait here for each other, for at most ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0: no
     limit). After that the process ends with status 75, because a wait inside MPI cannot be
     interrupted.

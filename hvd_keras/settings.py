@@ -135,6 +135,11 @@ def launched() -> tuple[str, str, int]:
     return "", "", 1
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return launched()[2] > 1 or bool({"PMIX_RANK", "HVDRUN_ARRIVAL"} & os.environ.keys())
+
+
 def launched_rank() -> int:
     """The number that the launcher has given this process; without a launcher 0."""
     _, found, _ = launched()
@@ -163,8 +168,13 @@ def show_gpus(numbers: str) -> None:
 
 
 def point_mpi4py_at(mpi_library: str) -> None:
-    """Makes a later import of mpi4py use this MPI library, unless the user has chosen one."""
-    os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
+    """Makes a later import of mpi4py use this MPI library, unless the user has chosen one.
+
+    Args:
+        mpi_library: a path, or empty if there is none.
+    """
+    if mpi_library:
+        os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
 
 
 def choose_transports(mpi_version: str) -> None:
