@@ -18,6 +18,7 @@ LEFT_OUT = {
     1: [
         "combinations",
         "embeddings",
+        "feature_pairs",
         "fuzz",
         "metrics",
         "observe",
@@ -37,6 +38,7 @@ LEFT_OUT = {
     2: ["combinations"],
     3: [
         "callbacks",
+        "feature_pairs",
         "fit",
         "keras_callbacks",
         "metrics",
