@@ -98,7 +98,7 @@ class GradientReducer:
             return Step(self, None, gradients, variables, [], [], set())
         exchange.refuse_strategies()
         gradients = self.options.densified(gradients)
-        divided = self._divided(variables)
+        divided = shards.places_in(variables, self.name, self.options.op, self.process_set)
         local_ids = {*self.local, *map(exchange.variable_id, local)}
         shared = [
             i
@@ -129,27 +129,6 @@ class GradientReducer:
         """Exchanges the gradients that travel, in the order of the plan."""
         del variables
         return plan.exchange(gradients, self.options)
-
-    def _divided(self, variables: Sequence[Any]) -> set[int]:
-        """The places of the parts of tables; raises ValueError if they do not fit the options."""
-        places = set()
-        for i, variable in enumerate(variables):
-            shard = shards.of(variable)
-            if shard is None:
-                continue
-            path = getattr(variable, "path", variable.name)
-            if shard.process_set is not self.process_set:
-                raise ValueError(
-                    f"{self.name}: {path} is divided between {shard.process_set}, but "
-                    f"{self.process_set} trains it. Give both the same process_set."
-                )
-            if self.options.op is ops.Adasum:
-                raise ValueError(
-                    f"{self.name}: {path} is divided between ranks, so op=hvd.Adasum is not "
-                    "possible. Use hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
-                )
-            places.add(i)
-        return places
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(exchange.spec_of(v) for v in variables)
