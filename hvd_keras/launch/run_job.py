@@ -108,6 +108,7 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
                 output=output,
                 signals=signals,
                 verbose=options.verbose,
+                stop_timeout=options.stop_timeout,
                 sweep=sweep,
                 ended=screen.stop,
             ).run()
@@ -144,7 +145,6 @@ def _start(spec: JobSpec, planned: Plan, job: str) -> dict[str, Any]:
         "environment": dict(planned.environment),
         "folders": [memory_folder(job)] if has_memory else [],
         "statistics": spec.options.stats or spec.options.metrics is not None,
-        "own_temporary": not spec.is_local,
         "open_files": OPEN_FILES[0] if spec.is_local else None,
     }
 

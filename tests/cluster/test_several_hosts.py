@@ -68,12 +68,12 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         temporary = hosts[int(name[-1]) - 1].temporary
         assert lines == [
             f"[{rank}] {name} {arguments!a} {given}",
-            f"[{rank}] {threads} $(mine) {temporary}/hvdrun-{number} {tmp_path}",
+            f"[{rank}] {threads} $(mine) {temporary}/hvdrun-{number}/tmp {tmp_path}",
             f"[{rank}] {'x' * 300_000}",
         ]
         copy = (tmp_path / f"out/rank-{rank}.txt").read_text()
         assert [f"[{rank}] {line}" for line in copy.splitlines() if line[0] != "["] == lines
-        assert f"[{rank}] ['HVDRUN_ARRIVAL', 'HVDRUN_JOB']\n" in done.stderr
+        assert f"[{rank}] ['HVDRUN_JOB', 'HVDRUN_TELL']\n" in done.stderr
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
 
 
@@ -134,7 +134,9 @@ def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) 
     assert cause == "hvdrun: rank 1 on server3 failed first: exit status 1"
     assert begin == "Traceback (most recent call last):"
     assert error == "ValueError: bad"
-    assert re.fullmatch(r"hvdrun: rank 0 on server2: killed .*", other)
+    assert re.fullmatch(
+        r"hvdrun: rank 0 on server2: terminated by hvdrun because rank 1 failed", other
+    )
 
 
 def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(

@@ -202,14 +202,16 @@ class Output:
     """All that hvdrun prints: the ranks' streams and its own words.
 
     With a `directory`, each rank's output, both streams, goes to its file "rank-N.txt" there, too;
-    `append` keeps what is there already. `changed` is as for a Destination.
+    `append` keeps what is there already. `changed` is called when nothing can be written.
     """
 
     def __init__(
         self, prefix: bool, directory: str | None, append: bool, changed: Callable[[], None]
     ) -> None:
-        self._out = Destination(1, changed)
-        self._err = self._out if _same_file(1, 2) else Destination(2, changed)
+        self._room = asyncio.Event()
+        self._failed = changed
+        self._out = Destination(1, self._note)
+        self._err = self._out if _same_file(1, 2) else Destination(2, self._note)
         self.patient = True  # whether the ranks wait for the reader
         self._prefix = prefix
         self._directory = None if directory is None else Path(directory)
@@ -251,6 +253,17 @@ class Output:
     def full(self) -> bool:
         """Whether the reader is so slow that the ranks should wait."""
         return self.patient and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
+
+    def _note(self) -> None:
+        self._room.set()
+        if self.error is not None:
+            self._failed()
+
+    async def wait_for_room(self, seconds: float) -> None:
+        """Wait until the reader has read something, at most so long."""
+        self._room.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._room.wait(), seconds)
 
     @property
     def empty(self) -> bool:
