@@ -283,6 +283,25 @@ def test_nothing_survives_a_killed_hvdrun(hosts: Hosts, tmp_path: Path) -> None:
         hosts[0].clear()  # hvdrun's own files: nothing runs there that could remove them
 
 
+@pytest.mark.parametrize("code", ["", "import hvd_keras as hvd\n        hvd.init()\n"])
+def test_nothing_survives_where_all_ranks_had_ended(hosts: Hosts, tmp_path: Path, code) -> None:
+    """When hvdrun is killed later: the ranks of another host still run."""
+    code = f"""
+        {code}
+        print("ready", flush=True)
+        if rank == 0: time.sleep(1000)
+        """
+    command = script(tmp_path, code)
+    with cluster.started(hosts, "-H", "server2:1,server3:1", *command, folder=tmp_path) as job:
+        job.wait_for("ready", 2)
+        time.sleep(1)
+        job.signal(signal.SIGKILL)
+        job.wait()
+        wait_until(lambda: not any(host.processes() for host in hosts), "the end of all ranks")
+        wait_until(lambda: not any(host.leftovers() for host in hosts[1:]), "the end of all files")
+        hosts[0].clear()
+
+
 RUN = """
 import hvd_keras
 

@@ -142,6 +142,22 @@ def test_a_full_disk_ends_the_copies_and_not_the_job(hvdrun):
     assert (hvdrun.folder / "copies/rank-0.txt").stat().st_size == limits[0]
 
 
+def test_a_full_disk_under_stdout_does_not_end_the_job(hvdrun):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            hvdrun.command("-np", "1", sys.executable, hvdrun.script("print('x')\nmeet(1)")),
+            cwd=hvdrun.folder,
+            env=hvdrun.environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT,
+        )
+    told = "hvdrun: cannot write the ranks' output: No space left on device; a part is lost\n"
+    assert (done.returncode, done.stderr) == (0, told)
+    assert (hvdrun.folder / "here-0").exists()
+
+
 # What the ranks get
 
 

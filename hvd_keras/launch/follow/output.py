@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import queue
 import select
@@ -26,6 +27,9 @@ MESSAGE_LINES = 20
 # Bytes of an unfinished line that are kept at most; bounds the memory for output without line ends.
 PARTIAL_LINE_LIMIT = 1 << 20
 
+# Errors of a disk on which there is no room, at the moment.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
 # Bytes that may wait for a slow reader before the ranks have to wait, too.
 WAITING_LIMIT = 1 << 20
 
@@ -34,7 +38,8 @@ class Destination:
     """One of hvdrun's own descriptors.
 
     `unfinished` is the stream whose line is unfinished there, `waiting` counts the bytes that are
-    not yet written, and `error` is what made writing impossible, if anything.
+    not yet written, and `error` is what made writing impossible, if anything. Where a disk is full,
+    for now, which `full` tells, what does not fit is dropped.
 
     A thread does the writing: a reader that pauses, such as a pager, must not keep hvdrun from
     hearing a signal. `changed` is called when something has been written, or cannot be.
@@ -45,6 +50,7 @@ class Destination:
         self.unfinished: Stream | None = None
         self.waiting = 0
         self.error: OSError | None = None
+        self.full: OSError | None = None
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -61,16 +67,18 @@ class Destination:
             self._thread.start()
 
     def _write_all(self) -> None:
-        error = None
         with contextlib.suppress(RuntimeError):  # hvdrun has not waited for the reader
-            while error is None:
+            while True:
                 data = self._queue.get()
                 error = _write(self.descriptor, data)
                 self._loop.call_soon_threadsafe(self._note, len(data), error)
 
     def _note(self, written: int, error: OSError | None) -> None:
-        self.error = error
-        self.waiting = 0 if error is not None else self.waiting - written
+        self.waiting -= written
+        if error is not None and error.errno not in FULL:
+            self.error, self.waiting = error, 0
+        elif error is not None:
+            self.full = error
         self._changed()
 
 
@@ -136,7 +144,7 @@ class Stream:
         self.prefix = prefix
         self._timer: asyncio.TimerHandle | None = None  # shows the unfinished line
         self._pending = b""
-        self._uncopied = b""
+        self._uncopied = bytearray()
 
     def feed(self, data: bytes) -> None:
         """Take over new output and pass on the lines that are complete."""
@@ -156,12 +164,13 @@ class Stream:
 
     def _copy_lines(self, data: bytes) -> None:
         """Write what is complete to the copy, where two streams meet; at the end, all of it."""
-        if self.copy is not None:
-            self._uncopied += data
-            complete = self._uncopied.rpartition(b"\n")
-            whole = complete[0] + complete[1] if data else self._uncopied
-            self._uncopied = self._uncopied[len(whole) :]
-            self.copy.write(whole)
+        if self.copy is None:
+            return
+        complete, end, rest = data.rpartition(b"\n")
+        if end or not data or len(self._uncopied) > PARTIAL_LINE_LIMIT:
+            self.copy.write(bytes(self._uncopied) + complete + end)
+            self._uncopied = bytearray()
+        self._uncopied += rest
 
     def finish(self) -> None:
         """Flush everything: the stream has ended."""
@@ -210,6 +219,7 @@ class Output:
     ) -> None:
         self._room = asyncio.Event()
         self._failed = changed
+        self._has_told = False  # that the disk is full
         self._out = Destination(1, self._note)
         self._err = self._out if _same_file(1, 2) else Destination(2, self._note)
         self.patient = True  # whether the ranks wait for the reader
@@ -256,6 +266,9 @@ class Output:
 
     def _note(self) -> None:
         self._room.set()
+        if self._out.full is not None and not self._has_told:
+            self._has_told = True
+            self.say(f"cannot write the ranks' output: {self._out.full.strerror}; a part is lost")
         if self.error is not None:
             self._failed()
 

@@ -119,6 +119,7 @@ class Ranks:
         self.problem = ""  # why the job cannot go on, if the reports do not tell
         self.reports: dict[int, Report] = {}  # what is known of each rank whose worker was there
         self._secret = secret
+        self._addresses = addresses
         self._start_timeout = start_timeout
         self._directory = directory
         self._names = names
@@ -296,7 +297,8 @@ class Ranks:
             report.stopped = message["report"]["stopped"]
             report.by_signal = message["report"]["by_signal"]
             if report.status == 0 and not report.phase:
-                peer.send(end=True)  # mpirun may know that it has left MPI without a word
+                # mpirun may know that it has left MPI without a word.
+                peer.send(end="watch" if self._addresses else "now")
             self._changed()
 
     def release(self) -> None:
@@ -307,7 +309,7 @@ class Ranks:
         """
         for peer in self._peers.values():
             if self.reports[peer.rank].status is not None:
-                peer.send(end=True)
+                peer.send(end="now")
 
     def _welcome(
         self, hello: Mapping[str, Any], channel: Channel, writer: asyncio.StreamWriter
@@ -405,7 +407,7 @@ class Ranks:
     def live(self) -> bool:
         """Whether a worker on a host that answers may still send something."""
         return any(
-            rank not in self._gone and silence(peer.connection) < SILENCE / 3
+            not self._is_over(rank) and silence(peer.connection) < SILENCE / 3
             for rank, peer in self._peers.items()
         )
 

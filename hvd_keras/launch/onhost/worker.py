@@ -27,7 +27,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .channel import (
     LARGE_PIECE,
@@ -180,6 +180,7 @@ class Worker:
         self._hvdrun_gone = False
         self._reported = False  # the report is on its way to hvdrun
         self._released = False  # hvdrun has it, and needs this process no more
+        self._must_watch = False  # but others of the job go on
 
     async def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
@@ -202,7 +203,28 @@ class Worker:
         await self._until(lambda: self._released or self._hvdrun_gone)
         for task in tasks:
             task.cancel()
+        if self._must_watch and os.fork() == 0:
+            self._watch_alone()
         return status if status >= 0 else 128 - status
+
+    def _watch_alone(self) -> NoReturn:
+        """In a child that mpirun does not know: end what is left here if hvdrun is lost.
+
+        hvdrun's clean-up, at the end of the job, ends it.
+        """
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(null, descriptor)
+        connection = socket.socket(fileno=os.dup(self._connection.fileno()))
+        connection.settimeout(CHECK)
+        with contextlib.suppress(OSError):
+            while silence(connection) < SILENCE:
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(PIECE):
+                        break
+        self._sweep()
+        os._exit(0)
 
     def _why_stopped(self) -> dict[str, bool]:
         return {"stopped": self._stopped, "by_signal": self._by_signal}
@@ -256,7 +278,7 @@ class Worker:
         elif "signal" in message:
             self._signal(message["signal"])
         elif "end" in message:
-            self._released = True
+            self._released, self._must_watch = True, message["end"] == "watch"
         self._changed.set()
 
     def _send(self, **message: Any) -> None:
@@ -412,8 +434,14 @@ class Worker:
         self._writer.transport.abort()
         self._changed.set()
         self._stop(signal.SIGTERM, GRACE)
-        # mpirun's daemon may wait forever, and no other host may reach it. When it dies it
-        # kills this process, so another one ends all that is left here.
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """End all that is left of the job on this host.
+
+        mpirun's daemon may wait forever, and no other host may reach it. When it dies it kills this
+        process, so another one does it.
+        """
         command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
         environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, AGENT)}
         folder = _folder_path()
