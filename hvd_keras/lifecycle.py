@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+import tensorflow as tf
+
 from hvd_keras import _library, _mpi, exit_codes, gpu, log, observe, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.postmortem import flight
@@ -234,7 +236,10 @@ def _install_guards() -> None:
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
         try:
-            previous_hook(kind, value, traceback)
+            if (line := _other_rank_left(value)) and not settings.read().all_tracebacks:
+                print(f"{kind.__name__}: {line} (hvdrun --verbose: where)", file=sys.stderr)
+            else:
+                previous_hook(kind, value, traceback)
         finally:  # even if the hook fails
             core = _library.core()
             others = rank_info.has_left_alone() or (
@@ -264,6 +269,13 @@ def _install_guards() -> None:
 
     sys.excepthook = abort_all
     atexit.register(at_exit)
+
+
+def _other_rank_left(value: BaseException) -> str:
+    """The line of an error that names the rank whose leaving has caused it, if one has."""
+    if not isinstance(value, tf.errors.AbortedError):
+        return ""
+    return next((line for line in str(value).splitlines() if " has left the job: " in line), "")
 
 
 def _first_line(kind: type[BaseException], value: BaseException) -> str:

@@ -41,6 +41,8 @@ class Settings:
         strict: ``HVD_STRICT`` is set and not 0: warnings that the ranks train separate models
             become errors.
         watched: ``HVDRUN_JOB`` is set: hvdrun follows this process.
+        all_tracebacks: ``HVDRUN_VERBOSE`` is set, or there is no hvdrun: a rank that fails because
+            another one has left prints its traceback, too.
         postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last.
         stats_directory: ``HVD_STATS_DIRECTORY``, the folder in which each rank writes its
             statistics.
@@ -54,6 +56,7 @@ class Settings:
     some_gpus_hidden: bool = False
     strict: bool = False
     watched: bool = False
+    all_tracebacks: bool = True
     postmortem: pathlib.Path | None = None
     stats_directory: pathlib.Path | None = None
     tells_statistics: bool = False
@@ -91,6 +94,7 @@ def read() -> Settings:
     chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     chosen["strict"] = os.environ.get("HVD_STRICT", "0") not in ("", "0")
     chosen["watched"] = "HVDRUN_JOB" in os.environ
+    chosen["all_tracebacks"] = "HVDRUN_VERBOSE" in os.environ or not chosen["watched"]
     if text := os.environ.get("HVD_POSTMORTEM"):
         chosen["postmortem"] = pathlib.Path(text).absolute()
     if text := os.environ.get("HVD_STATS_DIRECTORY"):

@@ -259,6 +259,8 @@ def check_row(launcher: Launcher, row: Row) -> None:
     for rank in (0, 2):
         lines = [line for line in done.stderr.splitlines() if line.startswith(f"[{rank}]")]
         assert re.search(row.heard, "\n".join(lines)), done.stderr
+        if row.heard.startswith("AbortedError"):  # the culprit's traceback says more
+            assert "Traceback" not in "\n".join(lines)
     where = r"^hvdrun: postmortem: rank 1 .*\n  rank 1 (?:was|last called hvd_keras) at (.*)$"
     told = re.search(where, done.stderr, re.MULTILINE)
     assert told, done.stderr

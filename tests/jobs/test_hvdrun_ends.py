@@ -72,7 +72,18 @@ def test_an_exception_of_one_rank(hvdrun):
     done = hvdrun.python(2, f"if rank == 1: raise ValueError('oh')\ntime.sleep({FOREVER})")
     assert done.returncode == 1
     assert "[1] ValueError: oh\n" in done.stderr
+    assert done.stderr.count("ValueError: oh") == 1
     assert "hvdrun: rank 1 failed first: exit status 1\n" in done.stderr
+
+
+def test_an_exception_far_above_is_repeated(hvdrun):
+    text = f"""
+        if rank == 1: raise ValueError("oh")
+        signal.signal(signal.SIGTERM, lambda *_: print("and\\n" * 50, file=sys.stderr))
+        time.sleep({FOREVER})
+        """
+    done = hvdrun.python(2, text)
+    assert done.stderr.rindex("\nValueError: oh\n") > done.stderr.rindex("[0] and\n")
 
 
 def test_a_rank_that_leaves_mpi_silently_is_no_success(hvdrun):

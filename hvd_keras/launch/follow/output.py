@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import queue
+import re
 import select
 import threading
 from collections.abc import Callable
@@ -21,6 +22,9 @@ PARTIAL_LINE_DELAY = 0.1
 # Bytes of a rank's last errors that are kept, to tell at the end why it failed.
 TAIL_LIMIT = 1 << 16
 
+# Lines of output, at the end, that a user sees at once.
+RECENT_LINES = 40
+
 # Lines of an exception's message that are repeated at most.
 MESSAGE_LINES = 20
 
@@ -32,6 +36,18 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Bytes that may wait for a slow reader before the ranks have to wait, too.
 WAITING_LIMIT = 1 << 20
+
+
+# What TensorFlow says at its start about CUDA, oneDNN and the CPU, where nothing is wrong: notices
+# of the severity "information" of its C++ part, in its two formats, and that there is no CUDA.
+_SOURCE = rb" \S+\.(?:cc|h):\d+\] "
+NOTICE = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\)"
+    rb"|I\d{4} [\d:.]+ +\d+" + _SOURCE + rb"|\d{4}-\d\d-\d\d [\d:.]+: I" + _SOURCE +
+    rb"|To enable the following instructions: "
+    rb"|[EW]\d{4} [\d:.]+ +\d+" + _SOURCE + rb".*(?:cuInit: .*UNKNOWN ERROR \(303\)"
+    rb"|Unable to register cu\w+ factory|computation placer already registered)"
+)  # fmt: skip
 
 
 class Destination:
@@ -47,6 +63,8 @@ class Destination:
 
     def __init__(self, descriptor: int, changed: Callable[[], None]) -> None:
         self.descriptor = descriptor
+        self.is_terminal = os.isatty(descriptor)
+        self.lines = 0  # written so far
         self.unfinished: Stream | None = None
         self.waiting = 0
         self.error: OSError | None = None
@@ -134,11 +152,19 @@ class Stream:
     With an empty prefix the bytes pass unchanged. With a prefix each line begins with it; a line
     that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, and if another
     stream writes before its rest comes, it is broken there. A `copy` gets every byte, in whole
-    lines.
+    lines. `drops_notices` leaves out TensorFlow's, at the destination alone.
     """
 
-    def __init__(self, destination: Destination, prefix: bytes, copy: Copy | None = None) -> None:
+    def __init__(
+        self,
+        destination: Destination,
+        prefix: bytes,
+        copy: Copy | None = None,
+        drops_notices: bool = False,
+    ) -> None:
         self.destination = destination
+        self._drops_notices = drops_notices
+        self._shown = 0  # how many lines the destination had when this one wrote last
         self.copy = copy
         self.tail = b""  # the last TAIL_LIMIT bytes
         self.prefix = prefix
@@ -154,8 +180,10 @@ class Stream:
         self._pending = rest
         if end:
             self._stop_timer()
-            self._write([line + end for line in lines.split(end)])
-            self.destination.unfinished = None
+            whole = [line + end for line in lines.split(end)]
+            if self._drops_notices:
+                whole = [line for line in whole if not NOTICE.match(line)]
+            self._write(whole)
         if len(rest) > PARTIAL_LINE_LIMIT:
             self.flush()
         elif rest and self._timer is None:
@@ -181,9 +209,13 @@ class Stream:
         """Pass on the unfinished line as well."""
         if self._pending:
             self._write([self._pending])
-            self.destination.unfinished = self
         self._pending = b""
         self._stop_timer()
+
+    def lines_since(self, position: int) -> int:
+        """How many lines the destination has after this position of the tail."""
+        own = self.tail.count(b"\n", position)
+        return own + self.destination.lines - self._shown
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -191,11 +223,17 @@ class Stream:
             self._timer = None
 
     def _write(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
         start = b""
         if self.prefix:
             unfinished = self.destination.unfinished
             if unfinished is not self:
                 start = self.prefix if unfinished is None else b"\n" + self.prefix
+            if self.destination.is_terminal:  # a progress bar begins its line again and again
+                lines = [re.sub(rb"\r(?!\n)", b"\r" + self.prefix, line) for line in lines]
+        self.destination.unfinished = None if lines[-1].endswith(b"\n") else self
+        self._shown = self.destination.lines = self.destination.lines + len(lines)
         # One call for all lines, so that no other process's output comes in between.
         self.destination.write(start + self.prefix.join(lines))
 
@@ -211,12 +249,19 @@ class Output:
     """All that hvdrun prints: the ranks' streams and its own words.
 
     With a `directory`, each rank's output, both streams, goes to its file "rank-N.txt" there, too;
-    `append` keeps what is there already. `changed` is called when nothing can be written.
+    `append` keeps what is there already. `verbose` shows TensorFlow's notices. `changed` is called
+    when nothing can be written.
     """
 
     def __init__(
-        self, prefix: bool, directory: str | None, append: bool, changed: Callable[[], None]
+        self,
+        prefix: bool,
+        directory: str | None,
+        append: bool,
+        changed: Callable[[], None],
+        verbose: bool = False,
     ) -> None:
+        self._drops_notices = not verbose and os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0"
         self._room = asyncio.Event()
         self._failed = changed
         self._has_told = False  # that the disk is full
@@ -247,7 +292,8 @@ class Output:
                     self._copies[rank] = Copy(path, self._append, self.say)
                 copy = self._copies[rank]
             destination = self._err if name == "err" else self._out
-            self._streams[rank, name] = Stream(destination, prefix, copy)
+            drops = name == "err" and self._drops_notices
+            self._streams[rank, name] = Stream(destination, prefix, copy, drops)
         return self._streams[rank, name]
 
     def mpirun_stream(self) -> Stream:
@@ -301,13 +347,16 @@ class Output:
         self._err.write(start + f"hvdrun: {text}\n".encode())
         self._err.unfinished = None
 
-    def traceback(self, rank: int) -> tuple[str, str]:
-        """The last traceback that a rank has written to stderr, if any, and its message alone."""
+    def traceback(self, rank: int, recent: bool = True) -> tuple[str, str]:
+        """The last traceback that a rank has written to stderr, if any, and its message alone.
+
+        Without `recent` only if it is far above by now.
+        """
         stream = self._streams.get((rank, "err"))
         if stream is None:
             return "", ""
-        _, found, text = stream.tail.rpartition(b"Traceback (most recent call last):\n")
-        if not found:
+        before, found, text = stream.tail.rpartition(b"Traceback (most recent call last):\n")
+        if not found or (not recent and stream.lines_since(len(before)) < RECENT_LINES):
             return "", ""
         lines = text.decode(errors="replace").splitlines()
         body = 0

@@ -138,7 +138,8 @@ class Job:
     `sweep`, called when mpirun has ended, kills what is left of the job on its hosts after so many
     seconds, removes its files, and returns the hosts that are lost. `ended` is called when
     the ranks write nothing more. `stop_timeout` is how many seconds the ranks may take to end when
-    a signal has asked hvdrun to end.
+    a signal has asked hvdrun to end. `repeats_traceback` adds the culprit's to the last lines, even
+    if it has been printed just before.
     """
 
     command: Sequence[str]
@@ -148,6 +149,7 @@ class Job:
     signals: Signals
     verbose: bool
     stop_timeout: float
+    repeats_traceback: bool
     sweep: Callable[[float], Awaitable[Collection[str]]]
     ended: Callable[[], None]
     _mpirun_text: bytes = b""
@@ -293,7 +295,9 @@ class Job:
         if cause:
             self.output.say(cause)
         texts = [
-            "" if verdict.culprit is None else self.output.traceback(verdict.culprit)[0],
+            ""
+            if verdict.culprit is None
+            else self.output.traceback(verdict.culprit, recent=self.repeats_traceback)[0],
             "" if verdict.waiting is None else self.output.traceback(verdict.waiting)[1],
         ]
         for text in filter(None, texts):

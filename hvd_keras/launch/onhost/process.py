@@ -15,6 +15,7 @@ GRACE = 5.0
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 
 _PR_SET_PDEATHSIG = 1
+_TGKILL = {"x86_64": 234, "aarch64": 131}  # the numbers of this system call
 _libc = ctypes.CDLL(None)
 
 
@@ -23,6 +24,19 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
     if os.getppid() != parent:  # it died before the option was set
         os.kill(os.getpid(), number)
+
+
+def ask_to_end(process: int, number: int) -> None:
+    """Send a process's group a signal, and continue it if it is stopped.
+
+    A stopped process's signal goes to its first thread, the script's: otherwise any thread takes
+    it, while the script goes on and leaves the line where it was stopped, before that is noted.
+    """
+    is_stopped = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    call = _TGKILL.get(os.uname().machine)
+    if not is_stopped or call is None or _libc.syscall(call, process, process, number) != 0:
+        os.killpg(process, number)
+    os.killpg(process, signal.SIGCONT)
 
 
 def private_folder(path: Path) -> Path:

@@ -40,7 +40,7 @@ from .channel import (
     watch_liveness,
 )
 from .cores import usable_cores
-from .process import FORWARDED, GRACE, die_with_parent, private_folder
+from .process import FORWARDED, GRACE, ask_to_end, die_with_parent, private_folder
 from .rsh_agent import DAEMON
 from .sweep import AGENT
 
@@ -472,9 +472,10 @@ class Worker:
 
     def _signal(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:
-            os.killpg(self._child.pid, number)
-            if number not in FORWARDED:
-                os.killpg(self._child.pid, signal.SIGCONT)  # a stopped command must hear of it
+            if number in FORWARDED:
+                os.killpg(self._child.pid, number)
+            else:
+                ask_to_end(self._child.pid, number)
 
     async def _send_result(self, status: int) -> int:
         """Send what the function of `hvd_keras.run` has returned; returns the command's status."""
