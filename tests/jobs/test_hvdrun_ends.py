@@ -359,6 +359,7 @@ def test_a_temporary_folder_of_any_name(hvdrun):
     folder.mkdir()
     done = hvdrun.run("-np", "1", "echo", "x", env=hvdrun.environment | {"TMPDIR": str(folder)})
     assert (done.stdout, done.stderr, done.returncode) == ("[0] x\n", "", 0)
+    folder.rmdir()
 
 
 def test_temporary_files_of_killed_ranks_are_removed(hvdrun):

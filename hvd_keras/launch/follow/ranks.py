@@ -29,8 +29,9 @@ from hvd_keras.launch.onhost.channel import (
     silence,
     watch_liveness,
 )
+from hvd_keras.launch.onhost.connect import in_folder
 from hvd_keras.launch.onhost.cores import thread_settings
-from hvd_keras.launch.onhost.worker import ALIVE, FUNCTION, RESULT, in_folder
+from hvd_keras.launch.onhost.worker import ALIVE, FUNCTION, RESULT
 
 # How many connections may be open that have not proved to belong to the job, and for how many
 # seconds; further ones wait to be accepted.

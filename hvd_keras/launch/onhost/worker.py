@@ -25,7 +25,7 @@ import sys
 import tempfile
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,10 +35,10 @@ from .channel import (
     SILENCE,
     Channel,
     ProtocolError,
-    error_text,
     silence,
     watch_liveness,
 )
+from .connect import connect, in_folder
 from .cores import usable_cores
 from .process import FORWARDED, GRACE, ask_to_end, die_with_parent, private_folder
 from .rsh_agent import DAEMON
@@ -63,10 +63,6 @@ CALL = "HVDRUN_CALL"
 FUNCTION = "function"
 RESULT = "result"
 
-# Seconds to reach hvdrun: of one try, and of all of them.
-CONNECT_TIMEOUT = 5.0
-REACH_TIMEOUT = 30.0
-
 # Seconds between two looks whether hvdrun's host and mpirun's daemon still live, and between two
 # signs of life.
 CHECK = 0.5
@@ -87,45 +83,6 @@ def find_rank(environment: Mapping[str, str]) -> int:
     raise SystemExit(
         f"hvdrun: mpirun gave this process no rank: none of {', '.join(RANK_VARIABLES)} is set; "
         "use Open MPI's or MPICH's mpirun (hvdrun --mpirun PATH)"
-    )
-
-
-@contextlib.contextmanager
-def in_folder(folder: Path) -> Iterator[str]:
-    """Yield a short path of a folder, because a socket's address has at most 107 characters."""
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-def _connect_to(address: str) -> socket.socket:
-    if address.startswith("/"):
-        connection = socket.socket(socket.AF_UNIX)
-        path = Path(address)
-        with in_folder(path.parent) as folder:
-            connection.connect(f"{folder}/{path.name}")
-        return connection
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), CONNECT_TIMEOUT)
-
-
-def connect(addresses: str) -> socket.socket:
-    """Connect to hvdrun at the first of its addresses that answers."""
-    limit = time.monotonic() + REACH_TIMEOUT
-    problems: dict[str, str] = {}
-    while time.monotonic() < limit:
-        for address in [addresses] if addresses.startswith("/") else addresses.split(","):
-            try:
-                return _connect_to(address)
-            except OSError as error:
-                problems[address] = error_text(error)
-        time.sleep(0.5)
-    told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
-    raise SystemExit(
-        f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {told}; check that no "
-        "firewall blocks connections between the job's hosts"
     )
 
 
