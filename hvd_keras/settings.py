@@ -43,7 +43,9 @@ class Settings:
         watched: ``HVDRUN_JOB`` is set: hvdrun follows this process.
         all_tracebacks: ``HVDRUN_VERBOSE`` is set, or there is no hvdrun: a rank that fails because
             another one has left prints its traceback, too.
-        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last.
+        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last;
+            without it, hvdrun's.
+        postmortem_is_asked: the user has named that folder.
         stats_directory: ``HVD_STATS_DIRECTORY``, the folder in which each rank writes its
             statistics.
         tells_statistics: ``HVDRUN_STATISTICS`` is set: hvdrun wants them.
@@ -58,6 +60,7 @@ class Settings:
     watched: bool = False
     all_tracebacks: bool = True
     postmortem: pathlib.Path | None = None
+    postmortem_is_asked: bool = False
     stats_directory: pathlib.Path | None = None
     tells_statistics: bool = False
     commits: pathlib.Path | None = None
@@ -95,7 +98,9 @@ def read() -> Settings:
     chosen["strict"] = os.environ.get("HVD_STRICT", "0") not in ("", "0")
     chosen["watched"] = "HVDRUN_JOB" in os.environ
     chosen["all_tracebacks"] = "HVDRUN_VERBOSE" in os.environ or not chosen["watched"]
-    if text := os.environ.get("HVD_POSTMORTEM"):
+    asked = os.environ.get("HVD_POSTMORTEM")
+    chosen["postmortem_is_asked"] = bool(asked)
+    if text := asked or os.environ.get("HVDRUN_POSTMORTEM"):
         chosen["postmortem"] = pathlib.Path(text).absolute()
     if text := os.environ.get("HVD_STATS_DIRECTORY"):
         chosen["stats_directory"] = pathlib.Path(text)
