@@ -40,6 +40,8 @@ class Settings:
         some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which hides some GPUs from CUDA.
         strict: ``HVD_STRICT`` is set and not 0: warnings that the ranks train separate models
             become errors.
+        verbose_all: ``HVD_VERBOSE_ALL`` is set and not 0: by default all ranks show Keras's
+            progress bar, not one.
         watched: ``HVDRUN_JOB`` is set: hvdrun follows this process.
         all_tracebacks: ``HVDRUN_VERBOSE`` is set, or there is no hvdrun: a rank that fails because
             another one has left prints its traceback, too.
@@ -57,6 +59,7 @@ class Settings:
     gpus_by_mpi: bool = False
     some_gpus_hidden: bool = False
     strict: bool = False
+    verbose_all: bool = False
     watched: bool = False
     all_tracebacks: bool = True
     postmortem: pathlib.Path | None = None
@@ -96,6 +99,7 @@ def read() -> Settings:
     chosen["gpus_by_mpi"] = os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
     chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     chosen["strict"] = os.environ.get("HVD_STRICT", "0") not in ("", "0")
+    chosen["verbose_all"] = os.environ.get("HVD_VERBOSE_ALL", "0") not in ("", "0")
     chosen["watched"] = "HVDRUN_JOB" in os.environ
     chosen["all_tracebacks"] = "HVDRUN_VERBOSE" in os.environ or not chosen["watched"]
     asked = os.environ.get("HVD_POSTMORTEM")
