@@ -334,8 +334,14 @@ def test_the_line_where_a_rank_hangs_is_named(hvdrun):
             time.sleep({FOREVER})
         hvd.barrier()
         """
-    done = hvdrun.python(2, text, env=hvdrun.environment | {"HVD_TIMEOUT_SECONDS": "2"})
+    limits = {"HVD_STALL_WARNING_SECONDS": "1", "HVD_TIMEOUT_SECONDS": "8"}
+    done = hvdrun.python(2, text, env=hvdrun.environment | limits)
     assert done.returncode == 75
+    warned = re.findall(
+        r"no progress for (\d) s: .* \(the job ends in (\d) s\)$", done.stderr, re.M
+    )
+    assert len(warned) > 1
+    assert {int(waited) + int(left) for waited, left in warned} <= {7, 8}
     *_, told, place = done.stderr.splitlines()
     assert told.startswith("hvdrun: postmortem: rank 1 called nothing more while rank 0 waited for")
     assert re.fullmatch(r"  rank 1 was at .*script\.py:\d+, .*: time\.sleep\(1000\)", place)
