@@ -46,6 +46,19 @@ async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: b
     return verdict
 
 
+def _tell_place(folder: Path, size: int) -> None:
+    """Say where a rank of hvd_keras was that ended without a traceback, or how to know it."""
+    told = ""
+    if len([*folder.glob("rank-*.requests")]) == size:  # all ranks were on this host, and joined
+        with contextlib.suppress(ValueError):
+            told = postmortem.conclusion(folder)
+    if "\n" in told:
+        told = f"postmortem: {told}"
+    else:
+        told = "to see where each rank was, start the job with --postmortem FOLDER"
+    print(f"hvdrun: {told}", file=sys.stderr, flush=True)
+
+
 def _new_folder(parent: str) -> Path:
     """Make the next folder start-N, for the files of one start."""
     number = 1
@@ -97,6 +110,9 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         if call is not None:
             Path(call, STARTED).touch()
         start = _start(spec, planned, job)
+        folder = directory / "postmortem"
+        if spec.is_local and options.postmortem is None:
+            start["environment"]["HVDRUN_POSTMORTEM"] = str(folder)
         # A restart has no input, because an earlier start has consumed it.
         statistics = spec.statistics
         statistics.start(ranks.size)
@@ -111,7 +127,7 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             return await _sweep(ranks, placement, spec, job, grace)
 
         try:
-            return await Job(
+            verdict = await Job(
                 planned.command,
                 _environment(spec, planned),
                 ranks=ranks,
@@ -123,6 +139,11 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
                 sweep=sweep,
                 ended=screen.stop,
             ).run()
+            has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
+            is_open = verdict.status != 0 and verdict.asked and not has_traceback
+            if is_open and options.postmortem is None:
+                _tell_place(folder, ranks.size)
+            return verdict
         finally:
             await ranks.close()
             if options.timeline is not None and Path(options.timeline).exists():

@@ -4,6 +4,7 @@ Before the callbacks begin, the model's variables are created and the ranks comp
 equal. When ``fit`` returns, the files that one rank has written are there for all.
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -110,6 +111,25 @@ def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[...,
         return handler
 
     return get
+
+
+def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
+
+    def set_params_of_rank(self: Any, params: Any) -> None:
+        set_params(self, params)
+        if params.get("verbose") != "auto" or settings.read().verbose_all:
+            return
+        own = _current.get()
+        with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
+            if own is not None and own.model is self.model:
+                process_set: ProcessSet | None = own.process_set
+            else:
+                process_set = self.model and together.process_set_of(self.model)
+            if process_set is not None and process_set.rank() > 0:
+                self.verbose = 0
+
+    return set_params_of_rank
 
 
 def check_built(model: Any) -> None:

@@ -110,6 +110,12 @@ def _rows() -> list[Patch]:
             fitting.wrap_symbolic_build,
         ),
         Patch(
+            keras.callbacks.ProgbarLogger,
+            "set_params",
+            "to show one rank's progress bar by default",
+            fitting.wrap_bar,
+        ),
+        Patch(
             optimizers.Optimizer,
             "apply",
             "to find optimizers that are not distributed",

@@ -73,7 +73,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         ]
         copy = (tmp_path / f"out/rank-{rank}.txt").read_text()
         assert [f"[{rank}] {line}" for line in copy.splitlines() if line[0] != "["] == lines
-        assert f"[{rank}] ['HVDRUN_JOB', 'HVDRUN_TELL']\n" in done.stderr
+        assert f"[{rank}] ['HVDRUN_JOB', 'HVDRUN_TELL', 'HVDRUN_VERBOSE']\n" in done.stderr
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
 
 

@@ -325,6 +325,28 @@ def test_a_worker_that_is_asked_to_end_is_named(hvdrun):
     assert done.stderr.startswith(told)
 
 
+def test_the_line_where_a_rank_hangs_is_named(hvdrun):
+    text = f"""
+        import hvd_keras as hvd
+        hvd.init()
+        for _ in range(20): hvd.barrier()
+        if rank == 1:
+            time.sleep({FOREVER})
+        hvd.barrier()
+        """
+    limits = {"HVD_STALL_WARNING_SECONDS": "1", "HVD_TIMEOUT_SECONDS": "8"}
+    done = hvdrun.python(2, text, env=hvdrun.environment | limits)
+    assert done.returncode == 75
+    warned = re.findall(
+        r"no progress for (\d) s: .* \(the job ends in (\d) s\)$", done.stderr, re.M
+    )
+    assert len(warned) > 1
+    assert {int(waited) + int(left) for waited, left in warned} <= {7, 8}
+    *_, told, place = done.stderr.splitlines()
+    assert told.startswith("hvdrun: postmortem: rank 1 called nothing more while rank 0 waited for")
+    assert re.fullmatch(r"  rank 1 was at .*script\.py:\d+, .*: time\.sleep\(1000\)", place)
+
+
 def test_a_rank_that_ends_before_another_has_joined_ends_the_job(hvdrun):
     """MPI_Init would wait for it."""
     done = hvdrun.python(
