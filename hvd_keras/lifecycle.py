@@ -7,9 +7,10 @@ import enum
 import operator
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from hvd_keras import _library, _mpi, exit_codes, gpu, log, observe, rank_info, settings
@@ -244,7 +245,7 @@ def _install_guards() -> None:
             others = rank_info.has_left_alone() or (
                 rank_info.is_initialized() and rank_info.size() > 1
             )
-            if os.getpid() == process and others:
+            if os.getpid() == process and others and _is_ending():
                 _flush()
                 exit_status = 1
                 flight.note_exception(kind, traceback)
@@ -266,6 +267,20 @@ def _install_guards() -> None:
 
     sys.excepthook = abort_all
     atexit.register(at_exit)
+
+
+def _is_ending() -> bool:
+    """Whether ``sys.excepthook`` runs because an exception ends the script.
+
+    Libraries print errors with it that they cannot raise, and scripts those that they have caught.
+    Then the body of a module, usually of the script, still runs.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            return False
+        frame = frame.f_back
+    return threading.current_thread() is threading.main_thread()
 
 
 def _first_line(kind: type[BaseException], value: BaseException) -> str:

@@ -1,7 +1,5 @@
 """``hvd.data``: every row is used once, and every rank makes the same number of steps."""
 
-import itertools
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -9,7 +7,7 @@ import tensorflow as tf
 from hvd_keras import agree, log
 from hvd_keras._keras import keras
 from hvd_keras.data import arrays, datasets
-from hvd_keras.data.split import MODES, Source, Split
+from hvd_keras.data.split import MODES, Passes, Source, Split
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
@@ -52,6 +50,7 @@ def shard(
             has unknown length.
         seed: a number, 0 or more.
         start_epoch: the number of the first epoch; to resume, the ``initial_epoch`` of ``fit``.
+            ``hvd.callbacks.Checkpoint`` sets it by itself.
         uneven: what to do with an incomplete last step. "share" divides its rows equally among the
             ranks, like the short last batch of one process, and leaves out a remainder of fewer
             rows than ranks. "pad" leaves nothing out: batches become ``(x, y, sample_weight)``, the
@@ -86,21 +85,22 @@ def shard(
     process_set.check_included("data.shard")
     split = Split(process_set.rank(), process_set.size(), uneven, evaluation)
 
-    def look() -> tuple[Source, str]:
+    def look() -> Source:
         if min(seed, start_epoch) < 0:
             raise ValueError(f"{seed=}, {start_epoch=}, expected 0 or more.")
         if uneven not in MODES:
             raise ValueError(f"{uneven=}, expected one of {', '.join(map(repr, MODES))}.")
-        rows = _open(source, batch_size, shuffle, seed, split)
-        facts = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, {rows.facts}, "
-        return rows, facts + f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+        return _open(source, batch_size, shuffle, seed, split)
 
-    rows, views = _on_all_ranks("hvd.data.shard", look, process_set)
+    rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
+    facts = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, {rows.facts}, "
+    facts += f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+    views = agree.gather_json("hvd.data.shard arguments", facts, process_set)
     if len(set(views)) > 1:
         raise ValueError(
             "hvd.data.shard: the ranks have different sources or arguments: "
-            f"{_by_rank(views, process_set)}. Give every rank the same whole source, in the same "
-            "order (with the same seeds, the global one too), and apply random maps after "
+            f"{agree.by_rank(views, process_set)}. Give every rank the same whole source, in the "
+            "same order (with the same seeds, the global one too), and apply random maps after "
             "shard(…). If each rank has its own files, use hvd.data.agree_on_steps."
         )
     if rows.steps == 0 or (rows.left_out and uneven == "error"):
@@ -121,8 +121,9 @@ def shard(
             "hvd.data.shard: uneven='pad' adds sample weights and so needs y, but the source has "
             f"only x: {rows.spec}. Use 'share' or 'trim'."
         )
-    numbers, spec = itertools.count(start_epoch), tf.TensorSpec((), tf.int64)
-    epoch = tf.data.Dataset.from_generator(lambda: iter([next(numbers)]), output_signature=spec)
+    passes, spec = Passes(start_epoch), tf.TensorSpec((), tf.int64)
+    epoch = tf.data.Dataset.from_generator(lambda: iter([passes.begin()]), output_signature=spec)
+    epoch._hvd_passes = passes
     batches = epoch.flat_map(rows.batches)  # one epoch in each pass
     if uneven == "pad":
         batches = batches.map(_weigh)
@@ -158,7 +159,7 @@ def agree_on_steps(
     """
     process_set.check_included("data.agree_on_steps")
 
-    def look() -> tuple[None, int | None]:
+    def look() -> int | None:
         if uneven not in ("trim", "error"):
             raise ValueError(f"{uneven=}, expected 'trim' or 'error'.")
         steps = source
@@ -166,9 +167,10 @@ def agree_on_steps(
             steps = source.cardinality() if source.cardinality() >= 0 else None
         elif isinstance(source, keras.utils.PyDataset):
             steps = source.num_batches
-        return None, None if steps is None else int(steps)
+        return None if steps is None else int(steps)
 
-    _, everyone = _on_all_ranks("hvd.data.agree_on_steps", look, process_set)
+    mine = agree.on_all_ranks("hvd.data.agree_on_steps", look, process_set)
+    everyone = agree.gather_json("hvd.data.agree_on_steps numbers", mine, process_set)
     known = [steps for steps in everyone if steps is not None]
     if not known:
         problem = "no length is known. Pass numbers of steps (count the batches once)."
@@ -179,8 +181,19 @@ def agree_on_steps(
     else:
         return int(min(known))
     raise ValueError(
-        f"hvd.data.agree_on_steps: {problem} By rank: {_by_rank(everyone, process_set)}."
+        f"hvd.data.agree_on_steps: {problem} By rank: {agree.by_rank(everyone, process_set)}."
     )
+
+
+def passes_of(dataset: tf.data.Dataset) -> list[Passes]:
+    """Returns the numbers of the passes of all sharded sources that a dataset is made of.
+
+    None are known if the dataset repeats: then passes are not the epochs of ``fit``.
+    """
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        return []
+    found = [getattr(node, "_hvd_passes", None) for node in datasets.nodes(dataset)]
+    return [passes for passes in found if passes is not None]
 
 
 def _open(
@@ -212,25 +225,3 @@ def _weigh(data: Any, factors: Any) -> Any:
         return tf.cast(own, factors.dtype) * tf.reshape(factors, [-1] + [1] * (own.ndim - 1))
 
     return x, y, factors if weights is None else keras.tree.map_structure(weigh, weights)
-
-
-def _on_all_ranks(
-    name: str, look: Callable[[], tuple[Any, Any]], process_set: ProcessSet
-) -> tuple[Any, list[Any]]:
-    """Returns this rank's result of ``look``, and all ranks' views. An error reaches all ranks."""
-    seen = mine = error = None
-    try:
-        seen, mine = look()
-    except Exception as caught:
-        error = caught
-    mine = [mine, error and f"{type(error).__name__}: {error}"]
-    everyone = agree.gather_json(name, mine, process_set)
-    errors = [text for _, text in everyone]
-    if any(errors):
-        raise ValueError(f"{name}, errors by rank: {_by_rank(errors, process_set)}") from error
-    return seen, [told for told, _ in everyone]
-
-
-def _by_rank(values: Iterable[Any], process_set: ProcessSet) -> str:
-    ranks = zip(process_set.ranks, values, strict=True)
-    return ", ".join(f"rank {rank}: {value}" for rank, value in ranks)

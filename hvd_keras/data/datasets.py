@@ -117,7 +117,7 @@ def _first(source: Any) -> Any:
 
 def _has_cache(source: Any) -> bool:
     """Whether a dataset must be read to its end: a cache that is read partly is not usable."""
-    return any(_kind(node) == "Cache" for node in _nodes(source))
+    return any(_kind(node) == "Cache" for node in nodes(source))
 
 
 def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.data.Dataset:
@@ -188,7 +188,7 @@ def _makes_batches(node: Any) -> bool | None:
         ops = {op.type for graph in graphs for op in graph.get_operations()}
         if any(op.startswith(kind) for op in ops for kind in _BATCHING):
             # window(n).flat_map(lambda part: part.batch(n)) makes rows that are sequences.
-            return not any(_kind(node) == "Window" for node in _nodes(node))
+            return not any(_kind(node) == "Window" for node in nodes(node))
         if kind != "GroupByWindow":
             return None
     found = [_makes_batches(node) for node in inputs]
@@ -204,8 +204,8 @@ def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
     Raises:
         ValueError: the order would differ by rank.
     """
-    nodes = list(_nodes(source))
-    shuffles = [node for node in nodes if _kind(node) in ("Shuffle", "Random")]
+    made_of = list(nodes(source))
+    shuffles = [node for node in made_of if _kind(node) in ("Shuffle", "Random")]
     seeds = [(int(node._seed), int(node._seed2)) for node in shuffles]
     if not alone and (0, 0) in seeds:
         raise ValueError(
@@ -213,7 +213,7 @@ def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
             "dataset.shuffle(…, seed=1), Dataset.list_files(…, seed=1), or let "
             "hvd.data.shard(…, shuffle=True) shuffle."
         )
-    if not alone and any(getattr(node, "_deterministic", None) == "false" for node in nodes):
+    if not alone and any(getattr(node, "_deterministic", None) == "false" for node in made_of):
         raise ValueError(
             "the dataset has deterministic=False, so its order differs by rank. Remove that from "
             "map() and interleave()."
@@ -300,11 +300,11 @@ def _apply(method: Any, dataset: Any, function: Callable[[Any], Any]) -> Any:
     return method(lambda *parts: function(parts if is_tuple else parts[0]))
 
 
-def _nodes(source: Any) -> Iterator[Any]:
+def nodes(source: Any) -> Iterator[Any]:
     """Yields a dataset and, recursively, its inputs."""
     yield source
     for node in source._inputs():
-        yield from _nodes(node)
+        yield from nodes(node)
 
 
 def _kind(node: Any) -> str:

@@ -78,6 +78,22 @@ class Split:
 
 
 @dataclass
+class Passes:
+    """Numbers the passes over a sharded source; the number decides the order.
+
+    Attributes:
+        next: the number of the next pass.
+    """
+
+    next: int
+
+    def begin(self) -> int:
+        """Returns the number of a pass that begins."""
+        self.next += 1
+        return self.next - 1
+
+
+@dataclass
 class Source:
     """An opened source of ``hvd.data.shard``.
 
