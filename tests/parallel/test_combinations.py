@@ -14,6 +14,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(3)
 BATCH, STEPS, EPOCHS = 4, 4, 2
 
 # The first value of each feature is the ordinary one.
