@@ -295,10 +295,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def _go_on(self, found: "_Found") -> None:
         """Lets ``fit`` and its data begin where the checkpoint was written."""
         self.model._initial_epoch = found.facts["epoch"]
-        numbers = found.facts["passes"]
-        if len(numbers) == len(self._passes):
-            for passes, number in zip(self._passes, numbers, strict=True):
-                passes.next = number
+        states = found.facts["passes"]
+        if len(states) == len(self._passes):
+            for passes, state_then in zip(self._passes, states, strict=True):
+                passes.restore(state_then)
         batches = self._batches_seen(found)
         if batches:
             self._skipping = _Skipping(self.model, variables.of_training(self.model), batches)
@@ -353,8 +353,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "ranks": self._hvd_process_set.size(),
             "rate": self._rate,
             "fits": self._fits,
-            # An epoch that has begun has taken its number.
-            "passes": [passes.next - (batch > 0) for passes in self._passes],
+            "passes": [passes.state(within=batch > 0) for passes in self._passes],
             "random": rank_values.random_states(self._hvd_process_set),
         }
         path = checkpoint.path_of(self.directory, epoch, batch)

@@ -21,6 +21,19 @@ _BATCHING = {"Batch", "ParallelBatch", "PaddedBatch", "Rebatch"}
 _WARNING_SECONDS = 30
 
 
+def has_static_batches(source: Any) -> bool:
+    """Whether it is a dataset of batches that all have the same, static number of rows."""
+    if not isinstance(source, tf.data.Dataset) or not _makes_batches(source):
+        return False
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(source.element_spec)]
+    return all(shape is not None and shape.rank and shape[0] is not None for shape in shapes)
+
+
+def shuffles_itself(source: Any) -> bool:
+    """Whether it is a dataset whose passes may have different orders."""
+    return isinstance(source, tf.data.Dataset) and bool(_seeds(source, alone=True))
+
+
 def of_dataset(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
@@ -36,9 +49,11 @@ def of_dataset(
     seeds = _seeds(source, alone=split.size == 1)
     facts = f"{batched=}, shuffles with the seeds {seeds}"
     first = None
-    if split.uneven == "pad" or (split.size > 1 and not seeds):
+    # Of a dataset that shuffles itself this also shows whether one rank has begun more passes of it
+    # than others, for example to look at some rows. All numbers of ranks begin equally many.
+    if split.uneven == "pad" or split.size > 1 or seeds:
         first = _first(source if batched else source.batch(1))
-    if first is not None and not seeds:
+    if first is not None:
         facts += f", first element {arrays.digest(arrays.y_of(first))}"
     known = int(source.cardinality()) >= 0
     length, own_size, counts = _measure(source) if batched else (_length(source), None, None)

@@ -83,14 +83,32 @@ class Passes:
 
     Attributes:
         next: the number of the next pass.
+        shuffling: the source, if it shuffles itself: then its order depends on how often it was
+            begun. Otherwise None.
+        begun: how many passes were begun in this process, and in those that it continues.
     """
 
     next: int
+    shuffling: tf.data.Dataset | None
+    begun: int = 0
 
     def begin(self) -> int:
         """Returns the number of a pass that begins."""
         self.next += 1
+        self.begun += 1
         return self.next - 1
+
+    def state(self, within: bool) -> list[int]:
+        """What ``restore`` needs to repeat the pass that has begun (``within``), or the next."""
+        return [self.next - within, self.begun - within]
+
+    def restore(self, state: list[int]) -> None:
+        """Continues where another process was."""
+        self.next, begun = state
+        if self.shuffling is not None:
+            for _ in range(begun - self.begun):
+                iter(self.shuffling)
+        self.begun = begun
 
 
 @dataclass

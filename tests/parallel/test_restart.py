@@ -162,8 +162,8 @@ def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
     undisturbed, again = build(momentum), build(momentum)
     with pytest.raises(KeyboardInterrupt):
         train_twice(undisturbed, None)
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
     with pytest.raises(KeyboardInterrupt):
-        saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
         train_twice(build(momentum), saved, Interrupt(after))
     with pytest.raises(KeyboardInterrupt):
         train_twice(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
@@ -175,7 +175,7 @@ def test_a_restart_says_where_it_continues(directory, capfd) -> None:
     interrupt(build(adam), saved, STEPS + 3)
     assert "hvd_keras:" not in capfd.readouterr().err
     train(build(adam), hvd.callbacks.Checkpoint(directory))
-    place = f"continuing from checkpoint-00001-0000002, epoch 2 of {EPOCHS}, batch 3\n"
+    place = f"continuing from checkpoint-00001-0000004, epoch 2 of {EPOCHS}, batch 5\n"
     assert (f"hvd_keras: {place}" in capfd.readouterr().err) == (RANK == 0)
     train(build(adam), hvd.callbacks.Checkpoint(directory))
     place = (
@@ -186,7 +186,7 @@ def test_a_restart_says_where_it_continues(directory, capfd) -> None:
 
 def test_an_adapted_layer_is_in_use_after_a_restart(directory) -> None:
     """Keras computes with constants that adapt() derives from the layer's variables."""
-    x, y = rows()
+    x, _ = rows()
 
     def make() -> tuple[keras.Model, Any]:
         layer = keras.layers.Normalization()
@@ -263,6 +263,24 @@ def test_restart_with_other_data(directory, kind: str) -> None:
     again = build(adam)
     saved = hvd.callbacks.Checkpoint(directory)
     fit(again, saved, start=saved.initial_epoch)
+    assert_same_state(again, undisturbed)
+
+
+def test_restart_with_a_dataset_that_shuffles_itself(directory) -> None:
+    def fit(net: keras.Model, *callbacks: keras.callbacks.Callback) -> None:
+        source = tf.data.Dataset.from_tensor_slices(rows()).shuffle(99, seed=3).batch(BATCH)
+        data = hvd.data.shard(source)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        net.fit(data, epochs=EPOCHS, verbose=0, callbacks=[broadcast, *callbacks])
+
+    undisturbed = build(adam)
+    fit(undisturbed)
+    for after in (STEPS + 3, STEPS):  # in the middle of the second epoch; at the end of that
+        saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
+        with pytest.raises(KeyboardInterrupt):
+            fit(build(adam), saved, Interrupt(after))
+    again = build(adam)
+    fit(again, hvd.callbacks.Checkpoint(directory))
     assert_same_state(again, undisturbed)
 
 
