@@ -467,7 +467,9 @@ def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) 
             common.append(variable)
             if value is not None:
                 variable.assign(value.value)
-    variables.broadcast_variables(common, process_set.ranks[0], process_set)
+    variables.assign_values_of(process_set.ranks[0], common, process_set)
+    if preprocessing.refresh_derived_values(model._flatten_layers()):
+        fitting.forget_functions(model)  # they hold the old values as constants
     if found.facts["ranks"] != process_set.size():
         seeds = variables.seed_states(model._flatten_layers())
         variables.give_each_rank_its_own_randomness(seeds, process_set)

@@ -32,7 +32,7 @@ class Settings:
         some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which hides some GPUs from CUDA.
         strict: ``HVD_STRICT`` is set and not 0: warnings that the ranks train separate models
             become errors.
-        watched: ``HVDRUN_JOB`` is set: hvdrun runs on several hosts and follows this process.
+        watched: ``HVDRUN_JOB`` is set: hvdrun follows this process.
         arrival: ``HVDRUN_ARRIVAL``, a file that tells hvdrun that ``hvd.init()`` was called, and
             with the content ``SCRIPT_HAS_ENDED`` that the script has ended by itself.
         postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_keras import postmortem
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import STARTED, UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
@@ -86,6 +86,8 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         if options.verbose:
             print(planned.describe(), file=sys.stderr, flush=True)
         call = None if options.call is None else Path(options.call[1])
+        if call is not None:
+            Path(call, STARTED).touch()
         start = _start(spec, planned, job)
         # A restart has no input, because an earlier start has consumed it.
         statistics = spec.statistics

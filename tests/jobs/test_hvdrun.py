@@ -17,7 +17,7 @@ from hvd_keras.launch.follow.output import Destination, Stream
 from hvd_keras.launch.onhost.channel import SILENCE
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, cpu_quota, usable_cores
 from hvd_keras.launch.start import mpirun
-from tests.harness.launcher import LIMIT
+from tests.harness.launcher import LIMIT, wait_until
 
 # Output and input
 
@@ -211,6 +211,17 @@ def test_a_quota_of_any_group_above_limits_the_cores(tmp_path):
     assert cpu_quota(membership, tmp_path / "root") == 0.5
 
 
+def test_a_quota_of_the_first_version_of_control_groups_limits_the_cores(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("4:cpuset:/\n3:cpu,cpuacct:/pod/a\n0::/\n")
+    folder = tmp_path / "root/cpu/pod"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, cores in (("-1", float("inf")), ("250000", 2.5)):
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert cpu_quota(membership, tmp_path / "root") == cores
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_strict_reaches_the_ranks(hvdrun, strict):
     code = "import os; print(os.environ.get('HVD_STRICT'))"
@@ -286,6 +297,40 @@ def test_bad_input_is_refused_before_anything_starts(hvdrun, arguments, words):
     assert done.stderr.startswith("hvdrun: ")
     assert words in done.stderr
     assert len(done.stderr.splitlines()) <= 2
+
+
+def test_a_deleted_folder_is_refused(hvdrun):
+    gone = hvdrun.folder / "gone"
+    gone.mkdir()
+    command = f"rmdir {gone}; exec {sys.executable} -m hvd_keras.launch -np 1 true"
+    done = subprocess.run(["sh", "-c", command], cwd=gone, capture_output=True, text=True)
+    told = "hvdrun: the current folder was deleted; change to one that exists\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_what_mpirun_says_instead_of_its_version_is_told(hvdrun):
+    path = hvdrun.folder / "mpirun"
+    path.write_text("#!/bin/sh\necho 'Unable to get the user home directory' >&2\n")
+    path.chmod(0o755)
+    done = hvdrun.run("--mpirun", str(path), "-np", "1", "true")
+    assert "says 'Unable to get the user home directory'; expected Open MPI's" in done.stderr
+
+
+def test_an_interrupt_before_the_start_is_no_traceback(hvdrun):
+    """hvdrun asks mpirun for its version."""
+    path = hvdrun.folder / "mpirun"
+    path.write_text("#!/bin/sh\ntouch asked\nexec sleep 100\n")
+    path.chmod(0o755)
+    process = subprocess.Popen(
+        hvdrun.command("--mpirun", str(path), "-np", "1", "true"),
+        cwd=hvdrun.folder,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until((hvdrun.folder / "asked").exists, "the question")
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=LIMIT)
+    assert (process.returncode, told) == (130, "hvdrun: SIGINT received before the start\n")
 
 
 def test_no_mpirun_at_all(monkeypatch, tmp_path):

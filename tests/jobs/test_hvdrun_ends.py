@@ -3,12 +3,16 @@
 import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 
 import pytest
 
 from hvd_keras.exit_codes import DESERTED
+from hvd_keras.launch.onhost import sweep
 from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
 
 # mpirun asks the other ranks to end and kills them soon after, on a busy machine at once.
@@ -150,6 +154,64 @@ def test_what_the_ranks_left_behind_is_ended(hvdrun):
         subprocess.Popen(command, start_new_session=True)
         """
     assert hvdrun.python(2, text).returncode == 0
+
+
+@pytest.fixture
+def in_memory():
+    """A file of the user's in /dev/shm."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="train-") as file:
+        file.write(bytes(4096))
+        file.flush()
+        yield file.name
+
+
+def test_the_users_files_in_shared_memory_stay(hvdrun, in_memory):
+    """A data set that a process of the job has mapped when it is ended."""
+    daemon = f"""if True:
+        import mmap, sys, time
+        file = open({in_memory!r})
+        data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        print("mapped", flush=True)
+        time.sleep({FOREVER})"""
+    text = f"""
+        import subprocess
+        command = [sys.executable, "-c", {daemon!r}]
+        pipe = subprocess.PIPE
+        subprocess.Popen(command, start_new_session=True, stdout=pipe).stdout.readline()
+        """
+    assert hvdrun.python(1, text).returncode == 0
+    assert not [line for line in hvdrun.processes().values() if "mmap" in line]
+    assert os.path.exists(in_memory)
+
+
+def test_shared_memory_of_mpi_that_others_use_stays():
+    """MPICH's, for example, of which one end is outside of the job."""
+    path = f"/dev/shm/mpich_shm_{os.getpid()}"
+    code = f"""if True:
+        import mmap, sys, time
+        file = open({path!r})
+        data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        print("mapped", flush=True)
+        time.sleep({FOREVER})"""
+    with open(path, "wb") as file:
+        file.write(bytes(4096))
+    command = [sys.executable, "-c", code]
+    marked = {**os.environ, "HVDRUN_JOB": f"test-{os.getpid()}"}
+    mine, outside = (
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for env in (marked, os.environ)
+    )
+    try:
+        for process in (mine, outside):
+            process.stdout.readline()
+        threading.Thread(target=mine.wait, daemon=True).start()  # no zombie
+        assert sweep.sweep([marked["HVDRUN_JOB"]], 1.0) == []
+        assert mine.wait(timeout=LIMIT) == -signal.SIGTERM
+        assert os.path.exists(path)
+    finally:
+        outside.kill()
+        outside.wait()
+    assert sweep.sweep([], 0.0) == []
+    wait_until(lambda: sweep.sweep([], 0.0) or not os.path.exists(path), "the end of the file")
 
 
 # As many times the parent of a rank: its worker, mpirun, hvdrun.

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -113,6 +114,31 @@ def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
     caller.wait(timeout=LIMIT)
     wait_until(lambda: not processes(), "the end of the job")
     assert list(temporary.iterdir()) == []
+
+
+def test_a_function_that_ends_with_status_2_is_not_refused() -> None:
+    """As argparse ends a program."""
+    with pytest.raises(RuntimeError, match="rank 0 failed first: exit status 2"):
+        hvd_keras.run(sys.exit, (2,))
+
+
+def test_an_exception_of_the_caller_ends_a_job_that_ignores_interrupts(tmp_path) -> None:
+    """As hvdrun does if a shell's script has started the caller in its background."""
+    code = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1000)"
+    script = f"""
+import signal, hvd_keras
+def end(*_):
+    raise TimeoutError("enough")
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, end)
+hvd_keras.run(exec, ({code!r},))
+"""
+    command = [sys.executable, "-c", script]
+    caller = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_until((tmp_path / "started").exists, "the start of the function")
+    caller.send_signal(signal.SIGUSR1)
+    _, told = caller.communicate(timeout=LIMIT)
+    assert told.splitlines()[-1] == "TimeoutError: enough"
 
 
 def test_what_cannot_start_is_refused() -> None:
