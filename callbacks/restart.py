@@ -285,8 +285,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if same_ranks:
             variables.set_random_state(found.facts["random"][self._hvd_process_set.rank()])
         variables.mark_restored(self.model, True)
-        if preprocessing.refresh_derived_values(list(self.model._flatten_layers())):
-            fitting.forget_functions(self.model)  # they hold the old values as constants
         if not same_ranks and self._rate and found.facts.get("rate"):
             # Keeps the warm-up, decay or reduction that it had.
             saved = float(self.model.optimizer.learning_rate)

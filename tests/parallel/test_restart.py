@@ -184,26 +184,6 @@ def test_a_restart_says_where_it_continues(directory, capfd) -> None:
     assert (f"hvd_keras: {place} {EPOCHS}" in capfd.readouterr().err) == (RANK == 0)
 
 
-def test_an_adapted_layer_is_in_use_after_a_restart(directory) -> None:
-    """Keras computes with constants that adapt() derives from the layer's variables."""
-    x, _ = rows()
-
-    def make() -> tuple[keras.Model, Any]:
-        layer = keras.layers.Normalization()
-        model = keras.Sequential([keras.Input((5,)), layer, keras.layers.Dense(1)])
-        training.set_weights(model, seed=RANK)
-        model.compile(optimizer=hvd.DistributedOptimizer(adam()), loss="mse", run_eagerly=True)
-        return model, layer
-
-    model, layer = make()
-    layer.adapt(3 * x + 7)
-    train(model, hvd.callbacks.Checkpoint(directory), epochs=1)
-    again, restored = make()
-    train(again, hvd.callbacks.Checkpoint(directory), epochs=1)
-    np.testing.assert_array_equal(restored(x), layer(x))
-    np.testing.assert_array_equal(again.predict(x, verbose=0), model.predict(x, verbose=0))
-
-
 def test_a_copy_of_the_callback_works(directory) -> None:
     """Tuners copy all callbacks for each trial."""
     model = build(adam)

@@ -1,7 +1,9 @@
 """The documentation of Horovod's names, and hvdrun's understanding of horovodrun's options."""
 
 import importlib.util
-import pathlib
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -17,12 +19,30 @@ def test_the_documentation_is_that_of_the_package() -> None:
     assert migrating.written(text) == text, "run python -m tests.harness.migrating"
 
 
-def test_every_module_of_horovod_is_in_the_table() -> None:
-    found = set()
-    for file in pathlib.Path(PATH).rglob("*.py"):
-        parts = file.relative_to(PATH).with_suffix("").parts
-        found.add(".".join(part for part in parts if part != "__init__"))
-    assert found == {*names.MODULES, *names.ABSENT}
+def test_every_module_of_the_table_can_be_imported() -> None:
+    """In a process of its own, as a program does it, with names that load when first used."""
+    script = """
+import importlib, sys
+from hvd_keras.horovod import names
+for module, homes in names.MODULES.items():
+    found = importlib.import_module(module)
+    assert set(homes) <= set(dir(found)), module
+    assert all(hasattr(found, name) for name in found.__all__), module
+for module in names.ABSENT:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        assert names.ABSENT[module] in str(error), error
+    else:
+        raise AssertionError(module)
+import horovod
+from horovod.tensorflow.keras import callbacks
+assert horovod.tensorflow.keras.callbacks is callbacks
+assert not hasattr(horovod, "another")
+"""
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": PATH}
+    )
 
 
 def test_every_home_has_its_names() -> None:
