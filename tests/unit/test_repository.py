@@ -61,13 +61,13 @@ def test_the_middle_knows_no_kinds() -> None:
 
 
 def test_the_path_of_a_gradient_is_short_and_documented() -> None:
-    text = (ROOT / "docs" / "design.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()
     path = text[text.index("## One gradient") : text.index("Everything else is beside")]
     shown = {name: int(lines) for lines, name in re.findall(r"^ +(\d+)  (\S+)", path, re.MULTILINE)}
     actual = {name: len((ROOT / name).read_text().splitlines()) for name in shown}
     # Small edits need no new number.
     wrong = {name: n for name, n in actual.items() if abs(n - shown[name]) > shown[name] // 10}
-    assert wrong == {}, "write these numbers into docs/design.md"
+    assert wrong == {}, "write these numbers into docs/architecture.md"
     assert 5 <= len(actual) <= 9
     assert sum(actual.values()) <= 2000
 
