@@ -137,7 +137,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         epochs = self.params["epochs"]
         self._rate = _rate(self.model.optimizer)
         dataset = fitting.dataset_of(self.model)
-        self._passes = [] if dataset is None else data.passes_of(dataset)
+        repeats = dataset is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        # The passes of repeated data are not the epochs of fit.
+        self._passes = [] if repeats else data.passes_of(dataset)
         self._fits.append(epochs)
         if found is None:
             return

@@ -16,7 +16,14 @@ from typing import Any
 from hvd_keras import _library, _mpi, exit_codes, gpu, log, observe, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.postmortem import flight
-from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
+from hvd_keras.process_sets import (
+    ProcessSet,
+    add_process_set,
+    added,
+    forget_all,
+    remove_process_set,
+    world_ranks_of,
+)
 from hvd_keras.training import patches
 
 del gradients  # importing it has registered them
@@ -173,12 +180,18 @@ def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
     if process_sets is None or isinstance(process_sets, str):
         return  # "dynamic"
     there = [process_set.ranks for process_set in added()]
-    for wanted in process_sets:
-        process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
-        is_there = process_set.process_set_id is not None
-        # A list of ranks whose set exists needs nothing; an object must be registered itself.
-        if not is_there and (process_set is wanted or process_set.ranks not in there):
-            add_process_set(process_set)
+    new: list[ProcessSet] = []
+    try:
+        for wanted in process_sets:
+            process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
+            is_there = process_set.process_set_id is not None
+            # A list of ranks whose set exists needs nothing; an object must be registered itself.
+            if not is_there and (process_set is wanted or process_set.ranks not in there):
+                new.append(add_process_set(process_set))
+    except (TypeError, ValueError):  # on every rank
+        for process_set in new:
+            remove_process_set(process_set)
+        raise
 
 
 def _members(comm: Any) -> tuple[list[int], int | None]:

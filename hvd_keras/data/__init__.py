@@ -66,7 +66,7 @@ def shard(
 
     Returns:
         A ``tf.data.Dataset`` of batches whose ``len`` is the number of steps, equal on all ranks.
-        Keras warns that ``fit`` does not shuffle it, unless you pass ``shuffle=False`` to ``fit``.
+        For validation, split the source before: ``fit`` has no ``validation_split`` for it.
 
     Raises:
         ValueError: (on all ranks, with the same text) the ranks' sources or arguments differ or
@@ -129,7 +129,8 @@ def shard(
             f"only x: {rows.spec}. Use 'share' or 'trim'."
         )
     spec = tf.TensorSpec((), tf.int64)
-    passes = Passes(start_epoch, source if datasets.shuffles_itself(source) else None)
+    shuffling = source if datasets.shuffles_itself(source) else None
+    passes = Passes(start_epoch, shuffling, rows.is_shuffled)
     epoch = tf.data.Dataset.from_generator(lambda: iter([passes.begin()]), output_signature=spec)
     epoch._hvd_passes = passes
     batches = epoch.flat_map(rows.batches)  # one epoch in each pass
@@ -193,15 +194,45 @@ def agree_on_steps(
     )
 
 
-def passes_of(dataset: tf.data.Dataset) -> list[Passes]:
-    """Returns the numbers of the passes of all sharded sources that a dataset is made of.
+def passes_of(dataset: Any) -> list[Passes]:
+    """Returns the numbers of the passes of all sharded sources that a dataset is made of."""
+    nodes = datasets.nodes(dataset) if isinstance(dataset, tf.data.Dataset) else ()
+    return [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
 
-    None are known if the dataset repeats: then passes are not the epochs of ``fit``.
+
+def check_passes(dataset: Any, process_set: ProcessSet) -> None:
+    """Compares how many passes the ranks have begun over the data of a ``fit``.
+
+    Raises:
+        ValueError: (on every rank) their orders differ.
     """
-    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
-        return []
-    found = [getattr(node, "_hvd_passes", None) for node in datasets.nodes(dataset)]
-    return [passes for passes in found if passes is not None]
+    passes = [one for one in passes_of(dataset) if one.is_shuffled]
+    if not passes:
+        return
+    everyone = agree.gather_json("fit passes", [one.begun for one in passes], process_set)
+    if any(theirs != everyone[0] for theirs in everyone):
+        raise ValueError(
+            "fit: the ranks have begun different numbers of passes over the shuffled data of "
+            f"hvd.data.shard ({agree.by_rank(everyone, process_set)}), so their orders differ. "
+            "Iterate over it on all ranks, or on none."
+        )
+
+
+def adapt_fit(arguments: dict[str, Any]) -> None:
+    """Changes arguments of ``fit`` whose defaults are for arrays, if x comes from ``shard``.
+
+    Raises:
+        ValueError: ``validation_split`` is given.
+    """
+    if not passes_of(arguments.get("x")):
+        return
+    arguments.setdefault("shuffle", False)  # Keras warns that it does not shuffle a dataset
+    if arguments.get("validation_split"):
+        raise ValueError(
+            "fit: got validation_split with data of hvd.data.shard, from which Keras cannot take a "
+            "part. Split the source: hvd.data.shard((x[:n], y[:n]), …) for training, and "
+            "validation_data=hvd.data.shard((x[n:], y[n:]), …, shuffle=False)."
+        )
 
 
 def _open(

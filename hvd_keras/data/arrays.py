@@ -27,7 +27,8 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
         return [*mine, _weights(places < length, weight)]
 
     sample = np.linspace(0, length - 1, min(length, 9)).astype(int)
-    return _read_by(read, spec, length, batch_size, 1, split, digest([p[sample] for p in parts]))
+    facts = f"sample {digest([p[sample] for p in parts])}"
+    return _read_by(read, spec, length, batch_size, 1, split, facts, bool(shuffle))
 
 
 def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
@@ -74,7 +75,8 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
         batch_size,
         max(1, getattr(source, "workers", 1)),
         split,
-        digest(y_of(first)),
+        f"sample {digest(y_of(first))}",
+        bool(shuffle),
     )
 
 
@@ -107,7 +109,8 @@ def _read_by(
     batch_size: int,
     workers: int,
     split: Split,
-    sample: str,
+    facts: str,
+    is_shuffled: bool,
 ) -> Source:
     """Makes a source from a function.
 
@@ -129,7 +132,7 @@ def _read_by(
         return numbers.map(lambda step: batch(epoch, step), num_parallel_calls=workers)
 
     left_out = split.left_out(length, batch_size)
-    return Source(spec, length, batch_size, steps, left_out, f"sample {sample}", batches)
+    return Source(spec, length, batch_size, steps, left_out, facts, is_shuffled, batches)
 
 
 def _weights(real: Any, weight: float) -> Any:

@@ -89,7 +89,8 @@ def of_dataset(
         mine = _batch(mine, size, whole) if batched else mine.batch(size, drop_remainder=whole)
         return _with_weights(mine, length, size, split) if split.uneven == "pad" else mine
 
-    return Source(source.element_spec, length, size, steps, left_out, facts, batches)
+    spec, is_shuffled = source.element_spec, bool(shuffle or seeds)
+    return Source(spec, length, size, steps, left_out, facts, is_shuffled, batches)
 
 
 def _mine(

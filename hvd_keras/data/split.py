@@ -85,11 +85,13 @@ class Passes:
         next: the number of the next pass.
         shuffling: the source, if it shuffles itself: then its order depends on how often it was
             begun. Otherwise None.
+        is_shuffled: whether passes have different orders.
         begun: how many passes were begun in this process, and in those that it continues.
     """
 
     next: int
     shuffling: tf.data.Dataset | None
+    is_shuffled: bool
     begun: int = 0
 
     def begin(self) -> int:
@@ -122,6 +124,7 @@ class Source:
         steps: the number of steps in a pass.
         left_out: the number of rows that no rank gets.
         facts: further facts that must be equal on all ranks, as text.
+        is_shuffled: whether each pass has another order.
         batches: makes this rank's dataset of batches from the epoch's number, a scalar int64
             tensor; for "pad", of pairs (batch, weights), where weights are float32 of shape
             [batch_size] and 0 for padding.
@@ -133,4 +136,5 @@ class Source:
     steps: int
     left_out: int
     facts: str
+    is_shuffled: bool
     batches: Callable[[tf.Tensor], tf.data.Dataset]

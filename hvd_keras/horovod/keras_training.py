@@ -21,6 +21,9 @@ _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
 @functools.wraps(distributed.DistributedOptimizer)
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
     given = _ARGUMENTS.bind(optimizer, *args, **kwargs).arguments
+    if distributed.is_distributed(optimizer) and hasattr(optimizer, "from_config"):
+        # Horovod makes a new optimizer each time.
+        optimizer = type(optimizer).from_config(optimizer.get_config())
     if not is_outside(given.get("process_set", global_process_set)):
         return distributed.DistributedOptimizer(optimizer, *args, **kwargs)
     optimizer.register_local_var = lambda variable: None  # all are local

@@ -6,6 +6,7 @@ another, and HDF5 never parses a damaged file. The file contains a text ``facts`
 ``variables`` with one dataset per variable, in order.
 """
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -234,70 +235,90 @@ def restored(data: Any) -> Any:
     return np.frombuffer(value.tobytes(), dtype).reshape(value.shape[:-1])
 
 
-def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``keras.Model.save`` and ``save_weights``: a file is complete at every moment.
+def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., Any]:
+    """Wraps a function that saves a model: each file is complete at every moment.
 
     A script that saves on all ranks would otherwise have several processes write one file at once.
+
+    Args:
+        save: ``keras.Model.save``, ``save_weights`` or ``export``, or ``tf.saved_model.save``.
+        folders: whether it writes any kind of file or folder, and makes its parents.
     """
     signature = inspect.signature(save)
+    argument = "filepath" if "filepath" in signature.parameters else "export_dir"
 
     @functools.wraps(save)
-    def save_whole(self: Any, *args: Any, **kwargs: Any) -> None:
+    def save_whole(*args: Any, **kwargs: Any) -> Any:
         try:
-            bound = signature.bind(self, *args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError:
-            save(self, *args, **kwargs)  # raises an error that says what is wrong
-            return
-        target = _file_to_replace(**bound.arguments)
-        if target is None:
-            save(self, *args, **kwargs)
-            return
+            return save(*args, **kwargs)  # raises an error that says what is wrong
+        given = bound.arguments[argument]
+        if not _is_local(given) or not (folders or _can_be_replaced(**bound.arguments)):
+            return save(*args, **kwargs)
 
         def write(path: pathlib.Path) -> None:
-            bound.arguments["filepath"] = path
-            save(*bound.args, **bound.kwargs)
+            bound.arguments[argument] = str(path)
+            printed = io.StringIO()  # Keras prints where it exports to
+            with contextlib.redirect_stdout(printed) if folders else contextlib.nullcontext():
+                save(*bound.args, **bound.kwargs)
+            print(printed.getvalue().replace(str(path), str(given)), end="")
 
-        write_whole(target, write)
+        return write_whole(given, write)
 
     return save_whole
 
 
-def _file_to_replace(
+def _is_local(path: Any) -> bool:
+    return isinstance(path, (str, os.PathLike)) and "://" not in str(path)
+
+
+def _can_be_replaced(
     filepath: Any,
     overwrite: bool = True,
     zipped: bool | None = None,
     max_shard_size: float | None = None,
     save_format: str | None = None,
     **others: Any,
-) -> pathlib.Path | None:
-    """The one local file that Keras would write with these arguments; None if it would not."""
-    if not isinstance(filepath, (str, os.PathLike)) or "://" in str(filepath):
-        return None
-    if zipped is False or max_shard_size is not None or save_format == "tf":
-        return None  # folders, or several files
+) -> bool:
+    """Whether Keras would write files in an existing folder, and may replace them."""
     target = pathlib.Path(filepath)
-    if target.suffix not in (".keras", ".h5") or target.is_dir() or not target.parent.is_dir():
-        return None
-    return target if overwrite or not target.exists() else None
+    if not target.parent.is_dir() or (target.exists() and not overwrite):
+        return False
+    if zipped is False or max_shard_size is not None:
+        return True
+    is_single = target.suffix in (".keras", ".h5") and save_format != "tf"
+    return is_single and not target.is_dir()
 
 
 def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
-    """Lets ``write`` write a temporary file, and renames it to the target once it is on disk.
+    """Lets ``write`` write into a temporary folder; moves what it wrote once that is on disk.
+
+    Each file is replaced at once, in the order in which they were written, so those that name
+    others come last.
 
     Args:
-        filepath: the target; its folder is created if necessary.
-        write: called with the path to write to, which has the target's file name.
+        filepath: the target, a file or a folder; its folder is created if necessary.
+        write: called with the path to write to, which has the target's name. It may write other
+            files beside it.
 
     Raises:
         OSError: the disk is full, or a permission is missing. No partial file is left.
     """
     target = pathlib.Path(filepath)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        temporary = pathlib.Path(folder) / target.name  # Keras chooses the format by the suffix
-        write(temporary)
-        _sync(temporary)
-        temporary.replace(target)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
+        folder = pathlib.Path(name)
+        write(folder / target.name)  # Keras chooses the format by the suffix
+        written = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime_ns)
+        files = [path for path in written if path.is_file()]
+        for path in files:
+            _sync(path)
+        for path in written:
+            if path.is_dir():
+                (target.parent / path.relative_to(folder)).mkdir(parents=True, exist_ok=True)
+        for path in files:
+            path.replace(target.parent / path.relative_to(folder))
     _sync(target.parent)
 
 

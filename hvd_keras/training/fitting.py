@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, log, observe, ops, rank_info, settings
+from hvd_keras import agree, data, log, observe, ops, rank_info, settings
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import building, exchange, forgotten, lookups, sync_batch_norm, together
@@ -51,6 +51,8 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
                 bound = signature.bind(self, *args, **kwargs)
             except TypeError:
                 return fit(self, *args, **kwargs)  # raises an error that says what is wrong
+            data.adapt_fit(bound.arguments)
+            args, kwargs = bound.args[1:], bound.kwargs
             given = bound.arguments.get("callbacks")
             callbacks = _flat(given)
             if observe.is_publishing() and not hasattr(given, "callbacks"):  # not a CallbackList
@@ -163,6 +165,7 @@ def _begin(own: _Fit, dataset: Any) -> None:
     everyone = agree.gather_json("fit", [len(own.checkpoints), told], own.process_set)
     own.checkpoints_are_common = len({count for count, _ in everyone}) == 1
     own.unbuilt = agree.by_rank([text for _, text in everyone], own.process_set)
+    data.check_passes(dataset, own.process_set)
 
 
 def _warn_of_summed_losses(model: Any, process_set: ProcessSet) -> None:

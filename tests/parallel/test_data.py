@@ -1,5 +1,6 @@
 """hvd.data.shard and agree_on_steps, alone and in a real fit."""
 
+import warnings
 from collections.abc import Iterator
 
 import keras
@@ -424,6 +425,35 @@ def test_a_shuffled_dataset_that_one_rank_has_looked_at_is_refused() -> None:
     source = make()
     next(iter(source))
     assert sorted(rows_of(job_pass(data.shard(source)))) == list(range(16 * SIZE))
+
+
+@several
+def test_fit_refuses_shuffled_data_that_one_rank_has_looked_at() -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()), loss="mse")
+    x, y = (part[:, None].astype("float32") for part in numbered(8 * SIZE))
+    for shuffle in (True, False):
+        dataset = data.shard((x, y), batch_size=4, shuffle=shuffle)
+        if RANK == 1:
+            next(iter(dataset))
+        if shuffle:
+            with pytest.raises(
+                ValueError, match=r"different numbers .*rank 0: \[0\]; rank 1: \[1\]"
+            ):
+                model.fit(dataset.map(lambda x, y: (x, y)), verbose=0)
+        else:
+            model.fit(dataset, verbose=0)
+
+
+def test_fit_with_the_defaults_for_arrays() -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()), loss="mse")
+    dataset = data.shard([part[:, None] for part in numbered(8 * SIZE)], batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as Keras's, that it does not shuffle
+        model.fit(dataset, verbose=0)
+    with pytest.raises(ValueError, match=r"Split the source: hvd\.data\.shard\(\(x\[:n\]"):
+        model.fit(dataset, validation_split=0.5, verbose=0)
 
 
 def test_a_generator_is_refused_with_what_to_do_instead() -> None:

@@ -104,6 +104,41 @@ def test_options_of_horovodrun_that_are_refused(given, told) -> None:
         options.parse(["-np", "2", *given, "python"])
 
 
+def test_an_elastic_command_line_restarts(capsys) -> None:
+    elastic = ["--horovod", "-np", "2", "--min-np", "1"]
+    assert options.parse([*elastic, "python"]).max_restarts == 10
+    assert "--reset-limit N" in capsys.readouterr().err
+    for limit in (0, 3):
+        assert options.parse([*elastic, "--reset-limit", str(limit), "x"]).max_restarts == limit
+    assert options.parse(["--horovod", "--host-discovery-script", "h", "x"]).max_restarts == 10
+    assert options.parse(["--horovod", "-np", "2", "python"]).max_restarts == 0
+    assert options.parse([*elastic[1:], "python"]).max_restarts == 0
+
+
+def test_more_ranks_than_cores_are_not_refused_with_horovod(capsys) -> None:
+    given = ["-np", "999", "true"]
+    job_spec.build(options.parse(["--horovod", *given]))
+    assert "hvdrun: 999 ranks share" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--oversubscribe"):
+        job_spec.build(options.parse(given))
+
+
+def test_settings_of_horovod_are_translated(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("HOROVOD_TIMELINE", "t.json")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "7")
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "trace")
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "5")
+    monkeypatch.setenv("HVD_STALL_WARNING_SECONDS", "6")
+    spec = job_spec.build(options.parse(["-np", "1", "--horovod", "--log-level", "error", "x"]))
+    found = spec.option_settings()
+    assert (found["HVD_TIMELINE"], found["HVD_TIMEOUT_SECONDS"]) == ("t.json", "7")
+    assert (found["HVD_LOG_LEVEL"], found["HVD_BUCKET_BYTES"]) == ("ERROR", "1")
+    assert "HVD_STALL_WARNING_SECONDS" not in found, "hvd_keras's own has precedence"
+    assert "HOROVOD_TIMELINE is HVD_TIMELINE=t.json here" in capsys.readouterr().err
+    assert "HVD_TIMELINE" not in job_spec.build(options.parse(["-np", "1", "x"])).option_settings()
+
+
 def test_options_reach_the_ranks() -> None:
     parsed = options.parse(["-np", "1", "--horovod", "--fusion-threshold-mb", "1", "true"])
     settings = job_spec.build(parsed).option_settings()

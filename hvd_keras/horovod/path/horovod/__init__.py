@@ -11,8 +11,10 @@ except ImportError as error:
 
 import sys
 
+from hvd_keras import settings
 from hvd_keras.horovod import modules, names
 
 __version__ = names.VERSION
+settings.set_horovods_ranks()
 modules.fill(sys.modules[__name__])
 modules.install()
