@@ -130,13 +130,13 @@ def test_settings_of_horovod_are_translated(monkeypatch, capsys) -> None:
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "5")
     monkeypatch.setenv("HVD_STALL_WARNING_SECONDS", "6")
-    spec = job_spec.build(options.parse(["-np", "1", "--horovod", "--log-level", "error", "x"]))
+    spec = job_spec.build(options.parse(["-np", "1", "--horovod", "--log-level", "error", "true"]))
     found = spec.option_settings()
     assert (found["HVD_TIMELINE"], found["HVD_TIMEOUT_SECONDS"]) == ("t.json", "7")
     assert (found["HVD_LOG_LEVEL"], found["HVD_BUCKET_BYTES"]) == ("ERROR", "1")
     assert "HVD_STALL_WARNING_SECONDS" not in found, "hvd_keras's own has precedence"
     assert "HOROVOD_TIMELINE is HVD_TIMELINE=t.json here" in capsys.readouterr().err
-    assert "HVD_TIMELINE" not in job_spec.build(options.parse(["-np", "1", "x"])).option_settings()
+    assert "HVD_TIMELINE" not in job_spec.build(options.parse(["-np", "1", "true"])).option_settings()
 
 
 def test_options_reach_the_ranks() -> None:
