@@ -332,8 +332,9 @@ else:
     raise AssertionError("accepted")
 
 # compute_gradients returns gradients over all ranks, which are not exchanged again.
-def three_steps(opt, compute, change=lambda pairs: pairs, **arguments):
+def three_steps(kind, compute, change=lambda pairs: pairs, passes=1, **arguments):
     v = tf.Variable([0.0])
+    opt = hvd.DistributedOptimizer(kind(1.0), op=op, backward_passes_per_step=passes)
     for _ in range(3):
         with tf.GradientTape() as tape:
             y = v * (rank + 1.0)
@@ -349,11 +350,10 @@ public, private = lambda o: o.compute_gradients, lambda o: o._compute_gradients
 for op in (hvd.Average, hvd.Sum):
     one = -3 * total / (1 if op is hvd.Sum else size)
     for skip in (True, False):
-        new = hvd.DistributedOptimizer(optimizers.SGD(1.0), op=op)
+        new, old = optimizers.SGD, optimizers.legacy.SGD
         for compute in (public, private):
             assert three_steps(new, compute, skip_gradients_aggregation=skip) == one
             assert three_steps(new, compute, halved, skip_gradients_aggregation=skip) == one / 2
-        old = hvd.DistributedOptimizer(optimizers.legacy.SGD(1.0), op=op)
         arguments = {"experimental_aggregate_gradients": not skip}
         assert three_steps(old, private, **arguments) == one
         assert three_steps(old, private, halved, **arguments) == one / 2
@@ -362,8 +362,9 @@ for op in (hvd.Average, hvd.Sum):
         for _ in range(3):
             opt.minimize(lambda: v * (rank + 1.0), [v])
         assert float(v[0]) == one, (kind, v)
-both = hvd.DistributedOptimizer(optimizers.SGD(1.0), backward_passes_per_step=3)
-assert three_steps(both, private, skip_gradients_aggregation=True) == -3 * total / size
+op = hvd.Average
+summed = three_steps(new, private, passes=3, skip_gradients_aggregation=True)
+assert summed == -3 * total / size, summed
 
 # Data of every kind for fit.
 inputs = np.random.default_rng(5).normal(size=(8 * size, 3))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import hvd_keras as hvd
+from hvd_keras import lifecycle
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
@@ -94,6 +95,15 @@ def test_the_errors_that_are_explained_exist() -> None:
     for text in re.findall("`([^`]+)`", "\n".join(explained)):
         parts = [part.strip(" ,;") for part in text.split("…")]
         assert all(part in sources for part in parts), (text, parts)
+
+
+def test_the_ways_to_leave_a_job_are_documented() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \| `([A-Z_]+)` \|", text, re.MULTILINE)
+    header = (ROOT / "native/core/engine/engine.h").read_text()
+    in_cpp = re.search(r"enum class LeaveResult \{ ([\w, ]+) \}", header)
+    assert in_cpp
+    assert table == list(zip(in_cpp[1].split(", "), lifecycle.LeaveResult.__members__, strict=True))
 
 
 def test_every_setting_is_documented() -> None:
