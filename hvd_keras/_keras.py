@@ -14,10 +14,13 @@ if is_legacy:
 else:
     import keras
 
+# What Keras 3 calls its batches by index; tf_keras has the older name only.
+PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset
+
 # For isinstance(): the class that wraps a tf.Variable. tf_keras has none.
 Variable = () if is_legacy else keras.Variable
 
-__all__ = ["Variable", "is_legacy", "keras", "require"]
+__all__ = ["PyDataset", "Variable", "is_legacy", "keras", "require"]
 
 # Those whose private attributes are known, see training/patches.py. Python 3.10 has up to 3.12.
 KERAS_VERSIONS = "keras>=3.6,<3.16"

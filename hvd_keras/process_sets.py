@@ -153,8 +153,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     )
     if any(ranks != asked[0] for ranks in asked) and not is_split:
         raise ValueError(
-            "hvd.add_process_set: the ranks pass different process sets:"
-            + "".join(f"\n  rank {r}: {ranks}" for r, ranks in enumerate(asked))
+            f"hvd.add_process_set: the ranks pass different process sets: {agree.by_rank(asked)}."
         )
     if process_set.ranks[-1] >= rank_info.size() or process_set.ranks[0] < 0:
         raise ValueError(
@@ -195,8 +194,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     )
     if any(number != asked[0] for number in asked) and not is_split:
         raise ValueError(
-            "hvd.remove_process_set: the ranks pass different process sets:"
-            + "".join(f"\n  rank {r}: {number}" for r, number in enumerate(asked))
+            "hvd.remove_process_set: the ranks pass different process sets: "
+            f"{agree.by_rank(list(map(str, asked)))}."
         )
     if process_set.process_set_id is None:
         return False

@@ -165,6 +165,22 @@ def launched_rank() -> int:
     return next((int(os.environ.get(rank, 0)) for _, name, rank in _LAUNCHERS if name == found), 0)
 
 
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def set_horovods_ranks() -> None:
+    """Sets the variables in which horovodrun gives a process its rank, from those of MPI."""
+    _, name, size = launched()
+    if not name:
+        return
+    os.environ.setdefault("HOROVOD_RANK", str(launched_rank()))
+    os.environ.setdefault("HOROVOD_SIZE", str(size))
+    for ours, theirs in (("RANK", _LOCAL_RANKS), ("SIZE", _LOCAL_SIZES)):
+        for found in filter(None, map(os.environ.get, theirs)):
+            os.environ.setdefault(f"HOROVOD_LOCAL_{ours}", found)
+
+
 _hvdrun: socket.socket | None = None
 
 

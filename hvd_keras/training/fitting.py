@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, log, observe, ops, rank_info, settings
+from hvd_keras import agree, data, log, observe, ops, rank_info, settings
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import building, exchange, forgotten, lookups, sync_batch_norm, together
@@ -28,6 +28,7 @@ class _Fit:
     process_set: ProcessSet
     checkpoints: list[Any]  # this rank's keras.callbacks.ModelCheckpoint
     has_begun: bool = False
+    dataset: Any = None  # what Keras trains on
     # Whether all ranks have equally many checkpoint callbacks and so can wait for each other there.
     checkpoints_are_common: bool = False
     # Which ranks' models have no variables, and why; and the exception of this rank's model.
@@ -51,6 +52,8 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
                 bound = signature.bind(self, *args, **kwargs)
             except TypeError:
                 return fit(self, *args, **kwargs)  # raises an error that says what is wrong
+            data.adapt_fit(bound.arguments)
+            args, kwargs = bound.args[1:], bound.kwargs
             given = bound.arguments.get("callbacks")
             callbacks = _flat(given)
             if observe.is_publishing() and not hasattr(given, "callbacks"):  # not a CallbackList
@@ -147,6 +150,13 @@ def check_built(model: Any) -> None:
         ) from own.problem
 
 
+def dataset_of(model: Any) -> Any:
+    """The ``tf.data.Dataset`` on which a running ``fit`` trains a model; None if it is another."""
+    own = _current.get()
+    is_known = own is not None and own.model is model and isinstance(own.dataset, tf.data.Dataset)
+    return own.dataset if own is not None and is_known else None
+
+
 def forget_functions(model: Any) -> None:
     """Makes a model trace its steps again."""
     model.test_function = model.predict_function = model.train_function = None
@@ -163,7 +173,7 @@ def wait_for_checkpoint(callback: Any) -> None:
 
 
 def _begin(own: _Fit, dataset: Any) -> None:
-    own.has_begun = True
+    own.has_begun, own.dataset = True, dataset
     model = own.model
     sync_batch_norm.synchronize_on(model._flatten_layers(), own.process_set)
     if isinstance(dataset, tf.data.Dataset) and not building.is_built(model):
@@ -174,11 +184,8 @@ def _begin(own: _Fit, dataset: Any) -> None:
     told = f"{type(own.problem).__name__}: {own.problem}" if missing else None
     everyone = agree.gather_json("fit", [len(own.checkpoints), told], own.process_set)
     own.checkpoints_are_common = len({count for count, _ in everyone}) == 1
-    own.unbuilt = "; ".join(
-        f"rank {rank}: {text}"
-        for rank, (_, text) in zip(own.process_set.ranks, everyone, strict=True)
-        if text is not None
-    )
+    own.unbuilt = agree.by_rank([text for _, text in everyone], own.process_set)
+    data.check_passes(dataset, own.process_set)
 
 
 def _warn_of_summed_losses(model: Any, process_set: ProcessSet) -> None:

@@ -7,6 +7,7 @@ lists the rows.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -189,11 +190,18 @@ def _legacy_rows() -> list[Patch]:
     ]
 
 
+_WHOLE_FILES = "to replace files only by complete ones"
+
+
 def _common_rows() -> list[Patch]:
     return [
         *(
-            Patch(keras.Model, name, "to replace files only by complete ones", checkpoint.wrap_save)
+            Patch(keras.Model, name, _WHOLE_FILES, checkpoint.wrap_save)
             for name in ("save", "save_weights")
+        ),
+        *(
+            Patch(owner, name, _WHOLE_FILES, functools.partial(checkpoint.wrap_save, folders=True))
+            for owner, name in ((keras.Model, "export"), (tf.saved_model, "save"))
         ),
         *(
             Patch(owner, attribute, reason, wrap)

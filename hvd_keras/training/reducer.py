@@ -51,6 +51,7 @@ class GradientReducer:
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[exchange.VariableSpec, ...]] = {}
         self.has_local = False  # whether any rank has variables of its own
+        self.takes_reduced = True  # whether gradients of a distributed tape may stay as they are
 
     @property
     def process_set(self) -> ProcessSet:
@@ -97,8 +98,11 @@ class GradientReducer:
         if self.process_set.size() == 1 or not gradients or building.is_building():
             return Step(self, None, gradients, variables, [], [], set())
         exchange.refuse_strategies()
-        gradients = self.options.densified(gradients)
         divided = shards.places_in(variables, self.name, self.options.op, self.process_set)
+        present = [gradient for gradient in gradients if gradient is not None]
+        if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):
+            return Step(self, None, gradients, variables, [], [], divided)
+        gradients = self.options.densified(gradients)
         local_ids = {*self.local, *map(exchange.variable_id, local)}
         shared = [
             i
@@ -353,6 +357,7 @@ class KerasReducer(GradientReducer):
             self.state = state.State(
                 optimizer, outermost, self.name, self.process_set, self._is_local
             )
+            self.takes_reduced = False  # their exchange prepares that of the values
 
     def _is_local(self, variable: Any) -> bool:
         return exchange.variable_id(variable) in self.local

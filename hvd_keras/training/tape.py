@@ -99,6 +99,9 @@ class DistributedGradientTape:
         reduced = self._reducer.reduce(
             tf.nest.flatten(gradients), tf.nest.flatten(sources), self._local
         )
+        for gradient in reduced:
+            if gradient is not None:
+                gradient._hvd_reduced = True  # a distributed optimizer does not reduce it again
         return tf.nest.pack_sequence_as(sources, reduced)
 
 
