@@ -9,6 +9,7 @@ Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientR
 """
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -167,6 +168,7 @@ class Step:
     Attributes:
         gradients: in the order given; completed, those that travel not exchanged yet.
         exchanged: whether ``exchange`` was called.
+        travels: whether there are other ranks to exchange anything with.
         updated: the variables that the optimizer updates.
         divided: the places, among the gradients that the optimizer updates with, of those of tables
             that are divided between ranks.
@@ -193,7 +195,8 @@ class Step:
             i for i, g in enumerate(gradients) if g is not None and i not in overwritten
         ]
         self.updated = [variables[i] for i in self._updated]
-        self.exchanged = plan is None
+        self.travels = plan is not None
+        self.exchanged = not self.travels
         self.divided = {place for place, i in enumerate(self._updated) if i in divided}
         self.local: set[int] | None = None
         if plan is not None and reducer.has_local:
@@ -341,6 +344,7 @@ class KerasReducer(GradientReducer):
         self.optimizer = optimizer
         self._local_sum = local_sum
         self._pending: Step | None = None
+        self._ahead: Step | None = None  # exchanged by a LossScaleOptimizer
         self._applied = False
         optimizer._hvd_reducer = self
         optimizer.apply = self._apply
@@ -350,9 +354,7 @@ class KerasReducer(GradientReducer):
         outermost.register_local_var = self.register_local
         self.state: state.State | None = None
         if shard_state and self.process_set.size() > 1:
-            self.state = state.State(
-                optimizer, outermost, self.name, self.process_set, self._is_local
-            )
+            self.state = state.State(optimizer, self.name, self.process_set, self._is_local)
 
     def _is_local(self, variable: Any) -> bool:
         return exchange.variable_id(variable) in self.local
@@ -396,21 +398,15 @@ class KerasReducer(GradientReducer):
         """Replaces ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         self._applied = True
-        variables = trainable_variables
-        if variables is None:
-            require(self.optimizer, "_trainable_variables", "to know what apply updates")
-            variables = self.optimizer._trainable_variables
-        variables = list(variables)
-        if self.state is not None and not self.optimizer.built:
-            self.optimizer.build(variables)  # which gives them their owners
-        step = self.begin(grads, variables)
+        step = self._ahead or self._begin(grads, trainable_variables)
         token = forgotten.exchanged.set(True)
         self._pending = step
         if self.state is not None:
-            self.state.exchanges, self.state.shared = not step.exchanged, False
+            self.state.exchanges, self.state.shared = step.travels, False
         try:
             if not self.optimizer.gradient_accumulation_steps:
-                keras_apply(self.optimizer, step.finish(), trainable_variables)
+                reduced = step.finish() if self._ahead is None else grads
+                keras_apply(self.optimizer, reduced, trainable_variables)
                 if self.state is not None and self.state.exchanges and not self.state.shared:
                     raise self._not_exchanged("it never calls _backend_update_step")
                 return
@@ -423,6 +419,32 @@ class KerasReducer(GradientReducer):
             if self.state is not None:
                 self.state.exchanges = False
             forgotten.exchanged.reset(token)
+
+    def _begin(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
+        variables = trainable_variables
+        if variables is None:
+            require(self.optimizer, "_trainable_variables", "to know what apply updates")
+            variables = self.optimizer._trainable_variables
+        variables = list(variables)
+        if self.state is not None and not self.optimizer.built:
+            self.optimizer.build(variables)  # which gives them their owners
+        step: Step = self.begin(grads, variables)
+        return step
+
+    @contextlib.contextmanager
+    def exchanged_ahead(self, grads: Sequence[Any], trainable_variables: Any) -> Iterator[Any]:
+        """Yields the gradients over all ranks; meanwhile ``_apply`` gets what becomes of them."""
+        self._ahead = self._begin(grads, trainable_variables)
+        try:
+            yield self._ahead.finish()
+        finally:
+            self._ahead = None
+
+    @property
+    def has_common_gradients(self) -> bool:
+        """Whether all ranks have the same gradients now: exchanged, and none of a rank alone."""
+        step = self._ahead
+        return step is not None and self.state is None and not step.divided and step.local is None
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""
