@@ -28,8 +28,11 @@ def wrap_apply(keras_apply: Callable[..., None]) -> Callable[..., None]:
         if own is None or self.inner_optimizer.gradient_accumulation_steps:
             keras_apply(self, grads, trainable_variables)
             return
-        with own.exchanged_ahead(grads, trainable_variables) as reduced:
-            keras_apply(self, reduced, trainable_variables)
+        own.ahead = own.begin_update(grads, trainable_variables)
+        try:
+            keras_apply(self, own.ahead.finish(), trainable_variables)
+        finally:
+            own.ahead = None
 
     return apply
 
@@ -42,8 +45,9 @@ def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
         own = together.of_optimizer(self)
         if own is None or own.process_set.size() == 1 or building.is_building():
             return finite
-        if own.has_common_gradients:
-            return finite
+        step = own.ahead
+        if step is not None and own.state is None and not step.divided and step.local is None:
+            return finite  # all ranks have the same gradients now
         (everywhere,) = ops.reduce_tensors(
             [tf.cast(finite, tf.bool)],
             op=ops.Min,

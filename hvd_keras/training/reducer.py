@@ -9,7 +9,6 @@ Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientR
 """
 
 import collections
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -344,7 +343,7 @@ class KerasReducer(GradientReducer):
         self.optimizer = optimizer
         self._local_sum = local_sum
         self._pending: Step | None = None
-        self._ahead: Step | None = None  # exchanged by a LossScaleOptimizer
+        self.ahead: Step | None = None  # that a LossScaleOptimizer exchanges
         self._applied = False
         optimizer._hvd_reducer = self
         optimizer.apply = self._apply
@@ -398,14 +397,14 @@ class KerasReducer(GradientReducer):
         """Replaces ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         self._applied = True
-        step = self._ahead or self._begin(grads, trainable_variables)
+        step = self.ahead or self.begin_update(grads, trainable_variables)
         token = forgotten.exchanged.set(True)
         self._pending = step
         if self.state is not None:
             self.state.exchanges, self.state.shared = step.travels, False
         try:
             if not self.optimizer.gradient_accumulation_steps:
-                reduced = step.finish() if self._ahead is None else grads
+                reduced = step.finish() if self.ahead is None else grads
                 keras_apply(self.optimizer, reduced, trainable_variables)
                 if self.state is not None and self.state.exchanges and not self.state.shared:
                     raise self._not_exchanged("it never calls _backend_update_step")
@@ -420,7 +419,8 @@ class KerasReducer(GradientReducer):
                 self.state.exchanges = False
             forgotten.exchanged.reset(token)
 
-    def _begin(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
+    def begin_update(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
+        """Begins an update by the arguments of ``apply``."""
         variables = trainable_variables
         if variables is None:
             require(self.optimizer, "_trainable_variables", "to know what apply updates")
@@ -430,21 +430,6 @@ class KerasReducer(GradientReducer):
             self.optimizer.build(variables)  # which gives them their owners
         step: Step = self.begin(grads, variables)
         return step
-
-    @contextlib.contextmanager
-    def exchanged_ahead(self, grads: Sequence[Any], trainable_variables: Any) -> Iterator[Any]:
-        """Yields the gradients over all ranks; meanwhile ``_apply`` gets what becomes of them."""
-        self._ahead = self._begin(grads, trainable_variables)
-        try:
-            yield self._ahead.finish()
-        finally:
-            self._ahead = None
-
-    @property
-    def has_common_gradients(self) -> bool:
-        """Whether all ranks have the same gradients now: exchanged, and none of a rank alone."""
-        step = self._ahead
-        return step is not None and self.state is None and not step.divided and step.local is None
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""
