@@ -99,6 +99,12 @@ class ProcessSet:
             return f"{ranks[0]} to {ranks[-1]}"
         return ", ".join(map(str, ranks))
 
+    def __reduce__(self) -> Any:
+        """Makes copies of a set that was added the set itself, so that copied callbacks have it."""
+        if self.process_set_id is not None:
+            return of_id, (self.process_set_id,)
+        return ProcessSet, (self._ranks if self.mpi_comm is None else self.mpi_comm,)
+
     def __repr__(self) -> str:
         if self._ranks is None and self._world_ranks is None:
             return "the process set of all ranks"

@@ -176,7 +176,8 @@ def _begin(own: _Fit, dataset: Any) -> None:
     own.has_begun, own.dataset = True, dataset
     model = own.model
     sync_batch_norm.synchronize_on(model._flatten_layers(), own.process_set)
-    if isinstance(dataset, tf.data.Dataset) and not building.is_built(model):
+    is_built = building.is_built(model) and together.has_built_optimizers(model)
+    if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = building.build(model, dataset.element_spec)
     if not is_legacy and own.process_set.size() > 1:
         lookups.read_by_rows(model, model._flatten_layers())

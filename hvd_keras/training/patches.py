@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvd_keras import log, shards
 from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import legacy_keras
-from hvd_keras.shards import clipping
+from hvd_keras.shards import clipping, state
 from hvd_keras.training import (
     checkpoint,
     fitting,
@@ -127,6 +127,21 @@ def _rows() -> list[Patch]:
             "add_variable_from_reference",
             "to know the slots of tables that are divided between ranks",
             shards.wrap_add_slot,
+        ),
+        Patch(
+            optimizers.LossScaleOptimizer,
+            "apply",
+            "to exchange gradients while others are computed",
+            loss_scale.wrap_apply,
+        ),
+        *(
+            Patch(
+                optimizers.LossScaleOptimizer,
+                f"{verb}_own_variables",
+                "to write and read whole slots (shard_state)",
+                state.wrap_files,
+            )
+            for verb in ("save", "load")
         ),
         Patch(
             optimizers.LossScaleOptimizer,

@@ -171,6 +171,7 @@ class Step:
     Attributes:
         gradients: in the order given; completed, those that travel not exchanged yet.
         exchanged: whether ``exchange`` was called.
+        travels: whether there are other ranks to exchange anything with.
         updated: the variables that the optimizer updates.
         divided: the places, among the gradients that the optimizer updates with, of those of tables
             that are divided between ranks.
@@ -197,7 +198,8 @@ class Step:
             i for i, g in enumerate(gradients) if g is not None and i not in overwritten
         ]
         self.updated = [variables[i] for i in self._updated]
-        self.exchanged = plan is None
+        self.travels = plan is not None
+        self.exchanged = not self.travels
         self.divided = {place for place, i in enumerate(self._updated) if i in divided}
         self.local: set[int] | None = None
         if plan is not None and reducer.has_local:
@@ -345,6 +347,7 @@ class KerasReducer(GradientReducer):
         self.optimizer = optimizer
         self._local_sum = local_sum
         self._pending: Step | None = None
+        self.ahead: Step | None = None  # that a LossScaleOptimizer exchanges
         self._applied = False
         optimizer._hvd_reducer = self
         optimizer.apply = self._apply
@@ -354,9 +357,7 @@ class KerasReducer(GradientReducer):
         outermost.register_local_var = self.register_local
         self.state: state.State | None = None
         if shard_state and self.process_set.size() > 1:
-            self.state = state.State(
-                optimizer, outermost, self.name, self.process_set, self._is_local
-            )
+            self.state = state.State(optimizer, self.name, self.process_set, self._is_local)
             self.takes_reduced = False  # their exchange prepares that of the values
 
     def _is_local(self, variable: Any) -> bool:
@@ -401,21 +402,15 @@ class KerasReducer(GradientReducer):
         """Replaces ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         self._applied = True
-        variables = trainable_variables
-        if variables is None:
-            require(self.optimizer, "_trainable_variables", "to know what apply updates")
-            variables = self.optimizer._trainable_variables
-        variables = list(variables)
-        if self.state is not None and not self.optimizer.built:
-            self.optimizer.build(variables)  # which gives them their owners
-        step = self.begin(grads, variables)
+        step = self.ahead or self.begin_update(grads, trainable_variables)
         token = forgotten.exchanged.set(True)
         self._pending = step
         if self.state is not None:
-            self.state.exchanges, self.state.shared = not step.exchanged, False
+            self.state.exchanges, self.state.shared = step.travels, False
         try:
             if not self.optimizer.gradient_accumulation_steps:
-                keras_apply(self.optimizer, step.finish(), trainable_variables)
+                reduced = step.finish() if self.ahead is None else grads
+                keras_apply(self.optimizer, reduced, trainable_variables)
                 if self.state is not None and self.state.exchanges and not self.state.shared:
                     raise self._not_exchanged("it never calls _backend_update_step")
                 return
@@ -428,6 +423,18 @@ class KerasReducer(GradientReducer):
             if self.state is not None:
                 self.state.exchanges = False
             forgotten.exchanged.reset(token)
+
+    def begin_update(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
+        """Begins an update by the arguments of ``apply``."""
+        variables = trainable_variables
+        if variables is None:
+            require(self.optimizer, "_trainable_variables", "to know what apply updates")
+            variables = self.optimizer._trainable_variables
+        variables = list(variables)
+        if self.state is not None and not self.optimizer.built:
+            self.optimizer.build(variables)  # which gives them their owners
+        step: Step = self.begin(grads, variables)
+        return step
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""

@@ -68,6 +68,13 @@ class DistributedGradientTape:
         self._local: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_tape":  # of a copy that is being made
+            raise AttributeError(name)
+        if name in ("jacobian", "batch_jacobian"):
+            raise NotImplementedError(
+                f"hvd.DistributedGradientTape has no {name} over all ranks. Call that of the "
+                "tf.GradientTape, and hvd.allreduce its result."
+            )
         return getattr(self._tape, name)
 
     def __enter__(self) -> "DistributedGradientTape":
