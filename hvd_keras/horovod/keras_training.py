@@ -12,7 +12,7 @@ from hvd_keras import ops
 from hvd_keras._keras import keras
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import forgotten
+from hvd_keras.training import forgotten, together
 from hvd_keras.training import optimizer as distributed
 
 _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
@@ -22,7 +22,10 @@ _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
     given = _ARGUMENTS.bind(optimizer, *args, **kwargs).arguments
     if not is_outside(given.get("process_set", global_process_set)):
-        return distributed.DistributedOptimizer(optimizer, *args, **kwargs)
+        optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
+        if reducer := together.of_optimizer(optimizer):
+            reducer.is_horovods = True
+        return optimizer
     optimizer.register_local_var = lambda variable: None  # all are local
     forgotten.mark_alone(optimizer)
     return optimizer

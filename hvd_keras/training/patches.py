@@ -20,9 +20,9 @@ from hvd_keras.training import (
     checkpoint,
     fitting,
     forgotten,
-    keras_callbacks,
     lookups,
     loss_scale,
+    losses,
     sync_batch_norm,
 )
 
@@ -188,9 +188,15 @@ def _common_rows() -> list[Patch]:
             Patch(keras.Model, name, "to replace files only by complete ones", checkpoint.wrap_save)
             for name in ("save", "save_weights")
         ),
+        Patch(
+            keras.losses.Loss,
+            "__call__",
+            "to weigh the ranks' losses as one process does",
+            losses.wrap_call,
+        ),
         *(
-            Patch(owner, attribute, reason, wrap)
-            for owner, attribute, reason, wrap in keras_callbacks.patches()
+            Patch(keras.Model, name, "to write files on one rank alone", fitting.wrap_evaluate)
+            for name in ("evaluate", "predict")
         ),
     ]
 
