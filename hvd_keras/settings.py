@@ -6,16 +6,24 @@ The core reads its own settings in native/core/base/settings.h.
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import re
+import socket
 from typing import Any
 
-#: Equal to the constants in hvd_keras/launch/onhost/worker.py, which cannot import this module.
-SCRIPT_HAS_ENDED = "ended"
+#: What `tell_hvdrun` marks: the program uses hvd_keras, so it should call `hvd.init()`;
 ASKED_FOR = "asked-for"
+#: `hvd.init()` was called; has succeeded, perhaps with a ``comm`` of some ranks;
+ARRIVED = "arrived"
 JOINED = "joined"
 CHOSEN = "chosen"
+#: this process ends because of another rank; is about to finalize MPI; has done so, after which
+#: its exit status is the script's choice.
+FOLLOWS = "follows"
+LEAVING = "leaving"
+ENDED = "ended"
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -32,12 +40,13 @@ class Settings:
         some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which hides some GPUs from CUDA.
         strict: ``HVD_STRICT`` is set and not 0: warnings that the ranks train separate models
             become errors.
-        watched: ``HVDRUN_JOB`` is set: hvdrun runs on several hosts and follows this process.
-        arrival: ``HVDRUN_ARRIVAL``, a file that tells hvdrun that ``hvd.init()`` was called, and
-            with the content ``SCRIPT_HAS_ENDED`` that the script has ended by itself.
+        watched: ``HVDRUN_JOB`` is set: hvdrun follows this process.
+        all_tracebacks: ``HVDRUN_VERBOSE`` is set, or there is no hvdrun: a rank that fails because
+            another one has left prints its traceback, too.
         postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last.
         stats_directory: ``HVD_STATS_DIRECTORY``, the folder in which each rank writes its
             statistics.
+        tells_statistics: ``HVDRUN_STATISTICS`` is set: hvdrun wants them.
         commits: ``HVD_COMMITS``, the folder in which rank 0 keeps what ``hvd.elastic`` commits.
     """
 
@@ -47,9 +56,10 @@ class Settings:
     some_gpus_hidden: bool = False
     strict: bool = False
     watched: bool = False
-    arrival: pathlib.Path | None = None
+    all_tracebacks: bool = True
     postmortem: pathlib.Path | None = None
     stats_directory: pathlib.Path | None = None
+    tells_statistics: bool = False
     commits: pathlib.Path | None = None
 
     @property
@@ -84,12 +94,12 @@ def read() -> Settings:
     chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     chosen["strict"] = os.environ.get("HVD_STRICT", "0") not in ("", "0")
     chosen["watched"] = "HVDRUN_JOB" in os.environ
-    if text := os.environ.get("HVDRUN_ARRIVAL"):
-        chosen["arrival"] = pathlib.Path(text)
+    chosen["all_tracebacks"] = "HVDRUN_VERBOSE" in os.environ or not chosen["watched"]
     if text := os.environ.get("HVD_POSTMORTEM"):
         chosen["postmortem"] = pathlib.Path(text).absolute()
     if text := os.environ.get("HVD_STATS_DIRECTORY"):
         chosen["stats_directory"] = pathlib.Path(text)
+    chosen["tells_statistics"] = "HVDRUN_STATISTICS" in os.environ
     if text := os.environ.get("HVD_COMMITS"):
         chosen["commits"] = pathlib.Path(text)
     return Settings(**chosen)
@@ -141,16 +151,32 @@ def launched_rank() -> int:
     return next((int(os.environ.get(rank, 0)) for _, name, rank in _LAUNCHERS if name == found), 0)
 
 
-def tell_hvdrun(mark: str) -> None:
+_hvdrun: socket.socket | None = None
+
+
+def tell_hvdrun(**told: Any) -> None:
     """Tells hvdrun, if it has started this process, something about this rank.
 
+    Does nothing if hvdrun's worker has gone, or takes nothing for a second.
+
     Args:
-        mark: ``ASKED_FOR``: the program uses hvd_keras, so it should call ``hvd.init()``;
-            ``JOINED``: ``hvd.init()`` has succeeded; ``CHOSEN``: with a ``comm`` of some ranks.
+        told: ``mark``, one of those above, or ``statistics``, a dict.
     """
-    if arrival := os.environ.get("HVDRUN_ARRIVAL"):
-        with contextlib.suppress(OSError):  # it takes the program for one without hvd_keras
-            pathlib.Path(arrival).with_name(mark).touch()
+    global _hvdrun
+    if (path := os.environ.get("HVDRUN_TELL")) is None:
+        return
+    with contextlib.suppress(OSError):
+        if _hvdrun is None:
+            ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            ear.settimeout(1.0)
+            # The address of a socket has at most 107 characters.
+            folder = os.open(os.path.dirname(path), os.O_PATH)
+            try:
+                ear.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+            finally:
+                os.close(folder)
+            _hvdrun = ear
+        _hvdrun.send(json.dumps(told).encode())
 
 
 def show_gpus(numbers: str) -> None:

@@ -24,7 +24,7 @@ def fill(module: str) -> Filled:
     Args:
         module: its full name, such as "horovod.tensorflow".
     """
-    settings.tell_hvdrun(settings.ASKED_FOR)
+    settings.tell_hvdrun(mark=settings.ASKED_FOR)
     homes = names.MODULES[module]
 
     def get(name: str) -> Any:

@@ -107,8 +107,6 @@ def build(given: argparse.Namespace) -> JobSpec:
             raise UsageError(
                 f"--env got {name!r}, which is not set; expected the name of a variable"
             )
-    if given.min_np is not None and size is not None and given.min_np > size:
-        raise UsageError(f"--min-np got {given.min_np}; expected at most -np, which is {size}")
     return JobSpec(
         options=given,
         command=command_check.resolve(words),
@@ -172,6 +170,11 @@ def _engine(
         and given.host_discovery_script is None
         and all(hosts.is_here(host.name) for host in wanted)
     ):
+        if len(wanted) > 1:
+            names = " and ".join(host.name for host in wanted)
+            raise UsageError(
+                f"got the hosts {names}, which are all this host; expected one of them"
+            )
         slots = wanted[0].slots
         size = slots if size is None and slots is not None else size or usable_cores()
         if slots is not None and size > slots and not given.oversubscribe:

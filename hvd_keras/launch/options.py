@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_usual(parser.add_argument_group("usual options"))
     _add_output(parser.add_argument_group("output"))
     _add_hosts(parser.add_argument_group("several hosts"))
-    _add_restarts(parser.add_argument_group("restarts"))
+    _add_restarts(parser.add_argument_group("restarts and the end"))
     _add_programs(parser.add_argument_group("programs"))
     _add_mpi(parser.add_argument_group("MPI"))
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
@@ -256,6 +256,14 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
         type=_at_least(0, "--restart-timeout"),
         default=600,
         help="how long to wait for enough slots before a restart (default: %(default)s)",
+    )
+    add(
+        "--stop-timeout",
+        metavar="SECONDS",
+        type=_at_least(0, "--stop-timeout"),
+        default=20,
+        help="how long ranks may take to save their work when a signal asks hvdrun to end, until "
+        "they are killed; a second Ctrl-C does not wait (default: %(default)s)",
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_keras import postmortem
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import STARTED, UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
@@ -70,7 +70,13 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         spec.jobs.append(job)
     with job_directory(job) as directory:
         changed = signals.changed.set
-        output = Output(options.prefix, options.output_dir, append=not first, changed=changed)
+        output = Output(
+            options.prefix,
+            options.output_dir,
+            append=not first,
+            changed=changed,
+            verbose=options.verbose,
+        )
         ranks = _listen(spec, placement, secret, directory)
         planned = plan(
             spec,
@@ -85,7 +91,11 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             path.chmod(0o700)
         if options.verbose:
             print(planned.describe(), file=sys.stderr, flush=True)
+        elif sys.stderr.isatty() and first:
+            output.say(placement.describe())
         call = None if options.call is None else Path(options.call[1])
+        if call is not None:
+            Path(call, STARTED).touch()
         start = _start(spec, planned, job)
         # A restart has no input, because an earlier start has consumed it.
         statistics = spec.statistics
@@ -108,6 +118,8 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
                 output=output,
                 signals=signals,
                 verbose=options.verbose,
+                stop_timeout=options.stop_timeout,
+                repeats_traceback=call is not None,
                 sweep=sweep,
                 ended=screen.stop,
             ).run()
@@ -141,10 +153,12 @@ def _start(spec: JobSpec, planned: Plan, job: str) -> dict[str, Any]:
     return {
         "command": list(spec.command),
         "directory": os.getcwd(),
-        "environment": dict(planned.environment),
+        "environment": {
+            **planned.environment,
+            **({"HVDRUN_VERBOSE": "1"} if spec.options.verbose else {}),
+        },
         "folders": [memory_folder(job)] if has_memory else [],
         "statistics": spec.options.stats or spec.options.metrics is not None,
-        "own_temporary": not spec.is_local,
         "open_files": OPEN_FILES[0] if spec.is_local else None,
     }
 

@@ -57,7 +57,8 @@ class _Recorder:
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
         with self._paths[1].open("w+b") as file:
-            file.truncate(CALLS * postmortem.CALL_BYTES)
+            # A full disk fails here, and not where the memory is written (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, CALLS * postmortem.CALL_BYTES)
             self._calls = mmap.mmap(file.fileno(), CALLS * postmortem.CALL_BYTES)
         self._written: list[tuple[str, CodeType, int] | None] = [None] * CALLS
         self._stacks: BinaryIO = self._paths[2].open("wb", buffering=0)

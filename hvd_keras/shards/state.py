@@ -211,13 +211,20 @@ class State:
                 results[i] = reduced[i]
         return results
 
-    def clip(self, gradients: Sequence[Any], variables: Sequence[Any], divided: Set[int]) -> Any:
+    def clip(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        divided: Set[int],
+        local: Set[int] | None,
+    ) -> Any:
         """Clips the gradients of the variables that this rank updates, as one process does.
 
         Args:
             gradients: from ``reduce``, in the order of ``variables``.
             variables: that they belong to.
             divided: the places of the gradients of parts of tables.
+            local: as in ``clipping.clip``.
         """
         optimizer = self._optimizer
         held = [i for i, variable in enumerate(variables) if self.holds(variable)]
@@ -226,7 +233,7 @@ class State:
         if clipping.clips_by_all(optimizer) and self.exchanges:
             known = self._squares(gradients, variables)
         else:
-            places = held
+            places, local = held, None
         cut = clipping.clip(
             optimizer,
             [gradients[i] for i in places],
@@ -234,6 +241,7 @@ class State:
             self._name,
             self._process_set,
             known,
+            local,
         )
         results = list(gradients)
         for i, gradient in zip(places, cut, strict=True):

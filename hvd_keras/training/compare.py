@@ -127,23 +127,17 @@ def digest(description: Description) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def check(name: str, mine: Description, process_set: ProcessSet) -> None:
-    """Compares the ranks' descriptions.
+def raise_difference(name: str, mine: Description, process_set: ProcessSet) -> None:
+    """Raises an error on every rank, after the ranks have seen that their descriptions differ.
 
     Args:
         name: identifies the call on all ranks.
-        mine: this rank's.
+        mine: this rank's description.
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: (on every rank) they differ; the text shows the entries that do.
+        ValueError: always; the text shows the entries that differ.
     """
-    if len(set(agree.gather_json(name, digest(mine), process_set))) > 1:
-        raise_difference(name, mine, process_set)
-
-
-def raise_difference(name: str, mine: Description, process_set: ProcessSet) -> None:
-    """Raises the error of ``check``, if the ranks know that their descriptions differ."""
     everyone = agree.gather_json(f"{name} in full", mine, process_set)
     views = dict(zip(process_set.ranks, everyone, strict=True))
     exchange.raise_difference(

@@ -23,6 +23,7 @@ from hvd_keras.training import (
     lookups,
     loss_scale,
     losses,
+    reducer,
     sync_batch_norm,
 )
 
@@ -112,7 +113,7 @@ def _rows() -> list[Patch]:
             optimizers.Optimizer,
             "apply",
             "to find optimizers that are not distributed",
-            _telling(lambda grads, trainable_variables=None: trainable_variables or ()),
+            _telling(_updated),
         ),
         Patch(
             optimizers.Optimizer,
@@ -145,7 +146,7 @@ def _rows() -> list[Patch]:
 def _legacy_rows() -> list[Patch]:
     optimizers = keras.optimizers
 
-    def of_pairs(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_pairs(optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return [variable for _, variable in grads_and_vars]
 
     return [
@@ -201,6 +202,13 @@ def _common_rows() -> list[Patch]:
     ]
 
 
+def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """The variables that ``apply`` updates: by default, those that the optimizer was built for."""
+    if trainable_variables is None:
+        return getattr(optimizer, "_trainable_variables", ())
+    return trainable_variables
+
+
 def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
     """Wraps a method that applies gradients: warns if they were not exchanged."""
 
@@ -208,9 +216,9 @@ def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
         def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
             if not hasattr(self, "_hvd_reducer"):
                 grads = list(grads)
-                variables = variables_of(grads, *args, **kwargs)
+                variables = list(variables_of(self, grads, *args, **kwargs))
                 forgotten.check_optimizer(self, variables)
-                clipping.check_alone(self, variables)
+                clipping.check_alone(self, variables, reducer.local_variables)
             return method(self, grads, *args, **kwargs)
 
         apply.__doc__ = method.__doc__

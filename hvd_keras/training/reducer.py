@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log, ops, rank_info, settings, shards
+from hvd_keras import agree, log, ops, rank_info, settings, shards
 from hvd_keras._keras import keras, require
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.shards import clipping, state
@@ -23,6 +23,9 @@ from hvd_keras.training import buckets, building, compare, exchange, forgotten
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+
+#: Variables that belong to this rank alone, of all reducers.
+local_variables = exchange.VariableSet()
 
 
 class GradientReducer:
@@ -49,6 +52,7 @@ class GradientReducer:
         self._plans: dict[Any, Plan] = {}
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[exchange.VariableSpec, ...]] = {}
+        self.has_local = False  # whether any rank has variables of its own
 
     @property
     def process_set(self) -> ProcessSet:
@@ -58,6 +62,8 @@ class GradientReducer:
     def register_local(self, variable: Any) -> None:
         """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
         self.local[exchange.variable_id(variable)] = variable
+        if self.process_set.size() > 1:
+            local_variables.add(variable)
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
@@ -94,7 +100,7 @@ class GradientReducer:
             return Step(self, None, gradients, variables, [], [], set())
         exchange.refuse_strategies()
         gradients = self.options.densified(gradients)
-        divided = self._divided(variables)
+        divided = shards.places_in(variables, self.name, self.options.op, self.process_set)
         local_ids = {*self.local, *map(exchange.variable_id, local)}
         shared = [
             i
@@ -126,35 +132,18 @@ class GradientReducer:
         del variables
         return plan.exchange(gradients, self.options)
 
-    def _divided(self, variables: Sequence[Any]) -> set[int]:
-        """The places of the parts of tables; raises ValueError if they do not fit the options."""
-        places = set()
-        for i, variable in enumerate(variables):
-            shard = shards.of(variable)
-            if shard is None:
-                continue
-            path = getattr(variable, "path", variable.name)
-            if shard.process_set is not self.process_set:
-                raise ValueError(
-                    f"{self.name}: {path} is divided between {shard.process_set}, but "
-                    f"{self.process_set} trains it. Give both the same process_set."
-                )
-            if self.options.op is ops.Adasum:
-                raise ValueError(
-                    f"{self.name}: {path} is divided between ranks, so op=hvd.Adasum is not "
-                    "possible. Use hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
-                )
-            places.add(i)
-        return places
-
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(exchange.spec_of(v) for v in variables)
         specs = self._agreed.get(mine)
         if specs is None:
             specs = exchange.check_specs(self.name, mine, self.process_set)
-            if optimizer := getattr(self, "optimizer", None):
-                described = compare.of_optimizer(optimizer)
-                compare.check(f"{self.name}.optimizer", described, self.process_set)
+            optimizer = getattr(self, "optimizer", None)
+            described = {} if optimizer is None else compare.of_optimizer(optimizer)
+            own = bool(self.local), compare.digest(described)
+            views = agree.gather_json(f"{self.name}.options", own, self.process_set)
+            self.has_local = any(local for local, _ in views)
+            if len({digest for _, digest in views}) > 1:
+                compare.raise_difference(self.name, described, self.process_set)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
             if forgotten.check_weights(self.name, variables, requests, self.process_set):
                 self._agreed[mine] = specs
@@ -188,6 +177,7 @@ class Step:
         updated: the variables that the optimizer updates.
         divided: the places, among the gradients that the optimizer updates with, of those of tables
             that are divided between ranks.
+        local: the places there of those that belong to this rank; None if no rank has such.
     """
 
     def __init__(
@@ -212,6 +202,10 @@ class Step:
         self.updated = [variables[i] for i in self._updated]
         self.exchanged = plan is None
         self.divided = {place for place, i in enumerate(self._updated) if i in divided}
+        self.local: set[int] | None = None
+        if plan is not None and reducer.has_local:
+            kept = enumerate(self._updated)
+            self.local = {k for k, i in kept if i not in divided and i not in self._position}
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def finish(self) -> list[Any]:
@@ -448,9 +442,11 @@ class KerasReducer(GradientReducer):
                 factor = self._local_sum
                 grads = [g if g is None else g * tf.constant(factor, g.dtype) for g in grads]
         if step is not None and self.state is not None:
-            return self.state.clip(grads, step.updated, step.divided)
-        if step is not None and step.divided:
-            return clipping.clip(self.optimizer, grads, step.divided, self.name, self.process_set)
+            return self.state.clip(grads, step.updated, step.divided, step.local)
+        if step is not None:
+            name, process_set, local = self.name, self.process_set, step.local
+            divided = step.divided
+            return clipping.clip(self.optimizer, grads, divided, name, process_set, local=local)
         return type(self.optimizer)._clip_gradients(self.optimizer, grads)
 
     def _not_exchanged(self, reason: str) -> RuntimeError:

@@ -80,6 +80,8 @@ class DistributedGradientTape:
     def register_local_source(self, source: Any) -> None:
         """Keeps the gradient of this variable or tensor on this rank: it is not exchanged."""
         self._local.append(source)
+        if hasattr(source, "assign") and self._reducer.process_set.size() > 1:
+            reducer.local_variables.add(source)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """``tf.GradientTape.gradient``, averaged (or summed) over the ranks.

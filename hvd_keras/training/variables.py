@@ -1,5 +1,6 @@
 """Broadcasts, averages and lists the variables of a training."""
 
+import importlib
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops, settings, shards
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import exchange, forgotten, together
@@ -21,6 +22,9 @@ def broadcast_variables(
     inplace: bool = False,
 ) -> tf.Operation | None:
     """Assigns the root rank's values to the variables of every rank.
+
+    The states of random generators (dropout, augmentation) get the root's seed mixed with the rank,
+    so that masks differ between ranks and a rerun repeats them.
 
     Args:
         variables: Keras variables or ``tf.Variable`` objects, in the same order on all ranks. Parts
@@ -45,6 +49,14 @@ def broadcast_variables(
     variables = shards.without(variables)
     if not variables and process_set.size() > 1:
         forgotten.warn_of_empty_broadcast(process_set)
+    assign_values_of(root_rank, variables, process_set)
+    seeds = [v for v in variables if exchange.spec_of(v).path.endswith("seed_generator_state")]
+    give_each_rank_its_own_randomness(seeds, process_set)
+    return None
+
+
+def assign_values_of(root_rank: int, variables: Iterable[Any], process_set: ProcessSet) -> None:
+    """Assigns the root rank's values to the variables of every rank, also to seed states."""
     bucket: list[Any] = []
     size = number = 0
     for variable in variables:
@@ -54,7 +66,6 @@ def broadcast_variables(
             _broadcast(bucket, root_rank, number, process_set)
             bucket, size, number = [], 0, number + 1
     _broadcast(bucket, root_rank, number, process_set)
-    return None
 
 
 def of_training(model: Any) -> list[Any]:
@@ -146,12 +157,21 @@ def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: Proces
     if process_set.rank() == 0:
         return
     for state in states:
-        seed, *rest = np.asarray(state)
-        # A seed sequence mixes well; seed + rank would collide with other seeds.
-        mixed = np.random.SeedSequence([int(seed), process_set.rank()]).generate_state(
-            1, np.uint32
-        )[0]
-        state.assign(np.array([mixed >> 1, *rest], dtype=state.dtype))
+        value = tf.cast(tf.convert_to_tensor(state), tf.int64)
+        # A generator mixes well; seed + rank would collide with other seeds.
+        mixed = tf.random.stateless_uniform(
+            [1], [value[0], process_set.rank()], maxval=2**31 - 1, dtype=tf.int64
+        )
+        state.assign(tf.cast(tf.concat([mixed, value[1:]], 0), state.dtype))
+
+
+def global_seed_states() -> list[Any]:
+    """The state of the generator for ``keras.random`` without a seed, which is in no layer."""
+    if is_legacy:
+        return []
+    home = importlib.import_module("keras.src.random.seed_generator")
+    require(home, "global_seed_generator", "to give each rank its own randomness")
+    return [home.global_seed_generator().state]
 
 
 def random_state() -> dict[str, Any]:

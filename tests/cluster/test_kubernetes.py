@@ -91,6 +91,7 @@ def check(document: dict[str, Any]) -> None:
         validate(pod, "1.31", strict=True)
         # Kubernetes's standard "restricted", as far as it concerns us.
         assert pod["spec"]["securityContext"]["runAsNonRoot"]
+        assert pod["spec"]["automountServiceAccountToken"] is False
         (container,) = pod["spec"]["containers"]
         assert not container["securityContext"]["allowPrivilegeEscalation"]
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -151,6 +152,7 @@ def test_the_charts_values_reach_the_pods() -> None:
     settings = ["workers=3", "ranksPerWorker=4", "gpus=true", "sharedMemory=8Gi", "minRanks=4"]
     settings += ["storage.claim=data", "storage.size=5Gi", "env.NAME=a b", "maxRestarts=7"]
     settings += ["options={--verbose,--stats}", "script=print(1)", "image=here/it:1"]
+    settings += ["secretEnv.TOKEN.name=keys", "secretEnv.TOKEN.key=wandb", "launcherMemory=3Gi"]
     documents = {document["kind"]: document for document in rendered(*settings)}
     for document in documents.values():
         check(document)
@@ -162,16 +164,24 @@ def test_the_charts_values_reach_the_pods() -> None:
     for role in (launcher, worker):
         (container,) = role["template"]["spec"]["containers"]
         assert container["image"] == "here/it:1"
-        assert container["env"] == [{"name": "NAME", "value": "a b"}]
+        secret = {"secretKeyRef": {"name": "keys", "key": "wandb"}}
+        assert container["env"] == [
+            {"name": "NAME", "value": "a b"},
+            {"name": "TOKEN", "valueFrom": secret},
+        ]
         volumes = {volume["name"]: volume for volume in role["template"]["spec"]["volumes"]}
         places = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
         memory = places["/dev/shm"]["emptyDir"]
         assert memory == {"medium": "Memory", "sizeLimit": "8Gi"}
         assert places["/home/hvd/data"]["persistentVolumeClaim"]["claimName"] == "data"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
-    line = " ".join(launcher["template"]["spec"]["containers"][0]["args"])
+    container = launcher["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"]["memory"] == "3Gi"
+    line = " ".join(container["args"])
     assert "--max-restarts 7" in line
-    assert line.endswith("--min-np 4 --env NAME --verbose --stats python /opt/job/train.py")
+    assert line.endswith(
+        "--min-np 4 --env NAME --env TOKEN --verbose --stats python /opt/job/train.py"
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,6 +192,7 @@ def test_the_charts_values_reach_the_pods() -> None:
         ("memory=lots", "memory"),
         ("minRanks=3", "minRanks is 3; expected at most workers * ranksPerWorker, which is 2"),
         ("minRanks=1", "minRanks without storage.claim"),
+        ("secretEnv.TOKEN.name=keys", "key"),
         ("storage.size=1Gi", "storage.size without storage.claim"),
     ],
 )

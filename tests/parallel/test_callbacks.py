@@ -15,6 +15,7 @@ from hvd_keras import agree
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(1, 2)
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 
 

@@ -30,6 +30,7 @@ from tests.harness.shards import (
     shard,
 )
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
 KINDS = ["arrays", "elements", "batches", "whole batches"]
 BATCHED = ["batches", "whole batches"]
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")

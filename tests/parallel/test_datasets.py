@@ -26,6 +26,8 @@ from tests.harness.shards import (
     tuples,
 )
 
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
 
 @pytest.fixture(autouse=True)
 def no_global_seed() -> None:

@@ -89,6 +89,7 @@ class Later(Interrupt):
             raise KeyboardInterrupt
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.skipif(SIZE == 1, reason="needs another number of ranks")
 def test_other_numbers_of_ranks(directory) -> None:
     """From all ranks to some, and back."""

@@ -11,6 +11,7 @@ import hvd_keras as hvd
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(2, 3)
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 optimizers = keras.optimizers
 
@@ -78,6 +79,7 @@ def test_equals_one_process(optimizer: str, model: str, eagerly: bool) -> None:
     training.assert_trains_like_one_process(MODELS[model], MAIN[optimizer], run_eagerly=eagerly)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("optimizer", EVERY)
 def test_every_optimizer_with_every_option(optimizer: str, option: str) -> None:

@@ -11,6 +11,7 @@ import hvd_keras as hvd
 from hvd_keras import log
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(1, 2, 3)
 several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot disagree with itself")
 
 

@@ -16,6 +16,7 @@ import horovod.tensorflow as hvd  # noqa: E402
 import horovod.tensorflow.keras  # noqa: E402
 
 RANK, SIZE = hvd_keras.rank(), hvd_keras.size()
+pytestmark = pytest.mark.ranks(1, 2, 3)
 KERAS_MODULES = [horovod.keras, horovod.tensorflow.keras]
 INTEGERS = [tf.uint8, tf.int8, tf.int32, tf.int64]
 

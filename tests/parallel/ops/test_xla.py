@@ -114,7 +114,14 @@ def test_gradients_are_those_without_xla() -> None:
         np.testing.assert_allclose(got[name], value, rtol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize(("count", "together"), [(60, 1), (500, 20)])
+@pytest.mark.parametrize(
+    ("count", "together"),
+    [
+        # More ranks, where XLA could change the order in more ways.
+        pytest.param(60, 1, marks=pytest.mark.ranks(4)),
+        pytest.param(500, 20, marks=[pytest.mark.slow, pytest.mark.ranks(2)]),
+    ],
+)
 def test_many_tensors_and_steps(count: int, together: int) -> None:
     @compiled
     def step(x):
@@ -360,6 +367,7 @@ def synchronized_model() -> keras.Model:
     )
 
 
+@pytest.mark.ranks(4)
 def test_convolution_and_batch_norm() -> None:
     assert_trains_as_without_xla(lambda: image_model(0.0), lambda: optimizers.Adam(0.01))
 

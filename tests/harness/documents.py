@@ -1,13 +1,16 @@
-"""Runs the examples of the docstrings that docs/api.md shows: a job of two ranks, on each of them.
+"""Runs the code of PAGES, and the examples of docstrings, on each rank of a job.
 
-The names that an example takes for granted are made here. The ranks' weights and objects differ.
+The blocks of a page are one script. docs/api.md shows the docstrings; the names that their examples
+take for granted are made here. The ranks' weights and objects differ.
 """
 
 import inspect
+import logging
 import os
 import re
 import tempfile
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,12 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree
+from hvd_keras import agree, log
 
 ROOT = Path(__file__).parents[2]
+
+# Pages whose Python blocks run one after another.
+PAGES = ("README.md", "docs/tutorial.md", "docs/guide.md")
 
 # They start jobs of their own, or need Spark, Ray or a session of TensorFlow 1; all those have
 # tests of their own.
@@ -26,6 +32,32 @@ ELSEWHERE = {
     *("run", "BroadcastGlobalVariablesHook", "broadcast_global_variables"),
     *("hvd_keras.spark.run", "hvd_keras.spark.shard", "hvd_keras.ray.run"),
 }
+
+
+def blocks(page: str) -> list[str]:
+    """Return the blocks of Python code on a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def run_page(page: str, folder: Path) -> None:
+    """Run a page as one script, and check that its last fit has made the model better."""
+    given: dict[str, Any] = {"__name__": "__main__"}
+    warnings: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = warnings.append  # type: ignore[method-assign]
+    log.logger.addHandler(handler)
+    for number, code in enumerate(blocks(page), 1):
+        # A file, in which TensorFlow finds the functions' sources.
+        file = folder / f"{Path(page).stem} block {number}, rank {hvd.rank()}.py"
+        file.write_text(code)
+        keras.utils.set_random_seed(1 + hvd.rank())
+        with nullcontext() if "hvd" in code else hvd.local_fit():
+            exec(compile(code, file, "exec"), given)
+        hvd.barrier()
+    log.logger.removeHandler(handler)
+    assert not warnings, [warning.getMessage() for warning in warnings]
+    losses = given["model"].history.history["loss"] if "fit(" in code else [1.0, 0.0]
+    assert losses[-1] < losses[0], (page, losses)
 
 
 def examples() -> dict[str, str]:
@@ -93,6 +125,9 @@ def main() -> None:
     os.chdir(folder)
     (folder / "checkpoints").mkdir(exist_ok=True)
     dense().save("checkpoints/model.keras")
+    for page in PAGES:
+        run_page(page, folder)
+        print("ran the code of", page, flush=True)
     for name, code in examples().items():
         keras.backend.clear_session()
         keras.utils.set_random_seed(1 + hvd.rank())
