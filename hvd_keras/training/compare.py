@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvd_keras import agree, ops
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import exchange, together, variables
+from hvd_keras.training import exchange, together
 
 # Entries of configurations that may differ: names have counters, seeds differ by rank on purpose,
 # initial values are broadcast, and preprocessing layers are compared by callbacks.
@@ -206,24 +206,20 @@ def _again(batches: Sequence[Any], element_spec: Any) -> Any:
 
 
 class Values:
-    """The values of a model's variables that must be equal on all ranks while it trains.
-
-    They are its weights, and its optimizers' scalars: learning rates and counters. The rest, such
-    as moving statistics of this rank's batches, is left out.
+    """The values of variables that must be equal on all ranks while they train.
 
     Args:
-        model: a ``keras.Model`` with variables.
-        process_set: the ranks that train it.
+        variables: of a model and its optimizers, the same on all ranks.
+        process_set: the ranks.
 
     Attributes:
-        variables: which they are.
         steps: how many steps have ended.
         told: a difference was found.
     """
 
-    def __init__(self, model: Any, process_set: ProcessSet) -> None:
+    def __init__(self, variables: Sequence[Any], process_set: ProcessSet) -> None:
+        self.variables = variables
         self.process_set = process_set
-        self.variables = _common(model)
         self._scalars = [v for v in self.variables if not tuple(v.shape)]
         self._pieces = itertools.cycle(self._large())
         self.steps = 0
@@ -307,21 +303,3 @@ def _crc(tensor: Any, before: int = 0) -> int:
     if values.dtype == object:  # text
         return zlib.crc32(repr(values.tolist()).encode(), before)
     return zlib.crc32(values.view(np.uint8).data, before)
-
-
-def _common(model: Any) -> list[Any]:
-    """The variables whose values all ranks have in common, in the same order."""
-    layers = list(model._flatten_layers())
-    own = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
-    own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
-    for layer in layers:
-        if getattr(layer, "stateful", False):  # the states of a recurrent layer
-            own += layer.non_trainable_variables
-    found = list(model.variables)
-    for optimizer in together.optimizers_of(model):
-        rate = getattr(optimizer, "learning_rate", None)
-        candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
-        found += [v for v in candidates if not tuple(v.shape)]
-    left_out = {exchange.variable_id(v) for v in own}
-    unique = {exchange.variable_id(v): v for v in together.without_local(model, found)}
-    return [v for number, v in unique.items() if number not in left_out]

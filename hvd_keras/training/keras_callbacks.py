@@ -234,7 +234,8 @@ class _AtTheEnd(_Internal):
         """Compares values and data before the first step."""
         if self.common.values is not None:
             return
-        self.common.values = compare.Values(self.model, self.common.process_set)
+        common = variables.in_common(self.model)
+        self.common.values = compare.Values(common, self.common.process_set)
         forgotten.check_values(self.common.values, "began")
         if self.common.looks_at_data and not variables.is_restored(self.model):
             compare.pass_first_batch(self.model, self._check_rows)
