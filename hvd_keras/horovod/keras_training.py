@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import forgotten
+from hvd_keras.training import forgotten, together
 from hvd_keras.training import optimizer as distributed
 
 _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
@@ -49,7 +49,10 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
         # Horovod makes a new optimizer each time.
         optimizer = type(optimizer).from_config(optimizer.get_config())
     if not is_outside(given.get("process_set", global_process_set)):
-        return distributed.DistributedOptimizer(optimizer, *args, **kwargs)
+        optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
+        if reducer := together.of_optimizer(optimizer):
+            reducer.is_horovods = True
+        return optimizer
     optimizer.register_local_var = lambda variable: None  # all are local
     forgotten.mark_alone(optimizer)
     return optimizer

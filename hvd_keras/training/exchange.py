@@ -198,8 +198,13 @@ def check_specs(
     )
     for rank in everyone:
         if len(rank) != len(longest) or not all(map(_fits, rank, longest)):
-            texts = ([str(spec) for spec in rank] for rank in everyone)
-            _raise_difference(dict(zip(process_set.ranks, texts, strict=True)))
+            views = (
+                {f"variable {i}": str(spec) for i, spec in enumerate(rank)} for rank in everyone
+            )
+            raise_difference(
+                dict(zip(process_set.ranks, views, strict=True)),
+                "Every rank must build the same layers, with the same names, in the same order.",
+            )
     return longest
 
 
@@ -271,16 +276,30 @@ def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
     return [[index[variable_id(v)] for v in group if variable_id(v) in index] for group in groups]
 
 
-def _raise_difference(views: dict[int, list[str]]) -> None:
-    """Raises the error about different models; ``views`` are by rank."""
-    longest = max(map(len, views.values()))
+def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
+    """Raises the error about different models.
+
+    Args:
+        views: what each rank has, by rank and by name.
+        advice: what to do.
+
+    Raises:
+        ValueError: always; the text shows what differs.
+    """
     lines = []
-    for i in range(longest):
-        row = {r: view[i] if i < len(view) else "none" for r, view in views.items()}
-        if len(set(row.values())) > 1:
-            lines.append(f"variable {i}: " + ", ".join(f"rank {r} has {v}" for r, v in row.items()))
+    for name in dict.fromkeys(name for view in views.values() for name in view):
+        ranks: dict[str, list[int]] = {}
+        for rank, view in views.items():
+            ranks.setdefault(view.get(name, "none"), []).append(rank)
+        if len(ranks) > 1:
+            groups = (
+                f"rank {own[0]} has {value}"
+                if len(own) == 1
+                else f"ranks {', '.join(map(str, own))} have {value}"
+                for value, own in ranks.items()
+            )
+            lines.append(f"{name}: {', '.join(groups)}")
     shown = "\n  ".join(lines[:5]) + (f"\n  and {len(lines) - 5} more" if len(lines) > 5 else "")
-    advice = "Every rank must build the same layers, with the same names, in the same order."
     if "keras_tuner" in sys.modules:
         advice += (
             " With KerasTuner each rank draws the hyperparameters of its trials by itself: give "

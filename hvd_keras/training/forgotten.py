@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +19,9 @@ import tensorflow as tf
 from hvd_keras import _library, agree, log, ops, rank_info, settings, shards
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import building, exchange
+
+if TYPE_CHECKING:
+    from hvd_keras.training import compare
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
@@ -172,16 +175,15 @@ def check_weights(
         return False
     if None in everyone or len(set(everyone)) == 1 or _alone_on_purpose.get():
         return True
-    if in_fit.get():
-        add = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit"
-    else:
-        add = (
-            "hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
-            "optimizer.variables, before the first step or right after it"
-        )
     text = (
         f"the {process_set.size()} ranks began to train with different weights, so each of them "
-        f"trains a different model. Add {add}."
+        "trains a different model. "
+    )
+    text += (
+        _ADD_THE_CALLBACK
+        if in_fit.get()
+        else "Add hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
+        "optimizer.variables, before the first step or right after it."
     )
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
@@ -200,6 +202,84 @@ def check_weights(
     return True
 
 
+def check_values(values: "compare.Values", when: str) -> None:
+    """Compares the values of a model in ``fit``, and tells a difference once.
+
+    Args:
+        values: of the model.
+        when: "began", "step" or "ended".
+
+    Raises:
+        ValueError: (on every rank) they differ and ``HVD_STRICT`` is set.
+    """
+    if values.told:
+        return
+    different = values.different_after_step() if when == "step" else values.different()
+    if when == "began":
+        mark_synchronized(values.variables)  # so that the first step compares nothing again
+    if different is None or _alone_on_purpose.get():
+        return
+    values.told = True
+    if when == "began" and _empty_broadcast:  # which has been told, with what to do
+        return
+    size = values.process_set.size()
+    if when == "began":
+        text = (
+            f"the {size} ranks began to train with different weights ({different}), so each of "
+            f"them trains a different model. {_ADD_THE_CALLBACK}"
+        )
+    else:
+        text = (
+            f"the {size} ranks' values of {different} differ after {values.steps} steps of fit, "
+            "although they were equal before: the ranks train different models. A callback, a "
+            "train_step or a layer assigns values that depend on this rank's data, logs or random "
+            "numbers. Assign the same on all ranks: average with hvd.allreduce what the values are "
+            "computed from, or let one rank choose them with hvd.broadcast."
+        )
+    _tell(text, values.process_set)
+
+
+def check_rows(everyone: Sequence[Any], process_set: ProcessSet) -> None:
+    """Tells that all ranks train on the same rows.
+
+    Args:
+        everyone: what ``compare.of_rows`` returned, by rank.
+        process_set: the ranks.
+
+    Raises:
+        ValueError: (on every rank) they do, and ``HVD_STRICT`` is set.
+    """
+    first, *others = everyone
+    if first is None or any(theirs != first for theirs in others) or _alone_on_purpose.get():
+        return
+    _tell(
+        f"all {process_set.size()} ranks train on the same rows, so {process_set.size()} ranks do "
+        "the work of one. Give each rank its share: x = hvd.data.shard((x, y), batch_size=32), or "
+        "x = hvd.data.shard(dataset), and model.fit(x, shuffle=False, ...). If a rank trains alone "
+        "on purpose, write: with hvd.local_fit(): ...",
+        process_set,
+    )
+
+
+def is_horovods(reducers: Sequence[Any]) -> bool:
+    """Whether a model was made for Horovod: its optimizers are, or it has none and the script is.
+
+    Args:
+        reducers: of the model's distributed optimizers.
+    """
+    if reducers:
+        return any(reducer.is_horovods for reducer in reducers)
+    return _is_horovods
+
+
+def _tell(text: str, process_set: ProcessSet) -> None:
+    if settings.read().strict:
+        raise ValueError(f"hvd_keras: {text}")
+    if process_set.rank() == 0:
+        log.warn_once(text)
+
+
+_ADD_THE_CALLBACK = "Add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit."
 _NO_VALUES = "no values"
 
 

@@ -21,9 +21,9 @@ from hvd_keras.training import (
     checkpoint,
     fitting,
     forgotten,
-    keras_callbacks,
     lookups,
     loss_scale,
+    losses,
     reducer,
     sync_batch_norm,
 )
@@ -214,13 +214,19 @@ def _common_rows() -> list[Patch]:
             Patch(keras.Model, name, _WHOLE_FILES, checkpoint.wrap_save)
             for name in ("save", "save_weights")
         ),
+        Patch(
+            keras.losses.Loss,
+            "__call__",
+            "to weigh the ranks' losses as one process does",
+            losses.wrap_call,
+        ),
         *(
             Patch(owner, name, _WHOLE_FILES, functools.partial(checkpoint.wrap_save, folders=True))
             for owner, name in ((keras.Model, "export"), (tf.saved_model, "save"))
         ),
         *(
-            Patch(owner, attribute, reason, wrap)
-            for owner, attribute, reason, wrap in keras_callbacks.patches()
+            Patch(keras.Model, name, "to write files on one rank alone", fitting.wrap_evaluate)
+            for name in ("evaluate", "predict")
         ),
     ]
 

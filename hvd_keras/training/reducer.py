@@ -19,7 +19,7 @@ from hvd_keras import agree, log, ops, rank_info, settings, shards
 from hvd_keras._keras import keras, require
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.shards import clipping, state
-from hvd_keras.training import buckets, building, exchange, forgotten
+from hvd_keras.training import buckets, building, compare, exchange, forgotten
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -38,6 +38,7 @@ class GradientReducer:
 
     Attributes:
         local: the variables that belong to this rank alone, by ``exchange.variable_id``.
+        is_horovods: a script made it by Horovod's names.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class GradientReducer:
         self.options = options
         self.groups = groups
         self.local: dict[int, Any] = {}
+        self.is_horovods = False
         self._plans: dict[Any, Plan] = {}
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[exchange.VariableSpec, ...]] = {}
@@ -139,8 +141,13 @@ class GradientReducer:
         specs = self._agreed.get(mine)
         if specs is None:
             specs = exchange.check_specs(self.name, mine, self.process_set)
-            views = agree.gather_json(f"{self.name}.local", bool(self.local), self.process_set)
-            self.has_local = any(views)
+            optimizer = getattr(self, "optimizer", None)
+            described = {} if optimizer is None else compare.of_optimizer(optimizer)
+            own = bool(self.local), compare.digest(described)
+            views = agree.gather_json(f"{self.name}.options", own, self.process_set)
+            self.has_local = any(local for local, _ in views)
+            if len({digest for _, digest in views}) > 1:
+                compare.raise_difference(self.name, described, self.process_set)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
             if forgotten.check_weights(self.name, variables, requests, self.process_set):
                 self._agreed[mine] = specs

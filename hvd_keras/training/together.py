@@ -6,7 +6,7 @@ attribute ``_hvd_reducer`` of the model's optimizers.
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -14,10 +14,12 @@ from hvd_keras import shards
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training.exchange import variable_id
-from hvd_keras.training.reducer import GradientReducer
+
+if TYPE_CHECKING:
+    from hvd_keras.training.reducer import GradientReducer
 
 
-def of_optimizer(optimizer: Any) -> GradientReducer | None:
+def of_optimizer(optimizer: Any) -> "GradientReducer | None":
     """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
     optimizer = innermost(optimizer)
     return getattr(optimizer, "_hvd_reducer", None)
@@ -104,7 +106,7 @@ def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
     ]
 
 
-def is_local(reducer: GradientReducer, variable: Any) -> bool:
+def is_local(reducer: "GradientReducer", variable: Any) -> bool:
     """Whether a model's or an optimizer's variable belongs to this rank alone.
 
     An optimizer's variable, such as a momentum, belongs to the model's variable whose path is in

@@ -147,6 +147,28 @@ def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     return list(found.values())
 
 
+def in_common(model: Any) -> list[Any]:
+    """The variables whose values are equal on all ranks in training, in the same order.
+
+    They are the weights of the model, and the scalars of its optimizers: learning rates and
+    counters.
+    """
+    layers = list(model._flatten_layers())
+    own = [*seed_states(layers), *moving_statistics(layers)]
+    own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
+    for layer in layers:
+        if getattr(layer, "stateful", False):  # the states of a recurrent layer
+            own += layer.non_trainable_variables
+    found = list(model.variables)
+    for optimizer in together.optimizers_of(model):
+        rate = getattr(optimizer, "learning_rate", None)
+        candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
+        found += [v for v in candidates if not tuple(v.shape)]
+    left_out = {exchange.variable_id(v) for v in own}
+    unique = {exchange.variable_id(v): v for v in together.without_local(model, found)}
+    return [v for number, v in unique.items() if number not in left_out]
+
+
 def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: ProcessSet) -> None:
     """Makes equal seed states differ by rank, in the same way in each run.
 
