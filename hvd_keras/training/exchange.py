@@ -140,6 +140,16 @@ class ExchangeOptions:
             )
         return gradient * factor
 
+    def of_dense(self) -> dict[str, Any]:
+        """Returns the arguments of the collective that reduces dense gradients."""
+        return {
+            "op": self.op,
+            "compression": self.compression,
+            "device_dense": self.device_dense,
+            "prescale_factor": 1 / self.gradient_predivide_factor,
+            "postscale_factor": self.gradient_predivide_factor,
+        }
+
     def densified(self, gradients: Sequence[Any]) -> list[Any]:
         """Converts gradients to dense tensors, if ``sparse_as_dense`` is set."""
         if not self.sparse_as_dense:

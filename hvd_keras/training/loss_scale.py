@@ -14,7 +14,7 @@ from hvd_keras import ops
 from hvd_keras.training import building, together
 
 
-def wrap_apply(keras_apply: Callable[..., None]) -> Callable[..., None]:
+def wrap_apply(keras_apply: Callable[..., None]) -> Any:
     """Wraps ``LossScaleOptimizer.apply``: exchanges the scaled gradients as soon as they exist.
 
     Otherwise the inner optimizer would exchange them in the branch for finite gradients, where all
@@ -23,7 +23,7 @@ def wrap_apply(keras_apply: Callable[..., None]) -> Callable[..., None]:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        own = together.of_optimizer(self)
+        own: Any = together.of_optimizer(self)
         # Accumulated gradients are exchanged once per update.
         if own is None or self.inner_optimizer.gradient_accumulation_steps:
             keras_apply(self, grads, trainable_variables)
@@ -42,7 +42,7 @@ def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         finite = local_check(self, grads)
-        own = together.of_optimizer(self)
+        own: Any = together.of_optimizer(self)
         if own is None or own.process_set.size() == 1 or building.is_building():
             return finite
         step = own.ahead

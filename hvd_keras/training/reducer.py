@@ -17,9 +17,10 @@ import tensorflow as tf
 
 from hvd_keras import agree, log, ops, rank_info, settings, shards
 from hvd_keras._keras import keras, require
+from hvd_keras.ops import buckets
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.shards import clipping, state
-from hvd_keras.training import buckets, building, compare, exchange, forgotten
+from hvd_keras.training import building, compare, exchange, forgotten
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -298,12 +299,8 @@ class Plan:
             with tf.control_dependencies(previous):
                 reduced = ops.reduce_tensors(
                     [gradients[i] for i in bucket],
-                    op=options.op,
-                    compression=options.compression,
-                    device_dense=options.device_dense,
+                    **options.of_dense(),
                     device_sparse=options.device_sparse,
-                    prescale_factor=1 / options.gradient_predivide_factor,
-                    postscale_factor=options.gradient_predivide_factor,
                     process_set=options.process_set,
                     name=name,
                 )
@@ -384,15 +381,11 @@ class KerasReducer(GradientReducer):
         if self.state is None:
             return super().exchange(plan, gradients, variables)
         options = self.options
-        how = {
-            "op": options.op,
-            "compression": options.compression,
-            "device_dense": options.device_dense,
-            "prescale_factor": 1 / options.gradient_predivide_factor,
-            "postscale_factor": options.gradient_predivide_factor,
-        }
         return self.state.reduce(
-            gradients, variables, how, lambda rest, after: plan.exchange(rest, options, after)
+            gradients,
+            variables,
+            options.of_dense(),
+            lambda g, after: plan.exchange(g, options, after),
         )
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
@@ -453,13 +446,12 @@ class KerasReducer(GradientReducer):
             if self._local_sum > 1:
                 factor = self._local_sum
                 grads = [g if g is None else g * tf.constant(factor, g.dtype) for g in grads]
-        if step is not None and self.state is not None:
+        if step is None:
+            return type(self.optimizer)._clip_gradients(self.optimizer, grads)
+        if self.state is not None:
             return self.state.clip(grads, step.updated, step.divided, step.local)
-        if step is not None:
-            name, process_set, local = self.name, self.process_set, step.local
-            divided = step.divided
-            return clipping.clip(self.optimizer, grads, divided, name, process_set, local=local)
-        return type(self.optimizer)._clip_gradients(self.optimizer, grads)
+        of = self.optimizer, grads, step.divided, self.name, self.process_set
+        return clipping.clip(*of, local=step.local)
 
     def _not_exchanged(self, reason: str) -> RuntimeError:
         return RuntimeError(

@@ -47,9 +47,11 @@ def optimizers_of(model: Any) -> list[Any]:
     if is_legacy:
         classes += (keras.optimizers.legacy.Optimizer,)
     found: dict[int, Any] = {}
-    for value in filter(lambda value: isinstance(value, classes), values):
+    several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+    optimizers: list[Any] = [value for value in values if isinstance(value, classes)]
+    for value in optimizers:
         found[id(value)] = value
-        if isinstance(value, getattr(keras.optimizers, "MultiOptimizer", ())):
+        if isinstance(value, several):
             if not value.built and model.built:
                 value.build(model.trainable_variables)
             found.update({id(part): part for part in value.optimizers})
@@ -62,7 +64,7 @@ def has_built_optimizers(model: Any) -> bool:
     return all(getattr(optimizer, "built", True) for optimizer in others)
 
 
-def reducers_of(model: Any) -> list[GradientReducer]:
+def reducers_of(model: Any) -> "list[GradientReducer]":
     """The reducers of a model's distributed optimizers."""
     reducers = map(of_optimizer, optimizers_of(model))
     return list({id(r): r for r in reducers if r is not None}.values())
