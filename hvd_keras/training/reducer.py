@@ -115,21 +115,7 @@ class GradientReducer:
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
         for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
             gradients[i] = gradient
-        overwritten = [
-            i
-            for i, variable in enumerate(variables)
-            if gradients[i] is not None and getattr(variable, "overwrite_with_gradient", False)
-        ]
-        if overwritten:
-            # Such "gradients" (float8 scales) are new values; Keras uses the maximum of several.
-            largest = ops.reduce_tensors(
-                [gradients[i] for i in overwritten],
-                op=ops.Max,
-                name=f"{self.name} overwritten",
-                process_set=self.process_set,
-            )
-            for i, value in zip(overwritten, largest, strict=True):
-                gradients[i] = value
+        overwritten = exchange.overwrite(gradients, variables, self.name, self.process_set)
         return Step(self, plan, gradients, variables, shared, overwritten, divided)
 
     def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:

@@ -286,15 +286,6 @@ def test_a_rank_that_saves_its_work_has_time_for_it(hvdrun):
     assert (hvdrun.folder / "saved-1").exists()
 
 
-NOTE_SIGNALS = """
-    got = []
-    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-    print("ready", flush=True)
-    while not got: time.sleep(0.05)
-    print("got it")
-    """
-
-
 def test_a_worker_that_is_asked_to_end_is_named(hvdrun):
     done = hvdrun.python(
         2, f"meet(2)\nif rank == 1: os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep({FOREVER})"

@@ -8,6 +8,14 @@ import pytest
 
 from tests.harness.launcher import FOREVER, LIMIT, parent
 
+NOTE_SIGNALS = """
+    got = []
+    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    print("ready", flush=True)
+    while not got: time.sleep(0.05)
+    print("got it")
+    """
+
 
 def test_a_signal_of_the_users_reaches_the_scripts(hvdrun):
     process = hvdrun.start_ready(2, NOTE_SIGNALS)
