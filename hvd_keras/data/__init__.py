@@ -176,7 +176,13 @@ def agree_on_steps(
             steps = source.cardinality() if source.cardinality() >= 0 else None
         elif isinstance(source, PyDataset):
             steps = arrays.number_of_batches(source)
-        return None if steps is None else int(steps)
+        try:
+            return None if steps is None else int(steps)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"got {type(source).__name__}, expected a number of steps, a tf.data.Dataset or a "
+                "keras.utils.PyDataset."
+            ) from error
 
     mine = agree.on_all_ranks("hvd.data.agree_on_steps", look, process_set)
     everyone = agree.gather_json("hvd.data.agree_on_steps numbers", mine, process_set)

@@ -396,9 +396,8 @@ def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:
     for _ in range(3):
         agree.gather_json("export", None)
         model.export(directory / "exported", verbose=False)
-        np.testing.assert_array_equal(
-            tf.saved_model.load(directory / "exported").serve(x), expected
-        )
+        loaded = tf.saved_model.load(directory / "exported")  # which must live as long as `serve`
+        np.testing.assert_array_equal(loaded.serve(x), expected)
         tf.saved_model.save(tree, str(directory / "tree"))
         for mine, theirs in zip(
             tree.weights, tf.saved_model.load(directory / "tree").weights, strict=True
