@@ -46,17 +46,13 @@ async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: b
     return verdict
 
 
-def _tell_place(folder: Path, size: int) -> None:
-    """Say where a rank of hvd_keras was that ended without a traceback, or how to know it."""
+def _place(folder: Path, size: int) -> str:
+    """Say where a rank was that ended without a traceback; empty if not all ranks have told."""
     told = ""
-    if len([*folder.glob("rank-*.requests")]) == size:  # all ranks were on this host, and joined
+    if len([*folder.glob("rank-*.requests")]) == size:  # all were on this host, and joined
         with contextlib.suppress(ValueError):
             told = postmortem.conclusion(folder)
-    if "\n" in told:
-        told = f"postmortem: {told}"
-    else:
-        told = "to see where each rank was, start the job with --postmortem FOLDER"
-    print(f"hvdrun: {told}", file=sys.stderr, flush=True)
+    return f"postmortem: {told}" if "\n" in told else ""
 
 
 def _new_folder(parent: str) -> Path:
@@ -123,7 +119,11 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         if options.screen:
             screen.start()
 
+        place = ""
+
         async def sweep(grace: float) -> Collection[str]:
+            nonlocal place
+            place = _place(folder, ranks.size)  # the clean-up removes these files
             return await _sweep(ranks, placement, spec, job, grace)
 
         try:
@@ -142,7 +142,8 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
             is_open = verdict.status != 0 and verdict.asked and not has_traceback
             if is_open and options.postmortem is None:
-                _tell_place(folder, ranks.size)
+                place = place or "to see where each rank was, add --postmortem FOLDER"
+                print(f"hvdrun: {place}", file=sys.stderr, flush=True)
             return verdict
         finally:
             await ranks.close()

@@ -77,8 +77,9 @@ def test_an_exception_of_one_rank(hvdrun):
 
 def test_an_exception_far_above_is_repeated(hvdrun):
     text = f"""
-        if rank == 1: raise ValueError("oh")
         signal.signal(signal.SIGTERM, lambda *_: print("and\\n" * 50, file=sys.stderr))
+        meet(2)
+        if rank == 1: raise ValueError("oh")
         time.sleep({FOREVER})
         """
     done = hvdrun.python(2, text)
