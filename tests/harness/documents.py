@@ -68,7 +68,7 @@ def run_script(name: str) -> None:
     """Run an example, and check that its model learns."""
     given = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
     if name == "gan":
-        assert given["distance"] < 0.3, given["distance"]
+        assert given["after"] < given["before"], (given["after"], given["before"])
     else:
         assert given["losses"][-1] < given["losses"][0] * 0.8, given["losses"]
     if name == "restart":
