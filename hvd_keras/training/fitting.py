@@ -303,7 +303,7 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in everyone], process_set)
     own.common.agree(everyone)
     if len({theirs["digest"] for theirs in everyone}) > 1:
-        compare.raise_difference("fit", description, process_set)
+        compare.check_difference("fit", description, process_set)
     by_rank = [theirs["steps"] for theirs in everyone]
     if None not in by_rank and len(set(by_rank)) > 1:
         shown = zip(process_set.ranks, by_rank, strict=True)

@@ -134,7 +134,7 @@ class GradientReducer:
             views = agree.gather_json(f"{self.name}.options", own, self.process_set)
             self.has_local = any(local for local, _ in views)
             if len({digest for _, digest in views}) > 1:
-                compare.raise_difference(self.name, described, self.process_set)
+                compare.check_difference(self.name, described, self.process_set)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
             if forgotten.check_weights(self.name, variables, requests, self.process_set):
                 self._agreed[mine] = specs

@@ -57,7 +57,7 @@ def test_a_model_with_loss_scaling_by_compile_and_shares_is_saved_whole(director
     for one, other in zip(loaded.optimizer.variables, plain.optimizer.variables, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     again = hvd.load_model(directory / "model.keras", shard_state=True)
-    assert len(again.optimizer.variables) == len(sharded.optimizer.variables)
+    assert len(again.optimizer.variables) == len(plain.optimizer.variables)
 
 
 # A second optimizer, a built model and a restart.
