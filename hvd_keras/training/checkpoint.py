@@ -7,6 +7,7 @@ another, and HDF5 never parses a damaged file. The file contains a text ``facts`
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import inspect
@@ -17,7 +18,7 @@ import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -314,12 +315,25 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
         files = [path for path in written if path.is_file()]
         for path in files:
             _sync(path)
-        for path in written:
-            if path.is_dir():
-                (target.parent / path.relative_to(folder)).mkdir(parents=True, exist_ok=True)
-        for path in files:
-            path.replace(target.parent / path.relative_to(folder))
+        with _locked(target.parent):
+            for path in written:
+                if path.is_dir():
+                    (target.parent / path.relative_to(folder)).mkdir(parents=True, exist_ok=True)
+            for path in files:
+                path.replace(target.parent / path.relative_to(folder))
     _sync(target.parent)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps the files of one writer together: those of two would not fit to each other."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: pathlib.Path) -> None:

@@ -386,7 +386,7 @@ def test_loaded_model_can_be_wrapped_and_goes_on(directory: pathlib.Path) -> Non
 
 
 def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:
-    """Each rank reads what it has written, while the others may still write."""
+    """All write at once; none reads a folder before all have written it."""
     model = training.dense_model()
     training.set_weights(model, seed=3)
     x, _ = training.data(model, SIZE)
@@ -396,18 +396,19 @@ def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:
     for _ in range(3):
         agree.gather_json("export", None)
         model.export(directory / "exported", verbose=False)
+        tf.saved_model.save(tree, str(directory / "tree"))
+        model.save(directory / "folder", zipped=False)
+        model.save_weights(directory / "model.weights.json", max_shard_size=1.4e-7)
+        agree.gather_json("export is read", None)
         loaded = tf.saved_model.load(directory / "exported")  # which must live as long as `serve`
         np.testing.assert_allclose(loaded.serve(x), expected, rtol=1e-5)
-        tf.saved_model.save(tree, str(directory / "tree"))
         for mine, theirs in zip(
             tree.weights, tf.saved_model.load(directory / "tree").weights, strict=True
         ):
             np.testing.assert_array_equal(mine, theirs)
-        model.save_weights(directory / "model.weights.json", max_shard_size=1e-7)
         again = training.dense_model()
         again.load_weights(directory / "model.weights.json")
         np.testing.assert_array_equal(again(x), expected)
-        model.save(directory / "folder", zipped=False)
         again = keras.models.load_model(directory / "folder")
         np.testing.assert_array_equal(again(x), expected)
     agree.gather_json("exported", None)
