@@ -116,7 +116,9 @@ def flat(value: Any, path: str) -> Description:
     elif isinstance(value, (np.ndarray, np.generic)):
         text = f"{value.dtype}{list(value.shape)} {zlib.crc32(value.tobytes()):08x}"
     elif hasattr(value, "get_config") and not isinstance(value, type):
-        return {path: type(value).__name__, **flat(dict(value.get_config()), path)}
+        # Some losses of Keras leave arguments out of their configuration.
+        arguments = getattr(value, "_fn_kwargs", {})
+        return {path: type(value).__name__, **flat(arguments | value.get_config(), path)}
     else:
         text = str(getattr(value, "__name__", type(value).__name__))
     return {path: text if len(text) <= 100 else f"{text[:60]}… {zlib.crc32(text.encode()):08x}"}

@@ -10,6 +10,7 @@ import hashlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,8 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
         or building.is_building()
         or not rank_info.is_initialized()
         or rank_info.size() == 1
-        or ops.reductions()  # the script averages gradients itself
         or any(variable in _reduced for variable in variables)
+        or _averages_itself(optimizer)
     ):
         return
     name = type(optimizer).__name__
@@ -100,6 +101,25 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
 
     last = time.monotonic() + _SECONDS_UNTIL_TOLD
     _Later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last).watch()
+
+
+# Optimizers that have applied what the script has reduced; and the requests of this process when
+# others last applied gradients in eager code.
+_by_hand: weakref.WeakSet[Any] = weakref.WeakSet()
+_requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _averages_itself(optimizer: Any) -> bool:
+    """Whether the script averages gradients with ``hvd.allreduce`` before it applies them.
+
+    In eager code that is known from the second step on: nothing was exchanged since the first.
+    """
+    if tf.executing_eagerly():
+        before, _requests[optimizer] = _requests.get(optimizer), _count_requests()
+        return before != _requests[optimizer]
+    if ops.is_reducing():
+        _by_hand.add(optimizer)
+    return optimizer in _by_hand
 
 
 def allow_a_first_step() -> None:

@@ -25,7 +25,7 @@ def rows(seed: int = 1):
     x[np.arange(LENGTH) >= length[:, None]] = 0  # padding
     y = random.normal(size=(count, LENGTH, 1)).astype("float32")
     weights = (random.uniform(0.5, 1.5, count) * (1 + 5 * rank_of)).astype("float32")
-    return x.astype("int32"), y, weights
+    return x.astype("int32"), y, weights[:, np.newaxis]
 
 
 def mine(array: np.ndarray) -> np.ndarray:
