@@ -78,3 +78,7 @@ from hvd_keras.training.tape import PartialDistributedGradientTape as PartialDis
 from hvd_keras.training.variables import broadcast_variables as broadcast_variables
 
 __version__: str
+
+TENSORFLOW_VERSIONS: str
+
+def no_tensorflow(python: str) -> str: ...

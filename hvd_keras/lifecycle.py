@@ -7,9 +7,10 @@ import enum
 import operator
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import tensorflow as tf
@@ -17,7 +18,14 @@ import tensorflow as tf
 from hvd_keras import _library, _mpi, exit_codes, gpu, log, observe, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.postmortem import flight
-from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
+from hvd_keras.process_sets import (
+    ProcessSet,
+    add_process_set,
+    added,
+    forget_all,
+    remove_process_set,
+    world_ranks_of,
+)
 from hvd_keras.training import patches
 
 del gradients  # importing it has registered them
@@ -60,7 +68,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     """Joins the job: starts MPI, unless it is running, and the engine of this process.
 
     Call it once at the top of the script, on every rank. A second call only adds process sets that
-    do not exist yet. Without a launcher the process is a job of size 1, in which everything works.
+    do not exist yet. Without a launcher the process is a job of size 1, in which everything works,
+    and which needs no MPI.
     All ranks wait here for each other, for at most ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0: no
     limit). After that the process ends with status 75, because a wait inside MPI cannot be
     interrupted.
@@ -170,12 +179,18 @@ def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
     if process_sets is None or isinstance(process_sets, str):
         return  # "dynamic"
     there = [process_set.ranks for process_set in added()]
-    for wanted in process_sets:
-        process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
-        is_there = process_set.process_set_id is not None
-        # A list of ranks whose set exists needs nothing; an object must be registered itself.
-        if not is_there and (process_set is wanted or process_set.ranks not in there):
-            add_process_set(process_set)
+    new: list[ProcessSet] = []
+    try:
+        for wanted in process_sets:
+            process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
+            is_there = process_set.process_set_id is not None
+            # A list of ranks whose set exists needs nothing; an object must be registered itself.
+            if not is_there and (process_set is wanted or process_set.ranks not in there):
+                new.append(add_process_set(process_set))
+    except (TypeError, ValueError):  # on every rank
+        for process_set in new:
+            remove_process_set(process_set)
+        raise
 
 
 def _members(comm: Any) -> tuple[list[int], int | None]:
@@ -245,7 +260,7 @@ def _install_guards() -> None:
             others = rank_info.has_left_alone() or (
                 rank_info.is_initialized() and rank_info.size() > 1
             )
-            if os.getpid() == process and others:
+            if os.getpid() == process and others and _is_ending():
                 _flush()
                 exit_status = 1
                 flight.note_exception(kind, traceback)
@@ -269,6 +284,20 @@ def _install_guards() -> None:
 
     sys.excepthook = abort_all
     atexit.register(at_exit)
+
+
+def _is_ending() -> bool:
+    """Whether ``sys.excepthook`` runs because an exception ends the script.
+
+    Libraries print errors with it that they cannot raise, and scripts those that they have caught.
+    Then the body of a module, usually of the script, still runs.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            return False
+        frame = frame.f_back
+    return threading.current_thread() is threading.main_thread()
 
 
 def _other_rank_left(value: BaseException) -> str:

@@ -60,14 +60,13 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
             already writing a timeline.
     """
     del mark_cycles
-    error = ""
-    if rank_info.rank() == 0:
+
+    def start() -> None:
         core = _library.core()
-        if core.hvd_start_timeline(os.fsencode(file_path)) != 0:
-            error = core.hvd_error().decode()
-    error = agree.gather_json("start_timeline", error)[0]
-    if error:
-        raise ValueError(f"hvd.start_timeline: rank 0: {error}")
+        if rank_info.rank() == 0 and core.hvd_start_timeline(os.fsencode(file_path)) != 0:
+            raise ValueError(core.hvd_error().decode())
+
+    agree.on_all_ranks("hvd.start_timeline", start)
 
 
 def stop_timeline() -> None:

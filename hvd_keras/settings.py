@@ -40,10 +40,14 @@ class Settings:
         some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which hides some GPUs from CUDA.
         strict: ``HVD_STRICT`` is set and not 0: warnings that the ranks train separate models
             become errors.
+        verbose_all: ``HVD_VERBOSE_ALL`` is set and not 0: by default all ranks show Keras's
+            progress bar, not one.
         watched: ``HVDRUN_JOB`` is set: hvdrun follows this process.
         all_tracebacks: ``HVDRUN_VERBOSE`` is set, or there is no hvdrun: a rank that fails because
             another one has left prints its traceback, too.
-        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last.
+        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last;
+            without it, hvdrun's.
+        postmortem_is_asked: the user has named that folder.
         stats_directory: ``HVD_STATS_DIRECTORY``, the folder in which each rank writes its
             statistics.
         tells_statistics: ``HVDRUN_STATISTICS`` is set: hvdrun wants them.
@@ -55,9 +59,11 @@ class Settings:
     gpus_by_mpi: bool = False
     some_gpus_hidden: bool = False
     strict: bool = False
+    verbose_all: bool = False
     watched: bool = False
     all_tracebacks: bool = True
     postmortem: pathlib.Path | None = None
+    postmortem_is_asked: bool = False
     stats_directory: pathlib.Path | None = None
     tells_statistics: bool = False
     commits: pathlib.Path | None = None
@@ -93,9 +99,12 @@ def read() -> Settings:
     chosen["gpus_by_mpi"] = os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
     chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     chosen["strict"] = os.environ.get("HVD_STRICT", "0") not in ("", "0")
+    chosen["verbose_all"] = os.environ.get("HVD_VERBOSE_ALL", "0") not in ("", "0")
     chosen["watched"] = "HVDRUN_JOB" in os.environ
     chosen["all_tracebacks"] = "HVDRUN_VERBOSE" in os.environ or not chosen["watched"]
-    if text := os.environ.get("HVD_POSTMORTEM"):
+    asked = os.environ.get("HVD_POSTMORTEM")
+    chosen["postmortem_is_asked"] = bool(asked)
+    if text := asked or os.environ.get("HVDRUN_POSTMORTEM"):
         chosen["postmortem"] = pathlib.Path(text).absolute()
     if text := os.environ.get("HVD_STATS_DIRECTORY"):
         chosen["stats_directory"] = pathlib.Path(text)
@@ -145,10 +154,31 @@ def launched() -> tuple[str, str, int]:
     return "", "", 1
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return launched()[2] > 1 or bool({"PMIX_RANK", "HVDRUN_ARRIVAL"} & os.environ.keys())
+
+
 def launched_rank() -> int:
     """The number that the launcher has given this process; without a launcher 0."""
     _, found, _ = launched()
     return next((int(os.environ.get(rank, 0)) for _, name, rank in _LAUNCHERS if name == found), 0)
+
+
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def set_horovods_ranks() -> None:
+    """Sets the variables in which horovodrun gives a process its rank, from those of MPI."""
+    _, name, size = launched()
+    if not name:
+        return
+    os.environ.setdefault("HOROVOD_RANK", str(launched_rank()))
+    os.environ.setdefault("HOROVOD_SIZE", str(size))
+    for ours, theirs in (("RANK", _LOCAL_RANKS), ("SIZE", _LOCAL_SIZES)):
+        for found in filter(None, map(os.environ.get, theirs)):
+            os.environ.setdefault(f"HOROVOD_LOCAL_{ours}", found)
 
 
 _hvdrun: socket.socket | None = None
@@ -189,8 +219,13 @@ def show_gpus(numbers: str) -> None:
 
 
 def point_mpi4py_at(mpi_library: str) -> None:
-    """Makes a later import of mpi4py use this MPI library, unless the user has chosen one."""
-    os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
+    """Makes a later import of mpi4py use this MPI library, unless the user has chosen one.
+
+    Args:
+        mpi_library: a path, or empty if there is none.
+    """
+    if mpi_library:
+        os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
 
 
 def choose_transports(mpi_version: str) -> None:

@@ -70,15 +70,14 @@ class JobSpec:
 
     def option_settings(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
-        settings = dict(self.options.settings)
+        settings = horovod.settings(os.environ) if self.options.horovod else {}
+        settings |= self.options.settings
         if isinstance(self.engine, Mpirun) and self.engine.library:
             settings["HVD_MPI_LIBRARY"] = self.engine.library
         if self.options.timeline is not None:
             settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
         if self.options.strict:
             settings["HVD_STRICT"] = "1"
-        if self.options.horovod:
-            settings |= horovod.settings(os.environ)
         return settings
 
 
@@ -187,7 +186,12 @@ def _engine(
                 f"-np is missing; expected the number of ranks, for example: {options.EXAMPLE}"
             )
         if size > usable_cores() and not given.oversubscribe:
-            raise _too_many(size, usable_cores(), "core")
+            if not given.horovod:
+                raise _too_many(size, usable_cores(), "core")
+            given.oversubscribe = True  # horovodrun never refuses
+            print(
+                f"hvdrun: {size} ranks share {usable_cores()} cores, which is slow", file=sys.stderr
+            )
     return find_mpirun(given.mpirun), wanted, size
 
 

@@ -239,9 +239,8 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
         "--max-restarts",
         metavar="N",
         type=_at_least(0, "--max-restarts"),
-        default=0,
         help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
-        "resume (default: %(default)s)",
+        "resume (default: 0; 10 for elastic training with --horovod)",
     )
     add(
         "--min-np",
@@ -316,4 +315,7 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line (default: the process's own). Raises UsageError."""
-    return _parser().parse_args(arguments)
+    given = _parser().parse_args(arguments)
+    if given.max_restarts is None:
+        given.max_restarts = horovodrun.restarts(given)
+    return given

@@ -46,6 +46,15 @@ async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: b
     return verdict
 
 
+def _place(folder: Path, size: int) -> str:
+    """Say where a rank was that ended without a traceback; empty if not all ranks have told."""
+    told = ""
+    if len([*folder.glob("rank-*.requests")]) == size:  # all were on this host, and joined
+        with contextlib.suppress(ValueError):
+            told = postmortem.conclusion(folder)
+    return f"postmortem: {told}" if "\n" in told else ""
+
+
 def _new_folder(parent: str) -> Path:
     """Make the next folder start-N, for the files of one start."""
     number = 1
@@ -97,6 +106,9 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         if call is not None:
             Path(call, STARTED).touch()
         start = _start(spec, planned, job)
+        folder = directory / "postmortem"
+        if spec.is_local and options.postmortem is None:
+            start["environment"]["HVDRUN_POSTMORTEM"] = str(folder)
         # A restart has no input, because an earlier start has consumed it.
         statistics = spec.statistics
         statistics.start(ranks.size)
@@ -107,11 +119,15 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         if options.screen:
             screen.start()
 
+        place = ""
+
         async def sweep(grace: float) -> Collection[str]:
+            nonlocal place
+            place = _place(folder, ranks.size)  # the clean-up removes these files
             return await _sweep(ranks, placement, spec, job, grace)
 
         try:
-            return await Job(
+            verdict = await Job(
                 planned.command,
                 _environment(spec, planned),
                 ranks=ranks,
@@ -123,6 +139,12 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
                 sweep=sweep,
                 ended=screen.stop,
             ).run()
+            has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
+            is_open = verdict.status != 0 and verdict.asked and not has_traceback
+            if is_open and options.postmortem is None:
+                place = place or "to see where each rank was, add --postmortem FOLDER"
+                print(f"hvdrun: {place}", file=sys.stderr, flush=True)
+            return verdict
         finally:
             await ranks.close()
             if options.timeline is not None and Path(options.timeline).exists():

@@ -59,6 +59,10 @@ def of_optimizer(optimizer: Any) -> Description:
     return {"optimizer": name, **flat(config, f"optimizer {name}")}
 
 
+# Ends the name of a layer that belongs to this rank alone.
+_LOCAL = " of one rank"
+
+
 def of_training(model: Any) -> Description:
     """Describes what a step of ``fit`` depends on: optimizers, loss, options and layers."""
     found: Description = {}
@@ -80,9 +84,10 @@ def of_training(model: Any) -> Description:
     found["keras.config"] = f"floatx {keras.backend.floatx()}, epsilon {keras.backend.epsilon()}"
     reducers = together.reducers_of(model)
     for i, layer in enumerate(model._flatten_layers()):
-        if any(together.is_local(reducer, v) for reducer in reducers for v in layer.variables):
-            continue
         key = f"layer {i} {type(layer).__name__}"
+        if any(together.is_local(reducer, v) for reducer in reducers for v in layer.variables):
+            found[key + _LOCAL] = ""
+            continue
         found[key] = f"dtype {_name_of_policy(layer)}, trainable {layer.trainable}"
         if not any(True for _ in layer._flatten_layers(recursive=False, include_self=False)):
             try:
@@ -129,8 +134,10 @@ def digest(description: Description) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
-def raise_difference(name: str, mine: Description, process_set: ProcessSet) -> None:
+def check_difference(name: str, mine: Description, process_set: ProcessSet) -> None:
     """Raises an error on every rank, after the ranks have seen that their descriptions differ.
+
+    A layer that belongs to one rank alone is described on other ranks only, and not compared.
 
     Args:
         name: identifies the call on all ranks.
@@ -138,10 +145,20 @@ def raise_difference(name: str, mine: Description, process_set: ProcessSet) -> N
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: always; the text shows the entries that differ.
+        ValueError: the text shows the entries that differ.
     """
     everyone = agree.gather_json(f"{name} in full", mine, process_set)
-    views = dict(zip(process_set.ranks, everyone, strict=True))
+    local = {key for view in everyone for key in view if key.endswith(_LOCAL)}
+    views = {
+        rank: {
+            k: v
+            for k, v in view.items()
+            if not any(k.startswith(key[: -len(_LOCAL)]) for key in local)
+        }
+        for rank, view in zip(process_set.ranks, everyone, strict=True)
+    }
+    if all(view == views[process_set.ranks[0]] for view in views.values()):
+        return
     exchange.raise_difference(
         views,
         "Give all ranks the same optimizer, loss, layers and arguments. Only the learning rate is "

@@ -140,11 +140,45 @@ class ExchangeOptions:
             )
         return gradient * factor
 
+    def of_dense(self) -> dict[str, Any]:
+        """Returns the arguments of the collective that reduces dense gradients."""
+        return {
+            "op": self.op,
+            "compression": self.compression,
+            "device_dense": self.device_dense,
+            "prescale_factor": 1 / self.gradient_predivide_factor,
+            "postscale_factor": self.gradient_predivide_factor,
+        }
+
     def densified(self, gradients: Sequence[Any]) -> list[Any]:
         """Converts gradients to dense tensors, if ``sparse_as_dense`` is set."""
         if not self.sparse_as_dense:
             return list(gradients)
         return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
+
+
+def overwrite(
+    gradients: list[Any], variables: Sequence[Any], name: str, process_set: ProcessSet
+) -> list[int]:
+    """Replaces "gradients" that are new values (float8 scales) by the ranks' maximum.
+
+    Keras uses the maximum of several such values, too.
+
+    Returns:
+        Their indices.
+    """
+    indices = [
+        i
+        for i, variable in enumerate(variables)
+        if gradients[i] is not None and getattr(variable, "overwrite_with_gradient", False)
+    ]
+    if indices:
+        values = [gradients[i] for i in indices]
+        name = f"{name} overwritten"
+        largest = ops.reduce_tensors(values, op=ops.Max, name=name, process_set=process_set)
+        for i, value in zip(indices, largest, strict=True):
+            gradients[i] = value
+    return indices
 
 
 def refuse_strategies() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, observe, ops, rank_info
+from hvd_keras import agree, data, observe, ops, rank_info, settings
 from hvd_keras._keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import (
@@ -40,6 +40,7 @@ class _Fit:
         arguments: the other arguments of ``fit``.
         common: what the ranks' callbacks have in common.
         has_begun: the ranks have compared what must be equal.
+        dataset: what Keras trains on.
         unbuilt: which ranks' models have no variables, and why.
         problem: the exception of this rank's model.
     """
@@ -49,6 +50,7 @@ class _Fit:
     arguments: dict[str, Any]
     common: keras_callbacks.Common
     has_begun: bool = False
+    dataset: Any = None
     unbuilt: str = ""
     problem: Exception | None = None
 
@@ -71,6 +73,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
                 bound = signature.bind(self, *args, **kwargs)
             except TypeError:
                 return fit(self, *args, **kwargs)  # raises an error that says what is wrong
+            data.adapt_fit(bound.arguments)
             given = bound.arguments.get("callbacks")
             callbacks = _flat(given)
             own = _begun(self, callbacks, defaults | bound.arguments)
@@ -204,6 +207,25 @@ def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[...,
     return get
 
 
+def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
+
+    def set_params_of_rank(self: Any, params: Any) -> None:
+        set_params(self, params)
+        if params.get("verbose") != "auto" or settings.read().verbose_all:
+            return
+        own = _current.get()
+        with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
+            if own is not None and own.model is self.model:
+                process_set: ProcessSet | None = own.common.process_set
+            else:
+                process_set = self.model and together.process_set_of(self.model)
+            if process_set is not None and process_set.rank() > 0:
+                self.verbose = 0
+
+    return set_params_of_rank
+
+
 def check_built(model: Any) -> None:
     """Checks, for a callback, that the model has its variables.
 
@@ -219,6 +241,13 @@ def check_built(model: Any) -> None:
         ) from own.problem
 
 
+def dataset_of(model: Any) -> Any:
+    """The ``tf.data.Dataset`` on which a running ``fit`` trains a model; None if it is another."""
+    own = _current.get()
+    is_known = own is not None and own.model is model and isinstance(own.dataset, tf.data.Dataset)
+    return own.dataset if own is not None and is_known else None
+
+
 def forget_functions(model: Any) -> None:
     """Makes a model trace its steps again."""
     model.test_function = model.predict_function = model.train_function = None
@@ -228,10 +257,11 @@ def forget_functions(model: Any) -> None:
 
 
 def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
-    own.has_begun = True
+    own.has_begun, own.dataset = True, dataset
     model, process_set = own.model, own.common.process_set
     sync_batch_norm.synchronize_on(model._flatten_layers(), process_set)
-    if isinstance(dataset, tf.data.Dataset) and not building.is_built(model):
+    is_built = building.is_built(model) and together.has_built_optimizers(model)
+    if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = building.build(model, dataset.element_spec)
     if process_set.size() == 1:
         missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
@@ -240,6 +270,7 @@ def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
     if not is_legacy:
         lookups.read_by_rows(model, model._flatten_layers())
     _agree(own, dataset, steps)
+    data.check_passes(dataset, process_set)
 
 
 def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
@@ -252,12 +283,12 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
     missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
     description = compare.of_training(model) | _described(own.arguments)
     rows = None
-    data = own.arguments.get("x"), own.arguments.get("y")
-    is_arrays = all(hasattr(part, "dtype") for part in tf.nest.flatten(data) if part is not None)
+    given = own.arguments.get("x"), own.arguments.get("y")
+    is_arrays = all(hasattr(part, "dtype") for part in tf.nest.flatten(given) if part is not None)
     # Horovod's scripts give all rows to all ranks, in different orders.
     is_shuffled = own.arguments["shuffle"] and forgotten.is_horovods(together.reducers_of(model))
     if is_arrays and not is_shuffled:
-        rows = compare.of_rows(data)
+        rows = compare.of_rows(given)
     mine = {
         "unbuilt": f"{type(own.problem).__name__}: {own.problem}" if missing else None,
         "digest": compare.digest(description),
@@ -269,14 +300,10 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
         **keras_callbacks.describe(own.callbacks),
     }
     everyone = agree.gather_json("fit", mine, process_set)
-    own.unbuilt = "; ".join(
-        f"rank {rank}: {theirs['unbuilt']}"
-        for rank, theirs in zip(process_set.ranks, everyone, strict=True)
-        if theirs["unbuilt"] is not None
-    )
+    own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in everyone], process_set)
     own.common.agree(everyone)
     if len({theirs["digest"] for theirs in everyone}) > 1:
-        compare.raise_difference("fit", description, process_set)
+        compare.check_difference("fit", description, process_set)
     by_rank = [theirs["steps"] for theirs in everyone]
     if None not in by_rank and len(set(by_rank)) > 1:
         shown = zip(process_set.ranks, by_rank, strict=True)

@@ -208,9 +208,10 @@ def check_weights(
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
     if process_set.rank() == 0 and not _empty_broadcast:  # which has been told, with what to do
-        if in_fit.get():
+        if in_fit.get() and not _is_horovods:
             log.warn_once(text)
         else:
+            # Elastic scripts for Horovod fit a step before they synchronize the ranks.
             # In a graph, later steps run no Python code; their requests are counted.
             last = _count_requests() + requests * _STEPS_UNTIL_TOLD
             _Later(

@@ -289,7 +289,9 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
     if is_legacy:
         return passes
     own = optimizer.gradient_accumulation_steps
-    if own or optimizer.built or isinstance(optimizer, keras.optimizers.MultiOptimizer):
+    # Keras has MultiOptimizer from 3.15 on.
+    is_several = isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ()))
+    if own or optimizer.built or is_several:
         raise ValueError(
             f"backward_passes_per_step is {passes}, but this {type(optimizer).__name__} "
             + (f"has gradient_accumulation_steps={own} already" if own else "is built already")

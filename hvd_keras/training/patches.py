@@ -7,6 +7,7 @@ lists the rows.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import tensorflow as tf
 from hvd_keras import log, shards
 from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import legacy_keras
-from hvd_keras.shards import clipping
+from hvd_keras.shards import clipping, state
 from hvd_keras.training import (
     checkpoint,
     fitting,
@@ -110,6 +111,12 @@ def _rows() -> list[Patch]:
             fitting.wrap_symbolic_build,
         ),
         Patch(
+            keras.callbacks.ProgbarLogger,
+            "set_params",
+            "to show one rank's progress bar by default",
+            fitting.wrap_bar,
+        ),
+        Patch(
             optimizers.Optimizer,
             "apply",
             "to find optimizers that are not distributed",
@@ -120,6 +127,21 @@ def _rows() -> list[Patch]:
             "add_variable_from_reference",
             "to know the slots of tables that are divided between ranks",
             shards.wrap_add_slot,
+        ),
+        Patch(
+            optimizers.LossScaleOptimizer,
+            "apply",
+            "to exchange gradients while others are computed",
+            loss_scale.wrap_apply,
+        ),
+        *(
+            Patch(
+                optimizers.LossScaleOptimizer,
+                f"{verb}_own_variables",
+                "to write and read whole slots (shard_state)",
+                state.wrap_files,
+            )
+            for verb in ("save", "load")
         ),
         Patch(
             optimizers.LossScaleOptimizer,
@@ -183,10 +205,13 @@ def _legacy_rows() -> list[Patch]:
     ]
 
 
+_WHOLE_FILES = "to replace files only by complete ones"
+
+
 def _common_rows() -> list[Patch]:
     return [
         *(
-            Patch(keras.Model, name, "to replace files only by complete ones", checkpoint.wrap_save)
+            Patch(keras.Model, name, _WHOLE_FILES, checkpoint.wrap_save)
             for name in ("save", "save_weights")
         ),
         Patch(
@@ -194,6 +219,10 @@ def _common_rows() -> list[Patch]:
             "__call__",
             "to weigh the ranks' losses as one process does",
             losses.wrap_call,
+        ),
+        *(
+            Patch(owner, name, _WHOLE_FILES, functools.partial(checkpoint.wrap_save, folders=True))
+            for owner, name in ((keras.Model, "export"), (tf.saved_model, "save"))
         ),
         *(
             Patch(keras.Model, name, "to write files on one rank alone", fitting.wrap_evaluate)

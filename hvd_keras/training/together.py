@@ -31,7 +31,10 @@ def innermost(optimizer: Any) -> Any:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's."""
+    """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's.
+
+    After a ``MultiOptimizer`` its parts follow. If a function chooses them, it must be built.
+    """
     values: list[Any] = [getattr(model, "optimizer", None)]
     for value in list(vars(model).values()):
         if isinstance(value, dict):
@@ -43,8 +46,22 @@ def optimizers_of(model: Any) -> list[Any]:
     classes: tuple[type, ...] = (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
     if is_legacy:
         classes += (keras.optimizers.legacy.Optimizer,)
-    found = {id(value): value for value in values if isinstance(value, classes)}
+    found: dict[int, Any] = {}
+    several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+    optimizers: list[Any] = [value for value in values if isinstance(value, classes)]
+    for value in optimizers:
+        found[id(value)] = value
+        if isinstance(value, several):
+            if not value.built and model.built:
+                value.build(model.trainable_variables)
+            found.update({id(part): part for part in value.optimizers})
     return list(found.values())
+
+
+def has_built_optimizers(model: Any) -> bool:
+    """Whether those beside that of ``compile``, if any, know which variables they update."""
+    others = [o for o in optimizers_of(model) if o is not model.optimizer]
+    return all(getattr(optimizer, "built", True) for optimizer in others)
 
 
 def reducers_of(model: Any) -> "list[GradientReducer]":

@@ -111,29 +111,28 @@ def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: P
 
 
 def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
-    """Assigns to floating-point variables their mean over the ranks."""
+    """Assigns to floating-point variables their mean over the ranks; equal ones keep every bit."""
     if process_set.size() == 1 or not variables:
         return
-    means = ops.reduce_tensors(
-        [tf.convert_to_tensor(v) for v in variables],
-        op=ops.Average,
-        name="variables' means",
-        process_set=process_set,
+    mine = [tf.convert_to_tensor(v) for v in variables]
+    smallest, means, largest = (
+        ops.reduce_tensors(mine, op=op, name=f"variables' {op.value}s", process_set=process_set)
+        for op in (ops.Min, ops.Average, ops.Max)
     )
-    for variable, mean in zip(variables, means, strict=True):
-        variable.assign(mean)
+    for variable, low, mean, high in zip(variables, smallest, means, largest, strict=True):
+        variable.assign(tf.clip_by_value(mean, low, high))
 
 
 def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     """The moving statistics of batch normalisation that cover this rank's batches only.
 
-    Those of frozen layers do not change, so they are equal on all ranks and not included.
+    Those of frozen layers are included: a step that was traced before still changes them.
     """
     return [
         variable
         for layer in layers
         if isinstance(layer, keras.layers.BatchNormalization)
-        if layer.built and layer.trainable and not layer.synchronized
+        if layer.built and not layer.synchronized
         for variable in layer.non_trainable_variables
         if variable is not layer.gamma and variable is not layer.beta
     ]

@@ -73,7 +73,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
         ]
         copy = (tmp_path / f"out/rank-{rank}.txt").read_text()
         assert [f"[{rank}] {line}" for line in copy.splitlines() if line[0] != "["] == lines
-        assert f"[{rank}] ['HVDRUN_JOB', 'HVDRUN_TELL']\n" in done.stderr
+        assert f"[{rank}] ['HVDRUN_JOB', 'HVDRUN_TELL', 'HVDRUN_VERBOSE']\n" in done.stderr
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
 
 
@@ -335,7 +335,7 @@ optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
 model.compile(optimizer=optimizer, loss="mse")
 x = np.random.default_rng(0).normal(size=(96, 3)).astype("float32")
 checkpoint = hvd.callbacks.Checkpoint("checkpoints")
-data = hvd.data.shard((x, x.sum(1)), batch_size=8, start_epoch=checkpoint.initial_epoch)
+data = hvd.data.shard((x, x.sum(1)), batch_size=8)
 broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
 model.fit(data, epochs=2, verbose=0, callbacks=[broadcast, checkpoint])
 print("trained by", hvd.size(), "on", hvd.cross_size(), "hosts")

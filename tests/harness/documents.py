@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import re
+import runpy
 import tempfile
 import textwrap
 from contextlib import nullcontext
@@ -25,6 +26,9 @@ ROOT = Path(__file__).parents[2]
 
 # Pages whose Python blocks run one after another.
 PAGES = ("README.md", "docs/tutorial.md", "docs/guide.md")
+
+# Of examples/; the others take arguments, and have tests of their own.
+SCRIPTS = ("custom_loop", "restart", "gan", "masked_text", "fine_tuning", "tfrecords")
 
 # They start jobs of their own, or need Spark, Ray or a session of TensorFlow 1; all those have
 # tests of their own.
@@ -58,6 +62,19 @@ def run_page(page: str, folder: Path) -> None:
     assert not warnings, [warning.getMessage() for warning in warnings]
     losses = given["model"].history.history["loss"] if "fit(" in code else [1.0, 0.0]
     assert losses[-1] < losses[0], (page, losses)
+
+
+def run_script(name: str) -> None:
+    """Run an example, and check that its model learns."""
+    given = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+    if name == "gan":
+        assert given["after"] < given["before"], (given["after"], given["before"])
+    else:
+        assert given["losses"][-1] < given["losses"][0] * 0.8, given["losses"]
+    if name == "restart":
+        again = runpy.run_path(str(ROOT / "examples" / "restart.py"))
+        assert again["checkpoint"].initial_epoch == again["EPOCHS"]
+        assert again["losses"] == []
 
 
 def examples() -> dict[str, str]:
@@ -128,6 +145,11 @@ def main() -> None:
     for page in PAGES:
         run_page(page, folder)
         print("ran the code of", page, flush=True)
+    for script in SCRIPTS:
+        keras.utils.set_random_seed(1 + hvd.rank())
+        run_script(script)
+        hvd.barrier()
+        print("ran the script", script, flush=True)
     for name, code in examples().items():
         keras.backend.clear_session()
         keras.utils.set_random_seed(1 + hvd.rank())

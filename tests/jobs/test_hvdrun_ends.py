@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 
 import pytest
 
@@ -78,8 +77,9 @@ def test_an_exception_of_one_rank(hvdrun):
 
 def test_an_exception_far_above_is_repeated(hvdrun):
     text = f"""
-        if rank == 1: raise ValueError("oh")
         signal.signal(signal.SIGTERM, lambda *_: print("and\\n" * 50, file=sys.stderr))
+        meet(2)
+        if rank == 1: raise ValueError("oh")
         time.sleep({FOREVER})
         """
     done = hvdrun.python(2, text)
@@ -287,35 +287,6 @@ def test_a_rank_that_saves_its_work_has_time_for_it(hvdrun):
     assert (hvdrun.folder / "saved-1").exists()
 
 
-NOTE_SIGNALS = """
-    got = []
-    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-    print("ready", flush=True)
-    while not got: time.sleep(0.05)
-    print("got it")
-    """
-
-
-def test_a_signal_of_the_users_reaches_the_scripts(hvdrun):
-    process = hvdrun.start_ready(2, NOTE_SIGNALS)
-    process.send_signal(signal.SIGUSR1)
-    out, err = process.communicate(timeout=LIMIT)
-    assert (sorted(out.splitlines()), err, process.returncode) == (
-        ["[0] got it", "[1] got it"],
-        "",
-        0,
-    )
-
-
-def test_a_signal_to_all_processes_of_the_job_ends_none(hvdrun):
-    """SLURM sends it to those beside the scripts as well."""
-    process = hvdrun.start_ready(2, NOTE_SIGNALS)
-    for pid, line in hvdrun.processes().items():
-        if "start_worker" in line and "mpirun" not in line:
-            os.kill(pid, signal.SIGUSR1)
-    assert process.wait(timeout=LIMIT) == 0, process.stderr.read()
-
-
 def test_a_worker_that_is_asked_to_end_is_named(hvdrun):
     done = hvdrun.python(
         2, f"meet(2)\nif rank == 1: os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep({FOREVER})"
@@ -323,6 +294,28 @@ def test_a_worker_that_is_asked_to_end_is_named(hvdrun):
     assert done.returncode == 143
     told = "hvdrun: rank 1 failed first: a signal that hvdrun did not send asked it to end\n"
     assert done.stderr.startswith(told)
+
+
+def test_the_line_where_a_rank_hangs_is_named(hvdrun):
+    text = f"""
+        import hvd_keras as hvd
+        hvd.init()
+        for _ in range(20): hvd.barrier()
+        if rank == 1:
+            time.sleep({FOREVER})
+        hvd.barrier()
+        """
+    limits = {"HVD_STALL_WARNING_SECONDS": "1", "HVD_TIMEOUT_SECONDS": "8"}
+    done = hvdrun.python(2, text, env=hvdrun.environment | limits)
+    assert done.returncode == 75
+    warned = re.findall(
+        r"no progress for (\d) s: .* \(the job ends in (\d) s\)$", done.stderr, re.M
+    )
+    assert len(warned) > 1
+    assert {int(waited) + int(left) for waited, left in warned} <= {7, 8}
+    *_, told, place = done.stderr.splitlines()
+    assert told.startswith("hvdrun: postmortem: rank 1 called nothing more while rank 0 waited for")
+    assert re.fullmatch(r"  rank 1 was at .*script\.py:\d+, .*: time\.sleep\(1000\)", place)
 
 
 def test_a_rank_that_ends_before_another_has_joined_ends_the_job(hvdrun):
@@ -370,33 +363,6 @@ def test_temporary_files_of_killed_ranks_are_removed(hvdrun):
         """
     assert hvdrun.python(1, text).returncode == 3
     assert not list(hvdrun.temporary.iterdir())
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_all_ranks(hvdrun, number):
-    process = hvdrun.start_ready(2, f"print('ready')\ntime.sleep({FOREVER})")
-    assert len(hvdrun.processes()) > 2
-    process.send_signal(number)
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 128 + number
-    assert (out, err) == ("", f"hvdrun: {number.name} received; all ranks were ended\n")
-
-
-def test_a_second_interrupt_does_not_wait(hvdrun):
-    """Of two jobs whose mpirun does not react, the one that is interrupted twice ends first."""
-    once, twice = (
-        hvdrun.start_ready(1, f"print('ready')\ntime.sleep({FOREVER})") for _ in range(2)
-    )
-    for process in (once, twice):
-        (mpirun_pid,) = (pid for pid in hvdrun.processes() if parent(pid) == process.pid)
-        os.kill(mpirun_pid, signal.SIGSTOP)
-        process.send_signal(signal.SIGINT)
-    time.sleep(0.5)  # two signals at once would arrive as one
-    assert twice.poll() is None
-    twice.send_signal(signal.SIGINT)
-    assert twice.wait(timeout=LIMIT) == 130
-    assert once.poll() is None
-    assert once.wait(timeout=LIMIT) == 130
 
 
 @pytest.mark.parametrize("reaction", ["signal.SIG_DFL", "signal.SIG_IGN"])

@@ -8,7 +8,10 @@ import json
 import os
 import resource
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +30,7 @@ from hvd_keras.launch.onhost.channel import (
     silence,
     watch_liveness,
 )
-from hvd_keras.launch.onhost.process import private_folder
+from hvd_keras.launch.onhost.process import ask_to_end, private_folder
 from hvd_keras.launch.onhost.worker import FUNCTION
 from tests.harness import launcher
 
@@ -298,3 +301,34 @@ async def test_a_worker_that_is_stopped_ends_the_job(tmp_path: Path, monkeypatch
     assert ranks.problem.startswith("hvdrun's processes of rank 0 on here have not answered")
     stopped.close()
     await ranks.close()
+
+
+STOPPED = """
+import faulthandler, os, signal, sys, threading
+faulthandler.register(signal.SIGTERM, open(sys.argv[1], "wb", buffering=0), chain=True)
+
+def spin():
+    while True:
+        threading.Event().wait(0.001)
+
+def go_on():
+    while True:
+        pass
+
+for _ in range(12):
+    threading.Thread(target=spin, daemon=True).start()
+os.kill(os.getpid(), signal.SIGSTOP)
+go_on()
+"""
+
+
+def test_a_stopped_process_is_asked_where_it_stands(tmp_path: Path) -> None:
+    """Its script gets nowhere before its stack is written, whichever thread might do that."""
+    for number in range(12):
+        path = tmp_path / f"stack-{number}"
+        command = [sys.executable, "-c", STOPPED, str(path)]
+        process = subprocess.Popen(command, start_new_session=True)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        ask_to_end(process.pid, signal.SIGTERM)
+        assert process.wait(launcher.LIMIT) == -signal.SIGTERM
+        assert "in go_on" not in path.read_text()

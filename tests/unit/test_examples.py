@@ -70,13 +70,23 @@ def test_text_embedding(tmp_path):
     assert keras.models.load_model(checkpoint).count_params() > 0
 
 
-def test_the_code_of_pages_and_docstrings():
+def test_the_code_of_pages_examples_and_docstrings():
     output = run(documents.__file__)
     ran = sorted(re.findall(r"\[\d\] ran the example of (\S+)", output))
     assert ran == sorted(2 * list(documents.examples()))
     assert len(ran) > 2 * 15
     pages = sorted(re.findall(r"\[\d\] ran the code of (\S+)", output))
     assert pages == sorted(2 * documents.PAGES)
+    scripts = sorted(re.findall(r"\[\d\] ran the script (\S+)", output))
+    assert scripts == sorted(2 * documents.SCRIPTS)
+
+
+def test_every_example_is_listed_and_runs_in_a_test():
+    text = (ROOT / "examples" / "README.md").read_text()
+    listed = re.findall(r"^\| `(\w+).py`", text, re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
+    tested = {*documents.SCRIPTS, "keras_mnist", "keras_text_embedding", "dlrm"}
+    assert tested == set(listed)
 
 
 def test_the_first_script_is_the_same_everywhere():

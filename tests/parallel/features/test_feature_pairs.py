@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import ops, settings
+from hvd_keras import settings
 from hvd_keras.horovod import elastic
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -110,7 +110,6 @@ def test_global_clipnorm_behind_a_tape_with_a_local_layer_is_refused() -> None:
 def test_apply_of_gradients_alone_behind_a_tape(monkeypatch) -> None:
     strict = dataclasses.replace(settings.read(), strict=True)
     monkeypatch.setattr(settings, "read", lambda: strict)
-    monkeypatch.setattr(ops, "reductions", lambda: 0)
     model = two_layers()
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(model.trainable_variables)

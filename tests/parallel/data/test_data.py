@@ -151,7 +151,7 @@ def test_process_set_shares_among_its_ranks_only(singles) -> None:
         rows = [row for mine in everyone for x, _ in mine for row in x]
         assert sorted(rows) == list(range(length))
         assert data.agree_on_steps(7 - RANK, process_set=first) == 7 - (SIZE - 2)
-    with pytest.raises(ValueError, match=f"rank {RANK}: ValueError: batch_size=0"):
+    with pytest.raises(ValueError, match=r"data\.shard: batch_size=0"):
         data.shard(numbered(9), batch_size=0, process_set=singles[RANK])
     if SIZE > 2:
         hvd.remove_process_set(first)
@@ -386,7 +386,7 @@ def test_a_py_dataset_of_unequal_batches_is_refused() -> None:
 @several
 def test_an_error_on_one_rank_is_one_on_all() -> None:
     text = error_of(data.shard, numbered(5), batch_size=None if RANK == 1 else 2)
-    assert "rank 0: None, rank 1: ValueError: batch_size=None" in text
+    assert "hvd.data.shard: rank 1: batch_size=None" in text
 
     class Broken(Batches):
         def __getitem__(self, index: int):
@@ -394,9 +394,8 @@ def test_an_error_on_one_rank_is_one_on_all() -> None:
                 raise OSError("no such file")
             return super().__getitem__(index)
 
-    assert "rank 0: OSError: no such file, rank 1: None" in error_of(
-        data.shard, Broken(*numbered(5))
-    )
+    with pytest.raises(OSError, match=r"hvd\.data\.shard: rank 0: no such file"):
+        data.shard(Broken(*numbered(5)))
 
 
 @several
@@ -430,11 +429,11 @@ def test_steps_of_ranks_with_data_of_their_own() -> None:
     text = error_of(data.agree_on_steps, 0 if last else 5)
     assert "a rank has no data" in text
     assert f"rank {SIZE - 1}: 0" in text
-    assert "TypeError" in error_of(data.agree_on_steps, [] if last else 5)
+    assert "got list, expected a number" in error_of(data.agree_on_steps, [] if last else 5)
     assert "expected 'trim'" in error_of(data.agree_on_steps, 5, uneven="pad")
     if SIZE > 1:
         text = error_of(data.agree_on_steps, 5 + RANK, uneven="error")
-        assert "rank 0: 5, rank 1: 6" in text
+        assert "rank 0: 5; rank 1: 6" in text
 
 
 def test_fit_with_data_of_each_rank_makes_the_agreed_steps() -> None:

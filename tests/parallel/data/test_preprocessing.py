@@ -177,7 +177,7 @@ def test_state_that_a_rank_cannot_take_is_an_error_on_all() -> None:
     lookup.adapt(SAME if RANK == 0 else SAME[:2])
     lookup(tf.constant(["red"]))
     lookup.max_tokens = 4 if RANK == 0 else 3  # a vocabulary of the root's size does not fit
-    assert "rank 0: None; rank 1: ValueError" in error_of(hvd.broadcast_preprocessing, lookup)
+    assert "processing: rank 1: " in error_of(hvd.broadcast_preprocessing, lookup)
     layer = keras.layers.StringLookup() if RANK == 0 else keras.layers.Normalization()
     text = error_of(hvd.broadcast_preprocessing, layer)
     assert "got layers ['Normalization'], the root has ['StringLookup']" in text

@@ -231,7 +231,7 @@ def test_a_killed_actor_is_named(cluster: Any, nothing_left: None, tmp_path: pat
 DRIVER = f"""
 import sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[2])!r})
-from tests.jobs import test_ray
+from tests.platforms import test_ray
 test_ray._by_value(test_ray.total)
 getattr(test_ray, sys.argv[1])(*sys.argv[2:])
 """
