@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import agree, ops
-from hvd_keras._keras import keras
+from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import exchange, together
 
@@ -191,7 +191,9 @@ def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
     No batch is read twice, so generators and shuffled data go on as without it.
     """
     train_function = model.train_function
-    steps = int(getattr(model, "steps_per_execution", None) or 1)
+    # A variable in tf_keras.
+    name = "_steps_per_execution" if is_legacy else "steps_per_execution"
+    steps = int(getattr(model, name, None) or 1)
 
     def with_a_look(iterator: Any) -> Any:
         model.train_function = train_function

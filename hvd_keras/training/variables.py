@@ -159,11 +159,12 @@ def in_common(model: Any) -> list[Any]:
     for layer in layers:
         if getattr(layer, "stateful", False):  # the states of a recurrent layer
             own += layer.non_trainable_variables
-    found = list(model.variables)
+    found = []
     for optimizer in together.optimizers_of(model):
         rate = getattr(optimizer, "learning_rate", None)
         candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
         found += [v for v in candidates if not tuple(v.shape)]
+    found += model.variables  # after the rates: a rate that differs is named, not what it moved
     left_out = {exchange.variable_id(v) for v in own}
     unique = {exchange.variable_id(v): v for v in together.without_local(model, found)}
     return [v for number, v in unique.items() if number not in left_out]
