@@ -103,7 +103,7 @@ class SharpnessAware(keras.Sequential):
 def test_what_rounding_leaves(told) -> None:
     model = compiled(SharpnessAware([keras.Input((5,)), keras.layers.Dense(7)]))
     x = np.random.default_rng(RANK).normal(size=(64, 5))
-    text = told(lambda: fit(model, data=(x, x.sum(1)), epochs=8))
+    text = told(lambda: fit(model, data=(x, x.sum(1, keepdims=True)), epochs=8))
     assert "kernel" in text
     assert "differ after" in text
 
@@ -205,8 +205,6 @@ def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None
         )
         assert ("train on the same rows" in text) != differ
         assert ("hvd.data.shard" in text) != differ
-        if differ:
-            assert model.train_function.experimental_get_tracing_count() == 1
 
 
 def test_a_first_batch_that_was_looked_at_is_trained_on() -> None:

@@ -100,7 +100,12 @@ def test_a_train_step_that_hides_its_samples_gets_steps(capsys) -> None:
 
 
 def test_one_rank_that_hides_its_samples_is_enough(capsys) -> None:
-    fit(model(OwnStep if RANK == SIZE - 1 else keras.Sequential), hvd.callbacks.ProgressLogger())
+    class OnOneRank(OwnStep):
+        def train_step(self, data):
+            step = super() if RANK == SIZE - 1 else super(OwnStep, self)
+            return step.train_step(data)
+
+    fit(model(OnOneRank), hvd.callbacks.ProgressLogger())
     assert [line[5] for line in lines(capsys)] == ([] if RANK else ["steps", "steps"])
 
 
