@@ -1,5 +1,6 @@
-// An MPI of one process, for a job of one rank where no MPI is installed (hvd_keras/_library.py): what
-// the core calls when it is alone. Communicators, groups, types and requests are never looked at.
+// An MPI of one process, for a job of one rank where no MPI is installed (hvd_keras/_library.py):
+// what the core calls when it is alone. Communicators, groups, types and requests are never looked
+// at.
 #include <mpi.h>
 #include <unistd.h>
 
@@ -8,7 +9,7 @@
 #include <deque>
 
 #ifdef OPEN_MPI  // its handles are the addresses of these
-#define HANDLES(kind, ...)             \
+#define HANDLES(kind, ...)              \
   struct ompi_predefined_##kind##_t {}; \
   ompi_predefined_##kind##_t __VA_ARGS__;
 HANDLES(communicator, ompi_mpi_comm_world, ompi_mpi_comm_null)
@@ -22,7 +23,7 @@ HANDLES(datatype, ompi_mpi_byte, ompi_mpi_char, ompi_mpi_datatype_null, ompi_mpi
 
 // Functions that have nothing to do, and functions between several ranks. Under another name, mpi.h
 // does not insist on their parameters.
-#define DEFINE(name, body)                         \
+#define DEFINE(name, body)                             \
   extern "C" int alone_##name() __asm__("MPI_" #name); \
   int alone_##name() body
 #define NOTHING(name) DEFINE(name, { return MPI_SUCCESS; })
