@@ -68,15 +68,14 @@ class JobSpec:
 
     def option_settings(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
-        settings = dict(self.options.settings)
+        settings = horovod.settings(os.environ) if self.options.horovod else {}
+        settings |= self.options.settings
         if self.dialect.library:
             settings["HVD_MPI_LIBRARY"] = self.dialect.library
         if self.options.timeline is not None:
             settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
         if self.options.strict:
             settings["HVD_STRICT"] = "1"
-        if self.options.horovod:
-            settings |= horovod.settings(os.environ)
         return settings
 
 
@@ -181,7 +180,10 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
             slots, what = wanted[0].slots, "slot"
     size = slots if given.size is None else given.size
     if size > slots and not given.oversubscribe:
-        raise _too_many(size, slots, what)
+        if not given.horovod or what == "slot":
+            raise _too_many(size, slots, what)
+        given.oversubscribe = True  # horovodrun never refuses
+        print(f"hvdrun: {size} ranks share {slots} cores, which is slow", file=sys.stderr)
     given.oversubscribe = given.oversubscribe or what == "slot"
     return Host("localhost", size)
 

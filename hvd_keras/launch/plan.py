@@ -13,7 +13,7 @@ from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
 from hvd_keras.launch.start.dialects import Start
-from hvd_keras.launch.start.hosts import Host, count
+from hvd_keras.launch.start.hosts import Host, count, describe
 from hvd_keras.launch.start.network import common_network
 
 PROGRAM = [sys.executable, "-I", "-S", str(Path(worker.__file__).with_name("start_worker.py"))]
@@ -37,6 +37,15 @@ class Placement:
     def size(self) -> int:
         """The number of ranks."""
         return count(self.hosts)
+
+    def describe(self) -> str:
+        """Describe it in words, such as "2 ranks on this host, 1 core each"."""
+        ranks = f"{self.size} rank{'s' * (self.size != 1)}"
+        if "" not in self.names.values():
+            return f"{ranks} on {describe(self.hosts)}"
+        cores = max(1, usable_cores() // self.size)
+        each = " each" * (self.size != 1)
+        return f"{ranks} on this host, {cores} core{'s' * (cores != 1)}{each}"
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pty
 import re
 import resource
 import signal
@@ -140,6 +141,63 @@ def test_a_full_disk_ends_the_copies_and_not_the_job(hvdrun):
         == "hvdrun: cannot write copies/rank-0.txt: File too large; the rest is not copied\n"
     )
     assert (hvdrun.folder / "copies/rank-0.txt").stat().st_size == limits[0]
+
+
+NOTICES = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1763887231.123456   12345 port.cc:153] oneDNN custom operations are on.
+2026-11-23 09:00:31.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow
+To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with
+E0000 00:00:1763887231.1   12 cuda_platform.cc:51] failed call to cuInit: UNKNOWN ERROR (303)
+"""
+OTHERS = """\
+I1123 09:00:31.123456 12345 train.py:5] a notice of the script's, by absl
+W0000 00:00:1763887231.123456   12345 port.cc:153] a warning
+2026-11-23 09:00:31.123456: E tensorflow/core/framework/op.cc:210] an error
+E0000 00:00:1763887231.1   12 cuda_platform.cc:51] failed call to cuInit: OUT OF MEMORY
+Information
+"""
+
+
+@pytest.mark.parametrize("option", ["--prefix", "--verbose"])
+def test_notices_of_tensorflow_are_left_out(hvdrun, option):
+    (hvdrun.folder / "text").write_text(NOTICES + OTHERS)
+    show = "import sys; sys.stderr.write(open('text').read())"
+    copied = ("--output-dir", "copies", sys.executable, "-c", show)
+    done = hvdrun.run("-np", "1", option, *copied)
+    shown = [line[4:] for line in done.stderr.splitlines() if line.startswith("[0] ")]
+    expected = NOTICES + OTHERS if option == "--verbose" else OTHERS
+    assert shown == expected.splitlines()
+    assert (hvdrun.folder / "copies/rank-0.txt").read_text() == NOTICES + OTHERS
+
+
+def test_a_progress_bar_keeps_its_prefix_in_a_terminal(hvdrun):
+    ours, theirs = pty.openpty()
+    code = "import sys; sys.stdout.write('\\r1/2'); sys.stdout.write('\\b\\b\\b\\r2/2\\n')"
+    job = hvdrun.command("-np", "1", sys.executable, "-c", code)
+    subprocess.run(job, cwd=hvdrun.folder, stdout=theirs, stderr=theirs, timeout=LIMIT, check=True)
+    text = os.read(ours, 1 << 16).decode()
+    assert re.fullmatch(
+        r"hvdrun: 1 rank on this host, \d+ cores?\r\n"
+        r"\[0\] \r\[0\] 1/2\x08\x08\x08\r\[0\] 2/2\r\n",
+        text,
+    ), repr(text)
+
+
+def test_a_full_disk_under_stdout_does_not_end_the_job(hvdrun):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            hvdrun.command("-np", "1", sys.executable, hvdrun.script("print('x')\nmeet(1)")),
+            cwd=hvdrun.folder,
+            env=hvdrun.environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT,
+        )
+    told = "hvdrun: cannot write the ranks' output: No space left on device; a part is lost\n"
+    assert (done.returncode, done.stderr) == (0, told)
+    assert (hvdrun.folder / "here-0").exists()
 
 
 # What the ranks get
@@ -393,7 +451,7 @@ def test_verbose_shows_the_command(hvdrun):
 def test_help_and_version(hvdrun):
     text = hvdrun.run("--help").stdout
     options = re.findall(r"^  (-\S.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert len(options) == 32
+    assert len(options) == 33
     assert all("default" in option for option in options if "--help" not in option)
     assert re.fullmatch(r"hvdrun of hvd_keras \d+\.\d+.*\n", hvdrun.run("--version").stdout)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -87,6 +88,27 @@ def test_a_function_that_ends_its_process_has_no_result() -> None:
 
     with pytest.raises(RuntimeError, match=r"the function ended its process(.|\n)*rank 1 fa"):
         hvd_keras.run(work, np=3, options=ENGINE)
+
+
+def test_results_are_those_of_the_last_start(tmp_path) -> None:
+    """A rank may have returned before another one failed."""
+    mark = tmp_path / "mark"
+
+    def work():
+        from hvd_keras.launch.onhost.worker import find_rank
+
+        rank = find_rank(os.environ)
+        start = "second" if mark.exists() else "first"
+        if start == "first" and rank == 1:
+            wait_until((tmp_path / "returns").exists, "the other rank")
+            time.sleep(1)
+            mark.touch()
+            raise ValueError("not yet")
+        (tmp_path / "returns").touch()
+        return start, rank
+
+    results = hvd_keras.run(work, np=2, options=[*ENGINE, "--max-restarts", "1"])
+    assert results == [("second", 0), ("second", 1)]
 
 
 def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:

@@ -39,8 +39,7 @@ def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYON
     random = np.random.default_rng(3)
     count = of.size() * BATCH * STEPS
     rows = random.normal(size=(count, 5)), random.normal(size=(count, 1))
-    start = saved.initial_epoch if saved else 0
-    data = hvd.data.shard(rows, batch_size=BATCH, shuffle=False, start_epoch=start, process_set=of)
+    data = hvd.data.shard(rows, batch_size=BATCH, shuffle=False, process_set=of)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(of.ranks[0])]
     callbacks += [saved] if saved else []
     model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])

@@ -195,7 +195,7 @@ def test_layers_of_other_names_but_equal_shapes_match() -> None:
 def test_models_that_differ_are_refused_on_all_ranks() -> None:
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2 + RANK)])
     model.compile(optimizer=hvd.DistributedOptimizer(optimizers.SGD()), loss="mse")
-    with pytest.raises(ValueError, match=r"(?s)different models.*\[3, 2\].*\[3, 3\]"):
+    with pytest.raises(ValueError, match=r"(?s)different models.*units: rank 0 has 2, rank 1 has"):
         model.fit(np.ones((4, 3)), np.ones((4, 2 + RANK)), verbose=0)
 
 

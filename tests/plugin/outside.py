@@ -21,8 +21,8 @@ from tests.harness import ranks
 ROOT = pathlib.Path(__file__).parents[2]
 # The pages that tests write, by the last test that adds to them.
 PAGES = {
-    "test_shares_of_every_optimizer_with_every_option": "matrix.md",
-    "test_features_in_combination": "combinations.md",
+    "test_shares_of_every_optimizer_with_every_option": "tables/matrix.md",
+    "test_features_in_combination": "tables/combinations.md",
 }
 
 
