@@ -237,11 +237,22 @@ def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:
 
 
 def test_the_culprits_traceback_ends_the_output(hvdrun) -> None:
-    done = hvdrun.python(2, "meet(2)\nif rank == 0: time.sleep(100)\nraise ValueError('bad')")
+    """It is repeated only if other output has moved it away."""
+    code = """
+meet(2)
+if rank == 0: time.sleep(100)
+atexit.register(sys.stderr.write, 'later\\n' * int(sys.argv[1]))
+raise ValueError('bad')"""
+    expected = "hvdrun: rank 1 failed first: exit status 1"
+    done = hvdrun.python(2, "import atexit" + code, "0")
+    *_, error, cause, other = done.stderr.splitlines()
+    assert (error, cause) == ("[1] ValueError: bad", expected)
+    assert other.startswith("hvdrun: rank 0: ")
+    done = hvdrun.python(2, "import atexit" + code, "50")
     *_, cause, begin, place, _, error, other = [
         line for line in done.stderr.splitlines() if "^" not in line
     ]
-    assert cause == "hvdrun: rank 1 failed first: exit status 1"
+    assert cause == expected
     assert begin == "Traceback (most recent call last):"
     assert "script.py" in place
     assert error == "ValueError: bad"
