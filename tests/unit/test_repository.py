@@ -8,6 +8,7 @@ import sys
 
 import hvd_keras as hvd
 from hvd_keras import lifecycle
+from tests.parallel.features import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
@@ -153,3 +154,12 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert not anchor or target not in anchors or anchor in anchors[target], (page, anchor)
             found += 1
     assert found > 100
+
+
+def test_the_page_of_combinations_shows_what_is_expected() -> None:
+    """`make matrix` writes it from measurements; a cell that was not measured is empty."""
+    page = (ROOT / "docs" / "tables" / "combinations.md").read_text()
+    expected = table.page({case: table.expected(case) for case in table.pairs()})
+    for line, other in zip(page.splitlines(), expected.splitlines(), strict=True):
+        cells = zip(line.split("|"), other.split("|"), strict=True)
+        assert all(cell in ("", theirs) for cell, theirs in cells), line
