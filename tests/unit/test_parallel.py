@@ -17,6 +17,7 @@ PARALLEL = ROOT / "tests" / "parallel"
 LEFT_OUT = {
     1: [
         "combinations",
+        "edges",
         "embeddings",
         "fuzz",
         "metrics",
@@ -37,6 +38,7 @@ LEFT_OUT = {
     2: ["combinations"],
     3: [
         "callbacks",
+        "edges",
         "fit",
         "keras_callbacks",
         "metrics",

@@ -46,6 +46,20 @@ def test_the_core_knows_neither_tensorflow_nor_python() -> None:
         assert not re.search(r'#include [<"](tensorflow|Python)', path.read_text()), path
 
 
+def test_no_number_depends_on_the_locale() -> None:
+    """Other libraries may choose one in which decimals have a comma."""
+    formats = r"strto[dfl]+|sto[dfl]+|atof|[sf]?scanf|setlocale|locale\(\"\"\)"
+    wrong = re.compile(rf"\b({formats})\s*\(|printf[^;]*%[-+ #0-9.*]*l?[aefgAEFG]|ostringstream")
+    right = {"base/numbers.cc": ["strtod_l("], "request/collectives.cc": ["locale::classic()"]}
+    for folder in ("core", "tensorflow", "xla"):
+        for path in (ROOT / "native" / folder).rglob("*.*"):
+            text = path.read_text()
+            if found := wrong.search(text):
+                parts = right.get(str(path.relative_to(ROOT / "native" / "core")))
+                assert parts, (path, found[0])
+                assert all(part in text for part in parts), path
+
+
 def test_the_middle_knows_no_kinds() -> None:
     table = (ROOT / "native" / "core" / "request" / "collectives.cc").read_text()
     kinds = re.findall(r"\{Kind::(\w+), ", table)

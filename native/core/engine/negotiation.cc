@@ -114,6 +114,7 @@ Report Engine::report() {
     pending.problem = entry.problem;
     pending.header = encode_header(entry.request);
     pending.joins = row.joins;
+    pending.failed = entry.request.step_failed && *entry.request.step_failed;
     if (row.has_root) pending.needs = entry.request.root;
     if (row.needs_all) pending.needs = Pending::everybody;
     report.queue.push_back(std::move(pending));
@@ -181,6 +182,7 @@ double Engine::idle_seconds() const {
 
 // Warns once, and returns the text if the deadline has passed. The text is made only if needed.
 std::string Engine::watch(double seconds, const std::function<std::string()>& text) {
+  if (const std::string why = history_.why_aborted(); !why.empty()) return why;
   if (!warned_ && settings_.stall_warning_seconds > 0 &&
       seconds >= settings_.stall_warning_seconds) {
     warned_ = true;
