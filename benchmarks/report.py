@@ -69,10 +69,14 @@ def show(rows: Sequence[Row], as_json: bool) -> None:
 
 
 def pyplot() -> Any:
-    """Returns matplotlib's pyplot, for files only."""
+    """Returns matplotlib's pyplot, for files that fit a light and a dark page."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
+        pyplot.rcParams[part] = "#7d8794"
+    pyplot.rcParams["savefig.transparent"] = True
+    pyplot.rcParams["legend.framealpha"] = 0
     return pyplot

@@ -16,7 +16,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     It broadcasts weights, moving statistics, optimizer slots, iteration counts and the learning
     rate. Random generators (dropout, augmentation) get the root's seed mixed with the rank, so that
-    masks differ between ranks and a rerun repeats them.
+    masks differ between ranks and a rerun repeats them; so does the generator that
+    ``keras.random`` uses without a seed.
 
     If the model has no variables before its first step (a Sequential without ``Input``, a subclass
     of ``keras.Model``), they are created first, by tracing a step into a graph that never runs.
@@ -72,6 +73,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         """Broadcasts. The model has its variables by now."""
         process_set = self.process_set
         check_root(self.root_rank, process_set)
+        states = variables.global_seed_states()
+        variables.give_each_rank_its_own_randomness(states, process_set)
         if variables.is_restored(self.model):
             return
         if process_set.size() == 1:
@@ -88,8 +91,6 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
             fitting.forget_functions(self.model)  # they hold the old values as constants
-        seeds = self.shared(variables.seed_states(layers))
-        variables.give_each_rank_its_own_randomness(seeds, process_set)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Called by Keras."""

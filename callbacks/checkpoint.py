@@ -5,8 +5,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
+from hvd_keras import agree
 from hvd_keras._keras import keras
-from hvd_keras.training import checkpoint
 
 
 class ModelCheckpoint(Callback):  # type: ignore[misc]
@@ -25,9 +25,7 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
 
     Raises:
         ValueError, TypeError: as ``keras.callbacks.ModelCheckpoint``.
-        OSError: (in ``fit``, on the rank that writes) the file cannot be written.
-        RuntimeError: (in ``fit``, on the other ranks) that rank could not write; the text contains
-            its error.
+        OSError: (in ``fit``, on all ranks) the file cannot be written.
 
     Example:
         hvd.callbacks.ModelCheckpoint("checkpoints/{epoch:02d}.keras")
@@ -54,9 +52,10 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
         if self._keras.save_freq == "epoch":
             return
         if self._keras._should_save_on_batch(batch):  # no communication otherwise
-            checkpoint.on_leader(
-                self.process_set,
+            agree.on_leader(
+                "ModelCheckpoint",
                 lambda: self._keras._save_model(epoch=self._epoch, batch=batch, logs=logs),
+                self.process_set,
             )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -66,4 +65,6 @@ class ModelCheckpoint(Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Saves, if ``save_freq`` is "epoch"."""
         if self._keras.save_freq == "epoch":
-            checkpoint.on_leader(self.process_set, lambda: self._keras.on_epoch_end(epoch, logs))
+            agree.on_leader(
+                "ModelCheckpoint", lambda: self._keras.on_epoch_end(epoch, logs), self.process_set
+            )

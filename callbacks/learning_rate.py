@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras._keras import is_legacy
-from hvd_keras.training import together
+from hvd_keras.training import exchange, together
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
@@ -19,6 +20,8 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self._epoch = 0
+        self._scale: Any = None  # multiplies the momentum buffers with these ids
+        self._scaled: list[int] = []
 
     def _known_steps(self) -> int | None:
         return self.steps_per_epoch or self.params.get("steps")
@@ -60,8 +63,12 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
                 "own. Set the rates of its optimizers, or remove this callback."
             ) from error
         if self.momentum_correction and old > 0 and new != old:
-            for buffer in _momentum_buffers(together.innermost(optimizer)):
-                buffer.assign(buffer * (new / old))
+            buffers = _momentum_buffers(together.innermost(optimizer))
+            numbers = [*map(exchange.variable_id, buffers)]
+            if self._scaled != numbers:
+                self._scaled, self._scale = numbers, _scaling(buffers)
+            if buffers:
+                self._scale(tf.constant(new / old))
 
 
 class LearningRateScheduleCallback(_LearningRateCallback):
@@ -192,6 +199,17 @@ class LearningRateWarmupCallback(_LearningRateCallback):
             return self._epoch * self._steps() + batch
         # Not ``iterations``, which counts updates if gradients are accumulated.
         return int(together.innermost(self.model.optimizer)._iterations)
+
+
+def _scaling(buffers: list[Any]) -> Any:
+    """A function of a number that multiplies variables by it, in one call of TensorFlow."""
+
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
+    def scale(factor: tf.Tensor) -> None:
+        for buffer in buffers:
+            buffer.assign(buffer * tf.cast(factor, buffer.dtype))
+
+    return scale
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:

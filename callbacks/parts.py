@@ -4,6 +4,7 @@
 number, is written when all of them are on disk, and names them: until then they count for nothing.
 """
 
+import contextlib
 import itertools
 import pathlib
 import re
@@ -56,30 +57,21 @@ def write(
         The names of all ranks' files; [] if there are no tables.
 
     Raises:
-        OSError: (on the rank that has it) a file cannot be written.
-        RuntimeError: (on the other ranks) the same.
+        OSError: (on all ranks) a file cannot be written.
     """
     if not tables:
         return []
     token = agree.gather_json("checkpoint parts", secrets.token_hex(4), process_set)[0]
     names = [f"{path.stem}.{token}-{rank:04d}.h5" for rank in range(process_set.size())]
     mine = path.with_name(names[process_set.rank()])
-    error: Exception | None = None
+    values = (checkpoint.Variable(own[i].path, False, _as_rows(own[i])) for i in map(int, tables))
+    name = "Checkpoint: cannot write a rank's part"
     try:
-        values = (
-            checkpoint.Variable(own[i].path, False, _as_rows(own[i])) for i in map(int, tables)
-        )
-        checkpoint.write(mine, {}, values)
-    except Exception as caught:
-        error = caught
-    text = f"{type(error).__name__}: {error}" if error else None
-    everyone = agree.gather_json("checkpoint parts are written", text, process_set)
-    for rank, told in zip(process_set.ranks, everyone, strict=True):
-        if told is not None:
-            mine.unlink(missing_ok=True)
-            if error is not None:
-                raise error
-            raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {told}")
+        agree.on_all_ranks(name, lambda: checkpoint.write(mine, {}, values), process_set)
+    except Exception:
+        with contextlib.suppress(OSError):
+            mine.unlink()
+        raise
     return names
 
 

@@ -1,25 +1,23 @@
 """``Checkpoint``: saves the whole state of a training, and restores it after a restart."""
 
-import hashlib
-import json
 import os
 import pathlib
+import sys
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from hvd_keras.callbacks import parts
+from hvd_keras.callbacks import parts, rank_values
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import agree, ops, shards
+from hvd_keras import agree, data, shards
 from hvd_keras._keras import is_legacy
 from hvd_keras.ops import objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.shards import state
-from hvd_keras.training import checkpoint, fitting, variables
+from hvd_keras.training import checkpoint, fitting, preprocessing, variables
 
 
 class Checkpoint(Callback):  # type: ignore[misc]
@@ -40,11 +38,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
     batch, and the states of random generators: those of layers (dropout) and the global ones of
     Python and NumPy. Values that differ between ranks are saved for each rank.
 
-    Data: what you pass to ``fit`` must begin with epoch ``initial_epoch``, see the example; the
-    batches of that epoch that the model has seen are read and skipped. Training continues exactly
-    if the order of an epoch depends on its number only: ``hvd.data.shard(…, start_epoch=…)``, or no
-    shuffling; with ``dataset.repeat()`` and ``steps_per_epoch``, add ``.skip(initial_epoch *
-    steps)``. Arrays that ``fit`` shuffles get a new order.
+    Data: ``hvd.data.shard`` continues with the epoch of the checkpoint. Other data must begin with
+    epoch ``initial_epoch``. The batches of that epoch that the model has seen are read and skipped.
+    Training continues exactly if the order of an epoch depends on its number only, as that of
+    ``hvd.data.shard`` does, or without shuffling; with ``dataset.repeat()`` and
+    ``steps_per_epoch``, add ``.skip(initial_epoch * steps)``. Arrays that ``fit`` shuffles get a
+    new order.
 
     On another number of ranks, values that were equal on all ranks are restored; the generators of
     dropout are derived from rank 0's, as ``BroadcastGlobalVariablesCallback`` does it; moving
@@ -57,8 +56,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
     metrics, so those of an interrupted epoch cover its remaining batches only; TensorFlow's own
     random generators.
 
-    In ``fit``, put it after the callbacks that change the model or the optimizer. It restores once;
-    a later ``fit`` with the same instance only saves. See docs/checkpoints.md.
+    In ``fit``, put it after the callbacks that change the model or the optimizer. A script may pass
+    one instance to several ``fit``, one after the other: started again, it returns from those that
+    were complete without training, and continues in the one that was interrupted. See
+    docs/checkpoints.md.
 
     Args:
         directory: the folder of the files, on rank 0; use it for one training only.
@@ -73,12 +74,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
             model has no variables and its step cannot be traced to create them; the checkpoint
             belongs to another model; or the ranks' arguments differ.
         RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged.
-        OSError: (in ``fit``, on rank 0; RuntimeError on the others) a checkpoint cannot be written,
-            for example because the disk is full. Earlier ones remain.
+        OSError: (in ``fit``, on every rank) a checkpoint cannot be written, for example because the
+            disk is full. Earlier ones remain.
 
     Example:
         checkpoint = hvd.callbacks.Checkpoint("checkpoints", save_freq=100)
-        data = hvd.data.shard((x, y), batch_size=32, start_epoch=checkpoint.initial_epoch)
+        data = hvd.data.shard((x, y), batch_size=32)
         broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(data, epochs=10, callbacks=[broadcast, checkpoint])
     """
@@ -116,6 +117,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._epoch = 0
         self._batches = 0  # done in this epoch
         self._rate: float | None = None  # the learning rate that the script sets
+        self._fits: list[int] = []  # the epochs of each fit with this instance
+        self._passes: list[Any] = []  # of this fit's data
 
     @property
     def initial_epoch(self) -> int:
@@ -131,10 +134,25 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._check()
         self._stop_skipping()  # in case an earlier fit broke off while skipping
         found = self._find()
-        self._found = None
+        epochs = self.params["epochs"]
         self._rate = _rate(self.model.optimizer)
-        if found is not None:
-            self._restore(found)
+        dataset = fitting.dataset_of(self.model)
+        repeats = dataset is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        # The passes of repeated data are not the epochs of fit.
+        self._passes = [] if repeats else data.passes_of(dataset)
+        self._fits.append(epochs)
+        if found is None:
+            return
+        fits = found.facts["fits"]
+        is_complete = len(fits) > len(self._fits) and fits[: len(self._fits)] == self._fits
+        self._restore(found)
+        if is_complete:
+            self.model._initial_epoch = epochs
+        else:
+            self._found = None
+            self._go_on(found)
+        if self._hvd_process_set.rank() == 0:
+            print(f"hvd_keras: {_told(found, epochs, is_complete)}", file=sys.stderr, flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Called by Keras."""
@@ -183,27 +201,22 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _check(self) -> None:
         fitting.check_built(self.model)
-        ranks = self._hvd_process_set.ranks
-        if self.process_set is not self._hvd_process_set:
+        own = self._hvd_process_set
+        if self.process_set.id() != own.id():
             raise ValueError(
-                f"Checkpoint: got {self._hvd_process_set}, but {self.process_set} trains the "
+                f"Checkpoint: got {own}, but {self.process_set} trains the "
                 "model. Pass the optimizer's process_set to Checkpoint."
             )
-        problem = None
-        if not self.model.variables:
-            problem = "the model has no variables. Build it first: call it once on a batch."
+        agree.on_all_ranks("Checkpoint", self._check_built, own)
         arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
-        everyone = agree.gather_json(
-            "checkpoint arguments", [problem, arguments], self._hvd_process_set
-        )
-        for rank, (text, _) in zip(ranks, everyone, strict=True):
-            if text is not None:
-                raise ValueError(f"Checkpoint: rank {rank}: {text}")
-        if len({text for _, text in everyone}) > 1:
-            told = "; ".join(
-                f"rank {rank}: {text}" for rank, (_, text) in zip(ranks, everyone, strict=True)
-            )
+        everyone = agree.gather_json("Checkpoint arguments", arguments, own)
+        if len(set(everyone)) > 1:
+            told = agree.by_rank(everyone, own)
             raise ValueError(f"Checkpoint: the ranks' arguments differ: {told}.")
+
+    def _check_built(self) -> None:
+        if not self.model.variables:
+            raise ValueError("the model has no variables. Build it first: call it once on a batch.")
 
     def _find(self) -> "_Found | None":
         """Returns what rank 0 has found, on all ranks. Reads the directory once."""
@@ -236,24 +249,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
         return self._found
 
     def _look_on_leader(self, bad_parts: dict[str, str]) -> tuple[Any, dict[str, Any]]:
-        seen: dict[str, Any] = {}
-        error: Exception | None = None
-        content: checkpoint.Content | None = None
-        if self._hvd_process_set.rank() == 0:
-            try:
-                content, seen = self._look(bad_parts)
-            except Exception as caught:
-                error = caught
-                seen = {"error": f"{type(caught).__name__}: {caught}"}
-        leader = self._hvd_process_set.ranks[0]
-        seen = objects.broadcast_object(
-            seen, leader, name="checkpoint found", process_set=self._hvd_process_set
+        own = self._hvd_process_set
+        found = agree.on_leader("Checkpoint", lambda: self._look(bad_parts), own)
+        content, seen = found or (None, None)
+        return content, objects.broadcast_object(
+            seen, own.ranks[0], name="checkpoint found", process_set=own
         )
-        if error is not None:
-            raise error
-        if "error" in seen:
-            raise RuntimeError(f"rank {leader} could not look for checkpoints: {seen['error']}")
-        return content, seen
 
     def _look(self, bad_parts: dict[str, str]) -> tuple[checkpoint.Content | None, dict[str, Any]]:
         checkpoint.remove_unfinished(self.directory)
@@ -285,15 +286,22 @@ class Checkpoint(Callback):  # type: ignore[misc]
             parts.restore(self.directory, found.facts, own, self._hvd_process_set)
         if same_ranks:
             variables.set_random_state(found.facts["random"][self._hvd_process_set.rank()])
-        self.model._initial_epoch = found.facts["epoch"]
         variables.mark_restored(self.model, True)
         if not same_ranks and self._rate and found.facts.get("rate"):
             # Keeps the warm-up, decay or reduction that it had.
             saved = float(self.model.optimizer.learning_rate)
             self.model.optimizer.learning_rate = saved * self._rate / found.facts["rate"]
+
+    def _go_on(self, found: "_Found") -> None:
+        """Lets ``fit`` and its data begin where the checkpoint was written."""
+        self.model._initial_epoch = found.facts["epoch"]
+        states = found.facts["passes"]
+        if len(states) == len(self._passes):
+            for passes, state_then in zip(self._passes, states, strict=True):
+                passes.restore(state_then)
         batches = self._batches_seen(found)
         if batches:
-            self._skipping = _Skipping(self.model, own, batches)
+            self._skipping = _Skipping(self.model, variables.of_training(self.model), batches)
 
     def _batches_seen(self, found: "_Found") -> int:
         """Returns how many batches of this epoch to skip."""
@@ -338,13 +346,15 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _save(self, epoch: int, batch: int) -> None:
         own = variables.of_training(self.model)
-        apart = _of_each_rank(own, self._hvd_process_set)
+        apart = rank_values.of_each_rank(own, self._hvd_process_set)
         facts: dict[str, Any] = {
             "epoch": epoch,
             "batch": batch,
             "ranks": self._hvd_process_set.size(),
             "rate": self._rate,
-            "random": _random_states(self._hvd_process_set),
+            "fits": self._fits,
+            "passes": [passes.state(within=batch > 0) for passes in self._passes],
+            "random": rank_values.random_states(self._hvd_process_set),
         }
         path = checkpoint.path_of(self.directory, epoch, batch)
         tables = parts.facts_of(own)
@@ -362,7 +372,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             checkpoint.prune(path, self.keep)
             parts.remove_others(self.directory, path, names)
 
-        checkpoint.on_leader(self._hvd_process_set, write)
+        agree.on_leader("Checkpoint: cannot write", write, self._hvd_process_set)
 
 
 class _Found:
@@ -413,6 +423,20 @@ class _Skipping:
         self._model.train_function = self._train_function
 
 
+def _told(found: _Found, epochs: int, is_complete: bool) -> str:
+    """What is said about a restart."""
+    name, epoch, batch = pathlib.Path(found.path).stem, found.facts["epoch"], found.facts["batch"]
+    if is_complete:
+        return f"{name} was written in a later fit, so this one is not repeated"
+    if epoch >= epochs:
+        return (
+            f"{name} is the end of epoch {epoch}, and fit ends after epoch {epochs}, so nothing is "
+            "left to train. To train again, use Checkpoint(…, restore=False)"
+        )
+    place = f"epoch {epoch + 1} of {epochs}" + f", batch {batch + 1}" * (batch > 0)
+    return f"continuing from {name}, {place}"
+
+
 def _rate(optimizer: Any) -> float | None:
     """Returns the optimizer's learning rate; None if it is a schedule or does not exist."""
     try:
@@ -420,16 +444,6 @@ def _rate(optimizer: Any) -> float | None:
     except AttributeError:  # a MultiOptimizer has none of its own
         return None
     return float(rate) if isinstance(rate, keras.Variable) else None
-
-
-def _random_states(process_set: ProcessSet) -> list[Any]:
-    """Returns every rank's state. States are large, so they are exchanged only if they differ."""
-    mine = variables.random_state()
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    digests = agree.gather_json("checkpoint random digests", digest, process_set)
-    if len(set(digests)) == 1:
-        return [mine] * len(digests)
-    return agree.gather_json("checkpoint random state", mine, process_set)
 
 
 def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) -> None:
@@ -441,57 +455,21 @@ def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) 
             continue
         if by_rank:
             whole = (found.facts["ranks"], *shape)
-            stack = _to_all_ranks(whole, variable.dtype, value, process_set)
+            stack = rank_values.to_all_ranks(whole, variable.dtype, value, process_set)
             # On another number of ranks, only moving statistics and seeds (set below) get here.
             same_ranks = len(stack) == process_set.size()
-            variable.assign(stack[process_set.rank()] if same_ranks else _mean(stack))
+            variable.assign(stack[process_set.rank()] if same_ranks else rank_values.mean(stack))
         elif shards.of(variable) is not None:
-            state.set_share(variable, _to_all_ranks(shape, variable.dtype, value, process_set))
+            state.set_share(
+                variable, rank_values.to_all_ranks(shape, variable.dtype, value, process_set)
+            )
         else:
             common.append(variable)
             if value is not None:
                 variable.assign(value.value)
-    variables.broadcast_variables(common, process_set.ranks[0], process_set)
+    variables.assign_values_of(process_set.ranks[0], common, process_set)
+    if preprocessing.refresh_derived_values(model._flatten_layers()):
+        fitting.forget_functions(model)  # they hold the old values as constants
     if found.facts["ranks"] != process_set.size():
         seeds = variables.seed_states(model._flatten_layers())
         variables.give_each_rank_its_own_randomness(seeds, process_set)
-
-
-def _mean(stack: Any) -> Any:
-    return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
-
-
-def _to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: ProcessSet) -> Any:
-    """Broadcasts rank 0's value of this shape and dtype; as bytes, so any dtype works."""
-    dtype = np.dtype(tf.as_dtype(of_dtype).as_numpy_dtype)
-    if value is None:
-        data = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
-    else:
-        data = np.frombuffer(value.value.tobytes(), np.uint8)
-    received = ops.broadcast(data, process_set.ranks[0], process_set=process_set)
-    return np.frombuffer(received.numpy().tobytes(), dtype).reshape(shape)
-
-
-def _of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
-    """Returns the stacked values of all ranks, by index, for variables that differ by rank."""
-    if process_set.size() == 1:
-        return {}
-    # Parts of tables have files of their own, so they do not count as different.
-    mine = b"".join(
-        hashlib.sha256(b"" if shards.of(v) else np.asarray(v).tobytes()).digest() for v in own
-    )
-    everyone = agree.gather_bytes("checkpoint digests", mine, process_set)
-    if len({len(digests) for digests in everyone}) > 1:
-        counts = [len(digests) // 32 for digests in everyone]
-        raise ValueError(f"Checkpoint: the ranks train different models, of {counts} variables.")
-    places = [
-        i
-        for i in range(len(own))
-        if len({digests[32 * i : 32 * i + 32] for digests in everyone}) > 1
-    ]
-    apart = {}
-    for i in places:
-        value = np.asarray(own[i])
-        parts = agree.gather_bytes("checkpoint by rank", value.tobytes(), process_set)
-        apart[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
-    return apart

@@ -1,5 +1,6 @@
 """Settings of Sphinx for `make docs`."""
 
+import operator
 import re
 from typing import Any
 
@@ -39,7 +40,9 @@ nb_merge_streams = True
 add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
-autodoc_typehints = "none"  # the docstrings say more
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
@@ -58,6 +61,21 @@ def adapt(_app: Any, _what: str, _name: str, _of: Any, _options: Any, lines: lis
     text = re.sub(r"^( +(?:\w+, )*\w+,)\n +(?=(?:\w+, )*\w+: )", r"\1 ", text, flags=re.MULTILINE)
     text = re.sub(r"\bdocs/(\w+)\.md\b", r":doc:`\1`", text)
     lines[:] = text.split("\n")
+
+
+def list_names(_app: Sphinx, document: str, source: list[str]) -> None:
+    """Puts a list of all names, with the first lines of their docstrings, at the top of the API."""
+    if document != "api":
+        return
+    rows = ["| name | |", "|---|---|"]
+    for section in re.split(r"^## ", source[0], flags=re.MULTILINE)[1:]:
+        rows.append(f"| **{section.partition(chr(10))[0]}** | |")
+        for kind, name in re.findall(r"^\.\. auto(function|class):: (\S+)$", section, re.MULTILINE):
+            path = name.removeprefix("hvd_keras.")
+            text = (operator.attrgetter(path)(hvd_keras).__doc__ or "").strip().partition("\n")[0]
+            role = f"{{py:{'func' if kind == 'function' else 'class'}}}"
+            rows.append(f"| {role}`hvd.{path} <hvd_keras.{path}>` | {text.replace('``', '`')} |")
+    source[0] = source[0].replace("<!-- names -->", "\n".join(rows))
 
 
 def link_to_files(app: Sphinx, document: str, source: list[str]) -> None:
@@ -79,3 +97,4 @@ def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", adapt, priority=400)
     app.connect("source-read", link_to_files)
+    app.connect("source-read", list_names)

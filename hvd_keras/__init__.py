@@ -15,14 +15,52 @@ Start it with ``hvdrun -np 4 python train.py``.
 
 import ast
 import importlib
+import importlib.machinery
 import importlib.util
+import os.path
 import pathlib
 import sys
 from typing import Any
 
-from hvd_keras import settings
-
 __version__ = "0.1.0"
+
+
+def _step_aside() -> None:
+    """Lets an installed package take the place of this one, a source folder without a build."""
+    here = os.path.realpath(__path__[0])
+    others = [x for x in sys.path if os.path.realpath(os.path.join(x, "hvd_keras")) != here]
+    spec = importlib.machinery.PathFinder.find_spec(__name__, others)
+    if spec is None or spec.loader is None:
+        raise ImportError(
+            f"hvd_keras was imported from its source folder, {__path__[0]}, which is not built, "
+            f"and {sys.executable} has no other.\nRun 'pip install .' there, or, to change the "
+            "sources, 'make setup'."
+        )
+    # Its import goes on with what is here.
+    sys.modules[__name__] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[__name__])
+
+
+# The callbacks are in another folder of the sources.
+if importlib.util.find_spec("hvd_keras.callbacks") is None:
+    _step_aside()
+
+from hvd_keras import settings  # noqa: E402
+
+TENSORFLOW_VERSIONS = ">=2.16,<2.23"
+
+
+def no_tensorflow(python: str) -> str:
+    """What to do where TensorFlow is missing, in two lines.
+
+    Args:
+        python: the path of the Python that has none.
+    """
+    return (
+        f"hvd_keras needs TensorFlow, and {python} has none. Run\n"
+        f"'{python} -m pip install \"tensorflow{TENSORFLOW_VERSIONS}\"', or "
+        '"tensorflow[and-cuda]…" for NVIDIA\'s GPUs.'
+    )
 
 
 def _homes() -> dict[str, str]:
@@ -41,27 +79,18 @@ _HOMES = _homes()
 
 __all__ = list(_HOMES)
 
-if importlib.util.find_spec("hvd_keras.callbacks") is None:
-    raise ImportError(
-        f"hvd_keras was imported from its source folder, {__path__[0]}, which is incomplete. "
-        "Run 'pip install -e .' there, or start Python from another directory."
-    )
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'hvd_keras' has no attribute {name!r}")
-    settings.tell_hvdrun(settings.ASKED_FOR)
+    settings.tell_hvdrun(mark=settings.ASKED_FOR)
     home = _HOMES[name]
     try:
         module = importlib.import_module(home or f"hvd_keras.{name}")
     except ImportError as error:
         # Many programs take an ImportError for "not installed", and then train without the others.
         if error.name == "tensorflow":
-            raise RuntimeError(
-                f"hvd_keras needs TensorFlow, and {sys.executable} has none. Run 'pip install "
-                '"hvd_keras[cpu]"\', or "hvd_keras[gpu]" on a machine with NVIDIA\'s GPUs.'
-            ) from error
+            raise RuntimeError(no_tensorflow(sys.executable)) from None
         raise RuntimeError(
             f"hvd_keras is installed, but hvd_keras.{name} does not load: {error}"
         ) from error

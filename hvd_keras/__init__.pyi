@@ -67,10 +67,10 @@ from hvd_keras.rank_info import local_size as local_size
 from hvd_keras.rank_info import rank as rank
 from hvd_keras.rank_info import size as size
 from hvd_keras.training.forgotten import local_fit as local_fit
-from hvd_keras.training.learning_rates import linear_scaling as linear_scaling
-from hvd_keras.training.learning_rates import sqrt_scaling as sqrt_scaling
 from hvd_keras.training.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvd_keras.training.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+from hvd_keras.training.optimizer import linear_scaling as linear_scaling
+from hvd_keras.training.optimizer import sqrt_scaling as sqrt_scaling
 from hvd_keras.training.preprocessing import broadcast_preprocessing as broadcast_preprocessing
 from hvd_keras.training.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
 from hvd_keras.training.tape import DistributedGradientTape as DistributedGradientTape
@@ -78,3 +78,7 @@ from hvd_keras.training.tape import PartialDistributedGradientTape as PartialDis
 from hvd_keras.training.variables import broadcast_variables as broadcast_variables
 
 __version__: str
+
+TENSORFLOW_VERSIONS: str
+
+def no_tensorflow(python: str) -> str: ...

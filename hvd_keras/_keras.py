@@ -7,20 +7,38 @@ from typing import Any
 
 import tensorflow as tf
 
-is_legacy: bool = tf.keras.Model.__module__.startswith("tf_keras")
+_BACKEND = (
+    "hvd_keras needs the TensorFlow backend of Keras, and {} is chosen. Set "
+    'KERAS_BACKEND=tensorflow, or "backend": "tensorflow" in ~/.keras/keras.json.'
+)
+
+try:
+    is_legacy: bool = tf.keras.Model.__module__.startswith("tf_keras")
+except ImportError as error:
+    missing = getattr(error.__context__, "name", None)
+    if missing in (None, "keras", "tf_keras"):
+        raise
+    raise RuntimeError(_BACKEND.format(f"one that needs the package {missing}")) from error
 
 if is_legacy:
     import tf_keras as keras
 else:
     import keras
 
+    if keras.backend.backend() != "tensorflow":
+        raise RuntimeError(_BACKEND.format(keras.backend.backend()))
+
+# What Keras 3 calls its batches by index; tf_keras has the older name only.
+PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset
+
 # For isinstance(): the class that wraps a tf.Variable. tf_keras has none.
 Variable = () if is_legacy else keras.Variable
 
-__all__ = ["Variable", "is_legacy", "keras", "require"]
+__all__ = ["PyDataset", "Variable", "is_legacy", "keras", "require"]
 
-# Those whose private attributes are known, see training/patches.py.
-KERAS_VERSIONS = "keras>=3.13,<3.16"
+# Those whose private attributes are known, see training/patches.py. The newest that an older Python
+# can install is among them.
+KERAS_VERSIONS = "keras>=3.6,<3.16"
 
 
 def require(owner: Any, attribute: str, reason: str) -> None:

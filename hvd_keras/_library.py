@@ -27,8 +27,7 @@ _BUILD = "python -m hvd_keras.build"
 def _search(name: str) -> str | None:
     # An editable installation has two folders: the sources, and what was built.
     for folder in hvd_keras.__path__:
-        path = pathlib.Path(folder) / name
-        if path.exists():
+        for path in pathlib.Path(folder).glob(name):
             return str(path)
     return None
 
@@ -46,10 +45,19 @@ def _find(name: str) -> str:
 def core() -> ctypes.CDLL:
     """The core: the engine and the transports, without TensorFlow.
 
+    One process that no launcher has started needs no MPI.
+
     Raises:
         RuntimeError: no usable MPI library was found.
     """
-    abi, mpi = _mpi.load()
+    try:
+        abi, mpi = _mpi.load()
+    except _mpi.NotFoundError as error:
+        if settings.is_launched():
+            raise RuntimeError(str(error)) from None
+        mpi = _mpi.Library(_find("native/alone/libmpi.so.*"), "for one process")
+        abi = mpi.abi
+        ctypes.CDLL(mpi.path)
     if abi == "mpich" and not os.path.basename(mpi.path).startswith("libmpi.so"):
         ctypes.CDLL(_find("native/mpich/libmpi.so.12"))  # the name that the core asks for
     path = _search(f"native/{abi}/libhvd_core.so")
@@ -89,10 +97,15 @@ def core() -> ctypes.CDLL:
 
 
 def mpi_file() -> str:
-    """The path of the MPI library, by a name that mpi4py accepts (see native/CMakeLists.txt)."""
+    """The path of the MPI library, by a name that mpi4py accepts (see native/CMakeLists.txt).
+
+    Empty if there is none, and this process is alone.
+    """
     # The core is loaded first: ctypes binds all of MPI's symbols at once. mpi4py binds each at its
     # first call, when some would resolve to the copy of hwloc inside TensorFlow.
     file: str = core().hvd_mpi_file().decode()
+    if "/native/alone/" in file:
+        return ""
     if os.path.basename(file).startswith("libmpich."):
         return _find("native/mpich/libmpi.so.12")
     return file

@@ -78,11 +78,16 @@ def beside(mpirun: str) -> Iterator[Library]:
     yield from _in_folders(folders, f"beside {mpirun}", _NAMES[1:] if is_hydra else _NAMES)
 
 
+class NotFoundError(RuntimeError):
+    """No MPI library is installed."""
+
+
 def load() -> tuple[str, Library]:
     """Loads the first usable MPI library into this process. Returns its ABI, and the library.
 
     Raises:
-        RuntimeError: none was found, or the chosen one cannot be used.
+        NotFoundError: none was found.
+        RuntimeError: none that was found can be used.
     """
     refuse_two()
     problems = []
@@ -93,7 +98,9 @@ def load() -> tuple[str, Library]:
             problems.append(f"{library.path} ({library.origin}) cannot be used: {error}")
             if library.is_chosen:
                 break
-    raise RuntimeError(f"{'. '.join(problems) or 'No MPI library was found'}. {_INSTALL}")
+    if problems:
+        raise RuntimeError(f"{'. '.join(problems)}. {_INSTALL}")
+    raise NotFoundError(f"No MPI library was found. {_INSTALL}")
 
 
 def refuse_two() -> None:

@@ -4,17 +4,29 @@ Below the public collectives, because process sets are created with it.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras import _library, rank_info
 
+_Result = TypeVar("_Result")
+
+# The types that an error keeps on ranks that do not have it themselves.
+_KINDS = (OSError, ValueError, TypeError, NotImplementedError, RuntimeError)
+
 
 class Group(Protocol):
     """The part of a ``ProcessSet`` that this module needs."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its ranks, as ranks of the job."""
+
+    def rank(self) -> int:
+        """This rank's number among them."""
 
     def id(self) -> int:
         """Its number, the same on all ranks."""
@@ -69,6 +81,68 @@ def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> li
     together = gather(np.frombuffer(mine, np.uint8), name).tobytes()
     ends = np.cumsum(lengths)
     return [together[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def by_rank(values: Sequence[Any], process_set: Group | None = None) -> str:
+    """Returns a text of every rank's value, for errors: ``rank 0: 3; rank 1: 4``.
+
+    Args:
+        values: by rank, as ``gather_json`` returns them; None is left out.
+        process_set: the ranks that they come from. Default: all.
+    """
+    ranks = range(len(values)) if process_set is None else process_set.ranks
+    pairs = zip(ranks, values, strict=True)
+    return "; ".join(f"rank {rank}: {value}" for rank, value in pairs if value is not None)
+
+
+def on_all_ranks(
+    name: str, function: Callable[[], _Result], process_set: Group | None = None
+) -> _Result:
+    """Calls a function; an error on any rank is raised on all, with the same type and text.
+
+    Args:
+        name: begins the text of the error, and identifies the call on all ranks.
+        function: may do nothing on some ranks.
+        process_set: the ranks that call this. Default: all.
+
+    Returns:
+        What ``function`` returned on this rank.
+
+    Raises:
+        OSError, ValueError, TypeError, NotImplementedError: (on every rank) that of the first rank
+            that has an error; an OSError has its ``errno``.
+        RuntimeError: (on every rank) the function raised another error.
+    """
+    error = mine = None
+    try:
+        result = function()
+    except Exception as caught:
+        error, own = caught, type(caught).__name__
+        kind = next((k.__name__ for k in _KINDS if isinstance(caught, k)), "RuntimeError")
+        text = str(caught) if own == kind else f"{own}: {caught}"
+        mine = [kind, text, getattr(caught, "errno", None)]
+    everyone = gather_json(name, mine, process_set)
+    failed = [theirs for theirs in everyone if theirs is not None]
+    if not failed:
+        return result
+    kind, text, number = failed[0]
+    texts = [theirs and theirs[1] for theirs in everyone]
+    if set(texts) != {text}:
+        text = by_rank(texts, process_set)
+    combined = next(k for k in _KINDS if k.__name__ == kind)(f"{name}: {text}")
+    if isinstance(combined, OSError):
+        combined.errno = number
+    raise combined from error
+
+
+def on_leader(name: str, function: Callable[[], _Result], process_set: Group) -> _Result | None:
+    """As ``on_all_ranks``, but only the first rank calls the function; others wait for it.
+
+    Returns:
+        What the function returned; None on the other ranks.
+    """
+    is_leader = process_set.rank() == 0
+    return on_all_ranks(name, lambda: function() if is_leader else None, process_set)
 
 
 def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:

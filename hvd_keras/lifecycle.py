@@ -7,15 +7,25 @@ import enum
 import operator
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
+
+import tensorflow as tf
 
 from hvd_keras import _library, _mpi, exit_codes, gpu, log, observe, rank_info, settings
 from hvd_keras.ops import gradients
 from hvd_keras.postmortem import flight
-from hvd_keras.process_sets import ProcessSet, add_process_set, added, forget_all, world_ranks_of
+from hvd_keras.process_sets import (
+    ProcessSet,
+    add_process_set,
+    added,
+    forget_all,
+    remove_process_set,
+    world_ranks_of,
+)
 from hvd_keras.training import patches
 
 del gradients  # importing it has registered them
@@ -58,7 +68,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     """Joins the job: starts MPI, unless it is running, and the engine of this process.
 
     Call it once at the top of the script, on every rank. A second call only adds process sets that
-    do not exist yet. Without a launcher the process is a job of size 1, in which everything works.
+    do not exist yet. Without a launcher the process is a job of size 1, in which everything works,
+    and which needs no MPI.
     All ranks wait here for each other, for at most ``HVD_FIRST_TIMEOUT_SECONDS`` (1800; 0: no
     limit). After that the process ends with status 75, because a wait inside MPI cannot be
     interrupted.
@@ -96,25 +107,23 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     if core.hvd_initialized():
         _add_process_sets(process_sets)
         return
-    arrival = settings.read().arrival  # raises if a variable has a wrong value
+    settings.read()  # raises if a variable has a wrong value
     _library.tensorflow_ops()
     _mpi.refuse_two()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
     settings.choose_transports(_library.mpi_version())
     array = (ctypes.c_int * len(ranks))(*ranks)
-    if arrival is not None:
-        with contextlib.suppress(OSError):  # hvdrun then says less if another rank does not come
-            arrival.touch()
+    settings.tell_hvdrun(mark=settings.ARRIVED)
     _flush()  # hvd_init ends the process if another rank does not come
     if code := core.hvd_init(array, len(ranks), communicator):
         kind = ValueError if code == _library.INVALID_ARGUMENT else RuntimeError
         raise kind(core.hvd_error().decode())
     if comm is None:
         _refuse_lonely_world()
-    settings.tell_hvdrun(settings.JOINED)
+    settings.tell_hvdrun(mark=settings.JOINED)
     if rank_info.size() < settings.launched()[2]:
-        settings.tell_hvdrun(settings.CHOSEN)
+        settings.tell_hvdrun(mark=settings.CHOSEN)
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()
     gpu.pin(rank_info.local_rank(), rank_info.local_size())
@@ -161,23 +170,27 @@ def end(error: str, seconds: float) -> None:
 
 
 def _finalize() -> None:
+    settings.tell_hvdrun(mark=settings.LEAVING)
     _library.core().hvd_finalize()  # ends the process if another rank does not come
-    if (arrival := settings.read().arrival) is not None:
-        # Whatever its exit status is now: the script has chosen it.
-        with contextlib.suppress(OSError):
-            arrival.write_text(settings.SCRIPT_HAS_ENDED)
+    settings.tell_hvdrun(mark=settings.ENDED)
 
 
 def _add_process_sets(process_sets: Iterable[Any] | str | None) -> None:
     if process_sets is None or isinstance(process_sets, str):
         return  # "dynamic"
     there = [process_set.ranks for process_set in added()]
-    for wanted in process_sets:
-        process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
-        is_there = process_set.process_set_id is not None
-        # A list of ranks whose set exists needs nothing; an object must be registered itself.
-        if not is_there and (process_set is wanted or process_set.ranks not in there):
-            add_process_set(process_set)
+    new: list[ProcessSet] = []
+    try:
+        for wanted in process_sets:
+            process_set = wanted if isinstance(wanted, ProcessSet) else ProcessSet(wanted)
+            is_there = process_set.process_set_id is not None
+            # A list of ranks whose set exists needs nothing; an object must be registered itself.
+            if not is_there and (process_set is wanted or process_set.ranks not in there):
+                new.append(add_process_set(process_set))
+    except (TypeError, ValueError):  # on every rank
+        for process_set in new:
+            remove_process_set(process_set)
+        raise
 
 
 def _members(comm: Any) -> tuple[list[int], int | None]:
@@ -238,19 +251,24 @@ def _install_guards() -> None:
         kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
         try:
-            previous_hook(kind, value, traceback)
+            if (line := _other_rank_left(value)) and not settings.read().all_tracebacks:
+                print(f"{kind.__name__}: {line} (hvdrun --verbose: where)", file=sys.stderr)
+            else:
+                previous_hook(kind, value, traceback)
         finally:  # even if the hook fails
             core = _library.core()
             others = rank_info.has_left_alone() or (
                 rank_info.is_initialized() and rank_info.size() > 1
             )
-            if os.getpid() == process and others:
+            if os.getpid() == process and others and _is_ending():
                 _flush()
                 exit_status = 1
                 flight.note_exception(kind, traceback)
                 if not rank_info.has_left_alone():
                     left = _leave(_first_line(kind, value), _ERROR_SECONDS)
                     exit_status = _EXIT_STATUS.get(left, 1)
+                    if left in _EXIT_STATUS:
+                        settings.tell_hvdrun(mark=settings.FOLLOWS)
                 if settings.read().watched:
                     # MPICH and SLURM would also kill the process that reports to hvdrun.
                     os._exit(exit_status)
@@ -266,6 +284,27 @@ def _install_guards() -> None:
 
     sys.excepthook = abort_all
     atexit.register(at_exit)
+
+
+def _is_ending() -> bool:
+    """Whether ``sys.excepthook`` runs because an exception ends the script.
+
+    Libraries print errors with it that they cannot raise, and scripts those that they have caught.
+    Then the body of a module, usually of the script, still runs.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>":
+            return False
+        frame = frame.f_back
+    return threading.current_thread() is threading.main_thread()
+
+
+def _other_rank_left(value: BaseException) -> str:
+    """The line of an error that names the rank whose leaving has caused it, if one has."""
+    if not isinstance(value, tf.errors.AbortedError):
+        return ""
+    return next((line for line in str(value).splitlines() if " has left the job: " in line), "")
 
 
 def _first_line(kind: type[BaseException], value: BaseException) -> str:

@@ -60,14 +60,13 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
             already writing a timeline.
     """
     del mark_cycles
-    error = ""
-    if rank_info.rank() == 0:
+
+    def start() -> None:
         core = _library.core()
-        if core.hvd_start_timeline(os.fsencode(file_path)) != 0:
-            error = core.hvd_error().decode()
-    error = agree.gather_json("start_timeline", error)[0]
-    if error:
-        raise ValueError(f"hvd.start_timeline: rank 0: {error}")
+        if rank_info.rank() == 0 and core.hvd_start_timeline(os.fsencode(file_path)) != 0:
+            raise ValueError(core.hvd_error().decode())
+
+    agree.on_all_ranks("hvd.start_timeline", start)
 
 
 def stop_timeline() -> None:
@@ -162,10 +161,11 @@ _training: dict[str, Any] = {}
 
 
 class _Publisher:
-    """Writes this rank's statistics to a file, where hvdrun reads them."""
+    """Tells hvdrun this rank's statistics, or writes them to a file."""
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self._path = folder / f"stats-{rank_info.rank()}.json"
+    def __init__(self, folder: pathlib.Path | None) -> None:
+        self._rank = rank_info.rank()
+        self._path = None if folder is None else folder / f"stats-{self._rank}.json"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hvd_stats", daemon=True)
         self._thread.start()
@@ -177,12 +177,16 @@ class _Publisher:
 
     def _write(self) -> None:
         numbers = json.loads(_library.core().hvd_stats()) | {"training": dict(_training)}
+        if self._path is None:
+            numbers["late"] = numbers.pop("ranks")[self._rank]  # grows with the job otherwise
+            settings.tell_hvdrun(statistics=numbers)
+            return
         unfinished = self._path.with_suffix(".new")
         unfinished.write_text(json.dumps(numbers))
         unfinished.replace(self._path)
 
     def stop(self) -> None:
-        """Writes the final numbers."""
+        """Publishes the final numbers."""
         self._over.set()
         self._thread.join()
         try:
@@ -195,20 +199,20 @@ _publisher: _Publisher | None = None
 
 
 def start_publishing() -> None:
-    """Begins to write statistics, if ``HVD_STATS_DIRECTORY`` is set; after the job has begun."""
+    """Begins to publish statistics if they are wanted; after the job has begun."""
     global _publisher
-    folder = settings.read().stats_directory
-    if folder is not None:
-        _publisher = _Publisher(folder)
+    chosen = settings.read()
+    if chosen.tells_statistics or chosen.stats_directory is not None:
+        _publisher = _Publisher(None if chosen.tells_statistics else chosen.stats_directory)
 
 
 def is_publishing() -> bool:
-    """Whether statistics are being written."""
+    """Whether statistics are being published."""
     return _publisher is not None
 
 
 def stop_publishing() -> None:
-    """Writes the final statistics."""
+    """Publishes the final statistics."""
     global _publisher
     if _publisher is not None:
         _publisher.stop()

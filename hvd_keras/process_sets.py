@@ -99,6 +99,12 @@ class ProcessSet:
             return f"{ranks[0]} to {ranks[-1]}"
         return ", ".join(map(str, ranks))
 
+    def __reduce__(self) -> Any:
+        """Makes copies of a set that was added the set itself, so that copied callbacks have it."""
+        if self.process_set_id is not None:
+            return of_id, (self.process_set_id,)
+        return ProcessSet, (self._ranks if self.mpi_comm is None else self.mpi_comm,)
+
     def __repr__(self) -> str:
         if self._ranks is None and self._world_ranks is None:
             return "the process set of all ranks"
@@ -153,8 +159,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     )
     if any(ranks != asked[0] for ranks in asked) and not is_split:
         raise ValueError(
-            "hvd.add_process_set: the ranks pass different process sets:"
-            + "".join(f"\n  rank {r}: {ranks}" for r, ranks in enumerate(asked))
+            f"hvd.add_process_set: the ranks pass different process sets: {agree.by_rank(asked)}."
         )
     if process_set.ranks[-1] >= rank_info.size() or process_set.ranks[0] < 0:
         raise ValueError(
@@ -195,8 +200,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     )
     if any(number != asked[0] for number in asked) and not is_split:
         raise ValueError(
-            "hvd.remove_process_set: the ranks pass different process sets:"
-            + "".join(f"\n  rank {r}: {number}" for r, number in enumerate(asked))
+            "hvd.remove_process_set: the ranks pass different process sets: "
+            f"{agree.by_rank(list(map(str, asked)))}."
         )
     if process_set.process_set_id is None:
         return False

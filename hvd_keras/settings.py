@@ -6,16 +6,24 @@ The core reads its own settings in native/core/base/settings.h.
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import re
+import socket
 from typing import Any
 
-#: Equal to the constants in hvd_keras/launch/onhost/worker.py, which cannot import this module.
-SCRIPT_HAS_ENDED = "ended"
+#: What `tell_hvdrun` marks: the program uses hvd_keras, so it should call `hvd.init()`;
 ASKED_FOR = "asked-for"
+#: `hvd.init()` was called; has succeeded, perhaps with a ``comm`` of some ranks;
+ARRIVED = "arrived"
 JOINED = "joined"
 CHOSEN = "chosen"
+#: this process ends because of another rank; is about to finalize MPI; has done so, after which
+#: its exit status is the script's choice.
+FOLLOWS = "follows"
+LEAVING = "leaving"
+ENDED = "ended"
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -32,12 +40,17 @@ class Settings:
         some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which hides some GPUs from CUDA.
         strict: ``HVD_STRICT`` is set and not 0: warnings that the ranks train separate models
             become errors.
-        watched: ``HVDRUN_JOB`` is set: hvdrun runs on several hosts and follows this process.
-        arrival: ``HVDRUN_ARRIVAL``, a file that tells hvdrun that ``hvd.init()`` was called, and
-            with the content ``SCRIPT_HAS_ENDED`` that the script has ended by itself.
-        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last.
+        verbose_all: ``HVD_VERBOSE_ALL`` is set and not 0: by default all ranks show Keras's
+            progress bar, not one.
+        watched: ``HVDRUN_JOB`` is set: hvdrun follows this process.
+        all_tracebacks: ``HVDRUN_VERBOSE`` is set, or there is no hvdrun: a rank that fails because
+            another one has left prints its traceback, too.
+        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last;
+            without it, hvdrun's.
+        postmortem_is_asked: the user has named that folder.
         stats_directory: ``HVD_STATS_DIRECTORY``, the folder in which each rank writes its
             statistics.
+        tells_statistics: ``HVDRUN_STATISTICS`` is set: hvdrun wants them.
         commits: ``HVD_COMMITS``, the folder in which rank 0 keeps what ``hvd.elastic`` commits.
     """
 
@@ -46,10 +59,13 @@ class Settings:
     gpus_by_mpi: bool = False
     some_gpus_hidden: bool = False
     strict: bool = False
+    verbose_all: bool = False
     watched: bool = False
-    arrival: pathlib.Path | None = None
+    all_tracebacks: bool = True
     postmortem: pathlib.Path | None = None
+    postmortem_is_asked: bool = False
     stats_directory: pathlib.Path | None = None
+    tells_statistics: bool = False
     commits: pathlib.Path | None = None
 
     @property
@@ -83,13 +99,16 @@ def read() -> Settings:
     chosen["gpus_by_mpi"] = os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
     chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
     chosen["strict"] = os.environ.get("HVD_STRICT", "0") not in ("", "0")
+    chosen["verbose_all"] = os.environ.get("HVD_VERBOSE_ALL", "0") not in ("", "0")
     chosen["watched"] = "HVDRUN_JOB" in os.environ
-    if text := os.environ.get("HVDRUN_ARRIVAL"):
-        chosen["arrival"] = pathlib.Path(text)
-    if text := os.environ.get("HVD_POSTMORTEM"):
+    chosen["all_tracebacks"] = "HVDRUN_VERBOSE" in os.environ or not chosen["watched"]
+    asked = os.environ.get("HVD_POSTMORTEM")
+    chosen["postmortem_is_asked"] = bool(asked)
+    if text := asked or os.environ.get("HVDRUN_POSTMORTEM"):
         chosen["postmortem"] = pathlib.Path(text).absolute()
     if text := os.environ.get("HVD_STATS_DIRECTORY"):
         chosen["stats_directory"] = pathlib.Path(text)
+    chosen["tells_statistics"] = "HVDRUN_STATISTICS" in os.environ
     if text := os.environ.get("HVD_COMMITS"):
         chosen["commits"] = pathlib.Path(text)
     return Settings(**chosen)
@@ -135,22 +154,59 @@ def launched() -> tuple[str, str, int]:
     return "", "", 1
 
 
+def is_launched() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return launched()[2] > 1 or bool({"PMIX_RANK", "HVDRUN_ARRIVAL"} & os.environ.keys())
+
+
 def launched_rank() -> int:
     """The number that the launcher has given this process; without a launcher 0."""
     _, found, _ = launched()
     return next((int(os.environ.get(rank, 0)) for _, name, rank in _LAUNCHERS if name == found), 0)
 
 
-def tell_hvdrun(mark: str) -> None:
+_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def set_horovods_ranks() -> None:
+    """Sets the variables in which horovodrun gives a process its rank, from those of MPI."""
+    _, name, size = launched()
+    if not name:
+        return
+    os.environ.setdefault("HOROVOD_RANK", str(launched_rank()))
+    os.environ.setdefault("HOROVOD_SIZE", str(size))
+    for ours, theirs in (("RANK", _LOCAL_RANKS), ("SIZE", _LOCAL_SIZES)):
+        for found in filter(None, map(os.environ.get, theirs)):
+            os.environ.setdefault(f"HOROVOD_LOCAL_{ours}", found)
+
+
+_hvdrun: socket.socket | None = None
+
+
+def tell_hvdrun(**told: Any) -> None:
     """Tells hvdrun, if it has started this process, something about this rank.
 
+    Does nothing if hvdrun's worker has gone, or takes nothing for a second.
+
     Args:
-        mark: ``ASKED_FOR``: the program uses hvd_keras, so it should call ``hvd.init()``;
-            ``JOINED``: ``hvd.init()`` has succeeded; ``CHOSEN``: with a ``comm`` of some ranks.
+        told: ``mark``, one of those above, or ``statistics``, a dict.
     """
-    if arrival := os.environ.get("HVDRUN_ARRIVAL"):
-        with contextlib.suppress(OSError):  # it takes the program for one without hvd_keras
-            pathlib.Path(arrival).with_name(mark).touch()
+    global _hvdrun
+    if (path := os.environ.get("HVDRUN_TELL")) is None:
+        return
+    with contextlib.suppress(OSError):
+        if _hvdrun is None:
+            ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            ear.settimeout(1.0)
+            # The address of a socket has at most 107 characters.
+            folder = os.open(os.path.dirname(path), os.O_PATH)
+            try:
+                ear.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
+            finally:
+                os.close(folder)
+            _hvdrun = ear
+        _hvdrun.send(json.dumps(told).encode())
 
 
 def show_gpus(numbers: str) -> None:
@@ -163,8 +219,13 @@ def show_gpus(numbers: str) -> None:
 
 
 def point_mpi4py_at(mpi_library: str) -> None:
-    """Makes a later import of mpi4py use this MPI library, unless the user has chosen one."""
-    os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
+    """Makes a later import of mpi4py use this MPI library, unless the user has chosen one.
+
+    Args:
+        mpi_library: a path, or empty if there is none.
+    """
+    if mpi_library:
+        os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
 
 
 def choose_transports(mpi_version: str) -> None:

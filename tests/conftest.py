@@ -1,10 +1,12 @@
 """Settings of all tests."""
 
 import os
+import pathlib
+import re
 import signal
-from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.harness.launcher import Launcher
 
@@ -16,25 +18,39 @@ for name, value in {
     "TF_NUM_INTEROP_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "HVD_STALL_WARNING_SECONDS": "10",
-    "PYTHONPATH": str(Path(__file__).parent / "harness" / "start"),
+    "PYTHONPATH": str(pathlib.Path(__file__).parent / "harness" / "start"),
 }.items():
     os.environ.setdefault(name, value)
 
 # A shell that runs the tests in the background ignores it, and jobs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests in parallel/ are run by all ranks of a job at once; unit/test_parallel.py starts such jobs.
-collect_ignore = [] if "HVD_TEST_PARALLEL" in os.environ else ["parallel"]
+# What takes minutes runs first, so that none of it runs alone at the end.
+LONG = ["2-ranks", "test_soak.py", "3-ranks", "test_core.py", "test_faults.py", "1-ranks"]
+LONG += ["test_restarts.py", "test_forgotten.py", "test_examples.py", "4-ranks"]
 
-# Files that take minutes run first, so that none of them runs alone at the end. Without an option
-# in the Makefile, xdist would start with the files that have the most tests.
-LONG = ["test_parallel.py", "test_soak.py", "test_core.py", "test_faults.py", "test_restarts.py"]
-LONG += ["test_forgotten.py", "test_examples.py"]
+
+def _scope(nodeid: str) -> str:
+    """The tests of one scope run one after the other: a file, or one job of tests/parallel."""
+    ranks = re.search(r"\[(\d-ranks)\]$", nodeid)
+    return ranks[1] if ranks else nodeid.partition("::")[0]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests."""
-    items.sort(key=lambda item: [*LONG, item.path.name].index(item.path.name))
+    scopes = [*LONG, *dict.fromkeys(_scope(item.nodeid) for item in items)]
+    names = [pathlib.Path(scope).name for scope in scopes]
+    items.sort(key=lambda item: names.index(pathlib.Path(_scope(item.nodeid)).name))
+
+
+class _Scheduling(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return _scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config, log) -> LoadScopeScheduling:
+    """Let each worker run whole scopes."""
+    return _Scheduling(config, log)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_keras import ops
 from hvd_keras._keras import keras
 from hvd_keras.training import exchange, forgotten, reducer
 
@@ -47,18 +48,42 @@ class Reducer(reducer.GradientReducer):
         self._divisor = passes if averages else 1
         self._sums: dict[int, tf.Variable] = {}  # of the local steps' gradients, by variable
         self._done: tf.Variable | None = None  # local steps since the last update
+        self._computed: list[Any] | None = None  # by compute_gradients, since the last update
         optimizer._hvd_reducer = self
         optimizer.apply_gradients = self.apply_gradients
+        optimizer._compute_gradients = self._compute_gradients
         if isinstance(optimizer, keras.optimizers.legacy.Optimizer):
             optimizer._aggregate_gradients = self.aggregate_gradients
         else:
             optimizer.build = self.build
             optimizer.aggregate_gradients = self.aggregate_gradients
+            optimizer.compute_gradients = self.compute_gradients
 
     def build(self, var_list: Any) -> None:
         """Replaces ``Optimizer.build``."""
         self.variables = list(var_list)
         type(self.optimizer).build(self.optimizer, var_list)
+
+    def compute_gradients(
+        self, loss: Any, var_list: Any, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """Replaces ``Optimizer.compute_gradients``: gradients over all ranks, as Horovod's."""
+        return self._compute_gradients(loss, var_list, tape=tape)
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        """Replaces that of the ``legacy`` family; with Horovod the other family has it, too."""
+        own = type(self.optimizer)
+        if isinstance(self.optimizer, keras.optimizers.legacy.Optimizer):
+            pairs = own._compute_gradients(self.optimizer, loss, var_list, grad_loss, tape)
+        else:
+            pairs = own.compute_gradients(self.optimizer, loss, var_list, tape)
+        gradients, variables = map(list, zip(*pairs, strict=True))
+        if self._passes == 1:
+            gradients = self.reduce(gradients, variables)
+        self._computed = gradients
+        return list(zip(gradients, variables, strict=True))
 
     def apply_gradients(
         self,
@@ -67,12 +92,25 @@ class Reducer(reducer.GradientReducer):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Replaces ``Optimizer.apply_gradients``, which every step calls."""
+        """Replaces ``Optimizer.apply_gradients``, which every step calls.
+
+        What ``compute_gradients`` has returned is exchanged already, but for local steps that are
+        to be added up. If the script has changed it, for example clipped, another average changes
+        nothing, and a sum is not taken again.
+        """
         pairs = list(grads_and_vars)
-        if experimental_aggregate_gradients and not skip_gradients_aggregation and pairs:
-            gradients, variables = zip(*pairs, strict=True)
-            if self._passes > 1:
-                return self._accumulate(gradients, variables, name)
+        computed, self._computed = self._computed, None
+        skips = skip_gradients_aggregation or not experimental_aggregate_gradients
+        if not pairs or (skips and (self._passes == 1 or computed is None)):
+            return self._apply(pairs, name)
+        gradients, variables = zip(*pairs, strict=True)
+        if self._passes > 1:
+            return self._accumulate(gradients, variables, name)
+        are_reduced = computed is not None and (
+            self.options.op is not ops.Average
+            or all(any(g is known for known in computed) for g in gradients)
+        )
+        if not are_reduced:
             pairs = list(zip(self.reduce(gradients, variables), variables, strict=True))
         return self._apply(pairs, name)
 

@@ -1,15 +1,14 @@
 """``hvd.data``: every row is used once, and every rank makes the same number of steps."""
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_keras import agree, log
-from hvd_keras._keras import keras
+from hvd_keras._keras import PyDataset, keras
 from hvd_keras.data import arrays, datasets
-from hvd_keras.data.split import MODES, Source, Split
+from hvd_keras.data.split import MODES, Passes, Source, Split
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
 
@@ -20,7 +19,7 @@ def shard(
     shuffle: bool | int | None = None,
     seed: int = 0,
     start_epoch: int = 0,
-    uneven: str = "share",
+    uneven: str | None = None,
     evaluation: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.data.Dataset:
@@ -35,7 +34,8 @@ def shard(
         source: the same on every rank; one of
 
             - arrays ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, nested as for ``fit``; also
-              tensors, ragged tensors and DataFrames.
+              tensors, ragged tensors and DataFrames. As in ``fit(x, y)``, floating-point arrays
+              become ``floatx()``, usually float32.
             - a ``tf.data.Dataset`` of rows or of batches, of known or unknown length, in the same
               order on every rank. Each rank runs it for all elements, so apply costly and random
               maps afterwards: ``shard(files, ...).map(decode)``. If its length is unknown, it is
@@ -52,19 +52,21 @@ def shard(
             has unknown length.
         seed: a number, 0 or more.
         start_epoch: the number of the first epoch; to resume, the ``initial_epoch`` of ``fit``.
+            ``hvd.callbacks.Checkpoint`` sets it by itself.
         uneven: what to do with an incomplete last step. "share" divides its rows equally among the
             ranks, like the short last batch of one process, and leaves out a remainder of fewer
             rows than ranks. "pad" leaves nothing out: batches become ``(x, y, sample_weight)``, the
             last step is filled with copies of weight 0, and the weights of its real rows are
             scaled, so that gradients and loss are those of one process with the short batch. "trim"
-            drops the step. "error" raises.
+            drops the step. "error" raises. Default: "share"; but "trim" for a dataset that was
+            batched with ``drop_remainder=True``, so that all batches keep its static size.
         evaluation: "pad" scales all rows alike, for the mean over the whole pass: then the mean of
             the ranks' ``evaluate`` losses is that of one process.
         process_set: the ranks that train together.
 
     Returns:
         A ``tf.data.Dataset`` of batches whose ``len`` is the number of steps, equal on all ranks.
-        Keras warns that ``fit`` does not shuffle it, unless you pass ``shuffle=False`` to ``fit``.
+        For validation, split the source before: ``fit`` has no ``validation_split`` for it.
 
     Raises:
         ValueError: (on all ranks, with the same text) the ranks' sources or arguments differ or
@@ -84,47 +86,55 @@ def shard(
     """
     # Returns no PyDataset, because fit would shuffle its batches again, differently on each rank.
     process_set.check_included("data.shard")
-    split = Split(process_set.rank(), process_set.size(), uneven, evaluation)
+    keeps_size = uneven is None and datasets.has_static_batches(source)
+    mode = uneven or ("trim" if keeps_size else "share")
+    split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
-    def look() -> tuple[Source, str]:
+    def look() -> Source:
         if min(seed, start_epoch) < 0:
             raise ValueError(f"{seed=}, {start_epoch=}, expected 0 or more.")
-        if uneven not in MODES:
+        if uneven not in (None, *MODES):
             raise ValueError(f"{uneven=}, expected one of {', '.join(map(repr, MODES))}.")
-        rows = _open(source, batch_size, shuffle, seed, split)
-        facts = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, {rows.facts}, "
-        return rows, facts + f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+        return _open(source, batch_size, shuffle, seed, split)
 
-    rows, views = _on_all_ranks("hvd.data.shard", look, process_set)
+    rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
+    facts = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, {rows.facts}, "
+    facts += f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+    views = agree.gather_json("hvd.data.shard arguments", facts, process_set)
     if len(set(views)) > 1:
         raise ValueError(
             "hvd.data.shard: the ranks have different sources or arguments: "
-            f"{_by_rank(views, process_set)}. Give every rank the same whole source, in the same "
-            "order (with the same seeds, the global one too), and apply random maps after "
-            "shard(…). If each rank has its own files, use hvd.data.agree_on_steps."
+            f"{agree.by_rank(views, process_set)}. Give every rank the same whole source, in the "
+            "same order (with the same seeds, the global one too), and apply random maps after "
+            "shard(…). A dataset that shuffles itself has another order in each pass: look at its "
+            "rows on all ranks, or on none. If each rank has its own files, use "
+            "hvd.data.agree_on_steps."
         )
-    if rows.steps == 0 or (rows.left_out and uneven == "error"):
+    if rows.steps == 0 or (rows.left_out and mode == "error"):
         together = split.size * rows.batch_size
         raise ValueError(
             f"hvd.data.shard: {rows.length} rows do not make whole steps of {together} "
-            f"({split.size} ranks with batch_size={rows.batch_size}), {uneven=}. Use another "
+            f"({split.size} ranks with batch_size={rows.batch_size}), uneven={mode!r}. Use another "
             "batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
         )
-    if rows.left_out and uneven == "share" and shuffle is False and not split.rank:
+    if rows.left_out and (uneven or mode) != "trim" and shuffle is False and not split.rank:
         log.logger.warning(
             "hvd.data.shard leaves out %s of %s rows, so that each of the %s ranks gets equally "
             "many. uneven='pad' includes them, with sample weights.",
             *(rows.left_out, rows.length, split.size),
         )
-    if uneven == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:
+    if mode == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:
         raise ValueError(
             "hvd.data.shard: uneven='pad' adds sample weights and so needs y, but the source has "
             f"only x: {rows.spec}. Use 'share' or 'trim'."
         )
-    numbers, spec = itertools.count(start_epoch), tf.TensorSpec((), tf.int64)
-    epoch = tf.data.Dataset.from_generator(lambda: iter([next(numbers)]), output_signature=spec)
+    spec = tf.TensorSpec((), tf.int64)
+    shuffling = source if datasets.shuffles_itself(source) else None
+    passes = Passes(start_epoch, shuffling, rows.is_shuffled)
+    epoch = tf.data.Dataset.from_generator(lambda: iter([passes.begin()]), output_signature=spec)
+    epoch._hvd_passes = passes
     batches = epoch.flat_map(rows.batches)  # one epoch in each pass
-    if uneven == "pad":
+    if mode == "pad":
         batches = batches.map(_weigh)
     batches = batches.apply(tf.data.experimental.assert_cardinality(rows.steps))
     options = tf.data.Options()
@@ -158,17 +168,24 @@ def agree_on_steps(
     """
     process_set.check_included("data.agree_on_steps")
 
-    def look() -> tuple[None, int | None]:
+    def look() -> int | None:
         if uneven not in ("trim", "error"):
             raise ValueError(f"{uneven=}, expected 'trim' or 'error'.")
         steps = source
         if isinstance(source, tf.data.Dataset):
             steps = source.cardinality() if source.cardinality() >= 0 else None
-        elif isinstance(source, keras.utils.PyDataset):
-            steps = source.num_batches
-        return None, None if steps is None else int(steps)
+        elif isinstance(source, PyDataset):
+            steps = arrays.number_of_batches(source)
+        try:
+            return None if steps is None else int(steps)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"got {type(source).__name__}, expected a number of steps, a tf.data.Dataset or a "
+                "keras.utils.PyDataset."
+            ) from error
 
-    _, everyone = _on_all_ranks("hvd.data.agree_on_steps", look, process_set)
+    mine = agree.on_all_ranks("hvd.data.agree_on_steps", look, process_set)
+    everyone = agree.gather_json("hvd.data.agree_on_steps numbers", mine, process_set)
     known = [steps for steps in everyone if steps is not None]
     if not known:
         problem = "no length is known. Pass numbers of steps (count the batches once)."
@@ -179,8 +196,49 @@ def agree_on_steps(
     else:
         return int(min(known))
     raise ValueError(
-        f"hvd.data.agree_on_steps: {problem} By rank: {_by_rank(everyone, process_set)}."
+        f"hvd.data.agree_on_steps: {problem} By rank: {agree.by_rank(everyone, process_set)}."
     )
+
+
+def passes_of(dataset: Any) -> list[Passes]:
+    """Returns the numbers of the passes of all sharded sources that a dataset is made of."""
+    nodes = datasets.nodes(dataset) if isinstance(dataset, tf.data.Dataset) else ()
+    return [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
+
+
+def check_passes(dataset: Any, process_set: ProcessSet) -> None:
+    """Compares how many passes the ranks have begun over the data of a ``fit``.
+
+    Raises:
+        ValueError: (on every rank) their orders differ.
+    """
+    passes = [one for one in passes_of(dataset) if one.is_shuffled]
+    if not passes:
+        return
+    everyone = agree.gather_json("fit passes", [one.begun for one in passes], process_set)
+    if any(theirs != everyone[0] for theirs in everyone):
+        raise ValueError(
+            "fit: the ranks have begun different numbers of passes over the shuffled data of "
+            f"hvd.data.shard ({agree.by_rank(everyone, process_set)}), so their orders differ. "
+            "Iterate over it on all ranks, or on none."
+        )
+
+
+def adapt_fit(arguments: dict[str, Any]) -> None:
+    """Changes arguments of ``fit`` whose defaults are for arrays, if x comes from ``shard``.
+
+    Raises:
+        ValueError: ``validation_split`` is given.
+    """
+    if not passes_of(arguments.get("x")):
+        return
+    arguments.setdefault("shuffle", False)  # Keras warns that it does not shuffle a dataset
+    if arguments.get("validation_split"):
+        raise ValueError(
+            "fit: got validation_split with data of hvd.data.shard, from which Keras cannot take a "
+            "part. Split the source: hvd.data.shard((x[:n], y[:n]), …) for training, and "
+            "validation_data=hvd.data.shard((x[n:], y[n:]), …, shuffle=False)."
+        )
 
 
 def _open(
@@ -194,10 +252,17 @@ def _open(
     if isinstance(source, tf.data.Dataset):
         return datasets.of_dataset(source, batch_size, shuffle, seed, split)
     everything = shuffle is None or shuffle
-    if isinstance(source, keras.utils.PyDataset):
+    if isinstance(source, PyDataset):
         if batch_size is not None:
             raise ValueError(f"{batch_size=}, expected none for a PyDataset, which has batches.")
         return arrays.of_batches(source, everything, seed, split)
+    if isinstance(source, (Iterator, tf.distribute.DistributedDataset)):
+        raise ValueError(
+            f"got a {type(source).__name__}, expected arrays, tf.data.Dataset or PyDataset. Make a "
+            "dataset of a generator, tf.data.Dataset.from_generator(function, output_signature=…), "
+            "the same on every rank. Or let each rank generate its own rows: give fit the "
+            "generator itself, with steps_per_epoch=hvd.data.agree_on_steps(steps)."
+        )
     if batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step.")
     return arrays.of_arrays(source, batch_size, everything, seed, split)
@@ -206,31 +271,9 @@ def _open(
 def _weigh(data: Any, factors: Any) -> Any:
     """Adds sample weights: ``factors``, times the data's own weights."""
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-    factors = tf.cast(factors, keras.config.floatx())
+    factors = tf.cast(factors, keras.backend.floatx())
 
     def weigh(own: Any) -> Any:
         return tf.cast(own, factors.dtype) * tf.reshape(factors, [-1] + [1] * (own.ndim - 1))
 
-    return x, y, factors if weights is None else keras.tree.map_structure(weigh, weights)
-
-
-def _on_all_ranks(
-    name: str, look: Callable[[], tuple[Any, Any]], process_set: ProcessSet
-) -> tuple[Any, list[Any]]:
-    """Returns this rank's result of ``look``, and all ranks' views. An error reaches all ranks."""
-    seen = mine = error = None
-    try:
-        seen, mine = look()
-    except Exception as caught:
-        error = caught
-    mine = [mine, error and f"{type(error).__name__}: {error}"]
-    everyone = agree.gather_json(name, mine, process_set)
-    errors = [text for _, text in everyone]
-    if any(errors):
-        raise ValueError(f"{name}, errors by rank: {_by_rank(errors, process_set)}") from error
-    return seen, [told for told, _ in everyone]
-
-
-def _by_rank(values: Iterable[Any], process_set: ProcessSet) -> str:
-    ranks = zip(process_set.ranks, values, strict=True)
-    return ", ".join(f"rank {rank}: {value}" for rank, value in ranks)
+    return x, y, factors if weights is None else tf.nest.map_structure(weigh, weights)

@@ -13,7 +13,8 @@ from hvd_keras.data.split import Source, Split
 
 def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split) -> Source:
     """Opens nested arrays of equally many rows. A rank reads only its own rows."""
-    parts, spec, length = _look_into(source)
+    parts, spec, length = _look_into(source, cast=True)
+    dtypes = [part.dtype.as_numpy_dtype for part in tf.nest.flatten(spec)]
     together = split.size * batch_size
 
     def read(epoch: int, step: int) -> list[Any]:
@@ -22,15 +23,17 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
         places = step * together + np.arange(count) * split.size + split.rank
         order = _order(length, shuffle, seed, epoch)[places % length]
         weight = split.weight(rows, length, batch_size)
-        return [*(part[order] for part in parts), _weights(places < length, weight)]
+        mine = [p[order].astype(d, copy=False) for p, d in zip(parts, dtypes, strict=True)]
+        return [*mine, _weights(places < length, weight)]
 
     sample = np.linspace(0, length - 1, min(length, 9)).astype(int)
-    return _read_by(read, spec, length, batch_size, 1, split, digest([p[sample] for p in parts]))
+    facts = f"sample {digest([p[sample] for p in parts])}"
+    return _read_by(read, spec, length, batch_size, 1, split, facts, bool(shuffle))
 
 
 def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
     """Opens a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
-    number = source.num_batches
+    number = number_of_batches(source)
     if not number:
         raise ValueError(f"the PyDataset has {number} batches, expected 1 or more.")
     first = source[0]
@@ -66,8 +69,20 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
         return [*(part[numbers % real] for part in parts), weights]
 
     return _read_by(
-        read, spec, length, batch_size, max(1, source.workers), split, digest(y_of(first))
+        read,
+        spec,
+        length,
+        batch_size,
+        max(1, getattr(source, "workers", 1)),
+        split,
+        f"sample {digest(y_of(first))}",
+        bool(shuffle),
     )
+
+
+def number_of_batches(source: Any) -> int | None:
+    """The length of a ``PyDataset``; None if it is infinite."""
+    return getattr(source, "num_batches", None) if hasattr(source, "num_batches") else len(source)
 
 
 def y_of(batch: Any) -> list[Any]:
@@ -94,13 +109,14 @@ def _read_by(
     batch_size: int,
     workers: int,
     split: Split,
-    sample: str,
+    facts: str,
+    is_shuffled: bool,
 ) -> Source:
     """Makes a source from a function.
 
     ``read(epoch, step)`` returns the parts of this rank's batch, and the weights for "pad".
     """
-    specs = [*keras.tree.flatten(spec), tf.TensorSpec((), tf.float32)]
+    specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
     steps = split.steps(length, batch_size)
     rows = None if split.has_short_step(length, batch_size) else batch_size
 
@@ -108,7 +124,7 @@ def _read_by(
         parts = tf.numpy_function(read, (epoch, step), [part.dtype for part in specs])
         for part, row in zip(parts, specs, strict=True):
             part.set_shape([rows, *row.shape])
-        data = keras.tree.pack_sequence_as(spec, parts[:-1])
+        data = tf.nest.pack_sequence_as(spec, parts[:-1])
         return (data, parts[-1]) if split.uneven == "pad" else data
 
     def batches(epoch: Any) -> tf.data.Dataset:
@@ -116,7 +132,7 @@ def _read_by(
         return numbers.map(lambda step: batch(epoch, step), num_parallel_calls=workers)
 
     left_out = split.left_out(length, batch_size)
-    return Source(spec, length, batch_size, steps, left_out, f"sample {sample}", batches)
+    return Source(spec, length, batch_size, steps, left_out, facts, is_shuffled, batches)
 
 
 def _weights(real: Any, weight: float) -> Any:
@@ -128,10 +144,13 @@ def _order(length: int, shuffle: bool | int, *seeds: int) -> Any:
     return np.random.default_rng(seeds).permutation(length) if shuffle else np.arange(length)
 
 
-def _look_into(source: Any) -> tuple[list[Any], Any, int]:
-    """Nested arrays as a flat list, the spec of a row, and the number of rows."""
-    source = keras.tree.lists_to_tuples(source)
-    parts = [np.asarray(part) for part in keras.tree.flatten(source)]
+def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any, int]:
+    """Nested arrays as a flat list, the spec of a row, and the number of rows.
+
+    With ``cast``, floating-point rows have the dtype to which Keras's ``fit`` casts them.
+    """
+    source = _with_tuples(source)
+    parts = [np.asarray(part) for part in tf.nest.flatten(source)]
     if not parts or any(part.ndim == 0 for part in parts):
         raise ValueError(
             f"got {source!r:.99}, expected arrays, tf.data.Dataset or PyDataset. "
@@ -146,5 +165,18 @@ def _look_into(source: Any) -> tuple[list[Any], Any, int]:
                 "strings. Convert it: x.astype('float32'), or for rows of different lengths "
                 "tf.ragged.constant(x)."
             )
-    specs = [tf.TensorSpec(part.shape[1:], part.dtype) for part in parts]
-    return parts, keras.tree.pack_sequence_as(source, specs), len(parts[0])
+    dtypes = [tf.as_dtype(part.dtype) for part in parts]
+    if cast:
+        floatx = tf.as_dtype(keras.backend.floatx())
+        dtypes = [floatx if dtype.is_floating else dtype for dtype in dtypes]
+    specs = [tf.TensorSpec(p.shape[1:], d) for p, d in zip(parts, dtypes, strict=True)]
+    return parts, tf.nest.pack_sequence_as(source, specs), len(parts[0])
+
+
+def _with_tuples(source: Any) -> Any:
+    """Nested arrays with tuples for lists, as specifications have them."""
+    if isinstance(source, dict):
+        return type(source)((key, _with_tuples(part)) for key, part in source.items())
+    if isinstance(source, (list, tuple)) and not hasattr(source, "_fields"):
+        return tuple(map(_with_tuples, source))
+    return source

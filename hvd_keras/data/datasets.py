@@ -21,6 +21,19 @@ _BATCHING = {"Batch", "ParallelBatch", "PaddedBatch", "Rebatch"}
 _WARNING_SECONDS = 30
 
 
+def has_static_batches(source: Any) -> bool:
+    """Whether it is a dataset of batches that all have the same, static number of rows."""
+    if not isinstance(source, tf.data.Dataset) or not _makes_batches(source):
+        return False
+    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(source.element_spec)]
+    return all(shape is not None and shape.rank and shape[0] is not None for shape in shapes)
+
+
+def shuffles_itself(source: Any) -> bool:
+    """Whether it is a dataset whose passes may have different orders."""
+    return isinstance(source, tf.data.Dataset) and bool(_seeds(source, alone=True))
+
+
 def of_dataset(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
@@ -36,9 +49,11 @@ def of_dataset(
     seeds = _seeds(source, alone=split.size == 1)
     facts = f"{batched=}, shuffles with the seeds {seeds}"
     first = None
-    if split.uneven == "pad" or (split.size > 1 and not seeds):
+    # Of a dataset that shuffles itself this also shows whether one rank has begun more passes of it
+    # than others, for example to look at some rows. All numbers of ranks begin equally many.
+    if split.uneven == "pad" or split.size > 1 or seeds:
         first = _first(source if batched else source.batch(1))
-    if first is not None and not seeds:
+    if first is not None:
         facts += f", first element {arrays.digest(arrays.y_of(first))}"
     known = int(source.cardinality()) >= 0
     length, own_size, counts = _measure(source) if batched else (_length(source), None, None)
@@ -74,7 +89,8 @@ def of_dataset(
         mine = _batch(mine, size, whole) if batched else mine.batch(size, drop_remainder=whole)
         return _with_weights(mine, length, size, split) if split.uneven == "pad" else mine
 
-    return Source(source.element_spec, length, size, steps, left_out, facts, batches)
+    spec, is_shuffled = source.element_spec, bool(shuffle or seeds)
+    return Source(spec, length, size, steps, left_out, facts, is_shuffled, batches)
 
 
 def _mine(
@@ -117,7 +133,7 @@ def _first(source: Any) -> Any:
 
 def _has_cache(source: Any) -> bool:
     """Whether a dataset must be read to its end: a cache that is read partly is not usable."""
-    return any(_kind(node) == "Cache" for node in _nodes(source))
+    return any(_kind(node) == "Cache" for node in nodes(source))
 
 
 def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.data.Dataset:
@@ -188,7 +204,7 @@ def _makes_batches(node: Any) -> bool | None:
         ops = {op.type for graph in graphs for op in graph.get_operations()}
         if any(op.startswith(kind) for op in ops for kind in _BATCHING):
             # window(n).flat_map(lambda part: part.batch(n)) makes rows that are sequences.
-            return not any(_kind(node) == "Window" for node in _nodes(node))
+            return not any(_kind(node) == "Window" for node in nodes(node))
         if kind != "GroupByWindow":
             return None
     found = [_makes_batches(node) for node in inputs]
@@ -204,8 +220,8 @@ def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
     Raises:
         ValueError: the order would differ by rank.
     """
-    nodes = list(_nodes(source))
-    shuffles = [node for node in nodes if _kind(node) in ("Shuffle", "Random")]
+    made_of = list(nodes(source))
+    shuffles = [node for node in made_of if _kind(node) in ("Shuffle", "Random")]
     seeds = [(int(node._seed), int(node._seed2)) for node in shuffles]
     if not alone and (0, 0) in seeds:
         raise ValueError(
@@ -213,7 +229,7 @@ def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
             "dataset.shuffle(…, seed=1), Dataset.list_files(…, seed=1), or let "
             "hvd.data.shard(…, shuffle=True) shuffle."
         )
-    if not alone and any(getattr(node, "_deterministic", None) == "false" for node in nodes):
+    if not alone and any(getattr(node, "_deterministic", None) == "false" for node in made_of):
         raise ValueError(
             "the dataset has deterministic=False, so its order differs by rank. Remove that from "
             "map() and interleave()."
@@ -300,11 +316,11 @@ def _apply(method: Any, dataset: Any, function: Callable[[Any], Any]) -> Any:
     return method(lambda *parts: function(parts if is_tuple else parts[0]))
 
 
-def _nodes(source: Any) -> Iterator[Any]:
+def nodes(source: Any) -> Iterator[Any]:
     """Yields a dataset and, recursively, its inputs."""
     yield source
     for node in source._inputs():
-        yield from _nodes(node)
+        yield from nodes(node)
 
 
 def _kind(node: Any) -> str:

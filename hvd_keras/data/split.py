@@ -78,6 +78,42 @@ class Split:
 
 
 @dataclass
+class Passes:
+    """Numbers the passes over a sharded source; the number decides the order.
+
+    Attributes:
+        next: the number of the next pass.
+        shuffling: the source, if it shuffles itself: then its order depends on how often it was
+            begun. Otherwise None.
+        is_shuffled: whether passes have different orders.
+        begun: how many passes were begun in this process, and in those that it continues.
+    """
+
+    next: int
+    shuffling: tf.data.Dataset | None
+    is_shuffled: bool
+    begun: int = 0
+
+    def begin(self) -> int:
+        """Returns the number of a pass that begins."""
+        self.next += 1
+        self.begun += 1
+        return self.next - 1
+
+    def state(self, within: bool) -> list[int]:
+        """What ``restore`` needs to repeat the pass that has begun (``within``), or the next."""
+        return [self.next - within, self.begun - within]
+
+    def restore(self, state: list[int]) -> None:
+        """Continues where another process was."""
+        self.next, begun = state
+        if self.shuffling is not None:
+            for _ in range(begun - self.begun):
+                iter(self.shuffling)
+        self.begun = begun
+
+
+@dataclass
 class Source:
     """An opened source of ``hvd.data.shard``.
 
@@ -88,6 +124,7 @@ class Source:
         steps: the number of steps in a pass.
         left_out: the number of rows that no rank gets.
         facts: further facts that must be equal on all ranks, as text.
+        is_shuffled: whether each pass has another order.
         batches: makes this rank's dataset of batches from the epoch's number, a scalar int64
             tensor; for "pad", of pairs (batch, weights), where weights are float32 of shape
             [batch_size] and 0 for padding.
@@ -99,4 +136,5 @@ class Source:
     steps: int
     left_out: int
     facts: str
+    is_shuffled: bool
     batches: Callable[[tf.Tensor], tf.data.Dataset]

@@ -1,6 +1,7 @@
 """The collectives of ``horovod.tensorflow`` where they differ from those of hvd_keras.
 
-Averages and scale factors of integers are computed in float64 and truncated. The gradients of
+Averages and scale factors of integers are computed in float64 and truncated; averages of sparse
+ones are floating-point numbers. The gradients of
 allgather, broadcast and reducescatter are those of the mean of the ranks' losses, not of their sum.
 """
 
@@ -132,7 +133,11 @@ def grouped_allreduce(
         )
         divisor = process_set.size() if reduction is ops.Average else 1
         for i, value in zip(integers, sums, strict=True):
-            results[i] = _truncated(value, postscale_factor, divisor)
+            if divisor > 1 and isinstance(value, tf.IndexedSlices):  # Horovod truncates others only
+                value = tf.IndexedSlices(value.values / divisor, value.indices, value.dense_shape)
+                results[i] = _truncated(value, postscale_factor)
+            else:
+                results[i] = _truncated(value, postscale_factor, divisor)
     return results
 
 

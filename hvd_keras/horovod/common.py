@@ -130,6 +130,8 @@ def refs_to_vars(references: Any) -> Any:
     return references.deref()
 
 
+NoneCompressor = hvd_keras.Compression.none
+FP16Compressor = hvd_keras.Compression.fp16
 _executing_eagerly = tf.executing_eagerly
 _has_eager = True
 _make_subgraph = tf.function

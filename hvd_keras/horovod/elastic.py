@@ -149,6 +149,9 @@ class ObjectState:
         return checkpoint.Content({"commit": -1}, []) if files else None
 
 
+State = ObjectState
+
+
 class TensorFlowState(ObjectState):
     """Variables of TensorFlow, and attributes.
 
@@ -270,6 +273,12 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
         return func(state, *args, **kwargs)
 
     return wrapper
+
+
+def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[..., _Result]:
+    """``run``, as ``horovod.common.elastic`` has it: ``reset`` is not needed in a new process."""
+    del reset
+    return run(func)
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -5,42 +5,65 @@ One script runs on all ranks there: on a rank outside of the process set they do
 
 import functools
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from hvd_keras import ops
-from hvd_keras._keras import keras
-from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import forgotten
+from hvd_keras.training import forgotten, together
 from hvd_keras.training import optimizer as distributed
 
 _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
 
 
+def in_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function: it gets these arguments, in this order, with hvd_keras's defaults.
+
+    Args:
+        names: separated by spaces; the default of those that hvd_keras lacks is None.
+    """
+    known = _ARGUMENTS.parameters
+    signature = inspect.Signature(
+        [
+            known[name].replace(annotation=inspect.Parameter.empty)
+            if name in known
+            else inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+            for name in names.split()
+        ]
+    )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(**signature.bind(*args, **kwargs).arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
 @functools.wraps(distributed.DistributedOptimizer)
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
     given = _ARGUMENTS.bind(optimizer, *args, **kwargs).arguments
+    if distributed.is_distributed(optimizer) and hasattr(optimizer, "from_config"):
+        # Horovod makes a new optimizer each time.
+        optimizer = type(optimizer).from_config(optimizer.get_config())
     if not is_outside(given.get("process_set", global_process_set)):
-        return distributed.DistributedOptimizer(optimizer, *args, **kwargs)
+        optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
+        if reducer := together.of_optimizer(optimizer):
+            reducer.is_horovods = True
+        return optimizer
     optimizer.register_local_var = lambda variable: None  # all are local
     forgotten.mark_alone(optimizer)
     return optimizer
 
 
+@in_order(
+    "optimizer name device_dense device_sparse compression sparse_as_dense "
+    "gradient_predivide_factor op groups process_set local_layers scale_local_gradients"
+)
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: ops.ReduceOp = ops.Average,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
-    scale_local_gradients: bool = True,
+    optimizer: Any, local_layers: Any = None, **arguments: Any
 ) -> Any:
     """``hvd_keras.PartialDistributedOptimizer``.
 
@@ -48,19 +71,7 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
         As ``hvd_keras.PartialDistributedOptimizer``.
     """
     variables = distributed.local_variables(local_layers)
-    partial = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    partial = DistributedOptimizer(optimizer, **arguments)
     for variable in variables:
         partial.register_local_var(variable)
     return partial

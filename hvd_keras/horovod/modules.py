@@ -1,53 +1,70 @@
-"""Fills the modules of the package ``horovod`` from the table of names."""
+"""Makes the modules of the package ``horovod`` from the table of names."""
 
 import importlib
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 import hvd_keras
 from hvd_keras import settings
 from hvd_keras.horovod import names
 
 
-class Filled(NamedTuple):
-    """What a module takes for its ``__getattr__``, ``__dir__`` and ``__all__``."""
+class _Finder:
+    """Finds the modules inside ``horovod``, whose own file is in ``path``."""
 
-    getattr: Callable[[str], Any]
-    dir: Callable[[], list[str]]
-    all: list[str]
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        known = {*names.MODULES, *names.ABSENT}
+        if name not in known or name == "horovod":
+            return None
+        has_others = any(other.startswith(f"{name}.") for other in known)
+        return ModuleSpec(name, _Finder, is_package=has_others)  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        """Python makes the module."""
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        name = module.__name__
+        if name in names.ABSENT:
+            raise ImportError(f"{name} is not there: {names.ABSENT[name]}", name=name)
+        module.__doc__ = f"What Horovod has in ``{name}``, from hvd_keras."
+        fill(module)
 
 
-def fill(module: str) -> Filled:
-    """The contents of a module, loaded when first used, as those of hvd_keras are.
+def install() -> None:
+    """Lets Python find the modules; after those of a real Horovod."""
+    if _Finder not in sys.meta_path:
+        sys.meta_path.append(_Finder)
 
-    Args:
-        module: its full name, such as "horovod.tensorflow".
-    """
-    settings.tell_hvdrun(settings.ASKED_FOR)
-    homes = names.MODULES[module]
+
+def fill(module: ModuleType) -> None:
+    """Gives a module its names, loaded when first used, as those of hvd_keras are."""
+    settings.tell_hvdrun(mark=settings.ASKED_FOR)
+    homes = names.MODULES[module.__name__]
 
     def get(name: str) -> Any:
         if name in homes:
             value = _load(homes[name], name)
-            setattr(sys.modules[module], name, value)
+            setattr(module, name, value)
             return value
         # In Horovod a package has loaded its modules.
-        if f"{module}.{name}" in names.MODULES:
-            return importlib.import_module(f"{module}.{name}")
+        if f"{module.__name__}.{name}" in names.MODULES:
+            return importlib.import_module(f"{module.__name__}.{name}")
         raise AttributeError(
-            f"module {module!r} has no attribute {name!r}. It is hvd_keras "
+            f"module {module.__name__!r} has no attribute {name!r}. It is hvd_keras "
             f"{hvd_keras.__version__}, which has the names of Horovod {names.VERSION} that "
             "docs/migrating.md lists."
         )
 
-    public = [name for name in homes if not name.startswith("_")]
-    return Filled(get, lambda: sorted({*vars(sys.modules[module]), *homes}), public)
-
-
-def refuse(module: str) -> ImportError:
-    """The error that a module raises for which hvd_keras has nothing."""
-    return ImportError(f"{module} is not there: {names.ABSENT[module]}", name=module)
+    vars(module).update(
+        __getattr__=get,
+        __dir__=lambda: sorted({*vars(module), *homes}),
+        __all__=[name for name in homes if not name.startswith("_")],
+    )
 
 
 def _load(home: str, name: str) -> Any:

@@ -159,6 +159,13 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home=_SETS,
         ),
         Row("Compression", note="also `.bf16`; `Compressor` is public"),
+        Row(
+            "compression.NoneCompressor compression.FP16Compressor",
+            "renamed",
+            "`Compression.none`, `Compression.fp16`",
+            horovod="",
+            home=None,
+        ),
         Row("Compressor", "same", "base class for your own compression"),
     ),
     "training": (
@@ -281,6 +288,22 @@ TABLE: dict[str, tuple[Row, ...]] = {
     ),
     "helpers": (
         Row(
+            "horovod.common.elastic.*",
+            "gone",
+            "not needed",
+            horovod="`State`, `ObjectState` and `run_fn`; the exceptions are never raised",
+            home=None,
+        ),
+        Row(
+            "horovod.data.* horovod.runner.launch horovod.runner.common.util.hosts "
+            "horovod.runner.common.util.safe_shell_exec horovod.runner.common.util.settings "
+            "horovod.runner.util.* horovod.tensorflow.gradient_aggregation*",
+            "gone",
+            "not needed",
+            horovod="`ImportError` with what to use",
+            home=None,
+        ),
+        Row(
             "horovod.common.util.* horovod.common.exceptions.*",
             "gone",
             "not needed",
@@ -346,7 +369,8 @@ _TENSORFLOW = _homes("the job", "collectives", "training")
 _KERAS_MODULE = _homes(
     "the job", "collectives", "training", "horovod.keras and horovod.tensorflow.keras"
 )
-_STATES = _homes("elastic")
+_ERRORS = "HorovodInternalError HostsUpdatedInterrupt"
+_STATES = _homes("elastic") | dict.fromkeys(_ERRORS.split(), "horovod.common")
 _CALLBACKS = _homes("callbacks") | {k: v for k, v in _STATES.items() if k.endswith("Callback")}
 _RUN = {"run": "horovod.runner"}
 
@@ -380,7 +404,8 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.tensorflow.functions": _of(
         _FUNCTIONS, "allgather_object broadcast_object broadcast_object_fn broadcast_variables"
     ),
-    "horovod.tensorflow.compression": _of("", "Compression Compressor"),
+    "horovod.tensorflow.compression": _of("", "Compression Compressor")
+    | _of(_COMMON, "NoneCompressor FP16Compressor"),
     "horovod.tensorflow.sync_batch_norm": _of("", "SyncBatchNormalization"),
     "horovod.tensorflow.elastic": _STATES,
     "horovod.tensorflow.keras": _KERAS_MODULE,
@@ -397,9 +422,8 @@ MODULES: dict[str, dict[str, str]] = {
     | _of(_COMMON, "mpi_built gloo_built nccl_built ddl_built ccl_built _cache")
     | _of(_COMMON, "check_extension extension_available gpu_available num_rank_is_power_2")
     | _of(_COMMON, "split_list is_version_greater_equal_than"),
-    "horovod.common.exceptions": _of(
-        _COMMON, "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError"
-    ),
+    "horovod.common.elastic": _of(_ELASTIC, "State ObjectState run_fn") | _of(_COMMON, _ERRORS),
+    "horovod.common.exceptions": _of(_COMMON, f"{_ERRORS} HorovodVersionMismatchError"),
     "horovod.common.process_sets": _of(
         _SETS, "ProcessSet add_process_set global_process_set remove_process_set"
     ),
@@ -410,6 +434,16 @@ ABSENT = {
     "horovod.torch": "hvd_keras trains TensorFlow and Keras models. For PyTorch use "
     "torch.nn.parallel.DistributedDataParallel.",
     "horovod.mxnet": "hvd_keras trains TensorFlow and Keras models.",
+    "horovod.data": "hvd_keras has no data loaders. tf.data's prefetch reads ahead.",
+    "horovod.runner.launch": "start the program with hvdrun, or call horovod.run.",
+    "horovod.runner.common.util.hosts": "hvdrun's hosts are options of its command line.",
+    "horovod.runner.common.util.safe_shell_exec": "Python's subprocess runs commands.",
+    "horovod.runner.common.util.settings": "hvdrun's settings are options of its command line.",
+    "horovod.runner.util": "Python's threading and subprocess have what is in it.",
+    "horovod.tensorflow.gradient_aggregation": "hvd.DistributedOptimizer has "
+    "backward_passes_per_step.",
+    "horovod.tensorflow.gradient_aggregation_eager": "hvd.DistributedOptimizer has "
+    "backward_passes_per_step.",
     "horovod.tensorflow.data": "hvd_keras has no service for tf.data. hvd_keras.data.shard gives "
     "each rank its part of a dataset.",
     "horovod.spark.keras": "hvd_keras has no Spark estimators. Write the rows with "

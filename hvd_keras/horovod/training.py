@@ -8,59 +8,31 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops
-from hvd_keras._keras import keras
 from hvd_keras.horovod import keras_training
 from hvd_keras.layers import saving
 from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.process_sets import global_process_set
 from hvd_keras.training import exchange, forgotten, tape
 from hvd_keras.training.optimizer import local_variables
 
 
+@keras_training.in_order(
+    "optimizer name use_locking device_dense device_sparse compression sparse_as_dense "
+    "backward_passes_per_step op gradient_predivide_factor average_aggregated_gradients "
+    "num_groups groups process_set scale_local_gradients"
+)
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Any,
-    name: str | None = None,
-    use_locking: bool = False,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False,
-    backward_passes_per_step: int = 1,
-    op: ops.ReduceOp = ops.Average,
-    gradient_predivide_factor: float = 1.0,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
+    optimizer: Any, use_locking: Any = None, **arguments: Any
 ) -> Any:
     """``hvd_keras.DistributedOptimizer`` with the arguments of ``horovod.tensorflow``.
 
-    Args:
-        use_locking: has no effect: the optimizer itself has such an argument.
-        optimizer, …: as in ``hvd_keras.DistributedOptimizer``.
+    ``use_locking`` has no effect: the optimizer itself has such an argument.
 
     Raises:
         As ``hvd_keras.DistributedOptimizer``.
     """
     del use_locking
-    return keras_training.DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-    )
+    return keras_training.DistributedOptimizer(optimizer, **arguments)
 
 
 class DistributedGradientTape(tape.DistributedGradientTape):
@@ -108,19 +80,12 @@ class DistributedGradientTape(tape.DistributedGradientTape):
         return pairs
 
 
+@keras_training.in_order(
+    "gradtape device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor "
+    "num_groups groups process_set local_layers scale_local_gradients"
+)
 def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    sparse_as_dense: bool = False,
-    op: ops.ReduceOp = ops.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
-    scale_local_gradients: bool = True,
+    gradtape: Any = None, local_layers: Any = None, **arguments: Any
 ) -> DistributedGradientTape:
     """``hvd_keras.PartialDistributedGradientTape``.
 
@@ -128,19 +93,7 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
         As ``hvd_keras.PartialDistributedGradientTape``.
     """
     variables = local_variables(local_layers)
-    partial = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+    partial = DistributedGradientTape(gradtape, **arguments)
     for variable in variables:
         partial.register_local_source(variable)
     return partial

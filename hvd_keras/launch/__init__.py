@@ -3,3 +3,8 @@
 Here: the command line, what the user asked for, and the order of events. Nothing in this package
 imports TensorFlow, Keras or MPI: the launcher must start at once.
 """
+
+import sys
+
+if sys.platform != "linux":
+    raise SystemExit(f"hvdrun: got {sys.platform}; expected Linux, perhaps in a container or WSL 2")

@@ -53,11 +53,22 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
+def _check_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder was deleted; change to one that exists") from error
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `hvdrun` with these arguments (default: the process's own); returns the exit status."""
     _open_standard_streams()
     try:
+        _check_folder()
         return _launch(arguments)
+    except KeyboardInterrupt:  # before `Signals` listens
+        print("hvdrun: SIGINT received before the start", file=sys.stderr)
+        return 128 + signal.SIGINT
     except UsageError as error:
         for line in str(error).splitlines():
             print(f"hvdrun: {line}", file=sys.stderr)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import hvd_keras
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.options import EXAMPLE
 
 # Options of the interpreter that have no value and come before a script.
 _FLAGS = re.compile(r"-[bBdEiIOPqsSuvx]+")
+
+# A script that cannot do without hvd_keras.
+_IMPORT = re.compile(rb"^(import|from) +hvd_keras\b", re.MULTILINE)
 
 
 def resolve(command: Sequence[str]) -> list[str]:
@@ -30,7 +36,9 @@ def resolve(command: Sequence[str]) -> list[str]:
     if path == sys.executable or re.fullmatch(r"python[\d.]*", Path(path).name):
         words = [word for word in command[1:] if not _FLAGS.fullmatch(word)]
         if words and not words[0].startswith("-"):
-            _check_script(Path(words[0]), compiles=os.path.samefile(path, sys.executable))
+            _check_script(Path(words[0]), path)
+        elif words[:2] == ["-m", "hvd_keras.check"]:
+            _check_packages(path)
     return [path, *command[1:]]
 
 
@@ -45,17 +53,41 @@ def _why_not(program: str) -> str:
     return f"got the command {program!r}, which is not on PATH; expected './{program}' for the file"
 
 
-def _check_script(script: Path, compiles: bool) -> None:
-    """`compiles` tells that the script is for the Python that runs us."""
+def _check_script(script: Path, python: str) -> None:
     if not script.exists():
         raise UsageError(
             f"got the script {str(script)!r}, which does not exist in {Path.cwd()}; "
             "expected the path of a Python file"
         )
-    if compiles and script.suffix == ".py" and script.is_file():
-        try:
+    if script.suffix != ".py" or not script.is_file():
+        return
+    try:
+        source = script.read_bytes()
+        if os.path.samefile(python, sys.executable):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                compile(script.read_bytes(), script, "exec", dont_inherit=True)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UsageError(f"cannot run {str(script)!r}: {error}") from error
+                compile(source, script, "exec", dont_inherit=True)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"cannot run {str(script)!r}: {error}") from error
+    if _IMPORT.search(source):
+        _check_packages(python)
+
+
+def _check_packages(python: str) -> None:
+    """Raise UsageError if this Python lacks what every rank needs; otherwise each rank would."""
+    names = ("hvd_keras", "tensorflow")
+    own = os.path.realpath(sys.executable), os.path.realpath(Path(sys.executable).parent)
+    if (os.path.realpath(python), os.path.realpath(Path(python).parent)) == own:
+        missing = [name for name in names if importlib.util.find_spec(name) is None]
+    else:
+        look = "import importlib.util as u; print(*(n for n in %r if u.find_spec(n) is None))"
+        command = [python, "-c", look % (names,)]
+        # Not from here, where hvd_keras may be a folder of sources.
+        missing = subprocess.run(command, cwd="/", capture_output=True, text=True).stdout.split()
+    if "hvd_keras" in missing:
+        raise UsageError(
+            f"got the Python {python}, which has no hvd_keras; hvdrun belongs to\n"
+            f"{sys.executable}. Omit the Python, as in {EXAMPLE}, or install hvd_keras there"
+        )
+    if "tensorflow" in missing:
+        raise UsageError(hvd_keras.no_tensorflow(python))

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import hvd_keras.horovod
+from hvd_keras.launch import horovodrun
 
 USAGE = """\
 usage: python -m hvd_keras.horovod COMMAND ...
@@ -18,9 +19,10 @@ file, '-m module', '-c code', or the name of a program such as a console script,
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The setting that makes ``import horovod`` find hvd_keras, in addition to an environment."""
+    """What an environment needs besides: ``import horovod`` finds hvd_keras; Horovod's settings."""
     others = environment.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [hvd_keras.horovod.PATH, others]))}
+    path = os.pathsep.join(filter(None, [hvd_keras.horovod.PATH, others]))
+    return {"PYTHONPATH": path, **horovodrun.translated(environment)}
 
 
 def execute(arguments: Sequence[str]) -> int:

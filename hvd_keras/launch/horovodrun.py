@@ -6,8 +6,9 @@ Those that hvdrun has under the same name and meaning are in `options`.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +45,7 @@ def _bytes_of_megabytes(text: str) -> str:
 def _log_level(text: str) -> str:
     level = {"TRACE": "DEBUG", "FATAL": "ERROR"}.get(text.upper(), text.upper())
     if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise UsageError(f"--log-level got {text!r}; expected debug, info, warning or error")
+        raise UsageError(f"the log level is {text!r}; expected debug, info, warning or error")
     return level
 
 
@@ -158,6 +159,38 @@ class _Action(argparse.Action):
             _say(f"{option_string} has no effect; {horovod.note}")
 
 
+# Horovod's settings that have a counterpart.
+SETTINGS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "HOROVOD_FUSION_THRESHOLD": ("HVD_BUCKET_BYTES", lambda text: text if text != "0" else "1"),
+    "HOROVOD_LOG_LEVEL": ("HVD_LOG_LEVEL", _log_level),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("HVD_STALL_WARNING_SECONDS", lambda text: text),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("HVD_TIMEOUT_SECONDS", lambda text: text),
+    "HOROVOD_TIMELINE": ("HVD_TIMELINE", lambda text: text),
+}
+
+# For an elastic job, in which horovodrun replaces ranks as often as needed.
+_ELASTIC_RESTARTS = 10
+
+
+def translated(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return hvd_keras's settings for those of Horovod, unless it has its own."""
+    found = {}
+    for theirs, (ours, convert) in SETTINGS.items():
+        if environment.get(theirs) and not environment.get(ours):
+            found[ours] = convert(environment[theirs])
+            _say_once(f"{theirs} is {ours}={found[ours]} here")
+    return found
+
+
+def restarts(given: argparse.Namespace) -> int:
+    """Return how often a job restarts whose command line does not say it."""
+    is_elastic = given.min_np is not None or given.host_discovery_script is not None
+    if not given.horovod or not is_elastic:
+        return 0
+    _say(f"an elastic job restarts up to {_ELASTIC_RESTARTS} times; --reset-limit N changes that")
+    return _ELASTIC_RESTARTS
+
+
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Let a parser of hvdrun's options understand horovodrun's."""
     parser.set_defaults(settings={})
@@ -170,6 +203,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
             nargs=option.values,
             help=argparse.SUPPRESS,
         )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    _say(text)
 
 
 def _say(text: str) -> None:

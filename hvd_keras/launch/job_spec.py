@@ -70,15 +70,14 @@ class JobSpec:
 
     def option_settings(self) -> dict[str, str]:
         """Return the environment settings of hvd_keras that options stand for."""
-        settings = dict(self.options.settings)
+        settings = horovod.settings(os.environ) if self.options.horovod else {}
+        settings |= self.options.settings
         if isinstance(self.engine, Mpirun) and self.engine.library:
             settings["HVD_MPI_LIBRARY"] = self.engine.library
         if self.options.timeline is not None:
             settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
         if self.options.strict:
             settings["HVD_STRICT"] = "1"
-        if self.options.horovod:
-            settings |= horovod.settings(os.environ)
         return settings
 
 
@@ -107,8 +106,6 @@ def build(given: argparse.Namespace) -> JobSpec:
             raise UsageError(
                 f"--env got {name!r}, which is not set; expected the name of a variable"
             )
-    if given.min_np is not None and size is not None and given.min_np > size:
-        raise UsageError(f"--min-np got {given.min_np}; expected at most -np, which is {size}")
     return JobSpec(
         options=given,
         command=command_check.resolve(words),
@@ -172,6 +169,11 @@ def _engine(
         and given.host_discovery_script is None
         and all(hosts.is_here(host.name) for host in wanted)
     ):
+        if len(wanted) > 1:
+            names = " and ".join(host.name for host in wanted)
+            raise UsageError(
+                f"got the hosts {names}, which are all this host; expected one of them"
+            )
         slots = wanted[0].slots
         size = slots if size is None and slots is not None else size or usable_cores()
         if slots is not None and size > slots and not given.oversubscribe:
@@ -184,7 +186,12 @@ def _engine(
                 f"-np is missing; expected the number of ranks, for example: {options.EXAMPLE}"
             )
         if size > usable_cores() and not given.oversubscribe:
-            raise _too_many(size, usable_cores(), "core")
+            if not given.horovod:
+                raise _too_many(size, usable_cores(), "core")
+            given.oversubscribe = True  # horovodrun never refuses
+            print(
+                f"hvdrun: {size} ranks share {usable_cores()} cores, which is slow", file=sys.stderr
+            )
     return find_mpirun(given.mpirun), wanted, size
 
 

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_usual(parser.add_argument_group("usual options"))
     _add_output(parser.add_argument_group("output"))
     _add_hosts(parser.add_argument_group("several hosts"))
-    _add_restarts(parser.add_argument_group("restarts"))
+    _add_restarts(parser.add_argument_group("restarts and the end"))
     _add_programs(parser.add_argument_group("programs"))
     _add_mpi(parser.add_argument_group("MPI"))
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
@@ -239,9 +239,8 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
         "--max-restarts",
         metavar="N",
         type=_at_least(0, "--max-restarts"),
-        default=0,
         help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
-        "resume (default: %(default)s)",
+        "resume (default: 0; 10 for elastic training with --horovod)",
     )
     add(
         "--min-np",
@@ -256,6 +255,14 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
         type=_at_least(0, "--restart-timeout"),
         default=600,
         help="how long to wait for enough slots before a restart (default: %(default)s)",
+    )
+    add(
+        "--stop-timeout",
+        metavar="SECONDS",
+        type=_at_least(0, "--stop-timeout"),
+        default=20,
+        help="how long ranks may take to save their work when a signal asks hvdrun to end, until "
+        "they are killed; a second Ctrl-C does not wait (default: %(default)s)",
     )
 
 
@@ -308,4 +315,7 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line (default: the process's own). Raises UsageError."""
-    return _parser().parse_args(arguments)
+    given = _parser().parse_args(arguments)
+    if given.max_restarts is None:
+        given.max_restarts = horovodrun.restarts(given)
+    return given

@@ -35,6 +35,17 @@ class Placement:
     hosts: Sequence[Host] | None
     names: Mapping[str, str]
 
+    def describe(self) -> str:
+        """Describe it in words, such as "2 ranks on this host, 1 core each"."""
+        ranks = f"{self.size} rank{'s' * (self.size != 1)}"
+        if self.hosts is not None:
+            return f"{ranks} on {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
+        if "" not in self.names.values():
+            return f"{ranks} where SLURM places them"
+        cores = max(1, usable_cores() // self.size)
+        each = " each" * (self.size != 1)
+        return f"{ranks} on this host, {cores} core{'s' * (cores != 1)}{each}"
+
 
 @dataclass(frozen=True)
 class Plan:

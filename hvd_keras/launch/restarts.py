@@ -30,6 +30,13 @@ LOOK_AGAIN = 5.0
 WAIT_AGAIN = 1.0
 
 
+# A start that ends within so many seconds is followed by a pause, from the second time on; each
+# pause is twice as long as the one before.
+QUICK = 10.0
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 60.0
+
+
 async def run(spec: JobSpec, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
     if spec.options.wait_for_hosts and not spec.is_local:
@@ -39,16 +46,20 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
             return Verdict(128 + signals.stop, [], True)
     placement = place(spec)
     size = placement.size
+    least = spec.options.min_np or size
+    if least > size:
+        raise UsageError(f"--min-np got {least}; expected at most the number of ranks, {size}")
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
     if spec.options.max_restarts and "HVD_COMMITS" not in os.environ:
         spec.options.settings["HVD_COMMITS"] = str(commits)
     verdict = await run_job.run(spec, placement, signals, first=True)
     restarts = spec.options.max_restarts
+    pause = 0.0
     for number in range(1, restarts + 1):
-        if verdict.status == 0 or signals.stop is not None:
+        if verdict.status == 0 or not await signals.sleep(pause):
             break
         if not spec.is_local:
-            found = await _replace(spec, size, signals)
+            found = await _replace(spec, size, least, signals)
             if found is None:
                 break
             placement = found
@@ -57,7 +68,10 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
             where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
         ranks = placement.size
         _say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        start = time.monotonic()
         verdict = await run_job.run(spec, placement, signals, first=False)
+        is_quick = time.monotonic() < start + QUICK
+        pause = min(2 * pause or FIRST_PAUSE, LONGEST_PAUSE) if is_quick else 0.0
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)
         await _sweep_lost(spec, signals, SILENCE)
@@ -157,9 +171,8 @@ def _stretched(found: Sequence[Host], size: int) -> list[Host]:
     return [Host(host.name, -(-(host.slots or 0) * size // slots)) for host in found]
 
 
-async def _replace(spec: JobSpec, size: int, signals: Signals) -> Placement | None:
+async def _replace(spec: JobSpec, size: int, least: int, signals: Signals) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
-    least = spec.options.min_np or size
     limit = time.monotonic() + spec.options.restart_timeout
     told: dict[str, str] = {}
     while True:

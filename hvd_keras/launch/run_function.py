@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from hvd_keras.launch.errors import STARTED
 from hvd_keras.launch.onhost.worker import CALL, FUNCTION, RESULT
 
 # Lines of hvdrun's errors that an exception repeats.
@@ -103,7 +103,8 @@ def call(
         command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
         status, told = _follow(command, out or sys.stdout, err or sys.stderr, process)
         if status != 0:
-            raise (ValueError if status == 2 else RuntimeError)(f"{name}: {told.strip()}")
+            refused = status == 2 and not Path(folder, STARTED).exists()
+            raise (ValueError if refused else RuntimeError)(f"{name}: {told.strip()}")
         paths = Path(folder).glob(f"{RESULT}-*")
         results = {int(path.name.rpartition("-")[2]): path for path in paths}
         return [results[rank].read_bytes() for rank in sorted(results)]
@@ -133,7 +134,7 @@ def _follow(
         try:
             status = hvdrun.wait()
         except BaseException:
-            hvdrun.send_signal(signal.SIGINT)
+            hvdrun.terminate()  # SIGINT may be ignored, as in the background of a shell's script
             hvdrun.wait()
             raise
         finally:

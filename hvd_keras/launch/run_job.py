@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_keras import postmortem
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import STARTED, UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
@@ -46,6 +46,15 @@ async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: b
     return verdict
 
 
+def _place(folder: Path, size: int) -> str:
+    """Say where a rank was that ended without a traceback; empty if not all ranks have told."""
+    told = ""
+    if len([*folder.glob("rank-*.requests")]) == size:  # all were on this host, and joined
+        with contextlib.suppress(ValueError):
+            told = postmortem.conclusion(folder)
+    return f"postmortem: {told}" if "\n" in told else ""
+
+
 def _new_folder(parent: str) -> Path:
     """Make the next folder start-N, for the files of one start."""
     number = 1
@@ -70,7 +79,13 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         spec.jobs.append(job)
     with job_directory(job) as directory:
         changed = signals.changed.set
-        output = Output(options.prefix, options.output_dir, append=not first, changed=changed)
+        output = Output(
+            options.prefix,
+            options.output_dir,
+            append=not first,
+            changed=changed,
+            verbose=options.verbose,
+        )
         ranks = _listen(spec, placement, secret, directory)
         planned = plan(
             spec,
@@ -85,8 +100,15 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             path.chmod(0o700)
         if options.verbose:
             print(planned.describe(), file=sys.stderr, flush=True)
+        elif sys.stderr.isatty() and first:
+            output.say(placement.describe())
         call = None if options.call is None else Path(options.call[1])
+        if call is not None:
+            Path(call, STARTED).touch()
         start = _start(spec, planned, job)
+        folder = directory / "postmortem"
+        if spec.is_local and options.postmortem is None:
+            start["environment"]["HVDRUN_POSTMORTEM"] = str(folder)
         # A restart has no input, because an earlier start has consumed it.
         statistics = spec.statistics
         statistics.start(ranks.size)
@@ -97,20 +119,32 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         if options.screen:
             screen.start()
 
+        place = ""
+
         async def sweep(grace: float) -> Collection[str]:
+            nonlocal place
+            place = _place(folder, ranks.size)  # the clean-up removes these files
             return await _sweep(ranks, placement, spec, job, grace)
 
         try:
-            return await Job(
+            verdict = await Job(
                 planned.command,
                 _environment(spec, planned),
                 ranks=ranks,
                 output=output,
                 signals=signals,
                 verbose=options.verbose,
+                stop_timeout=options.stop_timeout,
+                repeats_traceback=call is not None,
                 sweep=sweep,
                 ended=screen.stop,
             ).run()
+            has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
+            is_open = verdict.status != 0 and verdict.asked and not has_traceback
+            if is_open and options.postmortem is None:
+                place = place or "to see where each rank was, add --postmortem FOLDER"
+                print(f"hvdrun: {place}", file=sys.stderr, flush=True)
+            return verdict
         finally:
             await ranks.close()
             if options.timeline is not None and Path(options.timeline).exists():
@@ -141,10 +175,12 @@ def _start(spec: JobSpec, planned: Plan, job: str) -> dict[str, Any]:
     return {
         "command": list(spec.command),
         "directory": os.getcwd(),
-        "environment": dict(planned.environment),
+        "environment": {
+            **planned.environment,
+            **({"HVDRUN_VERBOSE": "1"} if spec.options.verbose else {}),
+        },
         "folders": [memory_folder(job)] if has_memory else [],
         "statistics": spec.options.stats or spec.options.metrics is not None,
-        "own_temporary": not spec.is_local,
         "open_files": OPEN_FILES[0] if spec.is_local else None,
     }
 

@@ -233,7 +233,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         )
         everyone = agree.gather_json(f"{self.request_name()} compared", text, ranks)
         if len(set(everyone)) > 1:
-            told = "; ".join(f"rank {r}: {t}" for r, t in zip(ranks.ranks, everyone, strict=True))
+            told = agree.by_rank(everyone, ranks)
             raise ValueError(
                 f"{self.name}: the ranks' tables differ: {told}. Every rank must use the same "
                 "vocabulary: adapt it to the same data everywhere, or on one rank and call "

@@ -16,7 +16,7 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import agree, ops, shards
 from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.layers.embedding import BLOCK, Embedding
 from hvd_keras.ops.compression import Compression, Compressor
@@ -55,8 +55,7 @@ def save_model(
 
     Raises:
         ValueError: the file's name does not end in ``.keras``, or tf_keras is in use.
-        OSError: (on the first rank) the file cannot be written.
-        RuntimeError: (on the other ranks) that rank could not write.
+        OSError: (on all ranks) the file cannot be written.
     """
     if is_legacy:
         raise ValueError("hvd.save_model needs Keras 3, but tf_keras is in use. Use model.save.")
@@ -82,7 +81,7 @@ def save_model(
 
     if process_set.rank() > 0:
         _exhaust(streams)
-    checkpoint.on_leader(process_set, write, what=str(filepath))
+    agree.on_leader(f"hvd.save_model: cannot write {filepath}", write, process_set)
 
 
 def load_model(

@@ -2,6 +2,7 @@
 
 import argparse
 import pathlib
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     left = 0
     for path in given.scripts:
         try:
-            script = Script(path.read_text("utf-8"))
+            script = Script(path.read_bytes().decode())  # with its line ends
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             print(f"{path}: {error}", file=sys.stderr)
             return 2
@@ -31,8 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if finding.text:
                 print(f"{path}:{script.line(finding)}: {finding.text}{done * is_certain}")
         if given.write:
-            path.write_text(script.written(), "utf-8")
+            _replace(path.resolve(), script.written().encode())
     return int(left > 0)
+
+
+def _replace(path: pathlib.Path, data: bytes) -> None:
+    """Replaces a file's contents at once, so that a failure leaves the old ones."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(data)
+    shutil.copymode(path, new)
+    new.replace(path)
 
 
 if __name__ == "__main__":

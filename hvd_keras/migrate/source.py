@@ -1,6 +1,7 @@
 """The text of a script: its places, and what its names stand for."""
 
 import ast
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -35,9 +36,9 @@ class Source:
     def __init__(self, text: str) -> None:
         self.text = text
         self.data = text.encode()
-        self._lines = [0]
-        for line in text.splitlines(keepends=True):
-            self._lines.append(self._lines[-1] + len(line.encode()))
+        # Where lines begin, by Python's grammar: a form feed, for example, ends none.
+        ends = [match.end() for match in re.finditer(rb"\r\n?|\n", self.data)]
+        self._lines = [0, *ends, len(self.data)]
         self.tree = ast.parse(text)
         self._modules: dict[str, str] = {}  # what a name of the script stands for
         self.nodes = list(ast.walk(self.tree))

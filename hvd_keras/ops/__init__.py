@@ -11,7 +11,7 @@ This package does not know Keras.
 """
 
 from hvd_keras.ops.allgather import allgather, grouped_allgather
-from hvd_keras.ops.allreduce import allreduce, grouped_allreduce, reduce_tensors, reductions
+from hvd_keras.ops.allreduce import allreduce, grouped_allreduce, is_reducing, reduce_tensors
 from hvd_keras.ops.alltoall import alltoall
 from hvd_keras.ops.barrier_join import barrier, join
 from hvd_keras.ops.broadcast import broadcast, grouped_broadcast
@@ -35,8 +35,8 @@ __all__ = [
     "grouped_allreduce",
     "grouped_broadcast",
     "grouped_reducescatter",
+    "is_reducing",
     "join",
     "reduce_tensors",
     "reducescatter",
-    "reductions",
 ]

@@ -1,6 +1,7 @@
 """Allreduce: every rank gets the sum, mean, ... of all ranks' tensors."""
 
 import contextvars
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,13 +13,14 @@ from hvd_keras.ops.reduce_op import Adasum, Average, ReduceOp, Sum, check_reduci
 from hvd_keras.ops.slices import name_of_slices, reduce_slices
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
-_reductions = 0
+# The functions that the script reduces tensors in.
+_reducing: weakref.WeakSet[Any] = weakref.WeakSet()
 _own = contextvars.ContextVar("hvd_keras reduces for itself", default=False)
 
 
-def reductions() -> int:
-    """How often the script has called ``allreduce`` or ``grouped_allreduce`` in this process."""
-    return _reductions
+def is_reducing() -> bool:
+    """Whether the script calls ``allreduce`` in the graph that is being built."""
+    return tf.compat.v1.get_default_graph() in _reducing
 
 
 def allreduce(
@@ -111,9 +113,11 @@ def grouped_allreduce(
         As ``allreduce``.
     """
     del ignore_name_scope
-    global _reductions
-    if not _own.get():
-        _reductions += 1
+    if not _own.get() and not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        while graph is not None:
+            _reducing.add(graph)
+            graph = getattr(graph, "outer_graph", None)
     validate.check("allreduce", process_set)
     name = validate.name("allreduce", name, process_set)
     only_slices = bool(tensors) and all(isinstance(x, tf.IndexedSlices) for x in tensors)
@@ -159,7 +163,7 @@ def grouped_allreduce(
 
 
 def reduce_tensors(tensors: Sequence[Any], **options: Any) -> list[Any]:
-    """``grouped_allreduce`` for hvd_keras itself, which ``reductions`` does not count."""
+    """``grouped_allreduce`` for hvd_keras itself, which ``is_reducing`` does not count."""
     token = _own.set(True)
     try:
         return grouped_allreduce(tensors, **options)

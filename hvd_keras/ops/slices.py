@@ -7,9 +7,6 @@ from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import Average, ReduceOp
 from hvd_keras.process_sets import ProcessSet
 
-# So many of its indices each rank sends a second time, to be compared with those of other ranks.
-_COMPARED = 8
-
 
 def name_of_slices(name: str) -> str:
     """The name under which the slices of an allreduce are gathered."""
@@ -26,8 +23,9 @@ def reduce_slices(
 ) -> list[tf.IndexedSlices]:
     """Gathers the rows of all ranks and scales them.
 
-    Rows that occur twice are not summed, unless all ranks have looked up the same rows: Keras's
-    adaptive optimizers square each row separately, so the result needs the rows of one process.
+    Rows that occur twice are not summed, except those of lookups that do not depend on the batch,
+    such as positions: Keras's adaptive optimizers square each row separately, so the result needs
+    the rows of one process.
 
     Args:
         slices: this rank's slices, each with any number of rows.
@@ -68,26 +66,48 @@ def reduce_slices(
 
 
 def _summary(indices: tf.Tensor) -> tf.Tensor:
-    """The number of rows of this rank and its first indices, -1 for those that it lacks.
+    """The number of rows of a lookup, and whether it does not depend on the batch.
 
     Args:
         indices: ``[rows]``, of any integer dtype.
 
     Returns:
-        int64 ``[1, 1 + _COMPARED]``.
+        int64 ``[1, 2]``.
     """
-    first = tf.cast(indices[:_COMPARED], tf.int64)
-    padded = tf.concat([first, tf.fill([_COMPARED], tf.constant(-1, tf.int64))], 0)[:_COMPARED]
-    return tf.concat([tf.shape(indices, tf.int64), padded], 0)[tf.newaxis]
+    rows = tf.shape(indices, tf.int64)
+    is_common = tf.constant([False])
+    if _is_constant(indices):
+        # A row that occurs twice belongs to several examples, such as a segment number of all
+        # tokens. So may a single one, if there are as many as examples.
+        ordered = tf.sort(indices)
+        is_common = tf.reduce_all(ordered[1:] > ordered[:-1])[tf.newaxis]
+        if not indices.shape.is_fully_defined():
+            is_common = tf.logical_and(is_common, rows > 1)
+    return tf.concat([rows, tf.cast(is_common, tf.int64)], 0)[tf.newaxis]
+
+
+def _is_constant(tensor: tf.Tensor) -> bool:
+    """Whether a tensor of a graph is computed from constants and shapes alone, not from data."""
+    if tf.is_symbolic_tensor(tensor):
+        seen, found = set(), [tensor.op]
+        while found:
+            op = found.pop()
+            if op.op_def.is_stateful or (not op.inputs and op.type != "Const"):
+                return False
+            if op.name not in seen and op.type not in ("Shape", "ShapeN", "Size"):
+                found += [value.op for value in op.inputs]
+            seen.add(op.name)
+        return True
+    return False  # In eager execution nobody knows.
 
 
 def _sum_equal_lookups(
     values: tf.Tensor, indices: tf.Tensor, summaries: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums the ranks' rows if all ranks have looked up the same, as embeddings of positions do.
+    """Sums the ranks' rows if the lookup does not depend on the batch, as that of positions.
 
-    Such a lookup does not depend on the batch, so one process has each row once, with the sum.
-    Ranks with shorter sequences have looked up only the first of the others' indices.
+    One process has each of its rows once, with the sum. Ranks with shorter sequences have looked up
+    only the first of the others' indices.
 
     Args:
         values: ``[sum of rows, ...]``, in the order of the ranks.
@@ -97,9 +117,7 @@ def _sum_equal_lookups(
     Returns:
         Values and indices of the same shapes; rows that are no longer needed are 0.
     """
-    rows, heads = summaries[:, 0], summaries[:, 1:]
-    # In most steps these differ already. Comparing all rows of all ranks would take long.
-    may_be_same = tf.reduce_all((heads < 0) | tf.equal(heads, tf.reduce_max(heads, 0)))
+    rows = summaries[:, 0]
 
     def compared() -> tuple[tf.Tensor, tf.Tensor]:
         number = tf.range(tf.size(indices, tf.int64))
@@ -109,8 +127,6 @@ def _sum_equal_lookups(
         longest = tf.argmax(rows)
         first = tf.gather(ends - rows, longest)
         same = tf.reduce_all(tf.equal(indices, tf.gather(indices, first + place)))
-        # A single row may be the same by chance if each rank has one example.
-        same = tf.logical_and(same, tf.gather(rows, longest) > 1)
 
         def summed() -> tuple[tf.Tensor, tf.Tensor]:
             needed = number < tf.gather(rows, longest)
@@ -120,5 +136,6 @@ def _sum_equal_lookups(
         both: tuple[tf.Tensor, tf.Tensor] = tf.cond(same, summed, lambda: (values, indices))
         return both
 
-    chosen: tuple[tf.Tensor, tf.Tensor] = tf.cond(may_be_same, compared, lambda: (values, indices))
+    is_common = tf.reduce_all(summaries[:, 1] > 0)
+    chosen: tuple[tf.Tensor, tf.Tensor] = tf.cond(is_common, compared, lambda: (values, indices))
     return chosen

@@ -56,9 +56,9 @@ class _Recorder:
         self._keep = False
         self._count = 0
         folder.mkdir(parents=True, exist_ok=True)
-        with self._paths[1].open("w+b") as file:
-            file.truncate(CALLS * postmortem.CALL_BYTES)
-            self._calls = mmap.mmap(file.fileno(), CALLS * postmortem.CALL_BYTES)
+        self._calls: mmap.mmap | None = None
+        if settings.read().postmortem_is_asked:  # it takes microseconds of each call
+            self._calls = self._make_calls()
         self._written: list[tuple[str, CodeType, int] | None] = [None] * CALLS
         self._stacks: BinaryIO = self._paths[2].open("wb", buffering=0)
         about = {"host": socket.gethostname(), "pid": os.getpid(), "libraries": _libraries()}
@@ -73,11 +73,19 @@ class _Recorder:
             raise ValueError(f"HVD_POSTMORTEM: {_library.core().hvd_error().decode()}")
         threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True).start()
 
+    def _make_calls(self) -> mmap.mmap:
+        with self._paths[1].open("w+b") as file:
+            # A full disk fails here, and not where the memory is written (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, CALLS * postmortem.CALL_BYTES)
+            return mmap.mmap(file.fileno(), CALLS * postmortem.CALL_BYTES)
+
     def _write(self, line: str) -> None:
         self._stacks.write(line.encode() + b"\n")
 
     def note_call(self, request: str) -> None:
         """Keeps the script's line that asks for a request."""
+        if self._calls is None:
+            return
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and not _is_script(frame.f_code.co_filename):
             frame = frame.f_back
@@ -123,7 +131,7 @@ class _Recorder:
 
     def _write_native_stacks(self) -> None:
         program = shutil.which("py-spy")
-        if program is None:
+        if program is None or not settings.read().postmortem_is_asked:
             return
         command = [program, "dump", "--native", "--pid", str(os.getpid())]
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -144,7 +152,7 @@ _recorder: _Recorder | None = None
 
 
 def start() -> None:
-    """Begins to record, if ``HVD_POSTMORTEM`` is set; after the job has begun.
+    """Begins to record, if there is a folder for it; after the job has begun.
 
     Raises:
         ValueError: the files cannot be made.
@@ -155,7 +163,11 @@ def start() -> None:
         return
     try:
         _recorder = _Recorder(folder, rank_info.rank())
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        if not settings.read().postmortem_is_asked:
+            return  # hvdrun then says less after a failure
+        if isinstance(error, ValueError):
+            raise
         raise ValueError(
             f"HVD_POSTMORTEM is '{folder}', where rank {rank_info.rank()} cannot make a file: "
             f"{error.strerror}. Name a folder that every rank may write to, or unset it."

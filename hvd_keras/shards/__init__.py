@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "mark",
     "of",
     "owned",
+    "places_in",
     "saving_places",
     "whole",
     "without",
@@ -87,6 +88,34 @@ def of(variable: Any) -> Shard | None:
     """What ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
     found = _known.get(id(inner_variable(variable)))
     return found[1] if found else None
+
+
+def places_in(
+    variables: Sequence[Any], name: str, op: ops.ReduceOp, process_set: ProcessSet
+) -> set[int]:
+    """The places of the parts of tables among the variables of the optimizer ``name``.
+
+    Raises:
+        ValueError: the options of the optimizer do not fit them.
+    """
+    places = set()
+    for i, variable in enumerate(variables):
+        shard = of(variable)
+        if shard is None:
+            continue
+        path = getattr(variable, "path", variable.name)
+        if shard.process_set is not process_set:
+            raise ValueError(
+                f"{name}: {path} is divided between {shard.process_set}, but {process_set} trains "
+                "it. Give both the same process_set."
+            )
+        if op is ops.Adasum:
+            raise ValueError(
+                f"{name}: {path} is divided between ranks, so op=hvd.Adasum is not possible. Use "
+                "hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
+            )
+        places.add(i)
+    return places
 
 
 def without(variables: Iterable[Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Clips gradients by norms, where each rank has the gradients of its parts of tables."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -28,32 +28,48 @@ def clip(
     name: str,
     process_set: ProcessSet,
     known: Mapping[int, Any] | None = None,
+    local: Set[int] | None = None,
 ) -> Any:
-    """Does what ``optimizer._clip_gradients`` does in one process that has the whole tables.
+    """Does what ``optimizer._clip_gradients`` does in one process that has all variables.
 
     Args:
         optimizer: with Keras's options of clipping.
-        gradients: dense or sparse ones, or None; not in ``divided``, they are equal on all ranks.
+        gradients: dense or sparse ones, or None; equal on all ranks, except those in ``divided``
+            and ``local``.
         divided: the places of the gradients of parts of tables.
         name: identifies the optimizer on all ranks.
         process_set: the ranks that have the other parts.
         known: the squared norms of gradients that other ranks have, by place, for
             ``clips_by_all``.
+        local: the places of the gradients of variables that belong to this rank alone; None if no
+            rank has such variables.
     """
     places = [i for i in sorted(divided) if gradients[i] is not None]
     by_variable = clips_by_variable(optimizer)
-    if not (places or known) or not (by_variable or clips_by_all(optimizer)):
+    if by_variable:
+        local = None  # the norm of each is known here
+    if not (places or known or local is not None) or not (by_variable or clips_by_all(optimizer)):
         return type(optimizer)._clip_gradients(optimizer, gradients)
-    squares: dict[int, Any] = {}
-    if places:
-        squares = _of_tables(gradients, places, name, process_set)
+    mine = [_square(gradients[i]) for i in places]
+    if local is not None:
+        # Ranks may have different numbers of them, so one number stands for all.
+        of_local = [_square(gradients[i]) for i in sorted(local) if gradients[i] is not None]
+        of_local = [tf.cast(square, keras.backend.floatx()) for square in of_local]
+        mine.append(tf.add_n(of_local) if of_local else tf.zeros([], keras.backend.floatx()))
+    sums: list[Any] = []
+    if mine:
+        sums = ops.reduce_tensors(
+            mine, op=ops.Sum, name=f"{name} norms of parts", process_set=process_set
+        )
+    squares: dict[int, Any] = dict(zip(places, sums, strict=False))
     if not by_variable:
         squares.update(known or {})
         all_squares = [
-            squares[i] if i in squares else keras.ops.sum(keras.ops.square(gradient))
+            squares[i] if i in squares else _square(gradient)
             for i, gradient in enumerate(gradients)
-            if gradient is not None
+            if gradient is not None and i not in (local or ())
         ]
+        all_squares += sums[len(places) :]
         # As Keras does it, bit for bit.
         norm = keras.ops.sqrt(keras.ops.sum(keras.ops.stack(all_squares)))
         limit = optimizer.global_clipnorm
@@ -71,30 +87,41 @@ def clip(
     return clipped
 
 
-def _of_tables(
-    gradients: Sequence[Any], places: list[int], name: str, process_set: ProcessSet
-) -> dict[int, Any]:
-    """The squared norms of the gradients of whole tables, by place."""
-    mine = [keras.ops.sum(keras.ops.square(gradients[i])) for i in places]
-    sums = ops.reduce_tensors(
-        mine, op=ops.Sum, name=f"{name} norms of tables", process_set=process_set
-    )
-    return dict(zip(places, sums, strict=True))
+def _square(gradient: Any) -> Any:
+    return keras.ops.sum(keras.ops.square(gradient))
 
 
-def check_alone(optimizer: Any, variables: Iterable[Any]) -> None:
-    """Refuses an optimizer that would clip by norms of this rank's parts.
+_ADVICE = (
+    "hvd.DistributedOptimizer computes norms over all ranks: use it instead of a tape, and not "
+    "around a MultiOptimizer. Or leave clipping out."
+)
+
+
+def check_alone(optimizer: Any, variables: Iterable[Any], local: Container[Any]) -> None:
+    """Refuses an optimizer that would clip by norms which this rank does not know.
+
+    Args:
+        optimizer: not distributed.
+        variables: that it updates.
+        local: variables that belong to this rank alone.
 
     Raises:
-        ValueError: it is not distributed, clips by norms and updates a part of a table.
+        ValueError: it clips by norms and updates a part of a table, or clips by the norm of all
+            gradients and updates a local variable.
     """
-    if not (getattr(optimizer, "clipnorm", None) or getattr(optimizer, "global_clipnorm", None)):
+    by_all = getattr(optimizer, "global_clipnorm", None)
+    if not (getattr(optimizer, "clipnorm", None) or by_all):
         return
     for variable in variables:
+        if by_all and variable in local:
+            raise ValueError(
+                f"{type(optimizer).__name__} clips by the norm of all gradients (global_clipnorm), "
+                f"but {getattr(variable, 'path', variable.name)} belongs to this rank alone, so "
+                f"each rank would scale the shared gradients differently. {_ADVICE}"
+            )
         shard = shards.of(variable)
         if shard is not None and shard.process_set.size() > 1:
             raise ValueError(
                 f"{type(optimizer).__name__} clips by norms (clipnorm, global_clipnorm), but each "
-                f"rank has a part of {variable.path} only. Use hvd.DistributedOptimizer, which "
-                "computes the norms over all ranks, in place of a tape, or leave clipping out."
+                f"rank has a part of {variable.path} only. {_ADVICE}"
             )

@@ -96,6 +96,14 @@ class Packed:
                     name=f"{self._name} values of owners {number}, {dtype.name}",
                     process_set=self._process_set,
                 )
+            whole = tf.debugging.assert_equal(
+                tf.size(everyone),
+                request.length * self._process_set.size(),
+                "shard_state=True: a rank has joined (hvd.join), so nobody updates the variables "
+                "that it owns. Give all ranks the same number of batches, or leave shard_state out",
+            )
+            with tf.control_dependencies([] if whole is None else [whole]):
+                everyone = tf.identity(everyone)
             after = [everyone]
             for other, pieces in enumerate(request.rows):
                 if other != rank:

@@ -7,6 +7,7 @@ update is that of one process, bit for bit.
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -54,7 +55,6 @@ class State:
 
     Args:
         optimizer: not built yet.
-        outermost: the same, or the LossScaleOptimizer around it.
         name: identifies the optimizer on all ranks.
         process_set: the ranks that train together; more than one.
         is_local: whether a variable belongs to this rank alone.
@@ -67,7 +67,6 @@ class State:
     def __init__(
         self,
         optimizer: Any,
-        outermost: Any,
         name: str,
         process_set: ProcessSet,
         is_local: Callable[[Any], bool],
@@ -94,9 +93,8 @@ class State:
         optimizer._backend_update_step = self._update
         optimizer._update_model_variables_moving_average = self._update_averages
         optimizer._overwrite_model_variables_with_average_value = self._use_averages
-        for saved in {id(o): o for o in (optimizer, outermost)}.values():
-            saved.save_own_variables = _Saver(saved, self).save
-            saved.load_own_variables = _Saver(saved, self).load
+        optimizer.save_own_variables = functools.partial(_save, optimizer)
+        optimizer.load_own_variables = functools.partial(_load, optimizer)
 
     # Owners and slots
 
@@ -211,13 +209,20 @@ class State:
                 results[i] = reduced[i]
         return results
 
-    def clip(self, gradients: Sequence[Any], variables: Sequence[Any], divided: Set[int]) -> Any:
+    def clip(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        divided: Set[int],
+        local: Set[int] | None,
+    ) -> Any:
         """Clips the gradients of the variables that this rank updates, as one process does.
 
         Args:
             gradients: from ``reduce``, in the order of ``variables``.
             variables: that they belong to.
             divided: the places of the gradients of parts of tables.
+            local: as in ``clipping.clip``.
         """
         optimizer = self._optimizer
         held = [i for i, variable in enumerate(variables) if self.holds(variable)]
@@ -226,7 +231,7 @@ class State:
         if clipping.clips_by_all(optimizer) and self.exchanges:
             known = self._squares(gradients, variables)
         else:
-            places = held
+            places, local = held, None
         cut = clipping.clip(
             optimizer,
             [gradients[i] for i in places],
@@ -234,6 +239,7 @@ class State:
             self._name,
             self._process_set,
             known,
+            local,
         )
         results = list(gradients)
         for i, gradient in zip(places, cut, strict=True):
@@ -345,36 +351,42 @@ class State:
         return self._packed[key]
 
 
-class _Saver:
-    """How an optimizer with a share of its state writes and reads files of Keras."""
+def wrap_files(method: Callable[..., None]) -> Callable[..., None]:
+    """Wraps how a LossScaleOptimizer writes and reads files, with the optimizer in it.
 
-    def __init__(self, optimizer: Any, state: State) -> None:
-        self._optimizer = optimizer
-        self._state = state
+    On the class, because ``compile`` creates such optimizers by itself.
+    """
+    own = {"save_own_variables": _save, "load_own_variables": _load}[method.__name__]
 
-    def save(self, store: Any) -> None:
-        """Replaces ``save_own_variables``."""
-        places = shards.saving_places.get()
-        for i, variable in enumerate(self._optimizer.variables):
-            if shards.of(variable) is None:
-                store[str(i)] = variable.numpy()
-            elif _id(variable) in places:
-                store[str(i)] = places[_id(variable)]
-            else:
-                raise ValueError(
-                    f"this rank has a share of the state of {self._optimizer.name} only "
-                    "(shard_state=True). Use hvd.save_model(model, path), on all ranks, or "
-                    "hvd.callbacks.Checkpoint."
-                )
+    @functools.wraps(method)
+    def of_inner(self: Any, store: Any) -> None:
+        (own if hasattr(self.inner_optimizer, "_hvd_state") else method)(self, store)
 
-    def load(self, store: Any) -> None:
-        """Replaces ``load_own_variables``: the file has the whole state."""
-        for i, variable in enumerate(self._optimizer.variables):
-            shard = shards.of(variable)
-            if shard is None:
-                variable.assign(store[str(i)])
-            else:
-                set_share(variable, np.asarray(store[str(i)]))
+    return of_inner
+
+
+def _save(optimizer: Any, store: Any) -> None:
+    """Replaces ``save_own_variables``."""
+    places = shards.saving_places.get()
+    for i, variable in enumerate(optimizer.variables):
+        if shards.of(variable) is None:
+            store[str(i)] = variable.numpy()
+        elif _id(variable) in places:
+            store[str(i)] = places[_id(variable)]
+        else:
+            raise ValueError(
+                f"this rank has a share of the state of {optimizer.name} only (shard_state=True). "
+                "Use hvd.save_model(model, path), on all ranks, or hvd.callbacks.Checkpoint."
+            )
+
+
+def _load(optimizer: Any, store: Any) -> None:
+    """Replaces ``load_own_variables``: the file has the whole state."""
+    for i, variable in enumerate(optimizer.variables):
+        if shards.of(variable) is None:
+            variable.assign(store[str(i)])
+        else:
+            set_share(variable, np.asarray(store[str(i)]))
 
 
 def set_share(variable: Any, whole: Any) -> None:

@@ -1,21 +1,24 @@
 """Files of models and checkpoints: written atomically; checkpoints are verified before use.
 
 A checkpoint is an HDF5 file with a user block of 512 bytes, which HDF5 skips. The block holds the
-SHA-256 of the rest, so every bit of the file is covered and HDF5 never parses a damaged file. The
-file contains a text ``facts`` (JSON) and a group ``variables`` with one dataset per variable, in
-order.
+file's name and the SHA-256 of the rest, so every bit of the file is covered, no file passes for
+another, and HDF5 never parses a damaged file. The file contains a text ``facts`` (JSON) and a group
+``variables`` with one dataset per variable, in order.
 """
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import inspect
+import io
 import json
 import os
 import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +26,7 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree
-from hvd_keras.process_sets import ProcessSet
-
-_FIRST_LINE = b"hvd_keras checkpoint 1\n"
+_FIRST_LINE = b"hvd_keras checkpoint 2\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
 _NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
 _UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
@@ -77,11 +77,8 @@ def files(directory: pathlib.Path) -> list[pathlib.Path]:
     """
     if not directory.exists():
         return []
-    return sorted(
-        (path for path in directory.iterdir() if _NAME.fullmatch(path.name)),
-        key=_position,
-        reverse=True,
-    )
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_file()]
+    return sorted(found, key=_position, reverse=True)
 
 
 def _position(path: pathlib.Path) -> tuple[int, ...]:
@@ -114,20 +111,48 @@ def write(path: pathlib.Path, facts: dict[str, Any], variables: Iterable[Variabl
     """
 
     def fill(temporary: pathlib.Path) -> None:
-        with h5py.File(temporary, "w", userblock_size=_BLOCK) as file:
-            file["facts"] = json.dumps(facts)
-            group = file.create_group("variables")
-            for number, variable in enumerate(variables):
-                data = group.create_dataset(f"{number:06d}", data=_storable(variable.value))
-                data.attrs["path"] = variable.path
-                data.attrs["by_rank"] = variable.by_rank
-                data.attrs["dtype"] = variable.value.dtype.name
-        with temporary.open("r+b") as file:
-            block = _block(file)
-            file.seek(0)
-            file.write(block)
+        with _Disk(temporary, "w+b") as disk:
+            with h5py.File(disk, "w", userblock_size=_BLOCK) as file:
+                file["facts"] = json.dumps(facts)
+                group = file.create_group("variables")
+                for number, variable in enumerate(variables):
+                    data = group.create_dataset(f"{number:06d}", data=_storable(variable.value))
+                    data.attrs["path"] = variable.path
+                    data.attrs["by_rank"] = variable.by_rank
+                    data.attrs["dtype"] = variable.value.dtype.name
+                    disk.check()
+            disk.check()
+            block = _block(disk, path.name)
+            disk.seek(0)
+            disk.write(block)
+            disk.check()
 
     write_whole(path, fill)
+
+
+class _Disk(io.FileIO):
+    """A file for HDF5, which cannot close one after an error, and would hold its disk space.
+
+    So an error of ``write`` is kept for ``check``, and later bytes are dropped.
+    """
+
+    _error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all bytes, or none after an error."""
+        rest = memoryview(data).cast("B")
+        length = len(rest)
+        try:
+            while rest and self._error is None:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self._error = error
+        return length
+
+    def check(self) -> None:
+        """Raises the error of an earlier ``write``."""
+        if self._error is not None:
+            raise self._error
 
 
 def prune(newest: pathlib.Path, keep: int) -> None:
@@ -176,21 +201,23 @@ def verify(path: pathlib.Path) -> None:
             raise DamagedError("it is empty")
         if not found.startswith(_FIRST_LINE):
             raise DamagedError("it does not begin like a checkpoint of hvd_keras")
-        told = re.search(rb"\n(\d+) bytes\n", found)
+        told = re.search(rb"\n(\d+) bytes of ([\x21-\x7e]+)\n", found)
         if told and int(told[1]) != size:
             raise DamagedError(f"it has {size} bytes, but {int(told[1])} were written")
-        if found != _block(file):
+        if told and told[2].decode() != path.name:
+            raise DamagedError(f"it was written as {told[2].decode()}")
+        if found != _block(file, path.name):
             raise DamagedError("its content does not match its SHA-256")
 
 
-def _block(file: Any) -> bytes:
-    """Computes the user block for the content of an open file."""
+def _block(file: Any, name: str) -> bytes:
+    """Computes the user block for the content of an open file, which will have this name."""
     digest = hashlib.sha256()
     file.seek(_BLOCK)
     while piece := file.read(1 << 20):
         digest.update(piece)
-    text = b"%b%d bytes\nSHA-256 %b\n" % (_FIRST_LINE, file.tell(), digest.hexdigest().encode())
-    return text.ljust(_BLOCK, b"\0")
+    rest = f"{file.tell()} bytes of {name}\nSHA-256 {digest.hexdigest()}\n"
+    return (_FIRST_LINE + rest.encode()).ljust(_BLOCK, b"\0")
 
 
 def _storable(value: Any) -> Any:
@@ -209,99 +236,104 @@ def restored(data: Any) -> Any:
     return np.frombuffer(value.tobytes(), dtype).reshape(value.shape[:-1])
 
 
-def wrap_save(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``keras.Model.save`` and ``save_weights``: a file is complete at every moment.
+def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., Any]:
+    """Wraps a function that saves a model: each file is complete at every moment.
 
     A script that saves on all ranks would otherwise have several processes write one file at once.
+
+    Args:
+        save: ``keras.Model.save``, ``save_weights`` or ``export``, or ``tf.saved_model.save``.
+        folders: whether it writes any kind of file or folder, and makes its parents.
     """
     signature = inspect.signature(save)
+    argument = "filepath" if "filepath" in signature.parameters else "export_dir"
 
     @functools.wraps(save)
-    def save_whole(self: Any, *args: Any, **kwargs: Any) -> None:
+    def save_whole(*args: Any, **kwargs: Any) -> Any:
         try:
-            bound = signature.bind(self, *args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
         except TypeError:
-            save(self, *args, **kwargs)  # raises an error that says what is wrong
-            return
-        target = _file_to_replace(**bound.arguments)
-        if target is None:
-            save(self, *args, **kwargs)
-            return
+            return save(*args, **kwargs)  # raises an error that says what is wrong
+        given = bound.arguments[argument]
+        if not _is_local(given) or not (folders or _can_be_replaced(**bound.arguments)):
+            return save(*args, **kwargs)
 
         def write(path: pathlib.Path) -> None:
-            bound.arguments["filepath"] = path
-            save(*bound.args, **bound.kwargs)
+            bound.arguments[argument] = str(path)
+            printed = io.StringIO()  # Keras prints where it exports to
+            with contextlib.redirect_stdout(printed) if folders else contextlib.nullcontext():
+                save(*bound.args, **bound.kwargs)
+            print(printed.getvalue().replace(str(path), str(given)), end="")
 
-        write_whole(target, write)
+        return write_whole(given, write)
 
     return save_whole
 
 
-def _file_to_replace(
+def _is_local(path: Any) -> bool:
+    return isinstance(path, (str, os.PathLike)) and "://" not in str(path)
+
+
+def _can_be_replaced(
     filepath: Any,
     overwrite: bool = True,
     zipped: bool | None = None,
     max_shard_size: float | None = None,
     save_format: str | None = None,
     **others: Any,
-) -> pathlib.Path | None:
-    """The one local file that Keras would write with these arguments; None if it would not."""
-    if not isinstance(filepath, (str, os.PathLike)) or "://" in str(filepath):
-        return None
-    if zipped is False or max_shard_size is not None or save_format == "tf":
-        return None  # folders, or several files
+) -> bool:
+    """Whether Keras would write files in an existing folder, and may replace them."""
     target = pathlib.Path(filepath)
-    if target.suffix not in (".keras", ".h5") or target.is_dir() or not target.parent.is_dir():
-        return None
-    return target if overwrite or not target.exists() else None
-
-
-def on_leader(
-    process_set: ProcessSet, write: Callable[[], None], what: str = "the checkpoint"
-) -> None:
-    """Calls ``write`` on the first rank of a process set; the other ranks wait for it.
-
-    Args:
-        process_set: the ranks that call this.
-        write: called on the first rank.
-        what: what it writes, for the error of the other ranks.
-
-    Raises:
-        Exception: (on the first rank) what ``write`` raised.
-        RuntimeError: (on the other ranks) the first rank could not write.
-    """
-    error: Exception | None = None
-    if process_set.rank() == 0:
-        try:
-            write()
-        except Exception as caught:
-            error = caught
-    text = f"{type(error).__name__}: {error}" if error else None
-    said = agree.gather_json("checkpoint", text, process_set)[0]
-    if error is not None:
-        raise error
-    if said is not None:
-        raise RuntimeError(f"rank {process_set.ranks[0]} could not write {what}: {said}")
+    if not target.parent.is_dir() or (target.exists() and not overwrite):
+        return False
+    if zipped is False or max_shard_size is not None:
+        return True
+    is_single = target.suffix in (".keras", ".h5") and save_format != "tf"
+    return is_single and not target.is_dir()
 
 
 def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
-    """Lets ``write`` write a temporary file, and renames it to the target once it is on disk.
+    """Lets ``write`` write into a temporary folder; moves what it wrote once that is on disk.
+
+    Each file is replaced at once, in the order in which they were written, so those that name
+    others come last.
 
     Args:
-        filepath: the target; its folder is created if necessary.
-        write: called with the path to write to, which has the target's file name.
+        filepath: the target, a file or a folder; its folder is created if necessary.
+        write: called with the path to write to, which has the target's name. It may write other
+            files beside it.
 
     Raises:
         OSError: the disk is full, or a permission is missing. No partial file is left.
     """
     target = pathlib.Path(filepath)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        temporary = pathlib.Path(folder) / target.name  # Keras chooses the format by the suffix
-        write(temporary)
-        _sync(temporary)
-        temporary.replace(target)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
+        folder = pathlib.Path(name)
+        write(folder / target.name)  # Keras chooses the format by the suffix
+        written = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime_ns)
+        files = [path for path in written if path.is_file()]
+        for path in files:
+            _sync(path)
+        with _locked(target.parent):
+            for path in written:
+                if path.is_dir():
+                    (target.parent / path.relative_to(folder)).mkdir(parents=True, exist_ok=True)
+            for path in files:
+                path.replace(target.parent / path.relative_to(folder))
     _sync(target.parent)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps the files of one writer together: those of two would not fit to each other."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: pathlib.Path) -> None:

@@ -140,11 +140,45 @@ class ExchangeOptions:
             )
         return gradient * factor
 
+    def of_dense(self) -> dict[str, Any]:
+        """Returns the arguments of the collective that reduces dense gradients."""
+        return {
+            "op": self.op,
+            "compression": self.compression,
+            "device_dense": self.device_dense,
+            "prescale_factor": 1 / self.gradient_predivide_factor,
+            "postscale_factor": self.gradient_predivide_factor,
+        }
+
     def densified(self, gradients: Sequence[Any]) -> list[Any]:
         """Converts gradients to dense tensors, if ``sparse_as_dense`` is set."""
         if not self.sparse_as_dense:
             return list(gradients)
         return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
+
+
+def overwrite(
+    gradients: list[Any], variables: Sequence[Any], name: str, process_set: ProcessSet
+) -> list[int]:
+    """Replaces "gradients" that are new values (float8 scales) by the ranks' maximum.
+
+    Keras uses the maximum of several such values, too.
+
+    Returns:
+        Their indices.
+    """
+    indices = [
+        i
+        for i, variable in enumerate(variables)
+        if gradients[i] is not None and getattr(variable, "overwrite_with_gradient", False)
+    ]
+    if indices:
+        values = [gradients[i] for i in indices]
+        name = f"{name} overwritten"
+        largest = ops.reduce_tensors(values, op=ops.Max, name=name, process_set=process_set)
+        for i, value in zip(indices, largest, strict=True):
+            gradients[i] = value
+    return indices
 
 
 def refuse_strategies() -> None:
@@ -198,8 +232,13 @@ def check_specs(
     )
     for rank in everyone:
         if len(rank) != len(longest) or not all(map(_fits, rank, longest)):
-            texts = ([str(spec) for spec in rank] for rank in everyone)
-            _raise_difference(dict(zip(process_set.ranks, texts, strict=True)))
+            views = (
+                {f"variable {i}": str(spec) for i, spec in enumerate(rank)} for rank in everyone
+            )
+            raise_difference(
+                dict(zip(process_set.ranks, views, strict=True)),
+                "Every rank must build the same layers, with the same names, in the same order.",
+            )
     return longest
 
 
@@ -271,16 +310,30 @@ def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
     return [[index[variable_id(v)] for v in group if variable_id(v) in index] for group in groups]
 
 
-def _raise_difference(views: dict[int, list[str]]) -> None:
-    """Raises the error about different models; ``views`` are by rank."""
-    longest = max(map(len, views.values()))
+def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
+    """Raises the error about different models.
+
+    Args:
+        views: what each rank has, by rank and by name.
+        advice: what to do.
+
+    Raises:
+        ValueError: always; the text shows what differs.
+    """
     lines = []
-    for i in range(longest):
-        row = {r: view[i] if i < len(view) else "none" for r, view in views.items()}
-        if len(set(row.values())) > 1:
-            lines.append(f"variable {i}: " + ", ".join(f"rank {r} has {v}" for r, v in row.items()))
+    for name in dict.fromkeys(name for view in views.values() for name in view):
+        ranks: dict[str, list[int]] = {}
+        for rank, view in views.items():
+            ranks.setdefault(view.get(name, "none"), []).append(rank)
+        if len(ranks) > 1:
+            groups = (
+                f"rank {own[0]} has {value}"
+                if len(own) == 1
+                else f"ranks {', '.join(map(str, own))} have {value}"
+                for value, own in ranks.items()
+            )
+            lines.append(f"{name}: {', '.join(groups)}")
     shown = "\n  ".join(lines[:5]) + (f"\n  and {len(lines) - 5} more" if len(lines) > 5 else "")
-    advice = "Every rank must build the same layers, with the same names, in the same order."
     if "keras_tuner" in sys.modules:
         advice += (
             " With KerasTuner each rank draws the hyperparameters of its trials by itself: give "

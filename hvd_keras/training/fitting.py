@@ -4,32 +4,53 @@ Before the callbacks begin, the model's variables are created and the ranks comp
 equal. When ``fit`` returns, the files that one rank has written are there for all.
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, log, observe, ops, rank_info, settings
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras import agree, data, observe, ops, rank_info, settings
+from hvd_keras._keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import building, exchange, forgotten, lookups, sync_batch_norm, together
+from hvd_keras.training import (
+    building,
+    compare,
+    exchange,
+    forgotten,
+    keras_callbacks,
+    lookups,
+    losses,
+    sync_batch_norm,
+    together,
+)
 
 
 @dataclasses.dataclass
 class _Fit:
-    """A running ``fit`` on all ranks of a process set."""
+    """A running ``fit`` on all ranks of a process set.
+
+    Attributes:
+        model: the model.
+        callbacks: this rank's, as given.
+        arguments: the other arguments of ``fit``.
+        common: what the ranks' callbacks have in common.
+        has_begun: the ranks have compared what must be equal.
+        dataset: what Keras trains on.
+        unbuilt: which ranks' models have no variables, and why.
+        problem: the exception of this rank's model.
+    """
 
     model: Any
-    process_set: ProcessSet
-    checkpoints: list[Any]  # this rank's keras.callbacks.ModelCheckpoint
+    callbacks: list[Any]
+    arguments: dict[str, Any]
+    common: keras_callbacks.Common
     has_begun: bool = False
-    # Whether all ranks have equally many checkpoint callbacks and so can wait for each other there.
-    checkpoints_are_common: bool = False
-    # Which ranks' models have no variables, and why; and the exception of this rank's model.
+    dataset: Any = None
     unbuilt: str = ""
     problem: Exception | None = None
 
@@ -40,44 +61,116 @@ _current: contextvars.ContextVar[_Fit | None] = contextvars.ContextVar("fit", de
 def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``keras.Model.fit``."""
     signature = inspect.signature(fit)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
     @functools.wraps(fit)
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
-        process_set = None
-        callbacks: list[Any] = []
-        if rank_info.is_initialized():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_set(forgotten.in_fit, True))
+            if not rank_info.is_initialized():
+                return fit(self, *args, **kwargs)
             try:
                 bound = signature.bind(self, *args, **kwargs)
             except TypeError:
                 return fit(self, *args, **kwargs)  # raises an error that says what is wrong
+            data.adapt_fit(bound.arguments)
             given = bound.arguments.get("callbacks")
             callbacks = _flat(given)
-            if observe.is_publishing() and not hasattr(given, "callbacks"):  # not a CallbackList
-                bound.arguments["callbacks"] = [*callbacks, observe.Progress()]
-                args, kwargs = bound.args[1:], bound.kwargs
-            process_set = _process_set(self, callbacks)
-            if process_set is not None and process_set.size() > 1:
-                with self.distribute_strategy.scope():  # in which the model was made
-                    exchange.refuse_strategies()
-                _warn_of_summed_losses(self, process_set)
-        in_fit = forgotten.in_fit.set(True)
-        own = None
-        # On one rank, only a callback that restores a checkpoint needs the variables so early.
-        early = [c for c in callbacks if getattr(c, "_hvd_needs_variables", False)]
-        if process_set is not None and (process_set.size() > 1 or early):
-            checkpoints = [c for c in callbacks if isinstance(c, keras.callbacks.ModelCheckpoint)]
-            own = _Fit(self, process_set, checkpoints)
-        token = _current.set(own)
-        try:
-            history = fit(self, *args, **kwargs)
-        finally:
-            _current.reset(token)
-            forgotten.in_fit.reset(in_fit)
-        if own is not None:
-            agree.gather_json("fit has ended", None, own.process_set)
-        return history
+            own = _begun(self, callbacks, defaults | bound.arguments)
+            stack.enter_context(_set(_current, own))
+            several = own is not None and own.common.process_set.size() > 1
+            runs = callbacks
+            if own is not None and several:
+                runs = keras_callbacks.edited(callbacks, own.common)
+                process_set = own.common.process_set
+                stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
+                reducers = together.reducers_of(self)
+                reductions = {reducer.options.op for reducer in reducers}
+                if ops.Adasum not in reductions and not forgotten.is_horovods(reducers):
+                    averages = reductions == {ops.Average}
+                    stack.enter_context(losses.weighed(self, process_set, averages))
+            if observe.is_publishing():
+                runs = [*runs, observe.Progress()]
+            if given is not None and hasattr(given, "callbacks"):  # a CallbackList
+                stack.callback(setattr, given, "callbacks", given.callbacks)
+                given.callbacks = runs
+                for callback in runs:
+                    callback.set_model(self)
+            elif runs is not callbacks:
+                bound.arguments["callbacks"] = runs
+            history = fit(*bound.args, **bound.kwargs)
+            if own is not None and several:
+                _end(own)
+            return history
 
     return fit_together
+
+
+def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> _Fit | None:
+    """The ``fit`` that begins; None if this rank trains the model alone.
+
+    Raises:
+        ValueError: it cannot run on several ranks.
+    """
+    process_set = _process_set(model, callbacks)
+    # On one rank, only a callback that restores a checkpoint needs the variables so early.
+    early = any(getattr(callback, "_hvd_needs_variables", False) for callback in callbacks)
+    if process_set is None or (process_set.size() == 1 and not early):
+        return None
+    if process_set.size() > 1:
+        with model.distribute_strategy.scope():  # in which the model was made
+            exchange.refuse_strategies()
+        keras_callbacks.refuse(callbacks, model, process_set)
+    return _Fit(model, callbacks, arguments, keras_callbacks.Common(process_set))
+
+
+def _end(own: _Fit) -> None:
+    """Waits for the others, so that files that one rank has written are there for all."""
+    if not own.has_begun:
+        raise RuntimeError(
+            f"hvd_keras: fit of Keras {keras.__version__} does not call {_BUILDS}, so the ranks "
+            f'have compared nothing. Run: pip install "{KERAS_VERSIONS}"'
+        )
+    if own.common.values is None:
+        agree.gather_json("fit has ended", None, own.common.process_set)
+    else:
+        forgotten.check_values(own.common.values, "ended")
+
+
+def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``keras.Model.evaluate`` and ``predict``: callbacks write on the first rank only."""
+    signature = inspect.signature(evaluate)
+
+    @functools.wraps(evaluate)
+    def evaluate_together(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("callbacks")
+        if given is None and args:
+            with contextlib.suppress(TypeError):  # which evaluate raises, too
+                given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
+        if given is None or hasattr(given, "callbacks") or not rank_info.is_initialized():
+            return evaluate(self, *args, **kwargs)
+        callbacks = _flat(given)
+        process_set = _process_set(self, callbacks)
+        if process_set is None or process_set.size() == 1:
+            return evaluate(self, *args, **kwargs)
+        keras_callbacks.refuse(callbacks, self, process_set)
+        with keras_callbacks.on_leader_alone(callbacks, process_set):
+            return evaluate(self, *args, **kwargs)
+
+    return evaluate_together
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+# What fit calls before the callbacks begin.
+_BUILDS = "get_data_handler" if is_legacy else "_maybe_symbolic_build"
 
 
 def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
@@ -86,7 +179,9 @@ def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., No
     def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         own = _current.get()
         if own is not None and own.model is self and not own.has_begun:
-            _begin(own, getattr(iterator, "_distributed_dataset", None))
+            require(iterator, "_distributed_dataset", "to make variables before the first step")
+            require(iterator, "num_batches", "to compare the numbers of steps")
+            _begin(own, iterator._distributed_dataset, iterator.num_batches)
         symbolic_build(self, iterator=iterator, data_batch=data_batch)
 
     return build
@@ -106,10 +201,29 @@ def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[...,
         handler = get_data_handler(*args, **kwargs)
         own = _current.get()
         if own is not None and own.model is kwargs.get("model") and not own.has_begun:
-            _begin(own, handler._dataset)
+            _begin(own, handler._dataset, handler.inferred_steps)
         return handler
 
     return get
+
+
+def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
+
+    def set_params_of_rank(self: Any, params: Any) -> None:
+        set_params(self, params)
+        if params.get("verbose") != "auto" or settings.read().verbose_all:
+            return
+        own = _current.get()
+        with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
+            if own is not None and own.model is self.model:
+                process_set: ProcessSet | None = own.common.process_set
+            else:
+                process_set = self.model and together.process_set_of(self.model)
+            if process_set is not None and process_set.rank() > 0:
+                self.verbose = 0
+
+    return set_params_of_rank
 
 
 def check_built(model: Any) -> None:
@@ -127,6 +241,13 @@ def check_built(model: Any) -> None:
         ) from own.problem
 
 
+def dataset_of(model: Any) -> Any:
+    """The ``tf.data.Dataset`` on which a running ``fit`` trains a model; None if it is another."""
+    own = _current.get()
+    is_known = own is not None and own.model is model and isinstance(own.dataset, tf.data.Dataset)
+    return own.dataset if own is not None and is_known else None
+
+
 def forget_functions(model: Any) -> None:
     """Makes a model trace its steps again."""
     model.test_function = model.predict_function = model.train_function = None
@@ -135,53 +256,71 @@ def forget_functions(model: Any) -> None:
         model.train_function = made
 
 
-def wait_for_checkpoint(callback: Any) -> None:
-    """Waits until the checkpoint is written, if all ranks have the callback."""
-    own = _current.get()
-    if own is not None and own.checkpoints_are_common and callback in own.checkpoints:
-        agree.gather_json("checkpoint is written", None, own.process_set)
-
-
-def _begin(own: _Fit, dataset: Any) -> None:
-    own.has_begun = True
-    model = own.model
-    sync_batch_norm.synchronize_on(model._flatten_layers(), own.process_set)
-    if isinstance(dataset, tf.data.Dataset) and not building.is_built(model):
+def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
+    own.has_begun, own.dataset = True, dataset
+    model, process_set = own.model, own.common.process_set
+    sync_batch_norm.synchronize_on(model._flatten_layers(), process_set)
+    is_built = building.is_built(model) and together.has_built_optimizers(model)
+    if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = building.build(model, dataset.element_spec)
-    if not is_legacy and own.process_set.size() > 1:
+    if process_set.size() == 1:
+        missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
+        own.unbuilt = f"{type(own.problem).__name__}: {own.problem}" if missing else ""
+        return
+    if not is_legacy:
         lookups.read_by_rows(model, model._flatten_layers())
-    missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
-    told = f"{type(own.problem).__name__}: {own.problem}" if missing else None
-    everyone = agree.gather_json("fit", [len(own.checkpoints), told], own.process_set)
-    own.checkpoints_are_common = len({count for count, _ in everyone}) == 1
-    own.unbuilt = "; ".join(
-        f"rank {rank}: {text}"
-        for rank, (_, text) in zip(own.process_set.ranks, everyone, strict=True)
-        if text is not None
-    )
+    _agree(own, dataset, steps)
+    data.check_passes(dataset, process_set)
 
 
-def _warn_of_summed_losses(model: Any, process_set: ProcessSet) -> None:
-    """Tells that averaged gradients of a loss that sums over the batch are N times too small.
+def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
+    """Compares what must be equal on all ranks before they train.
 
     Raises:
-        ValueError: that is so, and ``HVD_STRICT`` is set.
+        ValueError: (on every rank) it differs.
     """
-    averages = any(r.options.op is ops.Average for r in together.reducers_of(model))
-    losses = tf.nest.flatten(getattr(model, "loss", None))
-    summed = [loss for loss in losses if getattr(loss, "reduction", None) == "sum"]
-    if not averages or not summed:
-        return
-    text = (
-        f"the loss {type(summed[0]).__name__} of model {model.name!r} sums over the batch "
-        '(reduction="sum"), but the gradients are averaged over the ranks, so they are those of '
-        f"one process divided by {process_set.size()}. Use reduction="
-        '"sum_over_batch_size", or hvd.DistributedOptimizer(..., op=hvd.Sum).'
-    )
-    if settings.read().strict:
-        raise ValueError(f"hvd_keras: {text}")
-    if process_set.rank() == 0:
-        log.warn_once(text)
+    model, process_set = own.model, own.common.process_set
+    missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
+    description = compare.of_training(model) | _described(own.arguments)
+    rows = None
+    given = own.arguments.get("x"), own.arguments.get("y")
+    is_arrays = all(hasattr(part, "dtype") for part in tf.nest.flatten(given) if part is not None)
+    # Horovod's scripts give all rows to all ranks, in different orders.
+    is_shuffled = own.arguments["shuffle"] and forgotten.is_horovods(together.reducers_of(model))
+    if is_arrays and not is_shuffled:
+        rows = compare.of_rows(given)
+    mine = {
+        "unbuilt": f"{type(own.problem).__name__}: {own.problem}" if missing else None,
+        "digest": compare.digest(description),
+        "steps": steps,
+        "rows": rows,
+        "looks at data": not is_arrays
+        and isinstance(dataset, tf.data.Dataset)
+        and compare.can_be_passed(dataset.element_spec),
+        **keras_callbacks.describe(own.callbacks),
+    }
+    everyone = agree.gather_json("fit", mine, process_set)
+    own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in everyone], process_set)
+    own.common.agree(everyone)
+    if len({theirs["digest"] for theirs in everyone}) > 1:
+        compare.check_difference("fit", description, process_set)
+    by_rank = [theirs["steps"] for theirs in everyone]
+    if None not in by_rank and len(set(by_rank)) > 1:
+        shown = zip(process_set.ranks, by_rank, strict=True)
+        raise ValueError(
+            "the ranks have different numbers of batches per epoch: "
+            f"{', '.join(f'rank {rank} has {number}' for rank, number in shown)}. Each step needs "
+            "all ranks. Give each rank the same number of batches: use hvd.data.shard, or "
+            "steps_per_epoch."
+        )
+    forgotten.check_rows([theirs["rows"] for theirs in everyone], process_set)
+
+
+def _described(arguments: dict[str, Any]) -> compare.Description:
+    names = ("batch_size", "epochs", "initial_epoch", "class_weight")
+    given = {name: arguments[name] for name in names}
+    given["batch_size"] = given["batch_size"] or 32  # Keras's default
+    return compare.flat(given, "fit")
 
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:

@@ -10,8 +10,9 @@ import hashlib
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +20,9 @@ import tensorflow as tf
 from hvd_keras import _library, agree, log, ops, rank_info, settings, shards
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training import building, exchange
+
+if TYPE_CHECKING:
+    from hvd_keras.training import compare
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
@@ -72,8 +76,8 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
         or building.is_building()
         or not rank_info.is_initialized()
         or rank_info.size() == 1
-        or ops.reductions()  # the script averages gradients itself
         or any(variable in _reduced for variable in variables)
+        or _averages_itself(optimizer)
     ):
         return
     name = type(optimizer).__name__
@@ -97,6 +101,25 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
 
     last = time.monotonic() + _SECONDS_UNTIL_TOLD
     _Later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last).watch()
+
+
+# Optimizers that have applied what the script has reduced; and the requests of this process when
+# others last applied gradients in eager code.
+_by_hand: weakref.WeakSet[Any] = weakref.WeakSet()
+_requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _averages_itself(optimizer: Any) -> bool:
+    """Whether the script averages gradients with ``hvd.allreduce`` before it applies them.
+
+    In eager code that is known from the second step on: nothing was exchanged since the first.
+    """
+    if tf.executing_eagerly():
+        before, _requests[optimizer] = _requests.get(optimizer), _count_requests()
+        return before != _requests[optimizer]
+    if ops.is_reducing():
+        _by_hand.add(optimizer)
+    return optimizer in _by_hand
 
 
 def allow_a_first_step() -> None:
@@ -172,23 +195,23 @@ def check_weights(
         return False
     if None in everyone or len(set(everyone)) == 1 or _alone_on_purpose.get():
         return True
-    if in_fit.get():
-        add = "hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit"
-    else:
-        add = (
-            "hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
-            "optimizer.variables, before the first step or right after it"
-        )
     text = (
         f"the {process_set.size()} ranks began to train with different weights, so each of them "
-        f"trains a different model. Add {add}."
+        "trains a different model. "
+    )
+    text += (
+        _ADD_THE_CALLBACK
+        if in_fit.get()
+        else "Add hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
+        "optimizer.variables, before the first step or right after it."
     )
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
     if process_set.rank() == 0 and not _empty_broadcast:  # which has been told, with what to do
-        if in_fit.get():
+        if in_fit.get() and not _is_horovods:
             log.warn_once(text)
         else:
+            # Elastic scripts for Horovod fit a step before they synchronize the ranks.
             # In a graph, later steps run no Python code; their requests are counted.
             last = _count_requests() + requests * _STEPS_UNTIL_TOLD
             _Later(
@@ -199,6 +222,84 @@ def check_weights(
     return True
 
 
+def check_values(values: "compare.Values", when: str) -> None:
+    """Compares the values of a model in ``fit``, and tells a difference once.
+
+    Args:
+        values: of the model.
+        when: "began", "step" or "ended".
+
+    Raises:
+        ValueError: (on every rank) they differ and ``HVD_STRICT`` is set.
+    """
+    if values.told:
+        return
+    different = values.different_after_step() if when == "step" else values.different()
+    if when == "began":
+        mark_synchronized(values.variables)  # so that the first step compares nothing again
+    if different is None or _alone_on_purpose.get():
+        return
+    values.told = True
+    if when == "began" and _empty_broadcast:  # which has been told, with what to do
+        return
+    size = values.process_set.size()
+    if when == "began":
+        text = (
+            f"the {size} ranks began to train with different weights ({different}), so each of "
+            f"them trains a different model. {_ADD_THE_CALLBACK}"
+        )
+    else:
+        text = (
+            f"the {size} ranks' values of {different} differ after {values.steps} steps of fit, "
+            "although they were equal before: the ranks train different models. A callback, a "
+            "train_step or a layer assigns values that depend on this rank's data, logs or random "
+            "numbers. Assign the same on all ranks: average with hvd.allreduce what the values are "
+            "computed from, or let one rank choose them with hvd.broadcast."
+        )
+    _tell(text, values.process_set)
+
+
+def check_rows(everyone: Sequence[Any], process_set: ProcessSet) -> None:
+    """Tells that all ranks train on the same rows.
+
+    Args:
+        everyone: what ``compare.of_rows`` returned, by rank.
+        process_set: the ranks.
+
+    Raises:
+        ValueError: (on every rank) they do, and ``HVD_STRICT`` is set.
+    """
+    first, *others = everyone
+    if first is None or any(theirs != first for theirs in others) or _alone_on_purpose.get():
+        return
+    _tell(
+        f"all {process_set.size()} ranks train on the same rows, so {process_set.size()} ranks do "
+        "the work of one. Give each rank its share: x = hvd.data.shard((x, y), batch_size=32), or "
+        "x = hvd.data.shard(dataset), and model.fit(x, shuffle=False, ...). If a rank trains alone "
+        "on purpose, write: with hvd.local_fit(): ...",
+        process_set,
+    )
+
+
+def is_horovods(reducers: Sequence[Any]) -> bool:
+    """Whether a model was made for Horovod: its optimizers are, or it has none and the script is.
+
+    Args:
+        reducers: of the model's distributed optimizers.
+    """
+    if reducers:
+        return any(reducer.is_horovods for reducer in reducers)
+    return _is_horovods
+
+
+def _tell(text: str, process_set: ProcessSet) -> None:
+    if settings.read().strict:
+        raise ValueError(f"hvd_keras: {text}")
+    if process_set.rank() == 0:
+        log.warn_once(text)
+
+
+_ADD_THE_CALLBACK = "Add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit."
 _NO_VALUES = "no values"
 
 

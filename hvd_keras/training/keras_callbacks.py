@@ -1,151 +1,257 @@
-"""Adapts Keras's own callbacks to several processes that train one model.
+"""Adapts the callbacks of a ``fit`` to several ranks that train one model.
 
-Callbacks that write files do so on the first rank of the process set only. Callbacks that decide
-something decide alike on all ranks: if one rank stopped alone, the others would wait for its
-gradients. The classes are patched, so that users pass them to ``fit`` as usual.
+Keras's callbacks that write files do so on the first rank of the process set only. Those that
+decide something decide alike on all ranks: if one rank stopped alone, the others would wait for its
+gradients. The list of callbacks is edited; the classes stay as they are.
 """
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
-from hvd_keras import agree, ops, rank_info
+from hvd_keras import agree, ops
 from hvd_keras._keras import keras
 from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import fitting, together
+from hvd_keras.training import compare, forgotten, together, variables
 
-_WRITERS = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
+_WRITERS = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
+    if hasattr(keras.callbacks, name)  # tf_keras has no OrbaxCheckpoint
 )
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 
 
-def patches() -> Iterator[tuple[Any, str, str, Callable[[Any], Any]]]:
-    """Yields class, attribute, reason and wrapper of each method that changes."""
-    for writer in _WRITERS:
-        for name in [n for n in vars(writer) if n.startswith("on_") or n == "set_model"]:
-            yield writer, name, "to write files on one rank alone", _on_leader_alone(name)
-    for decider in _DECIDERS:
-        yield decider, "on_epoch_end", "to decide alike on all ranks", _by_a_common_value
-    backup = keras.callbacks.BackupAndRestore
-    yield backup, "on_train_begin", "to refuse a restart of one rank alone", _refuse_backups
-    if swap := getattr(keras.callbacks, "SwapEMAWeights", None):  # which tf_keras does not have
-        for name in ("_swap_variables", "_finalize_ema_values"):
-            yield swap, name, "to refuse averages of which a rank has a share", _refuse_shares
-    terminate = keras.callbacks.TerminateOnNaN
-    yield terminate, "on_batch_end", "to end training on all ranks", _terminate_together
+@dataclasses.dataclass
+class Common:
+    """What the ranks' callbacks have in common.
 
-
-def _others(model: Any) -> ProcessSet | None:
-    """The process set that trains this model; None if this rank trains it alone."""
-    if model is None or not rank_info.is_initialized():
-        return None
-    process_set = together.process_set_of(model)
-    return process_set if process_set is not None and process_set.size() > 1 else None
-
-
-def _on_leader_alone(name: str) -> Callable[[Any], Any]:
-    def wrap(hook: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(hook)
-        def on_leader(self: Any, *args: Any, **kwargs: Any) -> None:
-            model = self.model
-            if name == "set_model":
-                model = args[0] if args else kwargs["model"]
-            process_set = _others(model)
-            if process_set is None or process_set.rank() == 0:
-                hook(self, *args, **kwargs)
-            elif name == "set_model":  # a derived class may use self.model
-                keras.callbacks.Callback.set_model(self, model)
-            if name == "on_epoch_end" and isinstance(self, keras.callbacks.ModelCheckpoint):
-                fitting.wait_for_checkpoint(self)
-
-        return on_leader
-
-    return wrap
-
-
-def _by_a_common_value(hook: Callable[..., None]) -> Callable[..., None]:
-    """Decides by the mean of the ranks' values, if they differ.
-
-    After ``MetricAverageCallback`` they are equal.
+    Attributes:
+        process_set: the ranks that train the model.
+        monitored: what callbacks of any rank decide by.
+        ends_on_nan: a rank has ``TerminateOnNaN``.
+        waits_for_checkpoints: all ranks have equally many ``ModelCheckpoint``, and so can wait for
+            each other there.
+        looks_at_data: the first batch of each rank can be compared.
+        values: of the model, to be compared.
     """
 
-    @functools.wraps(hook)
-    def on_epoch_end(self: Any, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        process_set = _others(self.model)
-        if process_set is None:
-            hook(self, epoch, logs)
-            return
-        logs = {} if logs is None else logs
-        mine = logs.get(self.monitor)
-        name = f"{type(self).__name__}.{self.monitor}"
-        everyone = agree.gather_json(name, None if mine is None else float(mine), process_set)
-        known = [value for value in everyone if value is not None]
-        if all(value == mine for value in everyone) or not known:
-            hook(self, epoch, logs)
-            return
-        logs[self.monitor] = sum(known) / len(known)
-        hook(self, epoch, logs)
-        if mine is None:
-            del logs[self.monitor]
-        else:
-            logs[self.monitor] = mine
+    process_set: ProcessSet
+    monitored: Sequence[str] = ()
+    ends_on_nan: bool = False
+    waits_for_checkpoints: bool = False
+    looks_at_data: bool = False
+    values: compare.Values | None = None
 
-    return on_epoch_end
+    def agree(self, everyone: Sequence[dict[str, Any]]) -> None:
+        """Learns from what ``describe`` returned on all ranks."""
+        self.monitored = sorted({name for theirs in everyone for name in theirs["monitored"]})
+        self.ends_on_nan = any(theirs["ends on NaN"] for theirs in everyone)
+        self.waits_for_checkpoints = len({theirs["checkpoints"] for theirs in everyone}) == 1
+        self.looks_at_data = all(theirs["looks at data"] for theirs in everyone)
 
 
-def _refuse_backups(restore: Callable[..., None]) -> Callable[..., None]:
-    """Raises, because ``BackupAndRestore`` would restore files that only one rank has written."""
+def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """What the other ranks must know of this rank's callbacks."""
+    return {
+        "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
+        "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
+        "checkpoints": sum(isinstance(c, keras.callbacks.ModelCheckpoint) for c in callbacks),
+    }
 
-    def on_train_begin(self: Any, logs: dict[str, Any] | None = None) -> None:
-        process_set = _others(self.model)
-        if process_set is not None:
+
+def edited(callbacks: Sequence[Any], common: Common) -> list[Any]:
+    """The callbacks of this rank, with those that make ranks decide alike between them."""
+    found = []
+    for callback in callbacks:
+        found.append(callback)
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            found.append(_Wait(common))
+    deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
+    places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
+    places = places or [len(found)]
+    agreeing = _Agree(common, any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks))
+    found.insert(places[-1] + 1, _PutBack(agreeing))
+    found.insert(places[0], agreeing)
+    return [*found, _AtTheEnd(common)]
+
+
+@contextlib.contextmanager
+def on_leader_alone(callbacks: Sequence[Any], process_set: ProcessSet) -> Iterator[None]:
+    """Silences the callbacks that write files, except on the first rank.
+
+    What a class that derives from one of Keras's adds to it runs on all ranks.
+    """
+    silenced: list[tuple[Any, Any]] = []
+    if process_set.rank() != 0:
+        silenced = [(c, type(c)) for c in callbacks if isinstance(c, _WRITERS)]
+    for callback, cls in silenced:
+        callback.__class__ = _silent(cls)
+    try:
+        yield
+    finally:
+        for callback, cls in silenced:
+            callback.__class__ = cls
+
+
+def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:
+    """Checks that all callbacks can work with several ranks.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
                 "keras.callbacks.BackupAndRestore restores each process by itself, but this model "
                 f"trains on {process_set.size()}: a rank that finds another state, or none, would "
-                f"differ from the rest. Use hvd.callbacks.Checkpoint({str(self.backup_dir)!r}), "
-                "which writes on one rank and restores all."
+                f"differ from the rest. Use hvd.callbacks.Checkpoint({str(callback.backup_dir)!r})"
+                ", which writes on one rank and restores all."
             )
-        restore(self, logs)
-
-    return on_train_begin
-
-
-def _refuse_shares(swap: Callable[..., None]) -> Callable[..., None]:
-    """Raises if this rank has the moving averages of its own variables only."""
-
-    def swap_all(self: Any) -> None:
-        if hasattr(together.innermost(self.model.optimizer), "_hvd_state"):
+        swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
+        if isinstance(callback, swap) and hasattr(
+            together.innermost(model.optimizer), "_hvd_state"
+        ):
             raise ValueError(
                 "keras.callbacks.SwapEMAWeights needs all moving averages, but each rank has a "
                 "share of them: leave shard_state=True out of hvd.DistributedOptimizer, or the "
                 "callback."
             )
-        swap(self)
-
-    return swap_all
 
 
-def _terminate_together(check: Callable[..., None]) -> Callable[..., None]:
-    """Ends training on all ranks after the same batch if one rank has a NaN."""
+@functools.cache
+def _silent(cls: Any) -> Any:
+    """A class of which the hooks that it has from Keras's writer do nothing."""
+    writer = next(base for base in cls.__mro__ if base in _WRITERS)
 
-    def on_batch_end(self: Any, batch: int, logs: dict[str, Any] | None = None) -> None:
-        process_set = _others(self.model)
-        if process_set is not None:
-            mine = float((logs or {}).get("loss") or 0.0)
-            # The mean is finite only if all values are.
-            (mean,) = ops.reduce_tensors(
-                [np.float64(mine)],
-                op=ops.Average,
-                name="TerminateOnNaN.loss",
-                process_set=process_set,
-            )
-            logs = {**(logs or {}), "loss": float(mean)}
-        check(self, batch, logs)
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    return on_batch_end
+    changed: dict[str, Any] = {name: nothing for name in vars(writer) if name.startswith("on_")}
+    changed["set_model"] = keras.callbacks.Callback.set_model
+    if writer is keras.callbacks.TensorBoard:  # which derived classes use
+        for name in ("_train_writer", "_val_writer"):
+            changed[name] = property(lambda self: tf.summary.create_noop_writer())
+    silent = type(writer.__name__, (writer,), changed)
+    return silent if cls is writer else type(cls.__name__, (cls, silent), {})
+
+
+class _Internal(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that ``fit`` adds."""
+
+    _supports_tf_logs = True  # tf_keras passes the logs themselves, so that others see changes
+
+    def __init__(self, common: Common) -> None:
+        super().__init__()
+        self.common = common
+
+
+class _Wait(_Internal):
+    """Waits until a checkpoint is written, if all ranks have the callback before this one."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.common.waits_for_checkpoints:
+            agree.gather_json("checkpoint is written", None, self.common.process_set)
+
+
+class _Agree(_Internal):
+    """Gives the callbacks behind it, which decide by values of the logs, the same ones."""
+
+    def __init__(self, common: Common, ends_on_nan: bool) -> None:
+        super().__init__(common)
+        self._ends_on_nan = ends_on_nan
+        self.own: dict[str, Any] = {}
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Makes a NaN of one rank one of all."""
+        if not self.common.ends_on_nan:
+            return
+        logs = {} if logs is None else logs
+        mine = float(logs.get("loss") or 0.0)
+        # The mean is finite only if all values are.
+        (mean,) = ops.reduce_tensors(
+            [np.float64(mine)],
+            op=ops.Average,
+            name="TerminateOnNaN.loss",
+            process_set=self.common.process_set,
+        )
+        if not np.isfinite(mean):
+            self.own = {"loss": logs.get("loss")}
+            logs["loss"] = float(mean)
+            if not self._ends_on_nan:
+                self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replaces values that differ by their mean over the ranks."""
+        self.own = {}
+        if not self.common.monitored:
+            return
+        logs = {} if logs is None else logs
+        values = {name: logs.get(name) for name in self.common.monitored}
+        mine = {name: None if v is None else float(v) for name, v in values.items()}
+        everyone = agree.gather_json("monitored", mine, self.common.process_set)
+        for name, value in mine.items():
+            known = [theirs[name] for theirs in everyone if theirs[name] is not None]
+            if known and any(theirs[name] != value for theirs in everyone):
+                self.own[name] = logs.get(name)
+                logs[name] = sum(known) / len(known)
+
+    def put_back(self, logs: dict[str, Any] | None) -> None:
+        """Undoes the changes: other callbacks see what this rank has logged."""
+        for name, value in self.own.items():
+            if logs is not None and value is None:
+                del logs[name]
+            elif logs is not None:
+                logs[name] = value
+        self.own = {}
+
+
+class _PutBack(_Internal):
+    """Undoes what ``_Agree`` has changed."""
+
+    def __init__(self, agreeing: _Agree) -> None:
+        super().__init__(agreeing.common)
+        self._agreeing = agreeing
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        self._agreeing.put_back(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        self._agreeing.put_back(logs)
+
+
+class _AtTheEnd(_Internal):
+    """Runs after all others: compares values, and stops all ranks if one stops."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compares values and data before the first step."""
+        if self.common.values is not None:
+            return
+        common = variables.in_common(self.model)
+        self.common.values = compare.Values(common, self.common.process_set)
+        forgotten.check_values(self.common.values, "began")
+        if self.common.looks_at_data and not variables.is_restored(self.model):
+            compare.pass_first_batch(self.model, self._check_rows)
+
+    def _check_rows(self, batch: Any) -> None:
+        process_set = self.common.process_set
+        everyone = agree.gather_json("first rows", compare.of_rows(batch), process_set)
+        forgotten.check_rows(everyone, process_set)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compares some values from time to time."""
+        if self.common.values is not None:
+            forgotten.check_values(self.common.values, "step")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the training of all ranks after the same epoch."""
+        mine = bool(self.model.stop_training)
+        if any(agree.gather_json("training stops", mine, self.common.process_set)):
+            self.model.stop_training = True

@@ -7,6 +7,7 @@ lists the rows.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,15 @@ import tensorflow as tf
 from hvd_keras import log, shards
 from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import legacy_keras
-from hvd_keras.shards import clipping
+from hvd_keras.shards import clipping, state
 from hvd_keras.training import (
     checkpoint,
     fitting,
     forgotten,
-    keras_callbacks,
     lookups,
     loss_scale,
+    losses,
+    reducer,
     sync_batch_norm,
 )
 
@@ -109,16 +111,37 @@ def _rows() -> list[Patch]:
             fitting.wrap_symbolic_build,
         ),
         Patch(
+            keras.callbacks.ProgbarLogger,
+            "set_params",
+            "to show one rank's progress bar by default",
+            fitting.wrap_bar,
+        ),
+        Patch(
             optimizers.Optimizer,
             "apply",
             "to find optimizers that are not distributed",
-            _telling(lambda grads, trainable_variables=None: trainable_variables or ()),
+            _telling(_updated),
         ),
         Patch(
             optimizers.Optimizer,
             "add_variable_from_reference",
             "to know the slots of tables that are divided between ranks",
             shards.wrap_add_slot,
+        ),
+        Patch(
+            optimizers.LossScaleOptimizer,
+            "apply",
+            "to exchange gradients while others are computed",
+            loss_scale.wrap_apply,
+        ),
+        *(
+            Patch(
+                optimizers.LossScaleOptimizer,
+                f"{verb}_own_variables",
+                "to write and read whole slots (shard_state)",
+                state.wrap_files,
+            )
+            for verb in ("save", "load")
         ),
         Patch(
             optimizers.LossScaleOptimizer,
@@ -145,7 +168,7 @@ def _rows() -> list[Patch]:
 def _legacy_rows() -> list[Patch]:
     optimizers = keras.optimizers
 
-    def of_pairs(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_pairs(optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return [variable for _, variable in grads_and_vars]
 
     return [
@@ -182,17 +205,37 @@ def _legacy_rows() -> list[Patch]:
     ]
 
 
+_WHOLE_FILES = "to replace files only by complete ones"
+
+
 def _common_rows() -> list[Patch]:
     return [
         *(
-            Patch(keras.Model, name, "to replace files only by complete ones", checkpoint.wrap_save)
+            Patch(keras.Model, name, _WHOLE_FILES, checkpoint.wrap_save)
             for name in ("save", "save_weights")
         ),
+        Patch(
+            keras.losses.Loss,
+            "__call__",
+            "to weigh the ranks' losses as one process does",
+            losses.wrap_call,
+        ),
         *(
-            Patch(owner, attribute, reason, wrap)
-            for owner, attribute, reason, wrap in keras_callbacks.patches()
+            Patch(owner, name, _WHOLE_FILES, functools.partial(checkpoint.wrap_save, folders=True))
+            for owner, name in ((keras.Model, "export"), (tf.saved_model, "save"))
+        ),
+        *(
+            Patch(keras.Model, name, "to write files on one rank alone", fitting.wrap_evaluate)
+            for name in ("evaluate", "predict")
         ),
     ]
+
+
+def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """The variables that ``apply`` updates: by default, those that the optimizer was built for."""
+    if trainable_variables is None:
+        return getattr(optimizer, "_trainable_variables", ())
+    return trainable_variables
 
 
 def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -202,9 +245,9 @@ def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
         def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
             if not hasattr(self, "_hvd_reducer"):
                 grads = list(grads)
-                variables = variables_of(grads, *args, **kwargs)
+                variables = list(variables_of(self, grads, *args, **kwargs))
                 forgotten.check_optimizer(self, variables)
-                clipping.check_alone(self, variables)
+                clipping.check_alone(self, variables, reducer.local_variables)
             return method(self, grads, *args, **kwargs)
 
         apply.__doc__ = method.__doc__

@@ -83,13 +83,13 @@ def check_equal_on_all_ranks(
     everyone = agree.gather_json(f"{name}.parts", [mine, digests], process_set)
     if len({len(theirs) for theirs, _ in everyone}) > 1:
         views = [", ".join(layer for layer, *_ in theirs) or "none" for theirs, _ in everyone]
-        raise ValueError(f"{_BEGIN}: {_by_rank(views, process_set)}. {_advice(root_rank)}")
+        raise ValueError(f"{_BEGIN}: {agree.by_rank(views, process_set)}. {_advice(root_rank)}")
     lines = []
     for index, theirs in enumerate(zip(*(digests for _, digests in everyone), strict=True)):
         if len(set(theirs)) > 1:
             layer, kind, part = everyone[0][0][index]
             views = _views(parts[index][2], f"{name}.{index}", process_set)
-            lines.append(f"{kind} '{layer}', {part}: {_by_rank(views, process_set)}")
+            lines.append(f"{kind} '{layer}', {part}: {agree.by_rank(views, process_set)}")
     raise ValueError("\n  ".join([f"{_BEGIN}:", *lines, _advice(root_rank)]))
 
 
@@ -125,22 +125,16 @@ def broadcast_preprocessing(
         learnt = [(type(layer).__name__, _learnt(layer)) for layer in mine]
     name = "preprocessing.broadcast"
     learnt = objects.broadcast_object(learnt, root_rank, name=name, process_set=process_set)
-    error = None
-    try:
+
+    def learn() -> None:
         kinds = [type(layer).__name__ for layer in mine]
         if kinds != [kind for kind, _ in learnt]:
             raise ValueError(f"got layers {kinds}, the root has {[k for k, _ in learnt]}.")
         if rank_info.rank() != root_rank:
             for layer, (_, state) in zip(mine, learnt, strict=True):
                 _learn(layer, state)
-    except Exception as caught:
-        error = caught
-    text = error and f"{type(error).__name__}: {error}"
-    texts = agree.gather_json(f"{name}.errors", text, process_set)
-    if any(texts):
-        raise ValueError(
-            f"hvd.broadcast_preprocessing, errors by rank: {_by_rank(texts, process_set)}"
-        ) from error
+
+    agree.on_all_ranks("hvd.broadcast_preprocessing", learn, process_set)
 
 
 def _digest(value: Any) -> str:
@@ -216,11 +210,6 @@ def _views(value: Any, name: str, process_set: ProcessSet) -> list[str]:
     view = f"[{first}] is {entries[first]!r:.60}" if first < len(entries) else "no more"
     view = f"{len(entries)} entries, {view}" if isinstance(value, list) else f"{value!r:.60}"
     return agree.gather_json(f"{name}.first", view, process_set)
-
-
-def _by_rank(values: Iterable[Any], process_set: ProcessSet) -> str:
-    pairs = zip(process_set.ranks, values, strict=True)
-    return "; ".join(f"rank {rank}: {value}" for rank, value in pairs)
 
 
 def _learns(layer: Any) -> bool:

@@ -15,14 +15,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log, ops, rank_info, settings, shards
+from hvd_keras import agree, log, ops, rank_info, settings, shards
 from hvd_keras._keras import keras, require
+from hvd_keras.ops import buckets
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.shards import clipping, state
-from hvd_keras.training import buckets, building, exchange, forgotten
+from hvd_keras.training import building, compare, exchange, forgotten
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+
+#: Variables that belong to this rank alone, of all reducers.
+local_variables = exchange.VariableSet()
 
 
 class GradientReducer:
@@ -35,6 +39,7 @@ class GradientReducer:
 
     Attributes:
         local: the variables that belong to this rank alone, by ``exchange.variable_id``.
+        is_horovods: a script made it by Horovod's names.
     """
 
     def __init__(
@@ -44,9 +49,12 @@ class GradientReducer:
         self.options = options
         self.groups = groups
         self.local: dict[int, Any] = {}
+        self.is_horovods = False
         self._plans: dict[Any, Plan] = {}
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[exchange.VariableSpec, ...]] = {}
+        self.has_local = False  # whether any rank has variables of its own
+        self.takes_reduced = True  # whether gradients of a distributed tape may stay as they are
 
     @property
     def process_set(self) -> ProcessSet:
@@ -56,6 +64,8 @@ class GradientReducer:
     def register_local(self, variable: Any) -> None:
         """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
         self.local[exchange.variable_id(variable)] = variable
+        if self.process_set.size() > 1:
+            local_variables.add(variable)
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
@@ -91,8 +101,11 @@ class GradientReducer:
         if self.process_set.size() == 1 or not gradients or building.is_building():
             return Step(self, None, gradients, variables, [], [], set())
         exchange.refuse_strategies()
+        divided = shards.places_in(variables, self.name, self.options.op, self.process_set)
+        present = [gradient for gradient in gradients if gradient is not None]
+        if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):
+            return Step(self, None, gradients, variables, [], [], divided)
         gradients = self.options.densified(gradients)
-        divided = self._divided(variables)
         local_ids = {*self.local, *map(exchange.variable_id, local)}
         shared = [
             i
@@ -102,21 +115,7 @@ class GradientReducer:
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
         for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
             gradients[i] = gradient
-        overwritten = [
-            i
-            for i, variable in enumerate(variables)
-            if gradients[i] is not None and getattr(variable, "overwrite_with_gradient", False)
-        ]
-        if overwritten:
-            # Such "gradients" (float8 scales) are new values; Keras uses the maximum of several.
-            largest = ops.reduce_tensors(
-                [gradients[i] for i in overwritten],
-                op=ops.Max,
-                name=f"{self.name} overwritten",
-                process_set=self.process_set,
-            )
-            for i, value in zip(overwritten, largest, strict=True):
-                gradients[i] = value
+        overwritten = exchange.overwrite(gradients, variables, self.name, self.process_set)
         return Step(self, plan, gradients, variables, shared, overwritten, divided)
 
     def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -124,32 +123,18 @@ class GradientReducer:
         del variables
         return plan.exchange(gradients, self.options)
 
-    def _divided(self, variables: Sequence[Any]) -> set[int]:
-        """The places of the parts of tables; raises ValueError if they do not fit the options."""
-        places = set()
-        for i, variable in enumerate(variables):
-            shard = shards.of(variable)
-            if shard is None:
-                continue
-            path = getattr(variable, "path", variable.name)
-            if shard.process_set is not self.process_set:
-                raise ValueError(
-                    f"{self.name}: {path} is divided between {shard.process_set}, but "
-                    f"{self.process_set} trains it. Give both the same process_set."
-                )
-            if self.options.op is ops.Adasum:
-                raise ValueError(
-                    f"{self.name}: {path} is divided between ranks, so op=hvd.Adasum is not "
-                    "possible. Use hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
-                )
-            places.add(i)
-        return places
-
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(exchange.spec_of(v) for v in variables)
         specs = self._agreed.get(mine)
         if specs is None:
             specs = exchange.check_specs(self.name, mine, self.process_set)
+            optimizer = getattr(self, "optimizer", None)
+            described = {} if optimizer is None else compare.of_optimizer(optimizer)
+            own = bool(self.local), compare.digest(described)
+            views = agree.gather_json(f"{self.name}.options", own, self.process_set)
+            self.has_local = any(local for local, _ in views)
+            if len({digest for _, digest in views}) > 1:
+                compare.check_difference(self.name, described, self.process_set)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
             if forgotten.check_weights(self.name, variables, requests, self.process_set):
                 self._agreed[mine] = specs
@@ -180,9 +165,11 @@ class Step:
     Attributes:
         gradients: in the order given; completed, those that travel not exchanged yet.
         exchanged: whether ``exchange`` was called.
+        travels: whether there are other ranks to exchange anything with.
         updated: the variables that the optimizer updates.
         divided: the places, among the gradients that the optimizer updates with, of those of tables
             that are divided between ranks.
+        local: the places there of those that belong to this rank; None if no rank has such.
     """
 
     def __init__(
@@ -205,8 +192,13 @@ class Step:
             i for i, g in enumerate(gradients) if g is not None and i not in overwritten
         ]
         self.updated = [variables[i] for i in self._updated]
-        self.exchanged = plan is None
+        self.travels = plan is not None
+        self.exchanged = not self.travels
         self.divided = {place for place, i in enumerate(self._updated) if i in divided}
+        self.local: set[int] | None = None
+        if plan is not None and reducer.has_local:
+            kept = enumerate(self._updated)
+            self.local = {k for k, i in kept if i not in divided and i not in self._position}
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def finish(self) -> list[Any]:
@@ -293,12 +285,8 @@ class Plan:
             with tf.control_dependencies(previous):
                 reduced = ops.reduce_tensors(
                     [gradients[i] for i in bucket],
-                    op=options.op,
-                    compression=options.compression,
-                    device_dense=options.device_dense,
+                    **options.of_dense(),
                     device_sparse=options.device_sparse,
-                    prescale_factor=1 / options.gradient_predivide_factor,
-                    postscale_factor=options.gradient_predivide_factor,
                     process_set=options.process_set,
                     name=name,
                 )
@@ -349,6 +337,7 @@ class KerasReducer(GradientReducer):
         self.optimizer = optimizer
         self._local_sum = local_sum
         self._pending: Step | None = None
+        self.ahead: Step | None = None  # that a LossScaleOptimizer exchanges
         self._applied = False
         optimizer._hvd_reducer = self
         optimizer.apply = self._apply
@@ -358,9 +347,8 @@ class KerasReducer(GradientReducer):
         outermost.register_local_var = self.register_local
         self.state: state.State | None = None
         if shard_state and self.process_set.size() > 1:
-            self.state = state.State(
-                optimizer, outermost, self.name, self.process_set, self._is_local
-            )
+            self.state = state.State(optimizer, self.name, self.process_set, self._is_local)
+            self.takes_reduced = False  # their exchange prepares that of the values
 
     def _is_local(self, variable: Any) -> bool:
         return exchange.variable_id(variable) in self.local
@@ -379,15 +367,11 @@ class KerasReducer(GradientReducer):
         if self.state is None:
             return super().exchange(plan, gradients, variables)
         options = self.options
-        how = {
-            "op": options.op,
-            "compression": options.compression,
-            "device_dense": options.device_dense,
-            "prescale_factor": 1 / options.gradient_predivide_factor,
-            "postscale_factor": options.gradient_predivide_factor,
-        }
         return self.state.reduce(
-            gradients, variables, how, lambda rest, after: plan.exchange(rest, options, after)
+            gradients,
+            variables,
+            options.of_dense(),
+            lambda g, after: plan.exchange(g, options, after),
         )
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
@@ -404,21 +388,15 @@ class KerasReducer(GradientReducer):
         """Replaces ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         self._applied = True
-        variables = trainable_variables
-        if variables is None:
-            require(self.optimizer, "_trainable_variables", "to know what apply updates")
-            variables = self.optimizer._trainable_variables
-        variables = list(variables)
-        if self.state is not None and not self.optimizer.built:
-            self.optimizer.build(variables)  # which gives them their owners
-        step = self.begin(grads, variables)
+        step = self.ahead or self.begin_update(grads, trainable_variables)
         token = forgotten.exchanged.set(True)
         self._pending = step
         if self.state is not None:
-            self.state.exchanges, self.state.shared = not step.exchanged, False
+            self.state.exchanges, self.state.shared = step.travels, False
         try:
             if not self.optimizer.gradient_accumulation_steps:
-                keras_apply(self.optimizer, step.finish(), trainable_variables)
+                reduced = step.finish() if self.ahead is None else grads
+                keras_apply(self.optimizer, reduced, trainable_variables)
                 if self.state is not None and self.state.exchanges and not self.state.shared:
                     raise self._not_exchanged("it never calls _backend_update_step")
                 return
@@ -432,6 +410,18 @@ class KerasReducer(GradientReducer):
                 self.state.exchanges = False
             forgotten.exchanged.reset(token)
 
+    def begin_update(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
+        """Begins an update by the arguments of ``apply``."""
+        variables = trainable_variables
+        if variables is None:
+            require(self.optimizer, "_trainable_variables", "to know what apply updates")
+            variables = self.optimizer._trainable_variables
+        variables = list(variables)
+        if self.state is not None and not self.optimizer.built:
+            self.optimizer.build(variables)  # which gives them their owners
+        step: Step = self.begin(grads, variables)
+        return step
+
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""
         step = self._pending
@@ -442,11 +432,12 @@ class KerasReducer(GradientReducer):
             if self._local_sum > 1:
                 factor = self._local_sum
                 grads = [g if g is None else g * tf.constant(factor, g.dtype) for g in grads]
-        if step is not None and self.state is not None:
-            return self.state.clip(grads, step.updated, step.divided)
-        if step is not None and step.divided:
-            return clipping.clip(self.optimizer, grads, step.divided, self.name, self.process_set)
-        return type(self.optimizer)._clip_gradients(self.optimizer, grads)
+        if step is None:
+            return type(self.optimizer)._clip_gradients(self.optimizer, grads)
+        if self.state is not None:
+            return self.state.clip(grads, step.updated, step.divided, step.local)
+        of = self.optimizer, grads, step.divided, self.name, self.process_set
+        return clipping.clip(*of, local=step.local)
 
     def _not_exchanged(self, reason: str) -> RuntimeError:
         return RuntimeError(

@@ -12,7 +12,9 @@ from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import exchange
 
 
-def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  # noqa: N802
+def SyncBatchNormalization(  # noqa: N802
+    process_set: ProcessSet = global_process_set, **kwargs: Any
+) -> keras.layers.BatchNormalization:
     """A ``keras.layers.BatchNormalization`` with the statistics of the whole batch.
 
     In training, mean and variance, and their gradients, are computed over the samples of all ranks.
@@ -23,6 +25,7 @@ def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  #
     saved model loads without hvd_keras.
 
     Args:
+        process_set: the ranks whose samples count. ``fit`` uses those that train the model.
         kwargs: the arguments of ``keras.layers.BatchNormalization``.
 
     Returns:
@@ -35,7 +38,9 @@ def SyncBatchNormalization(**kwargs: Any) -> keras.layers.BatchNormalization:  #
         model = keras.Sequential([keras.layers.Conv2D(8, 3), hvd.SyncBatchNormalization()])
     """
     rank_info.rank()  # raises if init() was not called
-    return keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
+    layer = keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
+    synchronize_on([layer], process_set)
+    return layer
 
 
 def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,6 +68,13 @@ class DistributedGradientTape:
         self._local: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_tape":  # of a copy that is being made
+            raise AttributeError(name)
+        if name in ("jacobian", "batch_jacobian"):
+            raise NotImplementedError(
+                f"hvd.DistributedGradientTape has no {name} over all ranks. Call that of the "
+                "tf.GradientTape, and hvd.allreduce its result."
+            )
         return getattr(self._tape, name)
 
     def __enter__(self) -> "DistributedGradientTape":
@@ -80,6 +87,8 @@ class DistributedGradientTape:
     def register_local_source(self, source: Any) -> None:
         """Keeps the gradient of this variable or tensor on this rank: it is not exchanged."""
         self._local.append(source)
+        if hasattr(source, "assign") and self._reducer.process_set.size() > 1:
+            reducer.local_variables.add(source)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """``tf.GradientTape.gradient``, averaged (or summed) over the ranks.
@@ -97,6 +106,9 @@ class DistributedGradientTape:
         reduced = self._reducer.reduce(
             tf.nest.flatten(gradients), tf.nest.flatten(sources), self._local
         )
+        for gradient in reduced:
+            if gradient is not None:
+                gradient._hvd_reduced = True  # a distributed optimizer does not reduce it again
         return tf.nest.pack_sequence_as(sources, reduced)
 
 

@@ -6,7 +6,7 @@ attribute ``_hvd_reducer`` of the model's optimizers.
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
@@ -14,10 +14,12 @@ from hvd_keras import shards
 from hvd_keras._keras import is_legacy, keras
 from hvd_keras.process_sets import ProcessSet
 from hvd_keras.training.exchange import variable_id
-from hvd_keras.training.reducer import GradientReducer
+
+if TYPE_CHECKING:
+    from hvd_keras.training.reducer import GradientReducer
 
 
-def of_optimizer(optimizer: Any) -> GradientReducer | None:
+def of_optimizer(optimizer: Any) -> "GradientReducer | None":
     """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
     optimizer = innermost(optimizer)
     return getattr(optimizer, "_hvd_reducer", None)
@@ -29,7 +31,10 @@ def innermost(optimizer: Any) -> Any:
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's."""
+    """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's.
+
+    After a ``MultiOptimizer`` its parts follow. If a function chooses them, it must be built.
+    """
     values: list[Any] = [getattr(model, "optimizer", None)]
     for value in list(vars(model).values()):
         if isinstance(value, dict):
@@ -41,11 +46,25 @@ def optimizers_of(model: Any) -> list[Any]:
     classes: tuple[type, ...] = (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
     if is_legacy:
         classes += (keras.optimizers.legacy.Optimizer,)
-    found = {id(value): value for value in values if isinstance(value, classes)}
+    found: dict[int, Any] = {}
+    several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+    optimizers: list[Any] = [value for value in values if isinstance(value, classes)]
+    for value in optimizers:
+        found[id(value)] = value
+        if isinstance(value, several):
+            if not value.built and model.built:
+                value.build(model.trainable_variables)
+            found.update({id(part): part for part in value.optimizers})
     return list(found.values())
 
 
-def reducers_of(model: Any) -> list[GradientReducer]:
+def has_built_optimizers(model: Any) -> bool:
+    """Whether those beside that of ``compile``, if any, know which variables they update."""
+    others = [o for o in optimizers_of(model) if o is not model.optimizer]
+    return all(getattr(optimizer, "built", True) for optimizer in others)
+
+
+def reducers_of(model: Any) -> "list[GradientReducer]":
     """The reducers of a model's distributed optimizers."""
     reducers = map(of_optimizer, optimizers_of(model))
     return list({id(r): r for r in reducers if r is not None}.values())
@@ -89,7 +108,7 @@ def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
     ]
 
 
-def is_local(reducer: GradientReducer, variable: Any) -> bool:
+def is_local(reducer: "GradientReducer", variable: Any) -> bool:
     """Whether a model's or an optimizer's variable belongs to this rank alone.
 
     An optimizer's variable, such as a momentum, belongs to the model's variable whose path is in

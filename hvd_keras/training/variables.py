@@ -1,5 +1,6 @@
 """Broadcasts, averages and lists the variables of a training."""
 
+import importlib
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops, settings, shards
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras._keras import is_legacy, keras, require
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import exchange, forgotten, together
@@ -21,6 +22,9 @@ def broadcast_variables(
     inplace: bool = False,
 ) -> tf.Operation | None:
     """Assigns the root rank's values to the variables of every rank.
+
+    The states of random generators (dropout, augmentation) get the root's seed mixed with the rank,
+    so that masks differ between ranks and a rerun repeats them.
 
     Args:
         variables: Keras variables or ``tf.Variable`` objects, in the same order on all ranks. Parts
@@ -45,6 +49,14 @@ def broadcast_variables(
     variables = shards.without(variables)
     if not variables and process_set.size() > 1:
         forgotten.warn_of_empty_broadcast(process_set)
+    assign_values_of(root_rank, variables, process_set)
+    seeds = [v for v in variables if exchange.spec_of(v).path.endswith("seed_generator_state")]
+    give_each_rank_its_own_randomness(seeds, process_set)
+    return None
+
+
+def assign_values_of(root_rank: int, variables: Iterable[Any], process_set: ProcessSet) -> None:
+    """Assigns the root rank's values to the variables of every rank, also to seed states."""
     bucket: list[Any] = []
     size = number = 0
     for variable in variables:
@@ -54,7 +66,6 @@ def broadcast_variables(
             _broadcast(bucket, root_rank, number, process_set)
             bucket, size, number = [], 0, number + 1
     _broadcast(bucket, root_rank, number, process_set)
-    return None
 
 
 def of_training(model: Any) -> list[Any]:
@@ -100,29 +111,28 @@ def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: P
 
 
 def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
-    """Assigns to floating-point variables their mean over the ranks."""
+    """Assigns to floating-point variables their mean over the ranks; equal ones keep every bit."""
     if process_set.size() == 1 or not variables:
         return
-    means = ops.reduce_tensors(
-        [tf.convert_to_tensor(v) for v in variables],
-        op=ops.Average,
-        name="variables' means",
-        process_set=process_set,
+    mine = [tf.convert_to_tensor(v) for v in variables]
+    smallest, means, largest = (
+        ops.reduce_tensors(mine, op=op, name=f"variables' {op.value}s", process_set=process_set)
+        for op in (ops.Min, ops.Average, ops.Max)
     )
-    for variable, mean in zip(variables, means, strict=True):
-        variable.assign(mean)
+    for variable, low, mean, high in zip(variables, smallest, means, largest, strict=True):
+        variable.assign(tf.clip_by_value(mean, low, high))
 
 
 def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     """The moving statistics of batch normalisation that cover this rank's batches only.
 
-    Those of frozen layers do not change, so they are equal on all ranks and not included.
+    Those of frozen layers are included: a step that was traced before still changes them.
     """
     return [
         variable
         for layer in layers
         if isinstance(layer, keras.layers.BatchNormalization)
-        if layer.built and layer.trainable and not layer.synchronized
+        if layer.built and not layer.synchronized
         for variable in layer.non_trainable_variables
         if variable is not layer.gamma and variable is not layer.beta
     ]
@@ -137,6 +147,29 @@ def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
     return list(found.values())
 
 
+def in_common(model: Any) -> list[Any]:
+    """The variables whose values are equal on all ranks in training, in the same order.
+
+    They are the weights of the model, and the scalars of its optimizers: learning rates and
+    counters.
+    """
+    layers = list(model._flatten_layers())
+    own = [*seed_states(layers), *moving_statistics(layers)]
+    own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
+    for layer in layers:
+        if getattr(layer, "stateful", False):  # the states of a recurrent layer
+            own += layer.non_trainable_variables
+    found = []
+    for optimizer in together.optimizers_of(model):
+        rate = getattr(optimizer, "learning_rate", None)
+        candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
+        found += [v for v in candidates if not tuple(v.shape)]
+    found += model.variables  # after the rates: a rate that differs is named, not what it moved
+    left_out = {exchange.variable_id(v) for v in own}
+    unique = {exchange.variable_id(v): v for v in together.without_local(model, found)}
+    return [v for number, v in unique.items() if number not in left_out]
+
+
 def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: ProcessSet) -> None:
     """Makes equal seed states differ by rank, in the same way in each run.
 
@@ -146,12 +179,21 @@ def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: Proces
     if process_set.rank() == 0:
         return
     for state in states:
-        seed, *rest = np.asarray(state)
-        # A seed sequence mixes well; seed + rank would collide with other seeds.
-        mixed = np.random.SeedSequence([int(seed), process_set.rank()]).generate_state(
-            1, np.uint32
-        )[0]
-        state.assign(np.array([mixed >> 1, *rest], dtype=state.dtype))
+        value = tf.cast(tf.convert_to_tensor(state), tf.int64)
+        # A generator mixes well; seed + rank would collide with other seeds.
+        mixed = tf.random.stateless_uniform(
+            [1], [value[0], process_set.rank()], maxval=2**31 - 1, dtype=tf.int64
+        )
+        state.assign(tf.cast(tf.concat([mixed, value[1:]], 0), state.dtype))
+
+
+def global_seed_states() -> list[Any]:
+    """The state of the generator for ``keras.random`` without a seed, which is in no layer."""
+    if is_legacy:
+        return []
+    home = importlib.import_module("keras.src.random.seed_generator")
+    require(home, "global_seed_generator", "to give each rank its own randomness")
+    return [home.global_seed_generator().state]
 
 
 def random_state() -> dict[str, Any]:

@@ -59,7 +59,9 @@ VAIN = (
 )
 DIFFER = r"failed first: exit status 1\n(.*\n)*.*"
 ROWS = {
-    "SIGKILL": Row(FIRST + "killed by SIGKILL$", killed("restarting.py")),
+    "SIGKILL": Row(
+        FIRST + r"killed by SIGKILL \(out of memory\? see dmesg\)$", killed("restarting.py")
+    ),
     "worker killed": Row(FIRST + "killed before it could report", killed("start_worker")),
     "daemon killed": Row("mpirun's daemon on server2 died first", killed(cluster.DAEMON)),
     "mpirun killed": Row(
@@ -72,7 +74,7 @@ ROWS = {
     "MemoryError": Row(FIRST + r"exit status 1\n(.*\n)*MemoryError"),
     "SIGSEGV": Row(FIRST + "killed by SIGSEGV$"),
     "SIGTERM": Row(FIRST + "killed by SIGTERM$"),
-    "out of memory": Row(FIRST + "killed by SIGKILL$"),
+    "out of memory": Row(FIRST + r"killed by SIGKILL \(out of memory\? see dmesg\)$"),
     "MPI_Abort(5)": Row(FIRST + "exit status 5$"),
     "sleep": Row(VAIN),
     "sys.exit(0)": Row(EARLY + r"|rank 1 has left the job"),

@@ -146,7 +146,7 @@ def test_a_fault_is_reported_and_a_restart_recovers(
         assert "begins with epoch 1 " in job.output
         if fault == "kill":
             # SLURM may kill the step before any report arrives.
-            told = "hvdrun: rank 1 on server2 failed first: killed by SIGKILL\n"
+            told = "hvdrun: rank 1 on server2 failed first: killed by SIGKILL (out of memory?"
             unknown = (
                 "hvdrun: ranks 0, 1, 2 were killed at the same moment, before they could report"
             )

@@ -65,11 +65,11 @@ class Launcher:
         job = ("-np", str(size), "--oversubscribe", sys.executable, self.script(text))
         return self.run(*job, *arguments, **options)
 
-    def start(self, size: int, text: str, stdin: int = subprocess.DEVNULL):
+    def start(self, size: int, text: str, *options: str, stdin: int = subprocess.DEVNULL):
         """Start such a job, which is killed after LIMIT seconds."""
-        job = ("-np", str(size), "--oversubscribe", sys.executable, "-u", self.script(text))
+        job = (*options, "-np", str(size), "--oversubscribe", sys.executable, "-u")
         process = subprocess.Popen(
-            self.command(*job),
+            self.command(*job, self.script(text)),
             cwd=self.folder,
             env=self.environment,
             stdin=stdin,
@@ -82,9 +82,9 @@ class Launcher:
         self.watchdogs.append(watchdog)
         return process
 
-    def start_ready(self, size: int, text: str):
+    def start_ready(self, size: int, text: str, *options: str):
         """Start such a job and wait until every rank has printed "ready"."""
-        process = self.start(size, text)
+        process = self.start(size, text, *options)
         assert sorted(process.stdout.readline() for _ in range(size)) == [
             f"[{rank}] ready\n" for rank in range(size)
         ]

@@ -1,8 +1,8 @@
 """A pytest plugin that writes a table of the comparisons with one process.
 
-Use: ``-p tests.harness.matrix --matrix FILE``. It writes docs/matrix.md (optimizers and options, on
-2 ranks) and docs/combinations.md (features in combination, on 3 ranks). test_parallel.py checks
-that these files match what the tests write.
+Use: ``-p tests.harness.matrix --matrix FILE``. It writes docs/tables/matrix.md (optimizers and
+options, on 2 ranks) and docs/tables/combinations.md (features in combination, on 3 ranks).
+test_parallel.py checks that these files match what the tests write.
 """
 
 import pathlib
@@ -107,4 +107,4 @@ def _combination_table() -> str:
 
 
 def _markdown(rows: list[list[str]]) -> str:
-    return "".join("| " + " | ".join(row) + " |\n" for row in rows)
+    return "".join("|" + "|".join(row) + "|\n" for row in rows)

@@ -14,22 +14,22 @@ FILE = pathlib.Path(__file__).parents[2] / "docs" / "migrating.md"
 
 def table_of_names() -> str:
     lines = [
-        "| name | state | `import hvd_keras as hvd` | `import horovod…` |",
+        "|name|state|`import hvd_keras as hvd`|`import horovod…`|",
         "|---|---|---|---|",
     ]
     for section, rows in names.TABLE.items():
-        lines.append(f"| **{section}** | | | |")
+        lines.append(f"|**{section}**||||")
         for row in rows:
             listed = ", ".join(f"`{name}`" for name in row.names.split())
             horovod = row.horovod if row.note or row.horovod != names.LIKEWISE else ""
             if row.home is None and row.state != "same" and row.horovod == names.LIKEWISE:
                 horovod = "not there"
-            lines.append(f"| {listed} | {row.state} | {row.note} | {horovod} |")
+            lines.append(f"|{listed}|{row.state}|{row.note}|{horovod}|")
     return "\n".join(lines)
 
 
 def table_of_options() -> str:
-    lines = ["| `horovodrun` | `hvdrun` |", "|---|---|"]
+    lines = ["|`horovodrun`|`hvdrun`|", "|---|---|"]
     for option in horovodrun.OPTIONS:
         flags = ", ".join(f"`{flag}`" for flag in option.flags)
         if option.option:
@@ -38,7 +38,7 @@ def table_of_options() -> str:
             meaning = f"`{option.setting[0]}`, for the ranks"
         else:
             meaning = f"{'refused: ' * option.refused}{option.note}"
-        lines.append(f"| {flags} | {meaning} |")
+        lines.append(f"|{flags}|{meaning}|")
     return "\n".join(lines)
 
 

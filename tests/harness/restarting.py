@@ -145,7 +145,7 @@ def main() -> None:
     x, y = random.normal(size=(ROWS, 6)).astype("float32"), np.arange(ROWS, dtype="float32")
     model(x[:BATCH])
     checkpoint = hvd.callbacks.Checkpoint(folder, save_freq=EVERY)
-    data = hvd.data.shard((x, y), batch_size=BATCH, start_epoch=checkpoint.initial_epoch)
+    data = hvd.data.shard((x, y), batch_size=BATCH)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), checkpoint, Seen(pause)]
     callbacks += [Fault(text) for text in sys.argv[4:]]
     print("begins with epoch", checkpoint.initial_epoch, "on", os.uname().nodename, flush=True)

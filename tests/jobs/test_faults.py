@@ -65,6 +65,9 @@ class Row:
     line: str = "hvd.barrier()"
 
 
+KILLED = r"killed by SIGKILL \(out of memory\? see dmesg\)"
+
+
 def first(end: str) -> str:
     return f"hvdrun: rank 1 failed first: {end}$"
 
@@ -76,9 +79,7 @@ IN_VAIN = (
 MISSING = r"rank [02] waits for allreduce 'gradient', which rank 1 \(on .*\) has not submitted"
 
 ROWS = {
-    "SIGKILL": Row(
-        "def fault(): os.kill(os.getpid(), signal.SIGKILL)", 137, first("killed by SIGKILL")
-    ),
+    "SIGKILL": Row("def fault(): os.kill(os.getpid(), signal.SIGKILL)", 137, first(KILLED)),
     "SIGSEGV": Row(
         "def fault(): os.kill(os.getpid(), signal.SIGSEGV)",
         139,
@@ -258,6 +259,8 @@ def check_row(launcher: Launcher, row: Row) -> None:
     for rank in (0, 2):
         lines = [line for line in done.stderr.splitlines() if line.startswith(f"[{rank}]")]
         assert re.search(row.heard, "\n".join(lines)), done.stderr
+        if row.heard.startswith("AbortedError"):  # the culprit's traceback says more
+            assert "Traceback" not in "\n".join(lines)
     where = r"^hvdrun: postmortem: rank 1 .*\n  rank 1 (?:was|last called hvd_keras) at (.*)$"
     told = re.search(where, done.stderr, re.MULTILINE)
     assert told, done.stderr
@@ -319,7 +322,7 @@ def test_out_of_memory(hvdrun: Launcher) -> None:
                 while len(hoard) < 1000:
                     hoard.append(b"x" * (1 << 20))
             """
-        check_row(hvdrun, Row(code, 137, first("killed by SIGKILL")))
+        check_row(hvdrun, Row(code, 137, first(KILLED)))
 
 
 # Ranks that wait inside MPI, where no error can reach the script.
@@ -337,13 +340,23 @@ INSIDE_MPI = {
         r"rank 1 has not called hvd.init\(\)$",
         "hvd.init() waits for another rank",
     ),
+    "MPI_Init, which all have reached": (
+        """
+        rank = find_rank(os.environ)
+        if rank == 1:
+            _library.core().hvd_init = lambda *_: stop()
+        hvd.init()
+        """,
+        r"rank 1 has not returned from hvd.init\(\)$",
+        "hvd.init() waits for another rank",
+    ),
     "MPI_Finalize": (
         """
         hvd.init()
         if hvd.rank() == 1:
             _library.core().hvd_finalize = stop
         """,
-        "the error above names that rank$",
+        "rank 1 has not returned from MPI_Finalize$",
         "MPI_Finalize waits for another rank",
     ),
 }
@@ -364,7 +377,7 @@ def stop():
 
 """
     # The imports may take longer on one rank; only in the first case the ranks have synchronised.
-    first = {"HVD_FIRST_TIMEOUT_SECONDS": str(DEADLINE)} if call == "MPI_Init" else {}
+    first = {"HVD_FIRST_TIMEOUT_SECONDS": str(DEADLINE)} if call != "MPI_Finalize" else {}
     done = hvdrun.python(
         SIZE, head + textwrap.dedent(code), env=hvdrun.environment | SETTINGS | first
     )

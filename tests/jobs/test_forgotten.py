@@ -65,6 +65,11 @@ DIFFERENT = "began to train with different weights"
         ),
         pytest.param(LOOP, DIFFERENT, id="broadcast, loop"),
         pytest.param(
+            "hvd.allreduce(float(len(x)))\nfit(keras.optimizers.SGD(0.01), [broadcast])",
+            NOT_DISTRIBUTED,
+            id="optimizer, after another reduction",
+        ),
+        pytest.param(
             LOOP.replace("@tf.function\n", ""),
             DIFFERENT,
             id="broadcast, eager loop",

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pty
 import re
 import resource
 import signal
@@ -17,7 +18,7 @@ from hvd_keras.launch.follow.output import Destination, Stream
 from hvd_keras.launch.onhost.channel import SILENCE
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, cpu_quota, usable_cores
 from hvd_keras.launch.start import mpirun
-from tests.harness.launcher import LIMIT
+from tests.harness.launcher import LIMIT, wait_until
 
 # Output and input
 
@@ -142,6 +143,63 @@ def test_a_full_disk_ends_the_copies_and_not_the_job(hvdrun):
     assert (hvdrun.folder / "copies/rank-0.txt").stat().st_size == limits[0]
 
 
+NOTICES = """\
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1763887231.123456   12345 port.cc:153] oneDNN custom operations are on.
+2026-11-23 09:00:31.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow
+To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with
+E0000 00:00:1763887231.1   12 cuda_platform.cc:51] failed call to cuInit: UNKNOWN ERROR (303)
+"""
+OTHERS = """\
+I1123 09:00:31.123456 12345 train.py:5] a notice of the script's, by absl
+W0000 00:00:1763887231.123456   12345 port.cc:153] a warning
+2026-11-23 09:00:31.123456: E tensorflow/core/framework/op.cc:210] an error
+E0000 00:00:1763887231.1   12 cuda_platform.cc:51] failed call to cuInit: OUT OF MEMORY
+Information
+"""
+
+
+@pytest.mark.parametrize("option", ["--prefix", "--verbose"])
+def test_notices_of_tensorflow_are_left_out(hvdrun, option):
+    (hvdrun.folder / "text").write_text(NOTICES + OTHERS)
+    show = "import sys; sys.stderr.write(open('text').read())"
+    copied = ("--output-dir", "copies", sys.executable, "-c", show)
+    done = hvdrun.run("-np", "1", option, *copied)
+    shown = [line[4:] for line in done.stderr.splitlines() if line.startswith("[0] ")]
+    expected = NOTICES + OTHERS if option == "--verbose" else OTHERS
+    assert shown == expected.splitlines()
+    assert (hvdrun.folder / "copies/rank-0.txt").read_text() == NOTICES + OTHERS
+
+
+def test_a_progress_bar_keeps_its_prefix_in_a_terminal(hvdrun):
+    ours, theirs = pty.openpty()
+    code = "import sys; sys.stdout.write('\\r1/2'); sys.stdout.write('\\b\\b\\b\\r2/2\\n')"
+    job = hvdrun.command("-np", "1", sys.executable, "-c", code)
+    subprocess.run(job, cwd=hvdrun.folder, stdout=theirs, stderr=theirs, timeout=LIMIT, check=True)
+    text = os.read(ours, 1 << 16).decode()
+    assert re.fullmatch(
+        r"hvdrun: 1 rank on this host, \d+ cores?\r\n"
+        r"\[0\] \r\[0\] 1/2\x08\x08\x08\r\[0\] 2/2\r\n",
+        text,
+    ), repr(text)
+
+
+def test_a_full_disk_under_stdout_does_not_end_the_job(hvdrun):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            hvdrun.command("-np", "1", sys.executable, hvdrun.script("print('x')\nmeet(1)")),
+            cwd=hvdrun.folder,
+            env=hvdrun.environment,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=LIMIT,
+        )
+    told = "hvdrun: cannot write the ranks' output: No space left on device; a part is lost\n"
+    assert (done.returncode, done.stderr) == (0, told)
+    assert (hvdrun.folder / "here-0").exists()
+
+
 # What the ranks get
 
 
@@ -209,6 +267,17 @@ def test_a_quota_of_any_group_above_limits_the_cores(tmp_path):
     assert cpu_quota(membership, tmp_path / "root") == 1.5
     (tmp_path / "root/a/b/cpu.max").write_text("50000 100000\n")
     assert cpu_quota(membership, tmp_path / "root") == 0.5
+
+
+def test_a_quota_of_the_first_version_of_control_groups_limits_the_cores(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("4:cpuset:/\n3:cpu,cpuacct:/pod/a\n0::/\n")
+    folder = tmp_path / "root/cpu/pod"
+    folder.mkdir(parents=True)
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    for quota, cores in (("-1", float("inf")), ("250000", 2.5)):
+        (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+        assert cpu_quota(membership, tmp_path / "root") == cores
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -288,6 +357,40 @@ def test_bad_input_is_refused_before_anything_starts(hvdrun, arguments, words):
     assert len(done.stderr.splitlines()) <= 2
 
 
+def test_a_deleted_folder_is_refused(hvdrun):
+    gone = hvdrun.folder / "gone"
+    gone.mkdir()
+    command = f"rmdir {gone}; exec {sys.executable} -m hvd_keras.launch -np 1 true"
+    done = subprocess.run(["sh", "-c", command], cwd=gone, capture_output=True, text=True)
+    told = "hvdrun: the current folder was deleted; change to one that exists\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_what_mpirun_says_instead_of_its_version_is_told(hvdrun):
+    path = hvdrun.folder / "mpirun"
+    path.write_text("#!/bin/sh\necho 'Unable to get the user home directory' >&2\n")
+    path.chmod(0o755)
+    done = hvdrun.run("--mpirun", str(path), "-np", "1", "true")
+    assert "says 'Unable to get the user home directory'; expected Open MPI's" in done.stderr
+
+
+def test_an_interrupt_before_the_start_is_no_traceback(hvdrun):
+    """hvdrun asks mpirun for its version."""
+    path = hvdrun.folder / "mpirun"
+    path.write_text("#!/bin/sh\ntouch asked\nexec sleep 100\n")
+    path.chmod(0o755)
+    process = subprocess.Popen(
+        hvdrun.command("--mpirun", str(path), "-np", "1", "true"),
+        cwd=hvdrun.folder,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until((hvdrun.folder / "asked").exists, "the question")
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=LIMIT)
+    assert (process.returncode, told) == (130, "hvdrun: SIGINT received before the start\n")
+
+
 def test_no_mpirun_at_all(monkeypatch, tmp_path):
     monkeypatch.setattr(_mpi, "candidates", lambda: iter(()))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -348,7 +451,7 @@ def test_verbose_shows_the_command(hvdrun):
 def test_help_and_version(hvdrun):
     text = hvdrun.run("--help").stdout
     options = re.findall(r"^  (-\S.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert len(options) == 32
+    assert len(options) == 33
     assert all("default" in option for option in options if "--help" not in option)
     assert re.fullmatch(r"hvdrun of hvd_keras \d+\.\d+.*\n", hvdrun.run("--version").stdout)
 

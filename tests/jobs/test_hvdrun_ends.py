@@ -3,16 +3,19 @@
 import os
 import re
 import signal
+import subprocess
 import sys
-import time
+import tempfile
+import threading
 
 import pytest
 
 from hvd_keras.exit_codes import DESERTED
+from hvd_keras.launch.onhost import sweep
 from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
 
-# mpirun asks the other ranks to end and kills them soon after, on a busy machine at once.
-ENDED = "(killed by SIGTERM after it was asked to end|killed before it could report)"
+# What hvdrun says of the others when rank 1 or 2 fails.
+ENDED = "terminated by hvdrun because rank [12] failed"
 
 
 def test_success_adds_no_output(hvdrun):
@@ -33,7 +36,9 @@ def test_a_killed_rank_is_named_with_its_signal(hvdrun):
         3, f"meet(3)\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep({FOREVER})"
     )
     assert done.returncode == 128 + signal.SIGKILL
-    assert done.stderr.startswith("hvdrun: rank 2 failed first: killed by SIGKILL\n")
+    assert done.stderr.startswith(
+        "hvdrun: rank 2 failed first: killed by SIGKILL (out of memory? see dmesg)\n"
+    )
     assert len(re.findall(f"ranks? [01](, 1)?: {ENDED}", done.stderr)) in (1, 2)
 
 
@@ -66,7 +71,19 @@ def test_an_exception_of_one_rank(hvdrun):
     done = hvdrun.python(2, f"if rank == 1: raise ValueError('oh')\ntime.sleep({FOREVER})")
     assert done.returncode == 1
     assert "[1] ValueError: oh\n" in done.stderr
+    assert done.stderr.count("ValueError: oh") == 1
     assert "hvdrun: rank 1 failed first: exit status 1\n" in done.stderr
+
+
+def test_an_exception_far_above_is_repeated(hvdrun):
+    text = f"""
+        signal.signal(signal.SIGTERM, lambda *_: print("and\\n" * 50, file=sys.stderr))
+        meet(2)
+        if rank == 1: raise ValueError("oh")
+        time.sleep({FOREVER})
+        """
+    done = hvdrun.python(2, text)
+    assert done.stderr.rindex("\nValueError: oh\n") > done.stderr.rindex("[0] and\n")
 
 
 def test_a_rank_that_leaves_mpi_silently_is_no_success(hvdrun):
@@ -152,6 +169,64 @@ def test_what_the_ranks_left_behind_is_ended(hvdrun):
     assert hvdrun.python(2, text).returncode == 0
 
 
+@pytest.fixture
+def in_memory():
+    """A file of the user's in /dev/shm."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="train-") as file:
+        file.write(bytes(4096))
+        file.flush()
+        yield file.name
+
+
+def test_the_users_files_in_shared_memory_stay(hvdrun, in_memory):
+    """A data set that a process of the job has mapped when it is ended."""
+    daemon = f"""if True:
+        import mmap, sys, time
+        file = open({in_memory!r})
+        data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        print("mapped", flush=True)
+        time.sleep({FOREVER})"""
+    text = f"""
+        import subprocess
+        command = [sys.executable, "-c", {daemon!r}]
+        pipe = subprocess.PIPE
+        subprocess.Popen(command, start_new_session=True, stdout=pipe).stdout.readline()
+        """
+    assert hvdrun.python(1, text).returncode == 0
+    assert not [line for line in hvdrun.processes().values() if "mmap" in line]
+    assert os.path.exists(in_memory)
+
+
+def test_shared_memory_of_mpi_that_others_use_stays():
+    """MPICH's, for example, of which one end is outside of the job."""
+    path = f"/dev/shm/mpich_shm_{os.getpid()}"
+    code = f"""if True:
+        import mmap, sys, time
+        file = open({path!r})
+        data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        print("mapped", flush=True)
+        time.sleep({FOREVER})"""
+    with open(path, "wb") as file:
+        file.write(bytes(4096))
+    command = [sys.executable, "-c", code]
+    marked = {**os.environ, "HVDRUN_JOB": f"test-{os.getpid()}"}
+    mine, outside = (
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE) for env in (marked, os.environ)
+    )
+    try:
+        for process in (mine, outside):
+            process.stdout.readline()
+        threading.Thread(target=mine.wait, daemon=True).start()  # no zombie
+        assert sweep.sweep([marked["HVDRUN_JOB"]], 1.0) == []
+        assert mine.wait(timeout=LIMIT) == -signal.SIGTERM
+        assert os.path.exists(path)
+    finally:
+        outside.kill()
+        outside.wait()
+    assert sweep.sweep([], 0.0) == []
+    wait_until(lambda: sweep.sweep([], 0.0) or not os.path.exists(path), "the end of the file")
+
+
 # As many times the parent of a rank: its worker, mpirun, hvdrun.
 KILLED = {"a rank": 0, "mpirun": 2, "hvdrun": 3}
 
@@ -189,36 +264,105 @@ def test_a_rank_that_ignores_requests_is_killed(hvdrun):
         print("ready", flush=True)
         time.sleep({FOREVER})
         """
-    process = hvdrun.start_ready(2, text)
+    process = hvdrun.start_ready(2, text, "--stop-timeout", "1")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=LIMIT) == 143
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_all_ranks(hvdrun, number):
-    process = hvdrun.start_ready(2, f"print('ready')\ntime.sleep({FOREVER})")
-    assert len(hvdrun.processes()) > 2
-    process.send_signal(number)
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 128 + number
-    assert (out, err) == ("", f"hvdrun: {number.name} received; all ranks were ended\n")
+def test_a_rank_that_saves_its_work_has_time_for_it(hvdrun):
+    """As when a batch system wants the host back."""
+    text = f"""
+        def save(*_):
+            time.sleep(3)
+            open(f"saved-{{rank}}", "w").close()
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
+        print("ready", flush=True)
+        time.sleep({FOREVER})
+        """
+    process = hvdrun.start_ready(2, text)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=LIMIT) == 143
+    assert (hvdrun.folder / "saved-0").exists()
+    assert (hvdrun.folder / "saved-1").exists()
 
 
-def test_a_second_interrupt_does_not_wait(hvdrun):
-    """Of two jobs whose mpirun does not react, the one that is interrupted twice ends first."""
-    once, twice = (
-        hvdrun.start_ready(1, f"print('ready')\ntime.sleep({FOREVER})") for _ in range(2)
+def test_a_worker_that_is_asked_to_end_is_named(hvdrun):
+    done = hvdrun.python(
+        2, f"meet(2)\nif rank == 1: os.kill(os.getppid(), signal.SIGTERM)\ntime.sleep({FOREVER})"
     )
-    for process in (once, twice):
-        (mpirun_pid,) = (pid for pid in hvdrun.processes() if parent(pid) == process.pid)
-        os.kill(mpirun_pid, signal.SIGSTOP)
-        process.send_signal(signal.SIGINT)
-    time.sleep(0.5)  # two signals at once would arrive as one
-    assert twice.poll() is None
-    twice.send_signal(signal.SIGINT)
-    assert twice.wait(timeout=LIMIT) == 130
-    assert once.poll() is None
-    assert once.wait(timeout=LIMIT) == 130
+    assert done.returncode == 143
+    told = "hvdrun: rank 1 failed first: a signal that hvdrun did not send asked it to end\n"
+    assert done.stderr.startswith(told)
+
+
+def test_the_line_where_a_rank_hangs_is_named(hvdrun):
+    text = f"""
+        import hvd_keras as hvd
+        hvd.init()
+        for _ in range(20): hvd.barrier()
+        if rank == 1:
+            time.sleep({FOREVER})
+        hvd.barrier()
+        """
+    limits = {"HVD_STALL_WARNING_SECONDS": "1", "HVD_TIMEOUT_SECONDS": "8"}
+    done = hvdrun.python(2, text, env=hvdrun.environment | limits)
+    assert done.returncode == 75
+    warned = re.findall(
+        r"no progress for (\d) s: .* \(the job ends in (\d) s\)$", done.stderr, re.M
+    )
+    assert len(warned) > 1
+    assert {int(waited) + int(left) for waited, left in warned} <= {7, 8}
+    *_, told, place = done.stderr.splitlines()
+    assert told.startswith("hvdrun: postmortem: rank 1 called nothing more while rank 0 waited for")
+    assert re.fullmatch(r"  rank 1 was at .*script\.py:\d+, .*: time\.sleep\(1000\)", place)
+
+
+def test_a_rank_that_ends_before_another_has_joined_ends_the_job(hvdrun):
+    """MPI_Init would wait for it."""
+    done = hvdrun.python(
+        2, "if rank == 1: sys.exit(0)\nimport hvd_keras as hvd\nhvd.init()", timeout=LIMIT / 2
+    )
+    assert done.returncode != 0
+    early = "hvdrun: rank 1 exited (status 0) while the others were still running\n"
+    assert early in done.stderr
+
+
+def test_what_a_rank_has_told_stays_if_its_files_are_cleaned_away(hvdrun):
+    """As by systemd-tmpfiles, after ten days, or by a script that empties $TMPDIR."""
+    text = """
+        import hvd_keras as hvd
+        hvd.init()
+        for folder, _, files in os.walk(os.path.dirname(os.environ["TMPDIR"])):
+            if "/rank-" in folder:
+                for file in files:
+                    os.unlink(os.path.join(folder, file))
+        """
+    done = hvdrun.python(2, text)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_output_of_what_a_rank_has_left_behind_does_not_keep_hvdrun(hvdrun):
+    done = hvdrun.run("-np", "1", "sh", "-c", "echo mine; yes & exit 0")
+    assert (done.returncode, done.stdout[:9]) == (0, "[0] mine\n")
+
+
+def test_a_temporary_folder_of_any_name(hvdrun):
+    folder = hvdrun.temporary / "a,b c"
+    folder.mkdir()
+    done = hvdrun.run("-np", "1", "echo", "x", env=hvdrun.environment | {"TMPDIR": str(folder)})
+    assert (done.stdout, done.stderr, done.returncode) == ("[0] x\n", "", 0)
+    folder.rmdir()
+
+
+def test_temporary_files_of_killed_ranks_are_removed(hvdrun):
+    text = """
+        import tempfile
+        tempfile.NamedTemporaryFile(delete=False)
+        os._exit(3)
+        """
+    assert hvdrun.python(1, text).returncode == 3
+    assert not list(hvdrun.temporary.iterdir())
 
 
 @pytest.mark.parametrize("reaction", ["signal.SIG_DFL", "signal.SIG_IGN"])

@@ -331,6 +331,74 @@ except ValueError as error:
 else:
     raise AssertionError("accepted")
 
+# compute_gradients returns gradients over all ranks, which are not exchanged again.
+def three_steps(kind, compute, change=lambda pairs: pairs, passes=1, **arguments):
+    v = tf.Variable([0.0])
+    opt = hvd.DistributedOptimizer(kind(1.0), op=op, backward_passes_per_step=passes)
+    for _ in range(3):
+        with tf.GradientTape() as tape:
+            y = v * (rank + 1.0)
+        opt.apply_gradients(change(compute(opt)(y, [v], tape=tape)), **arguments)
+    return float(v[0])
+
+def halved(pairs):
+    assert float(pairs[0][0][0]) == total / (1 if op is hvd.Sum else size), pairs
+    return [(g / 2, v) for g, v in pairs]
+
+total = size * (size + 1) / 2
+public, private = lambda o: o.compute_gradients, lambda o: o._compute_gradients
+for op in (hvd.Average, hvd.Sum):
+    one = -3 * total / (1 if op is hvd.Sum else size)
+    for skip in (True, False):
+        new, old = optimizers.SGD, optimizers.legacy.SGD
+        for compute in (public, private):
+            assert three_steps(new, compute, skip_gradients_aggregation=skip) == one
+            assert three_steps(new, compute, halved, skip_gradients_aggregation=skip) == one / 2
+        arguments = {"experimental_aggregate_gradients": not skip}
+        assert three_steps(old, private, **arguments) == one
+        assert three_steps(old, private, halved, **arguments) == one / 2
+    for kind in (optimizers.SGD, optimizers.legacy.SGD):
+        opt, v = hvd.DistributedOptimizer(kind(1.0), op=op), tf.Variable([0.0])
+        for _ in range(3):
+            opt.minimize(lambda: v * (rank + 1.0), [v])
+        assert float(v[0]) == one, (kind, v)
+op = hvd.Average
+summed = three_steps(new, private, passes=3, skip_gradients_aggregation=True)
+assert summed == -3 * total / size, summed
+
+# Data of every kind for fit.
+inputs = np.random.default_rng(5).normal(size=(8 * size, 3))
+targets = inputs.sum(1, keepdims=True)
+
+class Batches(tf.keras.utils.Sequence):
+    def __len__(self):
+        return 2 * size
+
+    def __getitem__(self, index):
+        mine = slice(4 * index, 4 * index + 4)
+        return inputs[mine].astype("float32"), targets[mine]
+
+def trained(opt, data, **arguments):
+    net = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1, "linear")])
+    net.set_weights([np.ones((3, 1)), np.zeros(1)])
+    net.compile(opt, "mse")
+    net.fit(data, epochs=2, verbose=0, **arguments)
+    return np.concatenate([w.ravel() for w in net.get_weights()])
+
+with hvd.local_fit():
+    alone = trained(optimizers.SGD(0.1), inputs, y=targets, batch_size=4 * size, shuffle=False)
+for data in (
+    hvd.data.shard((inputs, targets), batch_size=4, shuffle=False),
+    hvd.data.shard(Batches(), shuffle=False),
+    hvd.data.shard(
+        tf.data.Dataset.from_tensor_slices((inputs, targets)), batch_size=4, shuffle=False
+    ),
+    hvd.data.shard((inputs, targets), batch_size=4, shuffle=False, uneven="pad"),
+):
+    share = trained(hvd.DistributedOptimizer(optimizers.SGD(0.1)), data)
+    np.testing.assert_allclose(share, alone, rtol=1e-5)
+assert hvd.data.agree_on_steps(Batches()) == 2 * size
+
 # A custom loop, in which a rank lacks a gradient, and one that is dense there and sparse here.
 v, w, u = tf.Variable([1.0, 2.0]), tf.Variable(tf.ones([3, 2])), tf.Variable(5.0)
 for wrapped in (optimizers.SGD(1.0), optimizers.legacy.SGD(1.0)):

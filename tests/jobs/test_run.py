@@ -4,9 +4,11 @@ import contextlib
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -88,6 +90,27 @@ def test_a_function_that_ends_its_process_has_no_result() -> None:
         hvd_keras.run(work, np=3, options=ENGINE)
 
 
+def test_results_are_those_of_the_last_start(tmp_path) -> None:
+    """A rank may have returned before another one failed."""
+    mark = tmp_path / "mark"
+
+    def work():
+        from hvd_keras.launch.onhost.worker import find_rank
+
+        rank = find_rank(os.environ)
+        start = "second" if mark.exists() else "first"
+        if start == "first" and rank == 1:
+            wait_until((tmp_path / "returns").exists, "the other rank")
+            time.sleep(1)
+            mark.touch()
+            raise ValueError("not yet")
+        (tmp_path / "returns").touch()
+        return start, rank
+
+    results = hvd_keras.run(work, np=2, options=[*ENGINE, "--max-restarts", "1"])
+    assert results == [("second", 0), ("second", 1)]
+
+
 def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
     """As a notebook's kernel is."""
     code = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1000)"
@@ -113,6 +136,31 @@ def test_the_job_ends_with_a_caller_that_is_killed(tmp_path) -> None:
     caller.wait(timeout=LIMIT)
     wait_until(lambda: not processes(), "the end of the job")
     assert list(temporary.iterdir()) == []
+
+
+def test_a_function_that_ends_with_status_2_is_not_refused() -> None:
+    """As argparse ends a program."""
+    with pytest.raises(RuntimeError, match="rank 0 failed first: exit status 2"):
+        hvd_keras.run(sys.exit, (2,))
+
+
+def test_an_exception_of_the_caller_ends_a_job_that_ignores_interrupts(tmp_path) -> None:
+    """As hvdrun does if a shell's script has started the caller in its background."""
+    code = "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1000)"
+    script = f"""
+import signal, hvd_keras
+def end(*_):
+    raise TimeoutError("enough")
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, end)
+hvd_keras.run(exec, ({code!r},))
+"""
+    command = [sys.executable, "-c", script]
+    caller = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_until((tmp_path / "started").exists, "the start of the function")
+    caller.send_signal(signal.SIGUSR1)
+    _, told = caller.communicate(timeout=LIMIT)
+    assert told.splitlines()[-1] == "TimeoutError: enough"
 
 
 def test_what_cannot_start_is_refused() -> None:

@@ -70,7 +70,7 @@ model.compile(optimizer, loss="mse", run_eagerly=True)
 random = np.random.default_rng(0)
 rows = random.integers(0, 40_000, (2 * 8 * 12, 4)), random.normal(size=(2 * 8 * 12, 1))
 checkpoint = hvd.callbacks.Checkpoint(sys.argv[1], save_freq=1)
-data = hvd.data.shard(rows, batch_size=8, start_epoch=checkpoint.initial_epoch)
+data = hvd.data.shard(rows, batch_size=8)
 print("rank", hvd.rank(), "pid", os.getpid(), flush=True)
 seen = []
 note = keras.callbacks.LambdaCallback(

@@ -1,7 +1,7 @@
 """Features in combination: N ranks train as one process does, or an error says why not.
 
-Each pair of values of two features occurs in some row of a table; docs/combinations.md is written
-from it.
+Each pair of values of two features occurs in some row of a table; docs/tables/combinations.md is
+written from it.
 """
 
 import itertools
@@ -14,6 +14,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(3)
 BATCH, STEPS, EPOCHS = 4, 4, 2
 
 # The first value of each feature is the ordinary one.
@@ -29,7 +30,7 @@ FEATURES = {
     "interrupted": ("no", "yes"),
 }
 
-# This pair is an error; docs/combinations.md explains why.
+# This pair is an error; docs/tables/combinations.md explains why.
 REFUSED = (("accumulation", "2 steps"), ("optimizer", "MultiOptimizer"))
 
 

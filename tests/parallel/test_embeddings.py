@@ -11,6 +11,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(2, 3)
 ROWS, COLUMNS, BATCH, STEPS = 23, 5, 4, 3
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 once = pytest.mark.skipif(SIZE > 2, reason="shows no more on more ranks")
@@ -149,10 +150,14 @@ def adam(**options: Any) -> Any:
     ("make_optimizer", "shard"),
     [
         (lambda: sgd(clipvalue=0.01), "rows"),
-        (lambda: sgd(momentum=0.9), "columns"),
+        pytest.param(lambda: sgd(momentum=0.9), "columns", marks=pytest.mark.slow),
         (lambda: keras.optimizers.Adagrad(0.1), "rows"),
         (lambda: adam(global_clipnorm=0.1), "columns"),
-        (lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, use_ema=True), "rows"),
+        pytest.param(
+            lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1, use_ema=True),
+            "rows",
+            marks=pytest.mark.slow,
+        ),
         (lambda: adam(clipnorm=0.05), "rows"),
         (lambda: adam(gradient_accumulation_steps=3, global_clipnorm=0.1), "rows"),
     ],
@@ -168,7 +173,10 @@ def test_optimizers(make_optimizer, shard) -> None:
 
 
 @once
-@pytest.mark.parametrize(("combiner", "mask_zero"), [("sum", False), ("mean", True)])
+@pytest.mark.parametrize(
+    ("combiner", "mask_zero"),
+    [pytest.param("sum", False, marks=pytest.mark.slow), ("mean", True)],
+)
 def test_combiners(combiner: str, mask_zero: bool) -> None:
     """As Keras's layers do it."""
 
@@ -245,6 +253,7 @@ def several_tables(embedding: Callable[..., Any]) -> keras.Model:
     return keras.Model([one, two], layers.Dense(1)(hidden))
 
 
+@pytest.mark.ranks(2, 3, 4)
 def test_many_tables_with_one_exchange() -> None:
     before = counts()
     check(adam, lambda **options: None, make=several_tables)

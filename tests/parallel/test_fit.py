@@ -9,6 +9,7 @@ import hvd_keras as hvd
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(1, 2)
 optimizers = keras.optimizers
 
 

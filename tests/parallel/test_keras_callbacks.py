@@ -6,12 +6,14 @@ import pathlib
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras import agree
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(1, 2)
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
 
 
@@ -192,6 +194,77 @@ def test_early_stopping_by_what_one_rank_alone_has_measured() -> None:
     history = fit(compiled(), [watch, stop], epochs=4)
     assert watch.batches == 2 * training.STEPS
     assert ("watched" in history) == (RANK == SIZE - 1)
+
+
+def test_a_rank_that_stops_by_its_own_metric_stops_all() -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1 and RANK == SIZE - 1:
+                self.model.stop_training = True
+
+    watch = Watch()
+    history = fit(compiled(), [Stop(), watch], epochs=4)
+    assert watch.batches == 2 * training.STEPS
+    assert len(history["loss"]) == 2
+
+
+def test_early_stopping_on_one_rank_stops_all() -> None:
+    watch = Watch(WATCHED)
+    stop = keras.callbacks.EarlyStopping("watched", mode="max", patience=0)
+    fit(compiled(), [watch, *([stop] if RANK == 0 else [])], epochs=4)
+    assert watch.batches == {1: 4, 2: 2, 3: 2}[SIZE] * training.STEPS
+
+
+def test_a_tensorboard_with_scalars_of_ones_own(directory: pathlib.Path) -> None:
+    pytest.importorskip("tensorboard")
+
+    class Board(keras.callbacks.TensorBoard):
+        def on_epoch_end(self, epoch, logs=None):
+            with self._train_writer.as_default():
+                tf.summary.scalar("own", float(RANK), step=epoch)
+            super().on_epoch_end(epoch, logs)
+            seen.append(float(hvd.allreduce(float(RANK), op=hvd.Sum, name="own part")))
+
+    seen: list[float] = []
+    mine = directory / str(RANK)
+    board = Board(mine)
+    fit(compiled(), [board])
+    assert type(board) is Board
+    assert seen == [sum(range(SIZE))] * 2
+    assert bool(written(mine)) == (RANK == 0)
+
+
+def test_orbax_checkpoints_are_written_by_rank_0_alone(directory: pathlib.Path) -> None:
+    class Checkpoint(keras.callbacks.OrbaxCheckpoint):  # without orbax
+        def __init__(self) -> None:
+            keras.callbacks.Callback.__init__(self)
+            self.save_freq = "epoch"
+
+        def on_train_end(self, logs=None) -> None:
+            """Wait for nothing."""
+
+    wrote: list[int] = []
+    checkpoint = Checkpoint()
+    original = keras.callbacks.OrbaxCheckpoint.on_epoch_end
+    keras.callbacks.OrbaxCheckpoint.on_epoch_end = lambda self, epoch, logs=None: wrote.append(
+        epoch
+    )
+    try:
+        fit(compiled(), [checkpoint])
+    finally:
+        keras.callbacks.OrbaxCheckpoint.on_epoch_end = original
+    assert wrote == ([0, 1] if RANK == 0 else [])
+
+
+def test_evaluate_writes_on_rank_0_alone(directory: pathlib.Path) -> None:
+    pytest.importorskip("tensorboard")
+    model = compiled()
+    x, y = training.data(model, SIZE)
+    mine = directory / str(RANK)
+    for call in (model.evaluate, model.predict):
+        data = (x, y) if call == model.evaluate else (x,)
+        call(*data, verbose=0, callbacks=[keras.callbacks.TensorBoard(mine)])
+    assert bool(written(mine)) == (RANK == 0)
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])

@@ -1,7 +1,11 @@
 """An interrupted and restarted training ends like an undisturbed one."""
 
+import copy
+import errno
+import os
 import pathlib
 import random
+import resource
 import warnings
 from typing import Any
 
@@ -84,8 +88,7 @@ def train(
     last: bool = True,
     epochs: int = EPOCHS,
 ) -> None:
-    start = saved.initial_epoch if saved else 0
-    data = hvd.data.shard(rows(), batch_size=BATCH, seed=5, start_epoch=start)
+    data = hvd.data.shard(rows(), batch_size=BATCH, seed=5)
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),
         hvd.callbacks.LearningRateWarmupCallback(0.05 * SIZE, warmup_epochs=2),
@@ -142,6 +145,54 @@ def test_restart_ends_as_if_undisturbed(directory, make_optimizer, save_freq, af
     training.assert_bit_identical_on_all_ranks(keras.Sequential(again.layers[-1:]))
 
 
+@pytest.mark.parametrize("after", [2, STEPS + 3, 2 * STEPS, 2 * STEPS + 4, 4 * STEPS])
+@pytest.mark.parametrize("numbers", [((0, 2), (2, 4)), ((0, 2), (0, 2))], ids=["on", "again"])
+def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
+    """Interrupts in the first fit, at its end, in the second one, and at the end."""
+
+    def train_twice(model: keras.Model, saved: Any, *more: Any) -> None:
+        source = hvd.data.shard(rows(), batch_size=BATCH)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        for start, epochs in numbers:
+            callbacks = [broadcast, *([saved] if saved else []), *more]
+            shuffled = source.map(lambda x, y: (x, y))
+            model.fit(shuffled, initial_epoch=start, epochs=epochs, verbose=0, callbacks=callbacks)
+        raise KeyboardInterrupt
+
+    undisturbed, again = build(momentum), build(momentum)
+    with pytest.raises(KeyboardInterrupt):
+        train_twice(undisturbed, None)
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
+    with pytest.raises(KeyboardInterrupt):
+        train_twice(build(momentum), saved, Interrupt(after))
+    with pytest.raises(KeyboardInterrupt):
+        train_twice(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
+    assert_same_state(again, undisturbed)
+
+
+def test_a_restart_says_where_it_continues(directory, capfd) -> None:
+    saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
+    interrupt(build(adam), saved, STEPS + 3)
+    assert "hvd_keras:" not in capfd.readouterr().err
+    train(build(adam), hvd.callbacks.Checkpoint(directory))
+    place = f"continuing from checkpoint-00001-0000004, epoch 2 of {EPOCHS}, batch 5\n"
+    assert (f"hvd_keras: {place}" in capfd.readouterr().err) == (RANK == 0)
+    train(build(adam), hvd.callbacks.Checkpoint(directory))
+    place = (
+        f"checkpoint-0000{EPOCHS}-0000000 is the end of epoch {EPOCHS}, and fit ends after epoch"
+    )
+    assert (f"hvd_keras: {place} {EPOCHS}" in capfd.readouterr().err) == (RANK == 0)
+
+
+def test_a_copy_of_the_callback_works(directory) -> None:
+    """Tuners copy all callbacks for each trial."""
+    model = build(adam)
+    train(model, copy.deepcopy(hvd.callbacks.Checkpoint(directory)), epochs=1)
+    again = build(adam)
+    train(again, copy.deepcopy(hvd.callbacks.Checkpoint(directory)), epochs=1)
+    assert_same_state(again, model)
+
+
 def test_restart_with_several_steps_per_execution(directory) -> None:
     undisturbed = build(adam, steps_per_execution=2, run_eagerly=False)
     train(undisturbed, None, epochs=2)
@@ -192,6 +243,24 @@ def test_restart_with_other_data(directory, kind: str) -> None:
     again = build(adam)
     saved = hvd.callbacks.Checkpoint(directory)
     fit(again, saved, start=saved.initial_epoch)
+    assert_same_state(again, undisturbed)
+
+
+def test_restart_with_a_dataset_that_shuffles_itself(directory) -> None:
+    def fit(net: keras.Model, *callbacks: keras.callbacks.Callback) -> None:
+        source = tf.data.Dataset.from_tensor_slices(rows()).shuffle(99, seed=3).batch(BATCH)
+        data = hvd.data.shard(source)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        net.fit(data, epochs=EPOCHS, verbose=0, callbacks=[broadcast, *callbacks])
+
+    undisturbed = build(adam)
+    fit(undisturbed)
+    for after in (STEPS + 3, STEPS):  # in the middle of the second epoch; at the end of that
+        saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
+        with pytest.raises(KeyboardInterrupt):
+            fit(build(adam), saved, Interrupt(after))
+    again = build(adam)
+    fit(again, hvd.callbacks.Checkpoint(directory))
     assert_same_state(again, undisturbed)
 
 
@@ -275,6 +344,22 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(directory) -> N
     assert_same_state(again, undisturbed)
 
 
+def test_an_older_checkpoint_under_the_name_of_a_newer_one_is_not_used(directory) -> None:
+    undisturbed = build(adam)
+    train(undisturbed, None)
+    interrupt(build(adam), hvd.callbacks.Checkpoint(directory), 2 * STEPS)
+    if RANK == 0:
+        newest, older = checkpoint.files(directory)
+        newest.write_bytes(older.read_bytes())
+    again = build(adam)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(again, hvd.callbacks.Checkpoint(directory))
+    if RANK == 0:
+        assert any("was written as checkpoint-00001" in str(w.message) for w in caught)
+    assert_same_state(again, undisturbed)
+
+
 def test_only_damaged_checkpoints_are_an_error(directory) -> None:
     train(build(adam), hvd.callbacks.Checkpoint(directory, keep=3))
     if RANK == 0:
@@ -327,9 +412,33 @@ def test_impossible_arguments(directory) -> None:
 def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(directory) -> None:
     if RANK == 0:
         directory.write_text("in the way")
-    error = OSError if RANK == 0 else RuntimeError
-    with pytest.raises(error, match="checkpoints"):
+    with pytest.raises(OSError, match=r"cannot write: rank 0: .*checkpoints"):
         train(build(adam), hvd.callbacks.Checkpoint(directory / "deep"))
+
+
+@pytest.mark.parametrize("part", [0.1, 0.6, 0.95, 0.99])
+def test_a_full_disk_can_be_caught_on_all_ranks(directory, part: float) -> None:
+    """Wherever the file ends, in a value or in what HDF5 writes when it closes the file."""
+    saved = hvd.callbacks.Checkpoint(directory)
+    model = build(adam)
+    train(model, saved, epochs=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    if RANK == 0:
+        room = int(checkpoint.files(directory)[0].stat().st_size * part)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write: rank 0: \[Errno 27\]") as caught:
+            saved._save(1, 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert len(os.listdir("/proc/self/fd")) <= descriptors, "the space is not given back"
+    if RANK == 0:
+        assert [path.name for path in directory.iterdir()] == ["checkpoint-00001-0000000.h5"]
+    again = build(adam)
+    train(again, hvd.callbacks.Checkpoint(directory), epochs=1)
+    assert_same_state(again, model)
 
 
 def test_loss_scaling_goes_on(directory) -> None:

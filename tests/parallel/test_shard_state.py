@@ -13,6 +13,7 @@ from hvd_keras import settings, shards
 from tests.parallel.test_training import EVERY, OPTIONS, RATES, Own
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(2, 3)
 EVERYONE = hvd.global_process_set
 several = pytest.mark.skipif(SIZE == 1, reason="one rank has all")
 two = pytest.mark.skipif(SIZE > 2, reason="more ranks change nothing")
@@ -98,6 +99,7 @@ def check_cell(optimizer: str, option: str, eagerly: bool = False) -> None:
         assert any(v.shape == (0,) for v in result.variables), "has all slots"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("optimizer", EVERY)
 def test_shares_of_every_optimizer_with_every_option(optimizer: str, option: str) -> None:
@@ -106,6 +108,7 @@ def test_shares_of_every_optimizer_with_every_option(optimizer: str, option: str
 
 # Of the table above, which takes minutes: each optimizer and each option at least once, without
 # the time that it takes to trace.
+@pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("number", range(len(EVERY)) if SIZE == 2 else (2, 3, 8))
 def test_shares(number: int) -> None:
     check_cell(EVERY[number], list(OPTIONS)[number % len(OPTIONS)], eagerly=True)
@@ -152,6 +155,7 @@ def test_small_buckets_and_several_dtypes(bytes_of_a_bucket: int, monkeypatch) -
     assert_bit_equal(made("SGD", momentum=0.9), fresh, eagerly=bytes_of_a_bucket == 16)
 
 
+@pytest.mark.ranks(2, 3, 4)
 def test_one_variable_is_most_of_the_model() -> None:
     assert_bit_equal(made("Adam"), lambda: variables([(3,), (400,), (2, 2), ()]), eagerly=True)
 
@@ -280,6 +284,7 @@ def test_fit_with_a_divided_table() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.ranks(2, 3, 4)
 @several
 def test_slots_are_about_an_nth() -> None:
     shapes = [(40, 30), (30,), (30, 50), (50,), (50, 7), (7,), (100,), (20, 20), (3, 3, 8, 8)]

@@ -39,14 +39,20 @@ def train(model: Any, saved: Any, *more: Any, epochs: int = 2, of: Any = EVERYON
     random = np.random.default_rng(3)
     count = of.size() * BATCH * STEPS
     rows = random.normal(size=(count, 5)), random.normal(size=(count, 1))
-    start = saved.initial_epoch if saved else 0
-    data = hvd.data.shard(rows, batch_size=BATCH, shuffle=False, start_epoch=start, process_set=of)
+    data = hvd.data.shard(rows, batch_size=BATCH, shuffle=False, process_set=of)
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(of.ranks[0])]
     callbacks += [saved] if saved else []
     model.fit(data, epochs=epochs, verbose=0, shuffle=False, callbacks=[*callbacks, *more])
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_training_goes_on(directory, before: bool, after: bool) -> None:
     """With shares and without, in any order, as if nothing had happened."""
     undisturbed = build(False, gradient_accumulation_steps=2)
@@ -61,6 +67,7 @@ def test_an_interrupted_training_goes_on(directory, before: bool, after: bool) -
     assert shared == (12 if after and SIZE > 1 else 0)
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.skipif(SIZE == 1, reason="needs another number of ranks")
 def test_other_numbers_of_ranks(directory) -> None:
     """From all ranks to some, to one without shares, and back."""

@@ -12,6 +12,7 @@ from hvd_keras.training import exchange
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(2, 3)
 ROWS = 8  # per rank
 
 

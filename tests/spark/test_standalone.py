@@ -60,7 +60,7 @@ def train(folder):
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
     checkpoint = hvd.callbacks.Checkpoint(f"{folder}/checkpoints", save_freq=3)
-    data = hvd.data.shard((x, x @ [1, 2, 3]), batch_size=4, start_epoch=checkpoint.initial_epoch)
+    data = hvd.data.shard((x, x @ [1, 2, 3]), batch_size=4)
     first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), checkpoint]
     model.fit(data, epochs=6, verbose=0, shuffle=False, callbacks=[*first, Log()])
     return hvd.rank(), [weight.tolist() for weight in model.get_weights()]

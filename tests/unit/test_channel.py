@@ -8,7 +8,10 @@ import json
 import os
 import resource
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from hvd_keras.launch.onhost.channel import (
     silence,
     watch_liveness,
 )
+from hvd_keras.launch.onhost.process import ask_to_end, private_folder
 from hvd_keras.launch.onhost.worker import FUNCTION
 from tests.harness import launcher
 
@@ -138,7 +142,7 @@ async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: P
     ranks, address = await listen(tmp_path, size)
     streams = [await asyncio.open_connection(*address) for _ in range(size)]
     await asyncio.sleep(0.2)  # as many are accepted as may be, before any proves itself
-    assert len(ranks._open) == UNPROVEN
+    assert len(ranks._serving) == UNPROVEN
 
     async def work(rank: int) -> bool:
         channel = Channel(SECRET, is_hvdrun=False)
@@ -188,15 +192,15 @@ async def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
     await ranks.close()
 
 
-async def join(address: tuple[str, int]) -> tuple[socket.socket, Channel]:
-    """A worker of rank 0 that hvdrun has accepted."""
+async def join(address: tuple[str, int], rank: int = 0) -> tuple[socket.socket, Channel]:
+    """A worker that hvdrun has accepted."""
     worker, channel = socket.create_connection(address), Channel(SECRET, is_hvdrun=False)
     worker.setblocking(False)
     watch_liveness(worker)
     while not channel.open:
         channel.feed(await asyncio.get_running_loop().sock_recv(worker, 1 << 16))
         if channel.open:
-            channel.put(hello={"rank": 0, "host": "here", "cores": 2})
+            channel.put(hello={"rank": rank, "host": "here", "cores": 2})
         await send(worker, channel)
     return worker, channel
 
@@ -222,7 +226,7 @@ async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Pat
     ranks._output._out = Destination(writer, lambda: None)
     channel.put(output="out", data=base64.b64encode(bytes(1 << 21)).decode())
     await send(worker, channel)
-    await until(lambda: ranks._paused)
+    await until(lambda: ranks._output.full)
 
     def is_quiet() -> bool:
         with contextlib.suppress(BlockingIOError):
@@ -230,11 +234,10 @@ async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Pat
                 worker.send(bytes(1 << 16))
         return silence(worker) > 3.0
 
-    await until(is_quiet)
-    before = silence(worker)
-    assert not ranks.check()
-    await asyncio.sleep(0.1)
-    assert silence(worker) < before
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(until(is_quiet), 6.0)
+        pytest.fail("nothing came for 3 s")
+    assert ranks._output.full
     await ranks.close()
     os.close(reader)
 
@@ -251,3 +254,81 @@ async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
     assert ranks.check()
     assert ranks.problem.startswith("cannot store what rank 0 has sent: [Errno 2] No such file")
     await ranks.close()
+
+
+def test_a_folder_that_another_user_could_use_is_refused(tmp_path: Path) -> None:
+    """The job's number is no secret on its hosts."""
+    folder = private_folder(tmp_path / "job")
+    assert private_folder(folder).stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="expected a folder of user"):
+        private_folder(folder)
+    (tmp_path / "link").symlink_to(private_folder(tmp_path / "other"))
+    with pytest.raises(PermissionError, match="mode lrwx"):
+        private_folder(tmp_path / "link")
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "other", 65534, 65534)
+        with pytest.raises(PermissionError, match="owner 65534"):
+            private_folder(tmp_path / "other")
+
+
+@in_loop
+async def test_a_function_waits_for_slow_workers_where_it_is(tmp_path: Path) -> None:
+    """hvdrun does not keep a copy for each rank."""
+    (tmp_path / FUNCTION).write_bytes(bytes(64 << 20))
+    ranks, address = await listen(tmp_path, 1, call=tmp_path)
+    worker, _ = await join(address)
+    await until(lambda: ranks.reports)
+    await asyncio.sleep(0.5)
+    assert ranks._peers[0]._writer.transport.get_write_buffer_size() < 8 << 20
+    worker.close()
+    await ranks.close()
+
+
+@in_loop
+async def test_a_worker_that_is_stopped_ends_the_job(tmp_path: Path, monkeypatch) -> None:
+    """The kernel answers for it."""
+    monkeypatch.setattr(follow_ranks, "MUTE", 0.2)
+    ranks, address = await listen(tmp_path, 2)
+    stopped, _ = await join(address, 0)
+    worker, channel = await join(address, 1)
+    await until(lambda: len(ranks.reports) == 2)
+    await asyncio.sleep(0.5)
+    assert not ranks.check()  # the other rank may still need it
+    channel.put(report={"status": 0, "stopped": False, "by_signal": False})
+    await send(worker, channel)
+    await until(ranks.check)
+    assert ranks.problem.startswith("hvdrun's processes of rank 0 on here have not answered")
+    stopped.close()
+    await ranks.close()
+
+
+STOPPED = """
+import faulthandler, os, signal, sys, threading
+faulthandler.register(signal.SIGTERM, open(sys.argv[1], "wb", buffering=0), chain=True)
+
+def spin():
+    while True:
+        threading.Event().wait(0.001)
+
+def go_on():
+    while True:
+        pass
+
+for _ in range(12):
+    threading.Thread(target=spin, daemon=True).start()
+os.kill(os.getpid(), signal.SIGSTOP)
+go_on()
+"""
+
+
+def test_a_stopped_process_is_asked_where_it_stands(tmp_path: Path) -> None:
+    """Its script gets nowhere before its stack is written, whichever thread might do that."""
+    for number in range(12):
+        path = tmp_path / f"stack-{number}"
+        command = [sys.executable, "-c", STOPPED, str(path)]
+        process = subprocess.Popen(command, start_new_session=True)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        ask_to_end(process.pid, signal.SIGTERM)
+        assert process.wait(launcher.LIMIT) == -signal.SIGTERM
+        assert "in go_on" not in path.read_text()

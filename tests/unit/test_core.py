@@ -131,10 +131,10 @@ def test_leave(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "leave_test"), transport, timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("the deadline names who is missing") == size, job.output
-    # The last rank of "waiting burns no core" is late; the others warn once.
+    # The last rank of "waiting burns no core" is late; the others warn, again and again.
     for rank in range(size - 1):
-        assert job.output.count(f"rank {rank} waits for allreduce 'late'") == 1, job.output
-    assert job.output.count("no progress for") == size - 1, job.output
+        assert f"rank {rank} waits for allreduce 'late'" in job.output, job.output
+    assert size - 1 <= job.output.count("no progress for") <= 5 * (size - 1), job.output
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -9,8 +9,10 @@ import pytest
 from hvd_keras.launch import onhost
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
-from hvd_keras.launch.start import hosts, preflight, slurm
+from hvd_keras.launch.onhost.rsh_agent import ssh_command
+from hvd_keras.launch.start import clean_up, hosts, preflight, slurm
 from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.remote_shell import RemoteShell
 
 VERSIONS = {
     "Open MPI 4": "mpirun (Open MPI) 4.1.4",
@@ -71,7 +73,7 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
         f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -S {ONHOST}/rsh_agent.py "
         "JOB ssh -x "
         "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 "
-        f"-p 2222 -i '{hvdrun.folder}/my key' -- \"$@\""
+        f"-o ControlMaster=no -p 2222 -i '{hvdrun.folder}/my key' -- \"$@\""
     )
     assert ssh in settings
     assert {"HVDRUN_JOB=JOB", "HVDRUN_SECRET=SECRET"} <= set(settings)
@@ -110,6 +112,10 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
         (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host name"),
         (["-H", "a:1,a:2"], "-H lists a twice; expected each host once"),
         (["-H", ","], "-H lists no host; expected for example server1:4"),
+        (["-H", "localhost:1,127.0.0.1:1"], "got the hosts localhost and 127.0.0.1, which are all"),
+        (["-H", "a" * 64], f"-H got '{'a' * 64}'; expected a host name"),
+        (["-H", "a[1-99999999]"], "-H got 'a[1-99999999]'; expected ranges such as server[1-8]:4"),
+        (["-H", "a[2-1]"], "-H got 'a[2-1]'; expected ranges such as server[1-8]:4"),
         (["-H", "a", "--hostfile", "b"], "got -H and --hostfile; expected one of them"),
         (["--hostfile", "absent"], "--hostfile got 'absent', which cannot be read"),
         (["--host-discovery-script", "false"], "ended with exit status 1"),
@@ -123,7 +129,11 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
             ["-n", "1", "--max-restarts", "-1"],
             "--max-restarts got '-1'; expected an integer of at least 0",
         ),
-        (["-n", "1", "--min-np", "2"], "--min-np got 2; expected at most -np, which is 1"),
+        (["-n", "1", "--min-np", "2"], "--min-np got 2; expected at most the number of ranks, 1"),
+        (
+            ["-H", "localhost:1", "--min-np", "2", "--max-restarts", "1"],
+            "--min-np got 2; expected at most the number of ranks, 1",
+        ),
     ],
 )
 def test_bad_hosts_and_options_are_refused(hvdrun, arguments, words) -> None:
@@ -142,6 +152,41 @@ def test_a_hostfile() -> None:
     ]
     with pytest.raises(UsageError, match="x has the line 'a b'; expected server1"):
         hosts.parse_lines("a b", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1\nn1\nn2\nn1\n", [Host("n1", 3), Host("n2", 1)]),  # PBS, LSF, SGE's machines
+        ("n1 4 all.q@n1 UNDEFINED\nn2 2 all.q@n2 <NULL>\n", [Host("n1", 4), Host("n2", 2)]),  # SGE
+        ("n1 slots=4 max_slots=8\nn2 slots = 2 max-slots=2\n", [Host("n1", 4), Host("n2", 2)]),
+        ("server[9-11]:2", [Host(f"server{n}", 2) for n in (9, 10, 11)]),
+        ("n[01-02,7]-ib slots=3", [Host(f"n{n}-ib", 3) for n in ("01", "02", "7")]),
+    ],
+)
+def test_hostfiles_of_other_systems(text: str, expected: list[Host]) -> None:
+    assert hosts.parse_lines(text, "x") == expected
+
+
+def test_a_range_of_hosts() -> None:
+    assert hosts.parse("a,n[1-2,5]:2,b:3") == [
+        Host("a"),
+        *(Host(f"n{n}", 2) for n in (1, 2, 5)),
+        Host("b", 3),
+    ]
+
+
+def test_the_options_of_ssh_are_not_taken_for_the_host() -> None:
+    given = ["-x", "-o", "ConnectionAttempts=10", "-p2222", "server2", "prted", "-x"]
+    *ssh, host, text = ssh_command("7", ["ssh", "-x"], given)
+    assert (ssh, host) == (["ssh", "-x"], "server2")
+    assert "prted -x" in text
+
+
+def test_a_host_whose_keras_differs_is_refused() -> None:
+    own = probe.look("/tmp", "/bin/sh")
+    told = preflight.difference(own | {"keras": "3.0.0"}, own, "/tmp", "/bin/sh")
+    assert told == f"has Keras 3.0.0; expected {own['keras']}, as here"
 
 
 @pytest.mark.parametrize(
@@ -192,6 +237,17 @@ def test_the_culprits_traceback_ends_the_output(hvdrun) -> None:
     assert other.startswith("hvdrun: rank 0: ")
 
 
+def test_restarts_that_fail_at_once_are_no_hot_loop(hvdrun) -> None:
+    """The pauses: none, 1 s, 2 s."""
+    code = "open('starts', 'a').write(f'{time.monotonic()}\\n')\nsys.exit(3)"
+    options = ("-n", "1", "--max-restarts", "3", sys.executable)
+    assert hvdrun.run(*options, hvdrun.script(code)).returncode == 3
+    times = [float(line) for line in (hvdrun.folder / "starts").read_text().split()]
+    assert len(times) == 4
+    assert times[2] - times[1] > 1
+    assert times[3] - times[2] > 2
+
+
 def test_restarts_on_this_host(hvdrun) -> None:
     code = """
         starts = len(os.listdir("starts"))
@@ -240,3 +296,14 @@ def test_no_answer_of_slurm_is_told(hvdrun, monkeypatch) -> None:
     monkeypatch.setenv("PATH", f"{hvdrun.folder}:{os.environ['PATH']}")
     with pytest.raises(UsageError, match=r"`scontrol .*` ended .* 1: Unable to contact slurm"):
         slurm.nodes({"SLURM_JOB_NODELIST": "n[1-3]"})
+
+
+def test_a_greeting_of_the_hosts_shell_is_no_answer(hvdrun, capsys) -> None:
+    """And a clean-up that fails is told."""
+    reach = hvdrun.folder / "reach"
+    reach.write_text('#!/bin/sh\necho Welcome to $1\n[ "$1" = n1 ] && exec sh -c "$2"\nexit 3\n')
+    reach.chmod(0o755)
+    shell = RemoteShell([str(reach)])
+    assert clean_up.sweep_hosts(["n1", "n2"], shell, ["0"], 0.0) == set()
+    told = "hvdrun: n2: the clean-up failed: exit status 3: no output\n"
+    assert capsys.readouterr().err == told

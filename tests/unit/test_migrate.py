@@ -249,3 +249,18 @@ def test_the_command(tmp_path: pathlib.Path) -> None:
     assert (third.returncode, third.stdout) == (2, "")
     path.write_text("import keras")
     assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_lines_are_those_of_python(tmp_path: pathlib.Path) -> None:
+    """Other characters at which text may be split end no line; line ends and mode stay."""
+    text = "#!/bin/python\r\n\x0c\r\n'\x85\u2028'\r\nimport horovod.keras as hvd\r\nhvd.init()\r\n"
+    path = tmp_path / "train.py"
+    path.write_bytes(text.encode())
+    path.chmod(0o750)
+    (tmp_path / "link.py").symlink_to(path)
+    command = [sys.executable, "-m", "hvd_keras.migrate", str(tmp_path / "link.py"), "--write"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "link.py:4: import hvd_keras as hvd" in done.stdout
+    assert path.read_bytes() == text.replace("horovod.keras", "hvd_keras").encode()
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "link.py", path]

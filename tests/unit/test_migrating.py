@@ -1,7 +1,9 @@
 """The documentation of Horovod's names, and hvdrun's understanding of horovodrun's options."""
 
 import importlib.util
-import pathlib
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -17,12 +19,30 @@ def test_the_documentation_is_that_of_the_package() -> None:
     assert migrating.written(text) == text, "run python -m tests.harness.migrating"
 
 
-def test_every_module_of_horovod_is_in_the_table() -> None:
-    found = set()
-    for file in pathlib.Path(PATH).rglob("*.py"):
-        parts = file.relative_to(PATH).with_suffix("").parts
-        found.add(".".join(part for part in parts if part != "__init__"))
-    assert found == {*names.MODULES, *names.ABSENT}
+def test_every_module_of_the_table_can_be_imported() -> None:
+    """In a process of its own, as a program does it, with names that load when first used."""
+    script = """
+import importlib, sys
+from hvd_keras.horovod import names
+for module, homes in names.MODULES.items():
+    found = importlib.import_module(module)
+    assert set(homes) <= set(dir(found)), module
+    assert all(hasattr(found, name) for name in found.__all__), module
+for module in names.ABSENT:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        assert names.ABSENT[module] in str(error), error
+    else:
+        raise AssertionError(module)
+import horovod
+from horovod.tensorflow.keras import callbacks
+assert horovod.tensorflow.keras.callbacks is callbacks
+assert not hasattr(horovod, "another")
+"""
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, env={**os.environ, "PYTHONPATH": PATH}
+    )
 
 
 def test_every_home_has_its_names() -> None:
@@ -82,6 +102,42 @@ def test_options_of_horovodrun(given, attribute, expected, told, capsys) -> None
 def test_options_of_horovodrun_that_are_refused(given, told) -> None:
     with pytest.raises(UsageError, match=told):
         options.parse(["-np", "2", *given, "python"])
+
+
+def test_an_elastic_command_line_restarts(capsys) -> None:
+    elastic = ["--horovod", "-np", "2", "--min-np", "1"]
+    assert options.parse([*elastic, "python"]).max_restarts == 10
+    assert "--reset-limit N" in capsys.readouterr().err
+    for limit in (0, 3):
+        assert options.parse([*elastic, "--reset-limit", str(limit), "x"]).max_restarts == limit
+    assert options.parse(["--horovod", "--host-discovery-script", "h", "x"]).max_restarts == 10
+    assert options.parse(["--horovod", "-np", "2", "python"]).max_restarts == 0
+    assert options.parse([*elastic[1:], "python"]).max_restarts == 0
+
+
+def test_more_ranks_than_cores_are_not_refused_with_horovod(capsys) -> None:
+    given = ["-np", "999", "true"]
+    job_spec.build(options.parse(["--horovod", *given]))
+    assert "hvdrun: 999 ranks share" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="--oversubscribe"):
+        job_spec.build(options.parse(given))
+
+
+def test_settings_of_horovod_are_translated(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("HOROVOD_TIMELINE", "t.json")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "7")
+    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "trace")
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "5")
+    monkeypatch.setenv("HVD_STALL_WARNING_SECONDS", "6")
+    spec = job_spec.build(options.parse(["-np", "1", "--horovod", "--log-level", "error", "true"]))
+    found = spec.option_settings()
+    assert (found["HVD_TIMELINE"], found["HVD_TIMEOUT_SECONDS"]) == ("t.json", "7")
+    assert (found["HVD_LOG_LEVEL"], found["HVD_BUCKET_BYTES"]) == ("ERROR", "1")
+    assert "HVD_STALL_WARNING_SECONDS" not in found, "hvd_keras's own has precedence"
+    assert "HOROVOD_TIMELINE is HVD_TIMELINE=t.json here" in capsys.readouterr().err
+    others = job_spec.build(options.parse(["-np", "1", "true"])).option_settings()
+    assert "HVD_TIMELINE" not in others
 
 
 def test_options_reach_the_ranks() -> None:

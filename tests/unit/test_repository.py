@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import hvd_keras as hvd
+from hvd_keras import lifecycle
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
@@ -75,13 +76,13 @@ def test_the_middle_knows_no_kinds() -> None:
 
 
 def test_the_path_of_a_gradient_is_short_and_documented() -> None:
-    text = (ROOT / "docs" / "design.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()
     path = text[text.index("## One gradient") : text.index("Everything else is beside")]
     shown = {name: int(lines) for lines, name in re.findall(r"^ +(\d+)  (\S+)", path, re.MULTILINE)}
     actual = {name: len((ROOT / name).read_text().splitlines()) for name in shown}
     # Small edits need no new number.
     wrong = {name: n for name, n in actual.items() if abs(n - shown[name]) > shown[name] // 10}
-    assert wrong == {}, "write these numbers into docs/design.md"
+    assert wrong == {}, "write these numbers into docs/architecture.md"
     assert 5 <= len(actual) <= 9
     assert sum(actual.values()) <= 2000
 
@@ -108,6 +109,15 @@ def test_the_errors_that_are_explained_exist() -> None:
     for text in re.findall("`([^`]+)`", "\n".join(explained)):
         parts = [part.strip(" ,;") for part in text.split("…")]
         assert all(part in sources for part in parts), (text, parts)
+
+
+def test_the_ways_to_leave_a_job_are_documented() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \| `([A-Z_]+)` \|", text, re.MULTILINE)
+    header = (ROOT / "native/core/engine/engine.h").read_text()
+    in_cpp = re.search(r"enum class LeaveResult \{ ([\w, ]+) \}", header)
+    assert in_cpp
+    assert table == list(zip(in_cpp[1].split(", "), lifecycle.LeaveResult.__members__, strict=True))
 
 
 def test_every_setting_is_documented() -> None:

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from hvd_keras.exit_codes import FOLLOWERS
-from hvd_keras.launch.follow.outcome import TIE, Report, describe_apart, judge
+from hvd_keras.exit_codes import FOLLOWERS, MPI_LOST
+from hvd_keras.launch.follow.outcome import TIE, Report, describe_apart, judge, time_to_end
 
 
 def gone(time: float, status: int | None = None) -> Report:
@@ -49,20 +49,86 @@ def test_nobody_is_blamed_of_those_that_were_killed_together() -> None:
 
 @pytest.mark.parametrize("status", sorted(FOLLOWERS))
 def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) -> None:
-    """They tell that another rank is to blame after hvd.init(), unless the script has ended."""
+    """They tell that another rank is to blame only where hvd_keras or MPI has chosen them."""
     reports = {0: Report(None, 9.0, False), 1: Report(status, 10.0, False)}
-    verdict = judge(reports, 2, status)
-    assert verdict.lines[0] == f"rank 1 failed first: exit status {status}"
-    assert (verdict.status, verdict.culprit) == (status, 1)
-    reports[1].arrived = True
-    assert judge(reports, 2, status).culprit is None
-    reports[1].ended = True
-    assert judge(reports, 2, status).culprit == 1
+
+    def culprit(*marks: str) -> int | None:
+        reports[1].marks, reports[1].phase = set(), ""
+        for mark in marks:
+            reports[1].note(mark)
+        reports[1].time = 10.0
+        return judge(reports, 2, status).culprit
+
+    assert culprit("asked-for") == 1
+    assert judge(reports, 2, status).lines[0] == f"rank 1 failed first: exit status {status}"
+    assert judge(reports, 2, status).status == status
+    assert culprit("arrived") is None
+    # By its number alone, what Open MPI does to a rank cannot be told from what a script does.
+    assert culprit("arrived", "joined") == (None if status == MPI_LOST else 1)
+    assert culprit("arrived", "joined", "follows") is None
+    assert culprit("arrived", "joined", "leaving") is None
+    assert culprit("arrived", "joined", "leaving", "ended") == 1
+
+
+def test_who_hangs_inside_mpi_is_named_by_those_who_waited_for_it() -> None:
+    def report(status: int | None, *marks: str, **more) -> Report:
+        made = Report(status, 10.0, False, host="server", **more)
+        for mark in marks:
+            made.note(mark)
+        return made
+
+    waited = (75, "arrived")
+    reports = {0: report(*waited), 1: report(None, "arrived", gone=True), 2: report(*waited)}
+    for one in reports.values():
+        one.time = 10.0
+    told = "ranks 0, 2 timed out waiting for another rank; rank 1 on server has not "
+    reports[1].time = 20.0
+    assert judge(reports, 3, 75).lines[0] == told + "returned from hvd.init()"
+    reports[1] = report(None, gone=True)
+    reports[1].time = 20.0
+    assert judge(reports, 3, 75).lines[0] == told + "called hvd.init()"
+    for rank, status in ((0, 75), (1, None), (2, 75)):
+        reports[rank] = report(status, "arrived", "joined", "leaving", gone=status is None)
+        reports[rank].time = 20.0 if rank == 1 else 10.0
+    assert judge(reports, 3, 75).lines[0] == told + "returned from MPI_Finalize"
+
+
+def test_a_job_that_cannot_succeed_ends_when_its_reason_is_known() -> None:
+    def report(status: int | None, *marks: str, time: float = 10.0, stopped: bool = False):
+        made = Report(status, time, stopped)
+        for mark in marks:
+            made.note(mark)
+        made.time = time
+        return made
+
+    running = report(None, "arrived", "joined")
+    assert not time_to_end({0: running, 1: report(0)}, 1000.0)  # no MPI: it may be done
+    assert not time_to_end({0: running, 1: report(0, "joined", "ended")}, 1000.0)
+    assert time_to_end({0: running, 1: report(0, "joined")}, 10.0)
+    assert time_to_end({0: running, 1: report(3)}, 10.0)
+    # MPI_Init waits for a rank that has ended.
+    assert not time_to_end({0: report(None, "arrived"), 1: report(0)}, 11.0)
+    assert time_to_end({0: report(None, "arrived"), 1: report(0)}, 20.0)
+    # The culprit may need time to end.
+    assert not time_to_end({0: running, 1: report(76, "joined", "follows")}, 30.0)
+    assert time_to_end({0: running, 1: report(76, "joined", "follows")}, 50.0)
+    assert time_to_end({0: running, 1: report(75, "joined", "follows")}, 20.0)
+    assert time_to_end({0: running, 1: report(-15, "joined", stopped=True)}, 12.0)
+
+
+def test_a_signal_to_one_worker_is_the_cause() -> None:
+    reports = {
+        0: Report(-signal.SIGTERM, 12.0, True),
+        1: Report(-signal.SIGTERM, 10.0, True, by_signal=True),
+    }
+    verdict = judge(reports, 2, 143)
+    assert verdict.lines[0].startswith("rank 1 failed first: a signal that hvdrun did not send")
+    assert verdict.status == 143
 
 
 def test_ranks_that_have_not_joined_are_named_if_they_have_ended_well() -> None:
     def ended(*marks: str, status: int = 0, stopped: bool = False) -> Report:
-        return Report(status, 10.0, stopped, marks=marks)
+        return Report(status, 10.0, stopped, marks=set(marks))
 
     together = {rank: ended("asked-for", "joined") for rank in range(3)}
     assert describe_apart(together, 3) == ""

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvd_keras.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
+from hvd_keras.launch.onhost.process import GRACE
+
+# Marks that say where a rank is: inside `hvd.init()`, in the job, inside MPI_Finalize, after it.
+PHASES = ("arrived", "joined", "leaving", "ended")
+
+# Seconds for which a rank that another one has said to leave may take to end.
+DESERTER_GRACE = 30.0
 
 # Seconds by which the report of a failure may arrive after mpirun has killed other ranks for it.
 TIE = 1.0
@@ -26,9 +34,9 @@ class Report:
         status: its exit status, as in `subprocess`; None while it is unknown.
         time: when that was last reported.
         stopped: it was asked to end.
-        marks: what `settings.tell_hvdrun` has told.
-        arrived: it has called `hvd.init()`.
-        ended: after that its script has ended by itself, with an exit status of its own choice.
+        marks: what `settings.tell_hvdrun` has marked.
+        phase: the latest of these that is one of PHASES.
+        by_signal: a signal to its worker was the first to ask.
         host: its host, in a job on several.
         gone: its worker has ended.
         lost: how the connection was lost, as text.
@@ -38,33 +46,46 @@ class Report:
     status: int | None
     time: float
     stopped: bool
-    arrived: bool = False
-    ended: bool = False
-    marks: Collection[str] = ()
+    marks: set[str] = field(default_factory=set)
+    phase: str = ""
+    by_signal: bool = False
     host: str = ""
     gone: bool = False
     lost: str = ""
     orphaned: float = float("inf")
 
+    def note(self, mark: str) -> None:
+        """Take a mark."""
+        self.marks.add(mark)
+        if mark in PHASES:
+            self.phase, self.time = mark, time.monotonic()
+
     @property
     def follows(self) -> bool:
         """Whether hvd_keras or MPI ended the rank because of another one.
 
-        Before `hvd.init()`, and from a script that ended by itself, the statuses are the script's.
+        Otherwise the status is the script's choice.
         """
-        return self.status in FOLLOWERS and self.arrived and not self.ended
+        if self.status not in FOLLOWERS:
+            return False
+        waits_in_mpi = self.phase in ("arrived", "leaving")
+        mpi_ended_it = self.status == MPI_LOST and self.phase == "joined"
+        return "follows" in self.marks or waits_in_mpi or mpi_ended_it
 
     @property
     def is_deserted(self) -> bool:
         """Whether the rank ended because another one had left."""
         return self.follows and self.status == DESERTED
 
-    def describe(self) -> str:
-        """Return the rank's state as text."""
+    def describe(self, why_ended: str = "hvdrun") -> str:
+        """Return the rank's state as text; `why_ended` says who ended those that were asked to."""
         if self.status is None and self.lost:
             return f"lost: {self.lost}"
         if self.status is None:
             return "killed before it could report"
+        if self.stopped and self.status in (-signal.SIGTERM, -signal.SIGKILL):
+            forced = ", by SIGKILL" * (self.status == -signal.SIGKILL)
+            return f"terminated by {why_ended}{forced}"
         end = _FOLLOWED[self.status] if self.follows else _describe_status(self.status)
         return f"{end} after it was asked to end" if self.stopped else end
 
@@ -125,9 +146,26 @@ def _killed_with(culprit: int, reports: dict[int, Report]) -> list[int]:
     ]
 
 
-def has_failed(reports: dict[int, Report]) -> bool:
-    """Whether the job can no longer succeed."""
-    return bool(_failed(reports))
+def time_to_end(reports: dict[int, Report], now: float) -> bool:
+    """Whether the job cannot succeed any more, and what can be known of the reason is known."""
+    if first_failure(reports) is not None:
+        return True
+    for report in reports.values():
+        since = now - report.time
+        # It cannot have been hvdrun, which has not yet asked for the end. The others may be asked
+        # by the same signal.
+        if report.stopped and report.status is not None and since > TIE:
+            return True
+        # The rank that it followed may take its time to end: a deserter may have exit handlers.
+        if report.follows and since > (DESERTER_GRACE if report.is_deserted else GRACE):
+            return True
+        if report.status == 0 and report.phase in ("arrived", "joined", "leaving"):
+            return True  # it has left MPI without a word
+        # MPI_Init waits for all ranks.
+        waiting = [r for r in reports.values() if r.phase == "arrived" and now - r.time > GRACE]
+        if report.status == 0 and not report.phase and since > GRACE and waiting:
+            return True
+    return False
 
 
 def _failed(reports: dict[int, Report]) -> list[int]:
@@ -161,7 +199,7 @@ def judge(
         return Verdict(0, [], True)
     if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
         hosts = sorted({reports[rank].host for rank in on_lost})
-        cause = f"lost {' and '.join(hosts)} with {_names(on_lost)}: the network or the host failed"
+        cause = f"lost {' and '.join(hosts)} with {names(on_lost)}: the network or the host failed"
         return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
     culprit = first_failure(reports)
     others = _describe_others(reports, size, culprit)
@@ -170,11 +208,11 @@ def judge(
         float("inf") if culprit is None else reports[culprit].time
     ):
         host = reports[orphan].host
-        cause = f"mpirun's daemon on {host} died first, above {_names([orphan])}"
+        cause = f"mpirun's daemon on {host} died first, above {names([orphan])}"
         return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
     if culprit is not None and (others_too := _killed_with(culprit, reports)):
         cause = (
-            f"{_names(sorted([culprit, *others_too]))} were killed at the same moment, before "
+            f"{names(sorted([culprit, *others_too]))} were killed at the same moment, before "
             "they could report; it is not known which failed first"
         )
         lines = [cause, *_describe_others(reports, size, None)]
@@ -183,20 +221,26 @@ def judge(
         report = reports[culprit]
         status = -signal.SIGKILL if report.status is None else report.status
         how = report.describe() if report.status is None else _describe_status(status)
+        if report.status == -signal.SIGKILL:
+            how += " (out of memory? see dmesg)"
         place = f" on {report.host}" if report.host else ""
         cause = f"rank {culprit}{place} failed first: {how}"
         return Verdict(_shell_status(status), [cause, *others], True, culprit)
     if early := _ended_early(reports):
-        cause = f"{_names(early)} exited (status 0) while the others were still running"
+        cause = f"{names(early)} exited (status 0) while the others were still running"
         return Verdict(1, [cause, *others], True)
     followers = [rank for rank in _failed(reports) if reports[rank].follows]
     if waited := [rank for rank in followers if reports[rank].status == WAITED_IN_VAIN]:
-        known = _describe_absent(reports) or "the error above names that rank"
-        cause = f"{_names(waited)} timed out waiting for another rank; {known}"
+        known = _describe_absent(reports, waited[0]) or "the error above names that rank"
+        cause = f"{names(waited)} timed out waiting for another rank; {known}"
         return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
     if lost := [rank for rank in followers if reports[rank].status == MPI_LOST]:
-        cause = f"{_names(lost)} lost the connection to another rank"
+        cause = f"{names(lost)} lost the connection to another rank"
         return Verdict(MPI_LOST, [cause, *others], False)
+    asked = [rank for rank, report in reports.items() if report.stopped and report.by_signal]
+    if asked and len(asked) < size:
+        cause = f"{names(asked)} failed first: a signal that hvdrun did not send asked it to end"
+        return Verdict(128 + signal.SIGTERM, [cause, *others], True)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
     return Verdict(_shell_status(mpirun_status) or 1, [cause, *others], False)
 
@@ -220,35 +264,44 @@ def describe_apart(reports: dict[int, Report], size: int) -> str:
         )
     have, it = ("have", "they") if apart[1:] else ("has", "it")
     return (
-        f"{_names(apart)} {have} not completed hvd.init(), and {have} run without the others, "
+        f"{names(apart)} {have} not completed hvd.init(), and {have} run without the others, "
         f"whose files {it} may have overwritten"
     )
 
 
-def _describe_absent(reports: dict[int, Report]) -> str:
-    """Say which ranks have not called hvd.init(); empty if all have."""
-    absent = [rank for rank, report in reports.items() if not report.arrived]
+def _describe_absent(reports: dict[int, Report], waiting: int) -> str:
+    """Say which ranks were not where this one waited inside MPI; empty if it waited elsewhere."""
+    there = reports[waiting].phase
+    if there not in ("arrived", "leaving"):
+        return ""
+    absent = [rank for rank, report in reports.items() if not report.phase]
+    what = "not called hvd.init()"
+    if not absent:
+        absent = [rank for rank, r in reports.items() if not r.follows and r.phase == there]
+        what = "not returned from " + ("hvd.init()" if there == "arrived" else "MPI_Finalize")
     if not absent:
         return ""
     hosts = sorted({reports[rank].host for rank in absent} - {""})
     place = f" on {' and '.join(hosts)}" * bool(hosts)
-    return f"{_names(absent)}{place} {'have' if absent[1:] else 'has'} not called hvd.init()"
+    return f"{names(absent)}{place} {'have' if absent[1:] else 'has'} {what}"
 
 
-def _names(ranks: Sequence[int]) -> str:
+def names(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _describe_others(reports: dict[int, Report], size: int, culprit: int | None) -> list[str]:
+    ender = "hvdrun" if culprit is None else f"hvdrun because rank {culprit} failed"
     states: dict[tuple[str, str], list[int]] = {}
     for rank in range(size):
         if rank != culprit:
             report = reports.get(rank)
-            state = report.describe() if report else "did not start"
+            state = report.describe(ender) if report else "did not start"
             host = report.host if report else ""
             states.setdefault((state, host), []).append(rank)
     return [
-        f"{_names(ranks)}{f' on {host}' * bool(host)}: {state}"
+        f"{names(ranks)}{f' on {host}' * bool(host)}: {state}"
         for (state, host), ranks in states.items()
     ]
 

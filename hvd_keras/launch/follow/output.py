@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import queue
+import re
 import select
 import threading
 from collections.abc import Callable
@@ -20,21 +22,40 @@ PARTIAL_LINE_DELAY = 0.1
 # Bytes of a rank's last errors that are kept, to tell at the end why it failed.
 TAIL_LIMIT = 1 << 16
 
+# Lines of output, at the end, that a user sees at once.
+RECENT_LINES = 40
+
 # Lines of an exception's message that are repeated at most.
 MESSAGE_LINES = 20
 
 # Bytes of an unfinished line that are kept at most; bounds the memory for output without line ends.
 PARTIAL_LINE_LIMIT = 1 << 20
 
+# Errors of a disk on which there is no room, at the moment.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
 # Bytes that may wait for a slow reader before the ranks have to wait, too.
 WAITING_LIMIT = 1 << 20
+
+
+# What TensorFlow says at its start about CUDA, oneDNN and the CPU, where nothing is wrong: notices
+# of the severity "information" of its C++ part, in its two formats, and that there is no CUDA.
+_SOURCE = rb" \S+\.(?:cc|h):\d+\] "
+NOTICE = re.compile(
+    rb"WARNING: All log messages before absl::InitializeLog\(\)"
+    rb"|I\d{4} [\d:.]+ +\d+" + _SOURCE + rb"|\d{4}-\d\d-\d\d [\d:.]+: I" + _SOURCE +
+    rb"|To enable the following instructions: "
+    rb"|[EW]\d{4} [\d:.]+ +\d+" + _SOURCE + rb".*(?:cuInit: .*UNKNOWN ERROR \(303\)"
+    rb"|Unable to register cu\w+ factory|computation placer already registered)"
+)  # fmt: skip
 
 
 class Destination:
     """One of hvdrun's own descriptors.
 
     `unfinished` is the stream whose line is unfinished there, `waiting` counts the bytes that are
-    not yet written, and `error` is what made writing impossible, if anything.
+    not yet written, and `error` is what made writing impossible, if anything. Where a disk is full,
+    for now, which `full` tells, what does not fit is dropped.
 
     A thread does the writing: a reader that pauses, such as a pager, must not keep hvdrun from
     hearing a signal. `changed` is called when something has been written, or cannot be.
@@ -42,9 +63,12 @@ class Destination:
 
     def __init__(self, descriptor: int, changed: Callable[[], None]) -> None:
         self.descriptor = descriptor
+        self.is_terminal = os.isatty(descriptor)
+        self.lines = 0  # written so far
         self.unfinished: Stream | None = None
         self.waiting = 0
         self.error: OSError | None = None
+        self.full: OSError | None = None
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -61,16 +85,18 @@ class Destination:
             self._thread.start()
 
     def _write_all(self) -> None:
-        error = None
         with contextlib.suppress(RuntimeError):  # hvdrun has not waited for the reader
-            while error is None:
+            while True:
                 data = self._queue.get()
                 error = _write(self.descriptor, data)
                 self._loop.call_soon_threadsafe(self._note, len(data), error)
 
     def _note(self, written: int, error: OSError | None) -> None:
-        self.error = error
-        self.waiting = 0 if error is not None else self.waiting - written
+        self.waiting -= written
+        if error is not None and error.errno not in FULL:
+            self.error, self.waiting = error, 0
+        elif error is not None:
+            self.full = error
         self._changed()
 
 
@@ -126,17 +152,25 @@ class Stream:
     With an empty prefix the bytes pass unchanged. With a prefix each line begins with it; a line
     that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, and if another
     stream writes before its rest comes, it is broken there. A `copy` gets every byte, in whole
-    lines.
+    lines. `drops_notices` leaves out TensorFlow's, at the destination alone.
     """
 
-    def __init__(self, destination: Destination, prefix: bytes, copy: Copy | None = None) -> None:
+    def __init__(
+        self,
+        destination: Destination,
+        prefix: bytes,
+        copy: Copy | None = None,
+        drops_notices: bool = False,
+    ) -> None:
         self.destination = destination
+        self._drops_notices = drops_notices
+        self._shown = 0  # how many lines the destination had when this one wrote last
         self.copy = copy
         self.tail = b""  # the last TAIL_LIMIT bytes
         self.prefix = prefix
         self._timer: asyncio.TimerHandle | None = None  # shows the unfinished line
         self._pending = b""
-        self._uncopied = b""
+        self._uncopied = bytearray()
 
     def feed(self, data: bytes) -> None:
         """Take over new output and pass on the lines that are complete."""
@@ -146,8 +180,10 @@ class Stream:
         self._pending = rest
         if end:
             self._stop_timer()
-            self._write([line + end for line in lines.split(end)])
-            self.destination.unfinished = None
+            whole = [line + end for line in lines.split(end)]
+            if self._drops_notices:
+                whole = [line for line in whole if not NOTICE.match(line)]
+            self._write(whole)
         if len(rest) > PARTIAL_LINE_LIMIT:
             self.flush()
         elif rest and self._timer is None:
@@ -156,12 +192,13 @@ class Stream:
 
     def _copy_lines(self, data: bytes) -> None:
         """Write what is complete to the copy, where two streams meet; at the end, all of it."""
-        if self.copy is not None:
-            self._uncopied += data
-            complete = self._uncopied.rpartition(b"\n")
-            whole = complete[0] + complete[1] if data else self._uncopied
-            self._uncopied = self._uncopied[len(whole) :]
-            self.copy.write(whole)
+        if self.copy is None:
+            return
+        complete, end, rest = data.rpartition(b"\n")
+        if end or not data or len(self._uncopied) > PARTIAL_LINE_LIMIT:
+            self.copy.write(bytes(self._uncopied) + complete + end)
+            self._uncopied = bytearray()
+        self._uncopied += rest
 
     def finish(self) -> None:
         """Flush everything: the stream has ended."""
@@ -172,9 +209,13 @@ class Stream:
         """Pass on the unfinished line as well."""
         if self._pending:
             self._write([self._pending])
-            self.destination.unfinished = self
         self._pending = b""
         self._stop_timer()
+
+    def lines_since(self, position: int) -> int:
+        """How many lines the destination has after this position of the tail."""
+        own = self.tail.count(b"\n", position)
+        return own + self.destination.lines - self._shown
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -182,11 +223,17 @@ class Stream:
             self._timer = None
 
     def _write(self, lines: list[bytes]) -> None:
+        if not lines:
+            return
         start = b""
         if self.prefix:
             unfinished = self.destination.unfinished
             if unfinished is not self:
                 start = self.prefix if unfinished is None else b"\n" + self.prefix
+            if self.destination.is_terminal:  # a progress bar begins its line again and again
+                lines = [re.sub(rb"\r(?!\n)", b"\r" + self.prefix, line) for line in lines]
+        self.destination.unfinished = None if lines[-1].endswith(b"\n") else self
+        self._shown = self.destination.lines = self.destination.lines + len(lines)
         # One call for all lines, so that no other process's output comes in between.
         self.destination.write(start + self.prefix.join(lines))
 
@@ -202,14 +249,24 @@ class Output:
     """All that hvdrun prints: the ranks' streams and its own words.
 
     With a `directory`, each rank's output, both streams, goes to its file "rank-N.txt" there, too;
-    `append` keeps what is there already. `changed` is as for a Destination.
+    `append` keeps what is there already. `verbose` shows TensorFlow's notices. `changed` is called
+    when nothing can be written.
     """
 
     def __init__(
-        self, prefix: bool, directory: str | None, append: bool, changed: Callable[[], None]
+        self,
+        prefix: bool,
+        directory: str | None,
+        append: bool,
+        changed: Callable[[], None],
+        verbose: bool = False,
     ) -> None:
-        self._out = Destination(1, changed)
-        self._err = self._out if _same_file(1, 2) else Destination(2, changed)
+        self._drops_notices = not verbose and os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0"
+        self._room = asyncio.Event()
+        self._failed = changed
+        self._has_told = False  # that the disk is full
+        self._out = Destination(1, self._note)
+        self._err = self._out if _same_file(1, 2) else Destination(2, self._note)
         self.patient = True  # whether the ranks wait for the reader
         self._prefix = prefix
         self._directory = None if directory is None else Path(directory)
@@ -235,7 +292,8 @@ class Output:
                     self._copies[rank] = Copy(path, self._append, self.say)
                 copy = self._copies[rank]
             destination = self._err if name == "err" else self._out
-            self._streams[rank, name] = Stream(destination, prefix, copy)
+            drops = name == "err" and self._drops_notices
+            self._streams[rank, name] = Stream(destination, prefix, copy, drops)
         return self._streams[rank, name]
 
     def mpirun_stream(self) -> Stream:
@@ -251,6 +309,20 @@ class Output:
     def full(self) -> bool:
         """Whether the reader is so slow that the ranks should wait."""
         return self.patient and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
+
+    def _note(self) -> None:
+        self._room.set()
+        if self._out.full is not None and not self._has_told:
+            self._has_told = True
+            self.say(f"cannot write the ranks' output: {self._out.full.strerror}; a part is lost")
+        if self.error is not None:
+            self._failed()
+
+    async def wait_for_room(self, seconds: float) -> None:
+        """Wait until the reader has read something, at most so long."""
+        self._room.clear()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._room.wait(), seconds)
 
     @property
     def empty(self) -> bool:
@@ -275,13 +347,16 @@ class Output:
         self._err.write(start + f"hvdrun: {text}\n".encode())
         self._err.unfinished = None
 
-    def traceback(self, rank: int) -> tuple[str, str]:
-        """The last traceback that a rank has written to stderr, if any, and its message alone."""
+    def traceback(self, rank: int, recent: bool = True) -> tuple[str, str]:
+        """The last traceback that a rank has written to stderr, if any, and its message alone.
+
+        Without `recent` only if it is far above by now.
+        """
         stream = self._streams.get((rank, "err"))
         if stream is None:
             return "", ""
-        _, found, text = stream.tail.rpartition(b"Traceback (most recent call last):\n")
-        if not found:
+        before, found, text = stream.tail.rpartition(b"Traceback (most recent call last):\n")
+        if not found or (not recent and stream.lines_since(len(before)) < RECENT_LINES):
             return "", ""
         lines = text.decode(errors="replace").splitlines()
         body = 0

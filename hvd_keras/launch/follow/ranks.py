@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import errno
-import functools
 import os
-import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow import stdin
-from hvd_keras.launch.follow.outcome import Report
+from hvd_keras.launch.follow.outcome import Report, names
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.channel import (
     LARGE_PIECE,
+    PIECE,
     SILENCE,
     Channel,
     ProtocolError,
@@ -28,13 +29,17 @@ from hvd_keras.launch.onhost.channel import (
     silence,
     watch_liveness,
 )
+from hvd_keras.launch.onhost.connect import in_folder
 from hvd_keras.launch.onhost.cores import thread_settings
-from hvd_keras.launch.onhost.worker import FUNCTION, RESULT, in_folder
+from hvd_keras.launch.onhost.worker import ALIVE, FUNCTION, RESULT
 
 # How many connections may be open that have not proved to belong to the job, and for how many
 # seconds; further ones wait to be accepted.
 UNPROVEN = 64
 PROOF_TIMEOUT = 10.0
+
+# Seconds without a sign of life after which a worker counts as stopped when others have ended.
+MUTE = 60.0
 
 TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimit -n`)"
 
@@ -42,74 +47,52 @@ TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimi
 SOCKET = "socket"
 
 
-class _Peer(asyncio.Protocol):
-    """A connection: of a worker, once it has proved to be one."""
+class _Peer:
+    """A worker that has proved to be one."""
 
-    def __init__(self, ranks: Ranks, connection: socket.socket, secret: str) -> None:
-        self._ranks = ranks
-        self.connection = connection
-        self.channel = Channel(secret, is_hvdrun=True)
-        self.rank: int | None = None
-        self.host = ""
-        self.cores = 1
-        self._why = ""  # why we have ended the connection
-        self._told_all = False
-        self._heard_all = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        self.send()
-        self.proof_timer = asyncio.get_running_loop().call_later(PROOF_TIMEOUT, transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for message in self.channel.feed(data):
-                self._ranks.take(self, message)
-            self.send()
-        except ProtocolError as error:
-            self.end(str(error))
-        except OSError as error:  # a full disk under $TMPDIR
-            self._ranks.problem = f"cannot store what rank {self.rank} has sent: {error}"
-            self.end(str(error))
-
-    def eof_received(self) -> bool:
-        """Return whether to keep the connection, as that of a worker that waits to end."""
-        self._heard_all = True
-        return self._ranks.holds(self)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        told = error_text(error) if isinstance(error, OSError) else str(error or "")
-        self.proof_timer.cancel()
-        self._ranks.lose(self, self._why or told)
+    def __init__(
+        self,
+        hello: Mapping[str, Any],
+        host: str,
+        channel: Channel,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.rank: int = hello["rank"]
+        self.cores: int = hello["cores"]
+        self.host = host
+        self.heard = time.monotonic()
+        self.connection: socket.socket = writer.get_extra_info("socket")
+        self.why = ""  # why we have ended the connection
+        self._channel, self._writer = channel, writer
 
     def send(self, **message: Any) -> None:
-        """Send a message, and whatever the channel holds; nothing after `finish`."""
-        if message:
-            self.channel.put(**message)
-        data = self.channel.take()
-        if data and not self._told_all and not self.transport.is_closing():
-            self.transport.write(data)
+        """Send a message, unless the worker is gone."""
+        if not self._writer.transport.is_closing():
+            self._channel.put(**message)
+            self._writer.write(self._channel.take())
 
-    def finish(self) -> None:
-        """Send no more; the worker waits for this, to be sure that we have all it has sent."""
-        self._told_all = True
-        if self._heard_all:  # asyncio would close it only if the other end were still to finish
-            self.transport.close()
-        else:
-            self.transport.write_eof()
+    async def send_much(self, **message: Any) -> None:
+        """Send a long message and wait until most of it has gone; raises OSError."""
+        self.send(**message)
+        await self._writer.drain()
 
     def end(self, why: str) -> None:
         """Close the connection immediately, for this reason."""
-        self._why = why
-        self.transport.abort()
+        self.why = why
+        self._writer.transport.abort()
 
 
 def _listen_in(directory: Path) -> socket.socket:
     """Listen on a Unix socket in a folder, whose path may be longer than a socket's address."""
     listener = socket.socket(socket.AF_UNIX)
-    with in_folder(directory) as folder:
-        listener.bind(f"{folder}/{SOCKET}")
+    try:
+        with in_folder(directory) as folder:
+            listener.bind(f"{folder}/{SOCKET}")
+    except OSError as error:
+        raise UsageError(
+            f"cannot make a socket in {directory}: {error.strerror}; set TMPDIR to a folder of a "
+            "file system that takes them"
+        ) from error
     listener.listen(socket.SOMAXCONN)
     return listener
 
@@ -137,6 +120,7 @@ class Ranks:
         self.problem = ""  # why the job cannot go on, if the reports do not tell
         self.reports: dict[int, Report] = {}  # what is known of each rank whose worker was there
         self._secret = secret
+        self._addresses = addresses
         self._start_timeout = start_timeout
         self._directory = directory
         self._names = names
@@ -144,12 +128,10 @@ class Ranks:
         self._listeners = [socket.create_server((address, 0)) for address in addresses]
         if not addresses:
             self._listeners.append(_listen_in(directory))
-        self._open: set[_Peer] = set()
         self._peers: dict[int, _Peer] = {}
         self._gone: set[int] = set()
-        self._paused: set[_Peer] = set()
-        self._reported: set[_Peer] = set()  # whose workers wait to end
         self._accepting: list[asyncio.Task[None]] = []
+        self._serving: set[asyncio.Task[None]] = set()
 
     @property
     def addresses(self) -> str:
@@ -178,8 +160,14 @@ class Ranks:
         """
         self._output, self._start, self._has_input = output, start, has_input
         self._call, self._statistics, self._changed = call, statistics, changed
-        self._limit = time.monotonic() + self._start_timeout
-        self._input_was_read = asyncio.Event()
+        self._function = b""
+        if call is not None:
+            self._function = (call / FUNCTION).read_bytes()
+            for path in call.glob(f"{RESULT}-*"):  # of an earlier start
+                path.unlink()
+        self._checked = time.monotonic()
+        self._limit = self._checked + self._start_timeout
+        self._input_was_read: asyncio.Queue[bool] = asyncio.Queue()
         self._places = asyncio.Semaphore(UNPROVEN)
         for listener in self._listeners:
             listener.setblocking(False)
@@ -188,9 +176,9 @@ class Ranks:
     async def close(self) -> None:
         """Close everything; workers that still live end their commands then."""
         self._stop_accepting()
-        for peer in [*self._open]:
-            peer.transport.abort()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._accepting, *self._serving, return_exceptions=True)
         for listener in self._listeners:
             listener.close()
 
@@ -212,112 +200,154 @@ class Ranks:
                         return
                     self._places.release()  # whoever it was has gone
                     continue
-                make = functools.partial(_Peer, self, connection, self._secret)
-                _, peer = await loop.connect_accepted_socket(make, connection)
-                self._open.add(peer)
+                self._do(self._serve(connection))
         finally:
             listener.close()
 
-    def lose(self, peer: _Peer, why: str) -> None:
-        """Note that a connection has ended; `why` is empty where the worker has ended."""
-        self._open.discard(peer)
-        if peer.rank is None:
-            self._places.release()
-        elif peer.rank not in self._gone:
-            self._gone.add(peer.rank)
-            report = self.reports[peer.rank]
-            if report.status is None:
-                report.time, report.gone = time.monotonic(), True
-                # A killed worker here may have left something unread, which breaks it as well.
-                report.lost = "" if peer.host in self._here else why
-            if peer.rank == 0:
-                self._input_was_read.set()
-            self._release()
-        self._changed()
+    def _do(self, what: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(what)
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
-    def take(self, peer: _Peer, message: dict[str, Any]) -> None:
+    async def _serve(self, connection: socket.socket) -> None:
+        """Talk with a worker, as long as it lives; or with a stranger, for a moment."""
+        peer, why = None, ""
+        reader, writer = await asyncio.open_connection(sock=connection)
+        try:
+            channel = Channel(self._secret, is_hvdrun=True)
+            try:
+                proof = self._prove(channel, reader, writer)
+                messages = await asyncio.wait_for(proof, PROOF_TIMEOUT)
+            finally:
+                self._places.release()
+            peer = self._welcome(messages.pop(0)["hello"], channel, writer)
+            while True:
+                for message in messages:
+                    await self._take(peer, message)
+                if not (data := await reader.read(PIECE)):
+                    break
+                peer.heard = time.monotonic()
+                messages = channel.feed(data)
+        except (ProtocolError, asyncio.TimeoutError) as error:
+            why = str(error)
+        except OSError as error:
+            why = error_text(error)
+        finally:
+            writer.transport.abort()
+            if peer is not None:
+                self._lose(peer, peer.why or why)
+            self._changed()
+
+    async def _prove(
+        self, channel: Channel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> list[dict[str, Any]]:
+        """Prove the knowledge of the secret to each other; returns the worker's first messages."""
+        messages: list[dict[str, Any]] = []
+        while not messages:
+            writer.write(channel.take())
+            if not (data := await reader.read(PIECE)):
+                raise ProtocolError("the other end has closed the connection")
+            messages = channel.feed(data)
+        return messages
+
+    def _lose(self, peer: _Peer, why: str) -> None:
+        """Note that a worker has gone; `why` is empty where it has ended."""
+        self._gone.add(peer.rank)
+        report = self.reports[peer.rank]
+        if report.status is None:
+            report.time, report.gone = time.monotonic(), True
+            # A killed worker here may have left something unread, which breaks it as well.
+            report.lost = "" if peer.host in self._here else why
+        if peer.rank == 0:
+            self._input_was_read.put_nowait(False)
+
+    async def _take(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Handle a message."""
-        if "hello" in message:
-            self._welcome(peer, **message["hello"])
-            return
-        assert peer.rank is not None
         report = self.reports[peer.rank]
         if "output" in message:
             stream = self._output.stream(peer.rank, message["output"])
             stream.feed(base64.b64decode(message["data"]))
-            if self._output.full:
-                self._paused.add(peer)
-                peer.transport.pause_reading()
+            while self._output.full:
+                await self._output.wait_for_room(1.0)
+                peer.heard = time.monotonic()
+                peer.send(waiting=True)  # it must hear from us while it cannot send
+        elif "told" in message:
+            told = message["told"]
+            if "mark" in told:
+                report.note(told["mark"])
+                self._changed()
+            elif "statistics" in told:
+                host = peer.host or socket.gethostname()
+                self._statistics.take(peer.rank, host, told["statistics"])
         elif "input_was_read" in message:
-            self._input_was_read.set()
-        elif "arrived" in message:
-            report.arrived = True
+            self._input_was_read.put_nowait(message["input_was_read"])
         elif "orphan" in message:
             if peer.host not in self._here:  # here the daemon is mpirun itself, which we watch
                 report.orphaned = time.monotonic()
         elif "result" in message:
             assert self._call is not None
-            with (self._call / f"{RESULT}-{peer.rank}").open("ab") as file:
-                file.write(base64.b64decode(message["result"]))
+            try:
+                with (self._call / f"{RESULT}-{peer.rank}").open("ab") as file:
+                    file.write(base64.b64decode(message["result"]))
+            except OSError as error:  # a full disk under $TMPDIR
+                self.problem = f"cannot store what rank {peer.rank} has sent: {error}"
+                raise ProtocolError(str(error)) from error
         elif "report" in message:
             report.time = time.monotonic()
             report.status = message["report"]["status"]
             report.stopped = message["report"]["stopped"]
-            report.ended = message["report"]["ended"]
-            report.marks = message["report"]["marks"]
-            self._reported.add(peer)
-            self._release()
-        elif "statistics" in message:
-            host = peer.host or socket.gethostname()
-            self._statistics.take(peer.rank, host, message["statistics"])
+            report.by_signal = message["report"]["by_signal"]
+            if report.status == 0 and not report.phase:
+                # mpirun may know that it has left MPI without a word.
+                peer.send(end="watch" if self._addresses else "now")
+            self._changed()
 
-    def holds(self, peer: _Peer) -> bool:
-        """Whether a worker has reported but may not end yet."""
-        return peer in self._reported
-
-    def _release(self, now: bool = False) -> None:
+    def release(self) -> None:
         """Let the workers end that have reported.
 
-        When one fails, mpirun ends all ranks. So if ranks waited for one that left, their workers
-        stay, unless they must end ``now``, until that one's status is known: it is the cause.
+        Until then they stay: mpirun would end all ranks because of one, with less patience and
+        without words, and on a host that is cut off a worker cleans up.
         """
-        reports = self.reports.values()
-        causes = [r for r in reports if r.status is not None and not r.is_deserted]
-        if now or causes or self._gone or all(r.status is not None for r in reports):
-            for peer in self._reported:
-                peer.finish()
-            self._reported.clear()
+        for peer in self._peers.values():
+            if self.reports[peer.rank].status is not None:
+                peer.send(end="now")
 
-    def _welcome(self, peer: _Peer, rank: int, host: str, cores: int) -> None:
+    def _welcome(
+        self, hello: Mapping[str, Any], channel: Channel, writer: asyncio.StreamWriter
+    ) -> _Peer:
+        rank, host = hello["rank"], hello["host"]
         if rank in self._peers or not 0 <= rank < self.size:
-            raise ProtocolError(f"rank {rank} of {self.size} is there twice, or does not exist")
+            raise ProtocolError(f"rank {rank} is not expected")
+        peer = _Peer(hello, self._names.get(host, host), channel, writer)
         watch_liveness(peer.connection)
-        peer.rank, peer.host, peer.cores = rank, self._names.get(host, host), cores
+        writer.write(channel.take())
         self._peers[rank] = peer
-        peer.proof_timer.cancel()
-        self._places.release()
         self.reports[rank] = Report(None, time.monotonic(), False, host=peer.host)
         if len(self._peers) == self.size:
             self._limit = float("inf")
             self._stop_accepting()
             self._start_all()
+        return peer
 
     def _start_all(self) -> None:
         ranks = Counter(peer.host for peer in self._peers.values())
-        function = b"" if self._call is None else (self._call / FUNCTION).read_bytes()
         for peer in self._peers.values():
-            for first in range(0, len(function), LARGE_PIECE):
-                piece = function[first : first + LARGE_PIECE]
-                peer.send(function=base64.b64encode(piece).decode())
             threads = thread_settings(
                 ranks[peer.host], os.environ, peer.cores, several_hosts=len(ranks) > 1
             )
             environment = {**threads, **self._start["environment"]}
-            peer.send(start={**self._start, "environment": environment})
+            self._do(self._start_one(peer, {**self._start, "environment": environment}))
         if self._has_input:
             stdin.forward(self._send_input)
         else:
-            self._peers[0].send(input_ends=True)
+            self._peers[0].send(input="")
+
+    async def _start_one(self, peer: _Peer, start: Mapping[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the worker has gone
+            for first in range(0, len(self._function), LARGE_PIECE):
+                piece = self._function[first : first + LARGE_PIECE]
+                await peer.send_much(function=base64.b64encode(piece).decode())
+            peer.send(start=start)
 
     async def _send_input(self, data: bytes) -> bool:
         """Send rank 0 a piece of its input, and wait until it has read it; or the end of its input.
@@ -326,22 +356,28 @@ class Ranks:
         """
         if 0 in self._gone:
             return False
-        if not data:
-            self._peers[0].send(input_ends=True)
-            return False
-        self._input_was_read.clear()
         self._peers[0].send(input=base64.b64encode(data).decode())
-        await self._input_was_read.wait()
-        return 0 not in self._gone
+        return bool(data) and await self._input_was_read.get()
 
     def check(self) -> bool:
         """Look for lost hosts and time limits; returns whether the job cannot go on."""
-        for rank, peer in self._peers.items():
-            if rank not in self._gone and silence(peer.connection) > SILENCE:
+        now = time.monotonic()
+        left = [peer for rank, peer in self._peers.items() if not self._is_over(rank)]
+        for peer in left:
+            if silence(peer.connection) > SILENCE:
                 peer.end(f"silent for {SILENCE:.0f} s")
-        for peer in self._paused:  # the worker must hear from us while it cannot send
-            peer.send(waiting=True)
-        if time.monotonic() > self._limit:
+            if now > self._checked + ALIVE:  # we were stopped ourselves
+                peer.heard = now
+        self._checked = now
+        patience = MUTE if len(left) < self.size else 10 * MUTE
+        if left and now > max(peer.heard for peer in left) + patience:
+            hosts = sorted({peer.host for peer in left} - {""})
+            place = f" on {' and '.join(hosts)}" * bool(hosts)
+            self.problem = (
+                f"hvdrun's processes of {names([peer.rank for peer in left])}{place} have not "
+                f"answered for {patience:.0f} s; they may be stopped"
+            )
+        if now > self._limit:
             self._limit = float("inf")
             missing = [str(rank) for rank in range(self.size) if rank not in self._peers]
             self.problem = (
@@ -352,29 +388,29 @@ class Ranks:
             report.lost or report.orphaned < float("inf") for report in self.reports.values()
         )
 
-    def stop(self, number: int = signal.SIGTERM) -> None:
-        """Ask all ranks to end."""
-        self._release(now=True)
-        for rank, peer in self._peers.items():
-            if rank not in self._gone:
-                peer.send(stop=number)
+    def _is_over(self, rank: int) -> bool:
+        return rank in self._gone or self.reports[rank].status is not None
+
+    def stop(self, grace: float) -> None:
+        """Ask all ranks to end; kill them if they have not after so many seconds."""
+        for peer in self._peers.values():
+            peer.send(stop=grace)
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to all ranks."""
+        for peer in self._peers.values():
+            peer.send(signal=number)
 
     def over(self) -> bool:
         """Whether no rank will send anything more."""
-        return all(report.gone or report.status is not None for report in self.reports.values())
+        return all(self._is_over(rank) for rank in self.reports)
 
     def live(self) -> bool:
         """Whether a worker on a host that answers may still send something."""
         return any(
-            rank not in self._gone and silence(peer.connection) < SILENCE / 3
+            not self._is_over(rank) and silence(peer.connection) < SILENCE / 3
             for rank, peer in self._peers.items()
         )
-
-    def resume(self) -> None:
-        """Read again from the ranks whose output had to wait."""
-        for peer in self._paused:
-            peer.transport.resume_reading()
-        self._paused.clear()
 
     def silent_hosts(self) -> set[str]:
         """Hosts that are silent, or whose connections have broken."""

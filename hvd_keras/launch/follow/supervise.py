@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow.outcome import Verdict, describe_apart, has_failed, judge
+from hvd_keras.launch.follow.outcome import Verdict, describe_apart, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
-from hvd_keras.launch.onhost.process import GRACE, die_with_parent
+from hvd_keras.launch.onhost.process import FORWARDED, GRACE, die_with_parent
 
-# Seconds between two looks at the reports while the job runs.
-REPORT_CHECK = 1.0
+# Seconds between two looks at what does not wake us up.
+CHECK = 1.0
 
 # Seconds that processes left by mpirun and the workers get to end by themselves.
 SWEEP_GRACE = 1.0
@@ -33,6 +33,9 @@ OVER_GRACE = 1.0
 
 # Seconds between two looks at the reader of our output, while it is slow.
 SLOW_READER_CHECK = 0.1
+
+# Seconds beyond their time to end in which the ranks' workers kill them and report it.
+KILL_GRACE = 2.0
 
 # Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
 TEXT_LIMIT = 1 << 16
@@ -62,8 +65,8 @@ def raise_open_files() -> None:
 @contextlib.contextmanager
 def job_directory(job: str) -> Iterator[Path]:
     """A private directory for the files of one job, removed at the end."""
-    path = Path(tempfile.gettempdir(), f"hvdrun-{job}")
     try:
+        path = Path(tempfile.gettempdir(), f"hvdrun-{job}")
         path.mkdir(mode=0o700)
     except OSError as error:
         raise UsageError(
@@ -80,26 +83,34 @@ class Signals:
     """Signals to hvdrun.
 
     A signal that is ignored stays so, as `nohup` and a shell's `&` want it. `stop` is the first one
-    that asked hvdrun to end, and `hurry` tells that the user does not want to wait. Whoever waits
-    is woken up by `changed`, when a child has ended, too.
+    that asked hvdrun to end, and `hurry` tells that the user does not want to wait. `forward` gets
+    those that are for the ranks. Whoever waits is woken up by `changed`, when a child has ended,
+    too.
     """
 
     def __init__(self) -> None:
         self.stop: int | None = None
         self.hurry = False
         self.changed = asyncio.Event()
+        self.forward: Callable[[int], None] = lambda number: None
 
     def __enter__(self) -> Signals:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self.changed.set)
+        for number in FORWARDED:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._forward, number)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take, number)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        for number in (*STOP_SIGNALS, *FORWARDED, signal.SIGCHLD):
             asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _forward(self, number: int) -> None:
+        self.forward(number)
 
     def _take(self, number: int) -> None:
         self.hurry = self.hurry or (self.stop is not None and number == signal.SIGINT)
@@ -126,7 +137,9 @@ class Job:
 
     `sweep`, called when mpirun has ended, kills what is left of the job on its hosts after so many
     seconds, removes its files, and returns the hosts that are lost. `ended` is called when
-    the ranks write nothing more.
+    the ranks write nothing more. `stop_timeout` is how many seconds the ranks may take to end when
+    a signal has asked hvdrun to end. `repeats_traceback` adds the culprit's to the last lines, even
+    if it has been printed just before.
     """
 
     command: Sequence[str]
@@ -135,13 +148,12 @@ class Job:
     output: Output
     signals: Signals
     verbose: bool
+    stop_timeout: float
+    repeats_traceback: bool
     sweep: Callable[[float], Awaitable[Collection[str]]]
     ended: Callable[[], None]
     _mpirun_text: bytes = b""
     _stopping: bool = False
-    _kill_time: float = INFINITY  # when to stop being patient with mpirun; finite once asked
-    _report_limit: float = INFINITY  # when mpirun must have seen what the reports tell
-    _next_report_check: float = 0.0
     _reader_limit: float = INFINITY  # when to stop being patient with who reads our output
 
     async def run(self) -> Verdict:
@@ -162,15 +174,15 @@ class Job:
         os.set_blocking(mpirun.stdout.fileno(), False)
         loop = asyncio.get_running_loop()
         loop.add_reader(mpirun.stdout, self._take_mpirun_text)
+        self.signals.forward = self.ranks.signal
         lost: Collection[str] = ()
         try:
-            while mpirun.poll() is None:
-                await self.turn(self._patience())
-                self._check()
+            await self._follow()
         finally:
             if mpirun.poll() is None:
-                self._kill()
+                os.killpg(mpirun.pid, signal.SIGKILL)
                 mpirun.wait()
+            self.ranks.release()
             lost = await self._clean()
             self._take_mpirun_text()
             loop.remove_reader(mpirun.stdout)
@@ -181,6 +193,51 @@ class Job:
         while self.output.patient and not self.output.empty:
             await self.turn(SLOW_READER_CHECK)
         return verdict
+
+    async def _follow(self) -> None:
+        """Wait for the end of the job and of mpirun; end the job where that must be done.
+
+        The ranks are ended by their workers, which have the patience to let them save their work,
+        and report how they ended; mpirun is ended when they have.
+        """
+        await self._until(self._must_end, INFINITY)
+        if not self._all_over() and not self._has_ended():
+            self._stopping = True
+            grace = GRACE if self.signals.stop is None else self.stop_timeout
+            self.ranks.stop(grace)
+            await self._until(self.ranks.over, grace + KILL_GRACE)
+        self.ranks.release()
+        if not self._stopping:
+            await self._until(self._has_ended, GRACE)
+        if not self._has_ended():
+            self._stopping = True
+            self._mpirun.terminate()
+            await self._until(self._has_ended, OVER_GRACE)
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait for it, at most so long, and not when the user is in a hurry."""
+        limit = time.monotonic() + seconds
+        while not condition() and (left := limit - time.monotonic()) > 0:
+            if self.signals.hurry:
+                return
+            await self.turn(min(left, CHECK))
+
+    def _has_ended(self) -> bool:
+        return self._mpirun.poll() is not None
+
+    def _all_over(self) -> bool:
+        reports = self.ranks.reports
+        return len(reports) == self.ranks.size and self.ranks.over()
+
+    def _must_end(self) -> bool:
+        return (
+            self._has_ended()
+            or self.ranks.check()
+            or self._all_over()
+            or time_to_end(self.ranks.reports, time.monotonic())
+            or self.output.error is not None
+            or self.signals.stop is not None
+        )
 
     def _take_mpirun_text(self) -> None:
         pipe = self._mpirun.stdout
@@ -193,10 +250,6 @@ class Job:
         elif data:
             self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
 
-    def _patience(self) -> float:
-        now = time.monotonic()
-        return max(0.0, min(self._kill_time, self._next_report_check) - now)
-
     async def turn(self, timeout: float) -> None:
         """Wait until something happens, at most `timeout` seconds."""
         await self.signals.wait(timeout)
@@ -204,39 +257,6 @@ class Job:
         if self.signals.stop is not None:
             self._reader_limit = min(self._reader_limit, now + GRACE)
         self.output.patient = not self.signals.hurry and now < self._reader_limit
-        if not self.output.full:
-            self.ranks.resume()
-
-    def _check(self) -> None:
-        """End the job where mpirun does not do it by itself."""
-        now = time.monotonic()
-        if now >= self._next_report_check:
-            self._next_report_check = now + REPORT_CHECK
-            lost = self.ranks.check()
-            reports = self.ranks.reports
-            over = [report for report in reports.values() if report.status is not None]
-            if lost or has_failed(reports) or len(over) == self.ranks.size:
-                self._report_limit = min(self._report_limit, now + GRACE)
-            if self.ranks.problem or lost:
-                self._stop()
-        if self.output.error or now >= self._report_limit or self.signals.stop is not None:
-            self._stop()
-        if self._stopping and self.ranks.over():
-            self._kill_time = min(self._kill_time, now + OVER_GRACE)
-        if now >= self._kill_time or self.signals.hurry:
-            self._kill()
-
-    def _stop(self) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self._kill_time = time.monotonic() + GRACE
-            self._mpirun.terminate()
-            self.ranks.stop()
-
-    def _kill(self) -> None:
-        self._kill_time = time.monotonic()
-        if self._mpirun.poll() is None:
-            os.killpg(self._mpirun.pid, signal.SIGKILL)
 
     async def _clean(self) -> Collection[str]:
         """Wait for the workers' last messages, then clean up all hosts; returns the lost hosts."""
@@ -264,7 +284,7 @@ class Job:
             verdict = dataclasses.replace(
                 judge(reports, size, mpirun_status, lost),
                 apart=describe_apart(reports, size),
-                asked=any(report.arrived or report.marks for report in reports.values()),
+                asked=any(report.marks for report in reports.values()),
             )
             if self.ranks.problem:
                 lines = [self.ranks.problem, *verdict.lines[1:]]
@@ -275,7 +295,9 @@ class Job:
         if cause:
             self.output.say(cause)
         texts = [
-            "" if verdict.culprit is None else self.output.traceback(verdict.culprit)[0],
+            ""
+            if verdict.culprit is None
+            else self.output.traceback(verdict.culprit, recent=self.repeats_traceback)[0],
             "" if verdict.waiting is None else self.output.traceback(verdict.waiting)[1],
         ]
         for text in filter(None, texts):

@@ -2,7 +2,7 @@
 
 Both ends know the job's secret. The first lines prove it, each way, without showing it; after that
 each line is a message in JSON. Nothing is encrypted, and lines are not signed: who can change what
-travels between the hosts is outside the threat model (see docs/security.md).
+travels between the hosts is outside the threat model (see SECURITY.md).
 
     hvdrun -> worker   the greeting and a nonce
     worker -> hvdrun   a nonce and the code of both nonces

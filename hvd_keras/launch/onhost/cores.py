@@ -12,27 +12,30 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP
 def cpu_quota(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> float:
-    """Cores' worth of time that control groups (version 2) leave this process; inf without a limit.
+    """Cores' worth of time that control groups leave this process; inf without a limit.
 
-    A group is bound by its own limit and by those of all groups above it.
+    A group is bound by its own limit and by those of all groups above it. In version 1 the groups
+    for CPUs lie in a folder, and each limit in two files.
     """
     try:
-        groups = [
-            line.removeprefix("0::").strip("/")
-            for line in membership.read_text().splitlines()
-            if line.startswith("0::")
-        ]
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
         return float("inf")
     quota = float("inf")
-    for group in groups:
-        leaf = root / group
+    for number, controllers, group in lines:
+        if number != "0" and "cpu" not in controllers.split(","):
+            continue
+        leaf = root / ("" if number == "0" else "cpu") / group.strip("/")
         for folder in (leaf, *leaf.parents):
             try:
-                limit, period = (folder / "cpu.max").read_text().split()
+                if number == "0":
+                    limit, period = (folder / "cpu.max").read_text().split()
+                else:
+                    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+                    limit, period = ((folder / name).read_text().strip() for name in names)
             except (OSError, ValueError):
                 continue
-            if limit != "max":
+            if limit not in ("max", "-1"):
                 quota = min(quota, int(limit) / int(period))
     return quota
 

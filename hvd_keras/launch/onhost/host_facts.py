@@ -39,6 +39,7 @@ def look(directory: str, program: str) -> "dict[str, object]":
         "hvd_keras": version("hvd_keras"),
         "place": place("hvd_keras"),
         "tensorflow": version("tensorflow", "tensorflow-cpu"),
+        "keras": version("keras"),
         "directory": os.path.isdir(directory),
         "program": os.access(os.path.join(directory, program), os.X_OK),
     }

@@ -1,15 +1,21 @@
-"""How a process ends: with its parent, or soon after it was asked to."""
+"""How a process ends: with its parent, or soon after it was asked to; and its folders."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import stat
+from pathlib import Path
 
 # Seconds from the request to end until the kill: enough to flush and close files.
 GRACE = 5.0
 
+# Signals that are passed on to the ranks.
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
+
 _PR_SET_PDEATHSIG = 1
+_TGKILL = {"x86_64": 234, "aarch64": 131}  # the numbers of this system call
 _libc = ctypes.CDLL(None)
 
 
@@ -18,3 +24,32 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
     if os.getppid() != parent:  # it died before the option was set
         os.kill(os.getpid(), number)
+
+
+def ask_to_end(process: int, number: int) -> None:
+    """Send a process's group a signal, and continue it if it is stopped.
+
+    A stopped process's signal goes to its first thread, the script's: otherwise any thread takes
+    it, while the script goes on and leaves the line where it was stopped, before that is noted.
+    """
+    is_stopped = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    call = _TGKILL.get(os.uname().machine)
+    if not is_stopped or call is None or _libc.syscall(call, process, process, number) != 0:
+        os.killpg(process, number)
+    os.killpg(process, signal.SIGCONT)
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder that only this user can use, unless it is there.
+
+    Raises OSError if it cannot be made, or if another user could have made or can change it.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    mode = found.st_mode
+    if not stat.S_ISDIR(mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        raise PermissionError(
+            f"{path} is there already and not private: owner {found.st_uid}, mode "
+            f"{stat.filemode(mode)}; expected a folder of user {os.geteuid()} with mode 700"
+        )
+    return path

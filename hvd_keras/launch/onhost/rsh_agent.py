@@ -6,7 +6,6 @@ found, and a folder for temporary files that goes with the job.
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 import sys
@@ -15,19 +14,28 @@ from collections.abc import Sequence
 # The daemons' own mark; ranks get theirs from mpirun.
 DAEMON = "HVDRUN_DAEMON_OF"
 
+# The options of ssh that take a value, which may be the next word.
+WITH_VALUE = {f"-{letter}" for letter in "BbcDEeFIiJLlmOoPpQRSWw"}
+
 
 def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """The command of ssh that does it."""
-    # mpirun takes us for ssh and adds -x, which `ssh` has already.
-    host, *words = itertools.dropwhile(lambda word: word.startswith("-"), arguments)
+    # mpirun takes us for ssh and adds -x, which `ssh` has already, and the user's own options for
+    # ssh, which hvdrun takes by --ssh-port and --ssh-identity-file.
+    start = 0
+    while arguments[start].startswith("-"):
+        start += 1 + (arguments[start] in WITH_VALUE)
+    host, *words = arguments[start:]
     # mpirun has quoted its words for the user's shell on the other host, which is $SHELL there.
-    prepare = f'd=${{TMPDIR:-/tmp}}/hvdrun-{job}; mkdir -p -m 700 "$d"; '
-    start = f'env {DAEMON}={job} TMPDIR="$d" "${{SHELL:-/bin/sh}}" -c "$0"'
+    prepare = f't=${{TMPDIR:-/tmp}}; d=$t/hvdrun-{job}; mkdir -p "$t"; '
+    # What another user has made there first is refused.
+    prepare += 'mkdir -m 700 "$d" || { [ -O "$d" ] && [ ! -L "$d" ]; } || exit; '
+    run = f'env {DAEMON}={job} TMPDIR="$d" "${{SHELL:-/bin/sh}}" -c "$0"'
     if "hydra" in words[0]:
         # Without mpirun it kills the workers before these can do anything. Others daemonize.
-        prepare += f'{start}; status=$?; rm -rf "$d" /dev/shm/hvdrun-{job}; exit $status'
+        prepare += f'{run}; status=$?; rm -rf "$d" /dev/shm/hvdrun-{job}; exit $status'
     else:
-        prepare += f"exec {start}"
+        prepare += f"exec {run}"
     text = f"exec sh -c {shlex.quote(prepare)} {shlex.quote(' '.join(words))}"
     return [*ssh, host, text]
 

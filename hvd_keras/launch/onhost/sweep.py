@@ -1,9 +1,11 @@
 """Clean-up script, piped to Python on each host: kills leftover processes, deletes leftover files.
 
 Arguments: seconds between the request to end and the kill, and the jobs' numbers. What belongs to a
-job has its number in the environment, the daemons under a name of their own (see `rsh_agent.py`).
+job has its number in the environment, the daemons under another name (see `rsh_agent.py`). The
+script prints one line: a mark, and the processes that could not be killed.
 """
 
+import contextlib
 import glob
 import os
 import re
@@ -13,8 +15,17 @@ import sys
 import tempfile
 import time
 
+MARK = "hvdrun-sweep:"
+
 # The mark of what agents and their owners have started (see `agent.py`); their run is its job.
 AGENT = "HVDRUN_AGENT_OF"
+
+# The names that the libraries of MPI, UCX, PSM, NCCL and hvd_keras give their files in /dev/shm.
+# All other files there are the user's, also those that a rank has mapped.
+NAMES = (
+    *("mpich_shm_", "Intel_MPI_", "sm_segment", "vader_segment", "osc_", "pmix", "prte", "ompi"),
+    *("ucx_shm_", "psm2_shm", "psm3_shm", "nccl-", "hvd_keras-"),
+)
 
 # Seconds that a killed process may take to disappear.
 GONE = 5.0
@@ -40,12 +51,13 @@ def processes(job: str) -> "list[int]":
 
 
 def shared_memory(pids: "list[int]") -> "set[str]":
-    """The files in /dev/shm that these processes use."""
+    """The files of MPI and the like in /dev/shm that these processes use."""
+    name = re.compile(rf"/dev/shm/(?:{'|'.join(NAMES)})\S*$", re.MULTILINE)
     found = set()
     for pid in pids:
         try:
             with open(f"/proc/{pid}/maps") as file:
-                found |= set(re.findall(r"/dev/shm/\S+$", file.read(), re.MULTILINE))
+                found |= set(name.findall(file.read()))
         except OSError:
             continue
     return found
@@ -74,19 +86,25 @@ def end(job: str, grace: float) -> "tuple[set[str], list[int]]":
 
 
 def abandoned() -> "set[str]":
-    """Shared memory of MPICH that no process uses; it has no job's name, and killed ranks leave it.
+    """Shared memory of MPICH, which killed ranks leave, and whose name tells no job.
 
     What is younger than a second may be about to be used.
     """
     found = set()
     for path in glob.glob("/dev/shm/mpich_shm_*"):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             if os.stat(path).st_mtime < time.time() - 1.0:
                 found.add(path)
-        except FileNotFoundError:
-            continue
-    everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    return found - shared_memory(everybody) if found else found
+    return found
+
+
+def remove(paths: "set[str]") -> None:
+    """Delete those of these files that are this user's and that no process uses."""
+    everybody = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()] if paths else []
+    for path in paths - shared_memory(everybody):
+        with contextlib.suppress(FileNotFoundError):  # another sweep was faster
+            if os.stat(path).st_uid == os.getuid():
+                os.unlink(path)
 
 
 def sweep(jobs: "list[str]", grace: float) -> "list[int]":
@@ -97,9 +115,7 @@ def sweep(jobs: "list[str]", grace: float) -> "list[int]":
         files, left = end(job, grace)
         used |= files
         stuck += left
-    for path in used | abandoned():
-        if os.path.exists(path) and os.stat(path).st_uid == os.getuid():
-            os.unlink(path)
+    remove(used | abandoned())
     for folder in {tempfile.gettempdir(), "/tmp", "/dev/shm"}:
         for job in jobs:
             path = os.path.join(folder, f"hvdrun-{job}")
@@ -109,4 +125,4 @@ def sweep(jobs: "list[str]", grace: float) -> "list[int]":
 
 
 if __name__ == "__main__":
-    print(*sweep(sys.argv[2:], float(sys.argv[1])))
+    print(MARK, *sweep(sys.argv[2:], float(sys.argv[1])))

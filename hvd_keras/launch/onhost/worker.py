@@ -3,7 +3,8 @@
 mpirun or srun starts a worker once per rank, on every host (see `start_worker.py`). It connects to
 hvdrun, learns the command, and passes the command's input, its output and the report of its end
 through that connection: mpirun would join pieces of lines, mix in messages of its own, and its exit
-status can be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended.
+status can be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended. What
+hvd_keras tells of a rank comes over a datagram socket (see `hvd_keras.settings`).
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import fcntl
 import json
 import os
 import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .channel import (
     LARGE_PIECE,
@@ -31,12 +35,12 @@ from .channel import (
     SILENCE,
     Channel,
     ProtocolError,
-    error_text,
     silence,
     watch_liveness,
 )
+from .connect import connect, in_folder
 from .cores import usable_cores
-from .process import GRACE, die_with_parent
+from .process import FORWARDED, GRACE, ask_to_end, die_with_parent, private_folder
 from .rsh_agent import DAEMON
 from .sweep import AGENT
 
@@ -49,26 +53,23 @@ JOB = "HVDRUN_JOB"
 # The rank as Open MPI 4 and 5, PMIx, MPICH and SLURM tell it; the surest first.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
-# Environment variables for the command: the file that `hvd.init()` makes, and the folder that
-# holds what `hvd_keras.run` calls.
-ARRIVAL = "HVDRUN_ARRIVAL"
-SCRIPT_HAS_ENDED = "ended"
-MARKS = ("asked-for", "joined", "chosen")
+# Environment variables for the command: the socket to which `settings.tell_hvdrun` sends, whether
+# it is to send statistics, and the folder that holds what `hvd_keras.run` calls.
+TELL = "HVDRUN_TELL"
+STATISTICS = "HVDRUN_STATISTICS"
 CALL = "HVDRUN_CALL"
 
-# Its files: the pickled function with its arguments, and what the function has returned.
+# Files there: the pickled function with its arguments, and what the function has returned.
 FUNCTION = "function"
 RESULT = "result"
 
-# Seconds to reach hvdrun: of one try, and of all of them.
-CONNECT_TIMEOUT = 5.0
-REACH_TIMEOUT = 30.0
-
-# Seconds between two looks whether hvdrun's host and mpirun's daemon still live.
+# Seconds between two looks whether hvdrun's host and mpirun's daemon still live, and between two
+# signs of life.
 CHECK = 0.5
+ALIVE = 5.0
 
-# Bytes that may wait for a slow connection before the command has to wait, too.
-BACKLOG = 1 << 18
+# Bytes of one message of the rank at most.
+TOLD = 1 << 18
 
 # The script that ends everything left of a job on this host.
 SWEEP = Path(__file__).with_name("sweep.py")
@@ -85,209 +86,204 @@ def find_rank(environment: Mapping[str, str]) -> int:
     )
 
 
-@contextlib.contextmanager
-def in_folder(folder: Path) -> Iterator[str]:
-    """Yield a short path of a folder, because a socket's address has at most 107 characters."""
-    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
-def _connect_to(address: str) -> socket.socket:
-    if address.startswith("/"):
-        connection = socket.socket(socket.AF_UNIX)
-        path = Path(address)
-        with in_folder(path.parent) as folder:
-            connection.connect(f"{folder}/{path.name}")
-        return connection
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), CONNECT_TIMEOUT)
-
-
-def connect(addresses: str) -> socket.socket:
-    """Connect to hvdrun at the first of its addresses that answers."""
-    limit = time.monotonic() + REACH_TIMEOUT
-    problems: dict[str, str] = {}
-    while time.monotonic() < limit:
-        for address in addresses.split(","):
-            try:
-                return _connect_to(address)
-            except OSError as error:
-                problems[address] = error_text(error)
-        time.sleep(0.5)
-    told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
-    raise SystemExit(
-        f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {told}; check that no "
-        "firewall blocks connections between the job's hosts"
-    )
+def _folder_path() -> Path:
+    """The job's folder for temporary files on this host; mpirun's agent may have made it."""
+    folder, name = Path(tempfile.gettempdir()), f"hvdrun-{os.environ[JOB]}"
+    return folder if folder.name == name else folder / name
 
 
 def temporary_folder() -> Path:
-    """The job's folder for temporary files on this host, removed with the job however it ends.
+    """Make the job's folder for temporary files on this host, which is removed with the job.
 
-    (Killed processes cannot remove their files.) mpirun's agent may have made it, see `rsh_agent`.
+    (Killed processes cannot remove their files.) Raises OSError if it is not private.
     """
-    name = f"hvdrun-{os.environ[JOB]}"
-    folder = Path(tempfile.gettempdir())
-    if folder.name != name:
-        folder = folder / name
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    return private_folder(_folder_path())
 
 
-class Worker(asyncio.Protocol):
+async def _ready(
+    add: Callable[..., object], remove: Callable[[int], object], descriptor: int
+) -> None:
+    """Wait until a descriptor can be read, or written, as the loop's functions say."""
+    ready = asyncio.get_running_loop().create_future()
+    add(descriptor, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        remove(descriptor)
+
+
+class Worker:
     """One rank's end of the connection to hvdrun, and its command."""
 
-    def __init__(self, rank: int, secret: str) -> None:
+    def __init__(
+        self, rank: int, secret: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self._rank = rank
         self._channel = Channel(secret, is_hvdrun=False)
+        self._reader, self._writer = reader, writer
+        self._connection = writer.get_extra_info("socket")
+        watch_liveness(self._connection)
         self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # a child has ended, or hvdrun has told something
+        self._sending = asyncio.Lock()
         self._parent = os.getppid()
+        self._order: dict[str, Any] | None = None  # what to start
         self._child: subprocess.Popen[bytes] | None = None
-        self._outputs: dict[int, str] = {}  # descriptors of the command's output
-        self._input = bytearray()  # what the command has not yet read
-        self._input_ends = False
+        self._input: asyncio.Queue[bytes] = asyncio.Queue()  # for the command; empty: its end
         self._folder: Path | None = None  # for files that the command reads or writes
-        self._arrived = False
-        self._statistics_time = 0  # of the file that was sent last
-        self._function: list[bytes] | None = None
-        self._failure: int | None = None  # the status of a command that could not start
+        self._function: bytearray | None = None
         self._stopped = False
+        self._by_signal = False  # a signal to this process was the first to ask for the end
         self._hvdrun_gone = False
         self._reported = False  # the report is on its way to hvdrun
-        self._told_all = False  # hvdrun has closed its end after that
+        self._released = False  # hvdrun has it, and needs this process no more
+        self._must_watch = False  # but others of the job go on
 
     async def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
         self._loop.add_signal_handler(signal.SIGCHLD, self._changed.set)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._follow_daemon, number)
-        while self._failure is None and (self._child is None or self._child.poll() is None):
-            await self._turn()
-            if self._child is None and self._stopped:
-                return 128 + signal.SIGTERM
-        return await self._finish()
+        for number in FORWARDED:
+            self._loop.add_signal_handler(number, self._signal, number)
+        tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+        await self._until(lambda: self._order is not None or self._stopped)
+        if self._order is None:
+            return 128 + signal.SIGTERM
+        status = await self._run_command(**self._order)
+        if self._folder is not None:
+            status = await self._send_result(status)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._send(report={"status": status, **self._why_stopped()})
+        self._reported = True
+        # hvdrun may have to wait for the reader of its output, for any time.
+        await self._until(lambda: self._released or self._hvdrun_gone)
+        for task in tasks:
+            task.cancel()
+        if self._must_watch and os.fork() == 0:
+            self._watch_alone()
+        return status if status >= 0 else 128 - status
 
-    async def _turn(self) -> None:
-        """Wait until something changes, at most CHECK seconds; then check what must be polled."""
-        self._changed.clear()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), CHECK)
-        self._look_for_arrival()
-        self._send_statistics()
-        if not self._hvdrun_gone and silence(self._connection) > SILENCE:
-            self._lose_hvdrun()
-        if os.getppid() != self._parent and not self._stopped:
-            self._follow_daemon()
+    def _watch_alone(self) -> NoReturn:
+        """In a child that mpirun does not know: end what is left here if hvdrun is lost.
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """From asyncio."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(BACKLOG)
-        self._connection = transport.get_extra_info("socket")
-        watch_liveness(self._connection)
+        hvdrun's clean-up, at the end of the job, ends it.
+        """
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(null, descriptor)
+        connection = socket.socket(fileno=os.dup(self._connection.fileno()))
+        connection.settimeout(CHECK)
+        with contextlib.suppress(OSError):
+            while silence(connection) < SILENCE:
+                with contextlib.suppress(TimeoutError):
+                    if not connection.recv(PIECE):
+                        break
+        self._sweep()
+        os._exit(0)
 
-    def data_received(self, data: bytes) -> None:
-        """From asyncio."""
-        was_open = self._channel.open
+    def _why_stopped(self) -> dict[str, bool]:
+        return {"stopped": self._stopped, "by_signal": self._by_signal}
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _watch(self) -> None:
+        """Check what must be polled: hvdrun's host, mpirun's daemon; and show hvdrun our life."""
+        told = 0.0
+        while True:
+            await asyncio.sleep(CHECK)
+            if not self._hvdrun_gone and silence(self._connection) > SILENCE:
+                self._lose_hvdrun()
+            if os.getppid() != self._parent and not self._stopped:
+                self._follow_daemon()
+            now = time.monotonic()
+            if now > told + ALIVE and self._channel.open:
+                told = now
+                if not self._writer.transport.get_write_buffer_size():
+                    self._send(alive=True)
+
+    async def _listen(self) -> None:
+        """Take hvdrun's messages until it releases us, or is lost."""
         try:
-            for message in self._channel.feed(data):
-                self._take_message(message)
-        except ProtocolError:
+            while data := await self._reader.read(PIECE):
+                was_open = self._channel.open
+                for message in self._channel.feed(data):
+                    self._take_message(message)
+                if self._channel.open and not was_open:
+                    host, cores = socket.gethostname(), usable_cores()
+                    self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
+                self._writer.write(self._channel.take())
+        except (ProtocolError, OSError):
+            pass
+        if not self._released:
             self._lose_hvdrun()
-            return
-        if self._channel.open and not was_open:
-            host, cores = socket.gethostname(), usable_cores()
-            self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
-        if answer := self._channel.take():
-            self._transport.write(answer)
 
-    def eof_received(self) -> None:
-        """From asyncio."""
-        # Having read the report, hvdrun closes its end.
-        self._told_all = self._reported and self._transport.get_write_buffer_size() == 0
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """From asyncio."""
-        self._lose_hvdrun()
-
-    def pause_writing(self) -> None:
-        """From asyncio."""
-        for descriptor in self._outputs:
-            self._loop.remove_reader(descriptor)
-
-    def resume_writing(self) -> None:
-        """From asyncio."""
-        for descriptor, name in self._outputs.items():
-            self._loop.add_reader(descriptor, self._take_output, descriptor, name)
+    def _take_message(self, message: dict[str, Any]) -> None:
+        if "start" in message:
+            self._order = message["start"]
+        elif "function" in message:
+            self._function = self._function or bytearray()
+            self._function += base64.b64decode(message["function"])
+        elif "input" in message:
+            self._input.put_nowait(base64.b64decode(message["input"]))
+        elif "stop" in message:
+            self._stop(signal.SIGTERM, message["stop"])
+        elif "signal" in message:
+            self._signal(message["signal"])
+        elif "end" in message:
+            self._released, self._must_watch = True, message["end"] == "watch"
+        self._changed.set()
 
     def _send(self, **message: Any) -> None:
         if not self._hvdrun_gone and not self._reported:
             self._channel.put(**message)
-            self._transport.write(self._channel.take())
+            self._writer.write(self._channel.take())
 
-    def _look_for_arrival(self) -> None:
-        if self._folder is not None and not self._arrived and self._arrival.exists():
-            self._arrived = True
-            self._send(arrived=True)
+    async def _send_much(self, **message: Any) -> None:
+        """Send what the command must wait for if hvdrun does not take it."""
+        self._send(**message)
+        with contextlib.suppress(OSError):
+            async with self._sending:
+                await self._writer.drain()
 
-    def _has_ended(self) -> bool:
-        """Whether the script has ended by itself, after `hvd.init()`."""
+    async def _run_command(self, command: list[str], **how: Any) -> int:
+        """Run it, pass on what it writes and what hvd_keras tells in it; returns its status."""
         try:
-            return self._folder is not None and self._arrival.read_text() == SCRIPT_HAS_ENDED
-        except OSError:
-            return False
-
-    @property
-    def _arrival(self) -> Path:
-        assert self._folder is not None
-        return self._folder / "arrived"
-
-    def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End because mpirun's daemon asks for it, or has died.
-
-        If hvdrun is silent as well, the daemon has noticed before us that the network is lost.
-        """
-        if not self._hvdrun_gone and silence(self._connection) > SILENCE / 3:
-            self._lose_hvdrun()
-        self._stop(number)
-
-    def _lose_hvdrun(self) -> None:
-        if self._hvdrun_gone:
-            return
-        self._hvdrun_gone = True
-        self._transport.abort()
-        self._changed.set()
-        self.resume_writing()  # to nobody, but the command must not wait
-        self._stop()
-        if not self._told_all:
-            # mpirun's daemon may wait forever, and no other host may reach it. When it dies it
-            # kills this process, so another one ends all that is left here.
-            command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
-            environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, AGENT)}
-            environment["TMPDIR"] = str(temporary_folder().parent)
-            subprocess.Popen(command, env=environment, start_new_session=True)
-
-    def _take_message(self, message: dict[str, Any]) -> None:
-        if "start" in message:
-            try:
-                self._start(**message["start"])
-            except OSError as error:  # a full /dev/shm or a TMPDIR that cannot be written
-                self._fail_to_start(message["start"]["command"], error)
-        elif "function" in message:
-            self._function = [*(self._function or []), base64.b64decode(message["function"])]
-        elif "input" in message:
-            self._input += base64.b64decode(message["input"])
-            self._feed_command()
-        elif "input_ends" in message:
-            self._input_ends = True
-            self._feed_command()
-        elif "stop" in message:
-            self._stop(signal.Signals(message["stop"]))
+            self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=temporary_folder()))
+            ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            with in_folder(self._folder) as folder:
+                ear.bind(f"{folder}/tell")
+            ear.setblocking(False)
+            child = self._child = self._start(command, **how)
+        except OSError as error:  # such as a full /dev/shm or a TMPDIR that cannot be written
+            text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
+            await self._send_output("err", text.encode())
+            return 127 if isinstance(error, FileNotFoundError) else 126
+        assert child.stdout is not None
+        assert child.stderr is not None
+        pipes = {"out": child.stdout.fileno(), "err": child.stderr.fileno()}
+        tasks = [asyncio.create_task(self._relay(pipe, name)) for name, pipe in pipes.items()]
+        if child.stdin is not None:
+            tasks.append(asyncio.create_task(self._feed_command(child.stdin.fileno())))
+        self._loop.add_reader(ear, self._hear, ear)
+        if self._stopped:
+            self._signal(signal.SIGTERM)
+        await self._until(lambda: child.poll() is not None)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loop.remove_reader(ear)
+        while self._hear(ear):
+            pass
+        ear.close()
+        for name, pipe in pipes.items():
+            await self._send_rest(pipe, name)
+        status: int = child.returncode
+        return status
 
     def _start(
         self,
@@ -296,22 +292,20 @@ class Worker(asyncio.Protocol):
         environment: dict[str, str],
         folders: list[str],
         statistics: bool,
-        own_temporary: bool,
         open_files: int | None,
-    ) -> None:
+    ) -> subprocess.Popen[bytes]:
+        assert self._folder is not None
         for folder in folders:
-            Path(folder).mkdir(mode=0o700, exist_ok=True)
+            private_folder(Path(folder))
         own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
-        if own_temporary:
-            own["TMPDIR"] = str(temporary_folder())
-        self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=temporary_folder()))
-        own[ARRIVAL] = str(self._arrival)
+        # Not the job's folder itself, which holds our files.
+        own["TMPDIR"] = str(private_folder(temporary_folder() / "tmp"))
+        own[TELL] = str(self._folder / "tell")
         if statistics:
-            own["HVD_STATS_DIRECTORY"] = str(self._folder)
+            own[STATISTICS] = "1"
         if self._function is not None:
             own[CALL] = str(self._folder)
-            (self._folder / FUNCTION).write_bytes(b"".join(self._function))
-        own |= environment
+            (self._folder / FUNCTION).write_bytes(self._function)
         worker = os.getpid()
 
         def prepare() -> None:
@@ -322,162 +316,143 @@ class Worker(asyncio.Protocol):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
 
         pipe = subprocess.PIPE
-        try:
-            self._child = subprocess.Popen(
-                command,
-                cwd=directory,
-                env=own,
-                stdin=pipe if self._rank == 0 else subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                close_fds=False,  # MPICH talks to its ranks through an inherited descriptor
-                preexec_fn=prepare,
-            )
-        except OSError as error:
-            self._fail_to_start(command, error)
-            return
-        for name, file in (("out", self._child.stdout), ("err", self._child.stderr)):
-            assert file is not None
+        child = subprocess.Popen(
+            command,
+            cwd=directory,
+            env=own | environment,
+            stdin=pipe if self._rank == 0 else subprocess.DEVNULL,
+            stdout=pipe,
+            stderr=pipe,
+            close_fds=False,  # MPICH talks to its ranks through an inherited descriptor
+            preexec_fn=prepare,
+        )
+        for file in filter(None, (child.stdin, child.stdout, child.stderr)):
             os.set_blocking(file.fileno(), False)
-            self._outputs[file.fileno()] = name
-        self.resume_writing()
-        if self._child.stdin is not None:
-            os.set_blocking(self._child.stdin.fileno(), False)
-        if self._stopped:
-            self._signal(signal.SIGTERM)
+        return child
 
-    def _fail_to_start(self, command: list[str], error: OSError) -> None:
-        text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
-        self._send_output("err", text.encode())
-        self._failure = 127 if isinstance(error, FileNotFoundError) else 126
-        self._changed.set()
-
-    def _take_output(self, descriptor: int, name: str) -> bool:
-        """Pass on a piece of output; returns whether there was one."""
+    def _hear(self, ear: socket.socket) -> bool:
+        """Pass on what hvd_keras tells; returns whether there was something."""
         try:
-            data = os.read(descriptor, PIECE)
+            told = ear.recv(TOLD)
         except BlockingIOError:
             return False
-        if data:
-            self._send_output(name, data)
-        else:
-            self._loop.remove_reader(descriptor)
-            del self._outputs[descriptor]
-        return bool(data)
+        with contextlib.suppress(ValueError):  # not of hvd_keras
+            self._send(told=json.loads(told))
+        return True
 
-    def _send_output(self, name: str, data: bytes) -> None:
-        self._send(output=name, data=base64.b64encode(data).decode())
+    async def _relay(self, pipe: int, name: str) -> None:
+        """Pass on the command's output, no faster than hvdrun takes it."""
+        while True:
+            await _ready(self._loop.add_reader, self._loop.remove_reader, pipe)
+            data = os.read(pipe, PIECE)
+            if not data:
+                return
+            await self._send_output(name, data)
 
-    def _feed_command(self) -> None:
-        """Write as much input as the command accepts, and report when that was all."""
-        pipe = None if self._child is None else self._child.stdin
-        if pipe is None:  # it does not read any more
-            return
-        had_input = bool(self._input)
+    async def _send_rest(self, pipe: int, name: str) -> None:
+        """Pass on what the command has left in the pipe; others may go on writing to it."""
+        count = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
+        while count > 0:
+            data = os.read(pipe, min(count, PIECE))
+            count -= len(data)
+            await self._send_output(name, data)
+
+    async def _send_output(self, name: str, data: bytes) -> None:
+        await self._send_much(output=name, data=base64.b64encode(data).decode())
+
+    async def _feed_command(self, pipe: int) -> None:
+        """Write the input to the command, and report when it has taken a piece."""
         try:
-            while self._input:
-                del self._input[: os.write(pipe.fileno(), self._input[:PIECE])]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:  # it does not read any more
-            self._input.clear()
-            self._input_ends = True
-        if self._input:
-            self._loop.add_writer(pipe, self._feed_command)
-            return
-        self._loop.remove_writer(pipe)
-        if had_input:
-            self._send(input_was_read=True)
-        if self._input_ends:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-            assert self._child is not None
-            self._child.stdin = None
+            while data := await self._input.get():
+                while data:
+                    await _ready(self._loop.add_writer, self._loop.remove_writer, pipe)
+                    data = data[os.write(pipe, data) :]
+                self._send(input_was_read=True)
+        except BrokenPipeError:  # it reads no more
+            self._send(input_was_read=False)
+        assert self._child is not None
+        assert self._child.stdin is not None
+        self._child.stdin.close()
 
-    def _stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+    def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End because mpirun's daemon asks for it, or has died.
+
+        If hvdrun is silent as well, the daemon has noticed before us that the network is lost.
+        """
+        if not self._hvdrun_gone and silence(self._connection) > SILENCE / 3:
+            self._lose_hvdrun()
+        self._by_signal = self._by_signal or not self._stopped
+        self._stop(number, GRACE)
+
+    def _lose_hvdrun(self) -> None:
+        if self._hvdrun_gone:
+            return
+        self._hvdrun_gone = True
+        self._writer.transport.abort()
+        self._changed.set()
+        self._stop(signal.SIGTERM, GRACE)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """End all that is left of the job on this host.
+
+        mpirun's daemon may wait forever, and no other host may reach it. When it dies it kills this
+        process, so another one does it.
+        """
+        command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
+        environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, AGENT)}
+        folder = _folder_path()
+        environment["TMPDIR"] = str(folder.parent)
+        locks = []
+        with contextlib.suppress(FileNotFoundError):
+            locks.append(os.open(folder, os.O_RDONLY))
+            try:
+                fcntl.flock(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # another rank's is at work
+                return
+        subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=locks)
+
+    def _stop(self, number: signal.Signals, grace: float) -> None:
         """Ask the command to end, unless it has ended by itself; later, kill it.
 
         If mpirun's daemon, our parent, was the first to go, hvdrun hears of it.
         """
         if self._child is not None and self._child.poll() is not None:
             return
+        self._loop.call_later(grace, self._signal, signal.SIGKILL)
         if not self._stopped:
             self._stopped = True
             self._changed.set()
-            self._loop.call_later(GRACE, self._signal, signal.SIGKILL)
             if os.getppid() != self._parent and self._channel.open:
                 self._send(orphan=True)
         self._signal(number)
 
     def _signal(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:
-            os.killpg(self._child.pid, number)
-            os.killpg(self._child.pid, signal.SIGCONT)  # a stopped command must hear of it, too
+            if number in FORWARDED:
+                os.killpg(self._child.pid, number)
+            else:
+                ask_to_end(self._child.pid, number)
 
-    async def _finish(self) -> int:
-        """Pass on the last output and the report, and wait until hvdrun has them."""
-        for descriptor, name in list(self._outputs.items()):
-            while self._take_output(descriptor, name):
-                pass
-            self._loop.remove_reader(descriptor)  # what the command left may hold it open
-        self._outputs.clear()
-        status = self._failure if self._child is None else self._child.returncode
-        assert status is not None
-        if not self._hvdrun_gone:
-            status = self._send_result(status)
-            self._look_for_arrival()
-            folder = self._folder
-            report = {
-                "status": status,
-                "stopped": self._stopped,
-                "ended": self._has_ended(),
-                "marks": [m for m in MARKS if folder is not None and (folder / m).exists()],
-            }
-            self._send_statistics()
-            self._send(report=report)
-            self._reported = True
-            # A full close with unread data would discard what is on its way.
-            self._transport.write_eof()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        # hvdrun may have to wait for the reader of its output, for any time.
-        while not self._hvdrun_gone:
-            await self._turn()
-        return status if status >= 0 else 128 - status
-
-    def _send_result(self, status: int) -> int:
+    async def _send_result(self, status: int) -> int:
         """Send what the function of `hvd_keras.run` has returned; returns the command's status."""
         if self._function is None or self._folder is None or status != 0 or self._stopped:
             return status
         try:
             with (self._folder / RESULT).open("rb") as file:
                 while piece := file.read(LARGE_PIECE):
-                    self._send(result=base64.b64encode(piece).decode())
+                    await self._send_much(result=base64.b64encode(piece).decode())
         except OSError:
             text = "hvdrun: the function ended its process; expected it to return\n"
-            self._send_output("err", text.encode())
+            await self._send_output("err", text.encode())
             return 1
         return 0
-
-    def _send_statistics(self) -> None:
-        """Pass on what the rank has written since the last time."""
-        if self._folder is None:
-            return
-        path = self._folder / f"stats-{self._rank}.json"
-        with contextlib.suppress(FileNotFoundError):
-            time_written = path.stat().st_mtime_ns
-            if time_written != self._statistics_time:
-                self._statistics_time = time_written
-                numbers = json.loads(path.read_text())
-                numbers["late"] = numbers.pop("ranks")[self._rank]  # grows with the job otherwise
-                self._send(statistics=numbers)
 
 
 async def _run() -> int:
     connection = connect(os.environ[ADDRESSES])
-    worker = Worker(find_rank(os.environ), os.environ[SECRET])
-    await asyncio.get_running_loop().create_connection(lambda: worker, sock=connection)
-    return await worker.run()
+    reader, writer = await asyncio.open_connection(sock=connection)
+    return await Worker(find_rank(os.environ), os.environ[SECRET], reader, writer).run()
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.process import GRACE
-from hvd_keras.launch.start.remote_shell import Reach, run_on_all
+from hvd_keras.launch.start.remote_shell import Reach, answer, last_line, run_on_all
 
 
 def sweep_here(jobs: list[str], grace: float) -> None:
@@ -25,8 +25,11 @@ def sweep_hosts(names: Iterable[str], reach: Reach, jobs: Sequence[str], grace: 
     for name, done in run_on_all(names, reach, command, text, limit).items():
         if done is None or reach.failure(done.returncode, done.stderr) is not None:
             lost.add(name)
+        elif (told := answer(done.stdout, sweep.MARK)) is not None:
+            _tell_stuck(f"{name}: ", told.split())
         else:
-            _tell_stuck(f"{name}: ", done.stdout.split())
+            what = f"exit status {done.returncode}: {last_line(done.stderr)}"
+            print(f"hvdrun: {name}: the clean-up failed: {what}", file=sys.stderr, flush=True)
     return lost
 
 

@@ -7,15 +7,21 @@ import re
 import shlex
 import socket
 import subprocess
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
 
-# A host name or an IPv4 address; it cannot be taken for an option of ssh.
-_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+# A host name or an IPv4 address; it cannot be taken for an option of ssh. DNS allows 63 characters
+# between two dots.
+_NAME = re.compile(r"(?!.*[^.]{64})[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _EXAMPLE = "server1:4,server2:4"
+
+# "server[1-3,08-10]:4" is server1:4, server2:4, server3:4, server08:4, server09:4, server10:4.
+_RANGE = re.compile(r"([^\[\]]*)\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]([^\[\]]*)", re.ASCII)
+MOST_HOSTS = 10_000
 
 # Seconds that the host discovery script may take.
 DISCOVERY_TIMEOUT = 60
@@ -43,36 +49,60 @@ def _host(text: str, origin: str) -> Host:
     return Host(name, int(slots) if colon else None)
 
 
-def _distinct(hosts: Sequence[Host], origin: str) -> list[Host]:
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"{origin} lists {name} twice; expected each host once")
+def _hosts(text: str, origin: str) -> list[Host]:
+    """Parse one entry, which may stand for several hosts."""
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        return [_host(text, origin)]
+    hosts = []
+    for part in match[2].split(","):
+        first, _, last = part.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        if not 0 < len(numbers) <= MOST_HOSTS:
+            raise UsageError(f"{origin} got {text!r}; expected ranges such as server[1-8]:4")
+        hosts += [_host(f"{match[1]}{n:0{len(first)}}{match[3]}", origin) for n in numbers]
+    return hosts
+
+
+def _some(hosts: list[Host], origin: str) -> list[Host]:
     if not hosts:
         raise UsageError(f"{origin} lists no host; expected for example {_EXAMPLE}")
-    return list(hosts)
+    return hosts
 
 
 def parse(text: str) -> list[Host]:
     """Parse the value of `-H`."""
-    return _distinct([_host(part, "-H") for part in text.split(",") if part.strip()], "-H")
+    parts = re.split(r",(?![^\[]*\])", text)
+    hosts = [host for part in parts if part.strip() for host in _hosts(part.strip(), "-H")]
+    for name, count in Counter(host.name for host in hosts).items():
+        if count > 1:
+            raise UsageError(f"-H lists {name} twice; expected each host once")
+    return _some(hosts, "-H")
 
 
 def parse_lines(text: str, origin: str) -> list[Host]:
-    """Parse one host per line: "server1", "server1:4" or "server1 slots=4"; "#" is a comment."""
-    hosts = []
+    """Parse one host per line: "server1", "server1:4" or "server1 slots=4"; "#" is a comment.
+
+    PBS, LSF and SGE write a host once per slot, so if a name comes twice, each line is a slot.
+    SGE has "server1 4 all.q@server1 UNDEFINED", too; Open MPI's files may have "max_slots=4".
+    """
+    hosts: list[Host] = []
     for line in text.splitlines():
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        if len(words) == 2 and (match := re.fullmatch(r"slots=(.*)", words[1])):
-            words = [f"{words[0]}:{match[1]}"]
-        if len(words) > 1:
+        entry = " ".join(line.partition("#")[0].split())
+        entry = re.sub(r" max[_-]slots ?= ?\d+", "", entry)
+        entry = re.sub(r" (?:slots ?= ?(\S+)|(\d+)(?: \S+){0,2})$", r":\1\2", entry)
+        if " " in entry:
             raise UsageError(
                 f"{origin} has the line {line!r}; expected server1, server1:4 or server1 slots=4"
             )
-        hosts.append(_host(words[0], origin))
-    return _distinct(hosts, origin)
+        hosts += _hosts(entry, origin) if entry else []
+    counts = Counter(host.name for host in hosts)
+    if len(counts) < len(hosts):
+        slots = Counter[str]()
+        for host in hosts:
+            slots[host.name] += host.slots or 1
+        hosts = [Host(name, count) for name, count in slots.items()]
+    return _some(hosts, origin)
 
 
 def read(path: str) -> list[Host]:

@@ -196,7 +196,7 @@ def _path_beside(path: str) -> str:
 
 def _identify(path: str) -> Mpirun:
     try:
-        text = subprocess.run(
+        done = subprocess.run(
             [path, "--version"],
             env=os.environ | {"PATH": _path_beside(path)},
             stdin=subprocess.DEVNULL,
@@ -204,9 +204,10 @@ def _identify(path: str) -> Mpirun:
             text=True,
             errors="replace",
             timeout=VERSION_TIMEOUT,
-        ).stdout
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{path} --version failed: {error}; pass --mpirun PATH") from error
+    text = done.stdout or done.stderr  # an error, because HOME is not set, for example
     if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.", text):
         return Mpirun(path, "Open MPI", int(match[1]))
     if "Intel(R) MPI" in text:

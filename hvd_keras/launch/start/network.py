@@ -26,7 +26,8 @@ def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
     try:
         return sorted({_address_towards(name) for name in others})
     except OSError as error:
-        raise UsageError(f"no route to one of {', '.join(names)}: {error}") from error
+        told = f"no route to one of {', '.join(names)}: {error.strerror}"
+        raise UsageError(f"{told}; hvdrun needs hosts with IPv4 addresses") from error
 
 
 def _address_towards(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_keras.launch.onhost import host_facts as probe
 from hvd_keras.launch.start.hosts import Host
-from hvd_keras.launch.start.remote_shell import Reach, last_line, run_on_all
+from hvd_keras.launch.start.remote_shell import Reach, answer, last_line, run_on_all
 
 # Seconds for a host's answer; loading Python may take long on a slow network file system.
 TIMEOUT = 60.0
@@ -46,9 +46,9 @@ def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> L
             problems[name] = f"did not answer within {TIMEOUT:.0f} s"
             away.add(name)
             continue
-        answers = [line for line in done.stdout.splitlines() if line.startswith(probe.MARK)]
-        if answers:
-            facts[name] = json.loads(answers[-1].removeprefix(probe.MARK))
+        told = answer(done.stdout, probe.MARK)
+        if told is not None:
+            facts[name] = json.loads(told)
             if problem := difference(facts[name], own, directory, program):
                 problems[name] = problem
         else:
@@ -74,6 +74,7 @@ def difference(
         ("python", "Python"),
         ("hvd_keras", "hvd_keras"),
         ("tensorflow", "TensorFlow"),
+        ("keras", "Keras"),
     ):
         if theirs[what] != own[what]:
             got = f"has {name} {theirs[what]}" if theirs[what] else f"has no {name}"

@@ -110,6 +110,15 @@ def run_on_all(
     return done
 
 
+def answer(out: str, mark: str) -> str | None:
+    """Return what follows the mark in a host's output, into which its shell may print a greeting.
+
+    None: there is no such line.
+    """
+    found = [line for line in out.splitlines() if line.startswith(mark)]
+    return found[-1].removeprefix(mark) if found else None
+
+
 def last_line(text: str) -> str:
     """Return the last line of a program's output."""
     return (text.strip().splitlines() or ["no output"])[-1]

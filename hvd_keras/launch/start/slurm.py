@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.start import remote_shell as reach
 from hvd_keras.launch.start.hosts import Host
-from hvd_keras.launch.start.mpirun import find_mpirun
 
 # Seconds for a node to become free for a short command, and for SLURM's answers.
 NODE_TIMEOUT = 10
@@ -80,7 +80,8 @@ def find(environment: Mapping[str, str]) -> Srun | None:
     path = shutil.which("srun", path=environment.get("PATH"))
     if path is None:
         return None
-    return Srun(path, "pmix" if find_mpirun(None).kind == "Open MPI" else "pmi2")
+    library = next(_mpi.candidates(), None)  # mpirun is not needed, and may not be there
+    return Srun(path, "pmix" if library is not None and library.abi == "openmpi" else "pmi2")
 
 
 def size(environment: Mapping[str, str]) -> int:

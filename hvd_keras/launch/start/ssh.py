@@ -20,6 +20,8 @@ def ssh(port: int | None, identity: str | None) -> RemoteShell:
         "ConnectTimeout": str(CONNECT_TIMEOUT),
         "ServerAliveInterval": str(ALIVE_INTERVAL),
         "ServerAliveCountMax": str(ALIVE_COUNT),
+        # An existing master is used, but none of ours: another shell would end with the job.
+        "ControlMaster": "no",
     }
     words = ["ssh", "-x"]
     for name, value in options.items():

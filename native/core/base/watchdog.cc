@@ -26,11 +26,12 @@ Watchdog::~Watchdog() {
 }
 
 void Watchdog::watch(double stall_warning_seconds, double timeout) {
-  const bool warns = stall_warning_seconds > 0 && (timeout == 0 || stall_warning_seconds < timeout);
-  if (warns && !waits_for(stall_warning_seconds)) return;
-  if (warns) log(LogLevel::warning, text(stall_warning_seconds));
+  for (double at = stall_warning_seconds; at > 0 && (timeout == 0 || at < timeout); at *= 2) {
+    if (!waits_for(at)) return;
+    log(LogLevel::warning, no_progress(at, what_) + time_left(at, timeout));
+  }
   if (timeout == 0 || !waits_for(timeout)) return;
-  log(LogLevel::error, text(timeout));
+  log(LogLevel::error, no_progress(timeout, what_));
   // Not exit(): MPI's exit handlers would wait for the other ranks again.
   _exit(kWaitedInVain);
 }
@@ -41,8 +42,13 @@ bool Watchdog::waits_for(double seconds) {
   return !changed_.wait_until(lock, limit, [this] { return over_; });
 }
 
-std::string Watchdog::text(double seconds) const {
-  return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + what_;
+std::string no_progress(double seconds, const std::string& why) {
+  return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + why;
+}
+
+std::string time_left(double seconds, double timeout) {
+  if (timeout == 0) return "";
+  return " (the job ends in " + std::to_string(static_cast<int64_t>(timeout - seconds)) + " s)";
 }
 
 }  // namespace hvd

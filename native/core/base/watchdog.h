@@ -14,10 +14,17 @@ namespace hvd {
 // Exit status of a process whose wait timed out: WAITED_IN_VAIN of hvd_keras/exit_codes.py.
 constexpr int kWaitedInVain = 75;
 
+// The text of a warning or an error: for how long nothing has happened, and why.
+std::string no_progress(double seconds, const std::string& why);
+
+// What a warning adds: when the job will end, if nothing happens.
+std::string time_left(double seconds, double timeout);
+
 class Watchdog {
  public:
-  // While this object lives: warns after settings.stall_warning_seconds, and ends this process with
-  // kWaitedInVain after `timeout` seconds (0: never). `what` says who waits for what.
+  // While this object lives: warns after settings.stall_warning_seconds, again after twice the
+  // time, and ends this process with kWaitedInVain after `timeout` seconds (0: never). `what` says
+  // who waits for what.
   Watchdog(const Settings& settings, double timeout, std::string what);
   ~Watchdog();
 
@@ -25,7 +32,6 @@ class Watchdog {
   void watch(double stall_warning_seconds, double timeout);
   // Waits until `seconds` have passed since the start; false if the guarded call returned before.
   bool waits_for(double seconds);
-  std::string text(double seconds) const;
 
   const std::string what_;
   std::mutex mutex_;

@@ -13,7 +13,7 @@ namespace hvd {
 namespace {
 
 // From so many hosts on, the messages that a grid saves cost more than its two more latencies.
-// Measured with up to 64 hosts (docs/performance.md): the times are equal at 32.
+// Measured with up to 64 hosts (benchmarks/data/NOTES.md): the times are equal at 32.
 constexpr int kManyHosts = 32;
 
 // Messages between hosts; the slice is cut into parts.

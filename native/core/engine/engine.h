@@ -120,7 +120,7 @@ class Engine {
   std::optional<Clock::time_point> idle_since_;  // when a negotiation first found nothing to do
   std::vector<bool> joined_;                     // in the last negotiation, by rank of the set
   int last_joined_ = 0;
-  bool warned_ = false;
+  double next_warning_ = settings_.stall_warning_seconds;  // 0: none
 
   std::thread thread_;  // last: it uses all of the above
 };

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/base/log.h"
+#include "core/base/watchdog.h"
 #include "core/engine/engine.h"
 #include "core/engine/neutral_request.h"
 #include "core/request/collectives.h"
@@ -171,7 +172,7 @@ std::string Engine::who(const std::vector<int>& missing) const {
 void Engine::note_progress() {
   last_progress_ = Clock::now();
   idle_since_.reset();
-  warned_ = false;
+  next_warning_ = settings_.stall_warning_seconds;
 }
 
 // Seconds since negotiations began to find nothing to run.
@@ -180,17 +181,18 @@ double Engine::idle_seconds() const {
   return std::chrono::duration<double>(Clock::now() - *idle_since_).count();
 }
 
-// Warns once, and returns the text if the deadline has passed. The text is made only if needed.
+// Warns, again after twice the time, and returns the text if the deadline has passed. The text is
+// made only if needed.
 std::string Engine::watch(double seconds, const std::function<std::string()>& text) {
   if (const std::string why = history_.why_aborted(); !why.empty()) return why;
-  if (!warned_ && settings_.stall_warning_seconds > 0 &&
-      seconds >= settings_.stall_warning_seconds) {
-    warned_ = true;
-    log(LogLevel::warning,
-        "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text());
-  }
-  if (timeout() == 0 || seconds < timeout()) return "";
-  return "no progress for " + std::to_string(static_cast<int64_t>(seconds)) + " s: " + text();
+  const bool is_over = timeout() > 0 && seconds >= timeout();
+  const bool warns = next_warning_ > 0 && seconds >= next_warning_;
+  if (!is_over && !warns) return "";
+  const std::string problem = no_progress(seconds, text());
+  if (is_over) return problem;
+  while (next_warning_ <= seconds) next_warning_ *= 2;
+  log(LogLevel::warning, problem + time_left(seconds, timeout()));
+  return "";
 }
 
 double Engine::timeout() const { return settings_.timeout(served_ < kFirstRequests); }

@@ -12,6 +12,7 @@ import hvd_keras as hvd
 from tests.harness import inputs
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(1, 2, 3)
 
 
 def test_alltoall_with_splits() -> None:

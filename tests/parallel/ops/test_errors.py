@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import logging
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import hvd_keras as hvd
 from hvd_keras import log
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(1, 2, 3)
 several = pytest.mark.skipif(SIZE == 1, reason="one rank cannot disagree with itself")
 
 
@@ -213,3 +215,19 @@ def test_a_broadcast_of_no_variables_warns_once() -> None:
     else:
         assert [r.levelname for r in records] == ["WARNING"]
         assert "If the model is not built yet, call it once on a batch" in records[0].getMessage()
+
+
+@several
+def test_an_error_that_is_only_printed_does_not_end_the_rank(capsys) -> None:
+    """As Cython does it with errors of destructors, and scripts with errors that they caught."""
+    if RANK == SIZE - 1:
+        try:
+            raise RuntimeError("caught and printed")
+        except RuntimeError:
+            sys.excepthook(*sys.exc_info())
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            error = ValueError("in a thread")
+            pool.submit(sys.excepthook, ValueError, error, None).result()
+        printed = capsys.readouterr().err
+        assert "RuntimeError: caught and printed" in printed
+        assert "ValueError: in a thread" in printed

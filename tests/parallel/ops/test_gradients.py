@@ -11,6 +11,7 @@ import tensorflow as tf
 import hvd_keras as hvd
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(1, 2, 3)
 
 
 def point(rank: int, shape: tuple[int, ...]) -> np.ndarray:

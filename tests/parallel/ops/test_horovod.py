@@ -1,5 +1,7 @@
 """Horovod's names with Horovod's meaning, where that differs from ours."""
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,6 +18,7 @@ import horovod.tensorflow as hvd  # noqa: E402
 import horovod.tensorflow.keras  # noqa: E402
 
 RANK, SIZE = hvd_keras.rank(), hvd_keras.size()
+pytestmark = pytest.mark.ranks(1, 2, 3)
 KERAS_MODULES = [horovod.keras, horovod.tensorflow.keras]
 INTEGERS = [tf.uint8, tf.int8, tf.int32, tf.int64]
 
@@ -32,6 +35,60 @@ def test_averages_of_integers_are_truncated(dtype) -> None:
     mean = hvd.allreduce(tf.cast(values, dtype), name="integers")
     assert mean.dtype == dtype
     np.testing.assert_array_equal(mean, np.trunc(total / SIZE))
+
+
+def test_the_average_of_sparse_integers_is_not_truncated() -> None:
+    slices = tf.IndexedSlices(tf.constant([[RANK], [1]]), tf.constant([0, 2]), tf.constant([3, 1]))
+    mean = hvd.allreduce(slices, op=hvd.Average)
+    np.testing.assert_allclose(tf.convert_to_tensor(mean)[:, 0], [(SIZE - 1) / 2, 0, 1])
+    total = hvd.allreduce(slices, op=hvd.Sum)
+    assert total.values.dtype == tf.int32
+
+
+def test_an_optimizer_is_wrapped_twice() -> None:
+    plain = tf.keras.optimizers.Adam(0.25)
+    one, two = hvd.DistributedOptimizer(plain), hvd.DistributedOptimizer(plain)
+    assert one is not two
+    assert float(two.learning_rate) == 0.25
+    for optimizer in (one, two):
+        variable = tf.Variable([1.0])
+        optimizer.apply_gradients([(tf.constant([RANK - 5.0]), variable)])
+        np.testing.assert_allclose(variable, [1.25], rtol=1e-5)
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to add to")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_the_tape_has_summed_are_not_summed_again(compiled: bool) -> None:
+    variable = tf.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.SGD(1.0), op=hvd.Sum)
+    optimizer.build([variable])
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = variable * (RANK + 1.0)
+        tape = hvd.DistributedGradientTape(tape, op=hvd.Sum)
+        optimizer.apply_gradients(zip(tape.gradient(loss, [variable]), [variable], strict=True))
+
+    (tf.function(step) if compiled else step)()
+    np.testing.assert_array_equal(variable, [-SIZE * (SIZE + 1) / 2])
+
+
+def test_variables_that_horovodrun_sets() -> None:
+    assert os.environ["HOROVOD_RANK"] == str(RANK)
+    assert os.environ["HOROVOD_SIZE"] == str(SIZE)
+    assert os.environ["HOROVOD_LOCAL_RANK"] == str(hvd.local_rank())
+
+
+def test_an_init_that_raised_leaves_no_process_sets() -> None:
+    sets = [hvd.ProcessSet([0]), hvd.ProcessSet([0])]
+    if SIZE == 1:
+        return  # its set of all ranks is that
+    with pytest.raises(ValueError, match="has the same ranks"):
+        hvd.init(process_sets=sets)
+    alone = hvd.ProcessSet([0])
+    hvd.init(process_sets=[alone])
+    assert alone.process_set_id is not None
+    hvd.remove_process_set(alone)
 
 
 def test_scale_factors_of_integers_are_truncated() -> None:

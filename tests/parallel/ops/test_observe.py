@@ -180,11 +180,13 @@ def test_stats_logger_writes_each_epoch(directory) -> None:
             for value in event.summary.value:
                 logged.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
     assert all(list(epochs) == [0, 1, 2] for epochs in logged.values())
-    # One request per step, after those of the first step; one rank alone makes none.
+    # One request per step, after those of the first step, and at most two at the end of an epoch;
+    # one rank alone makes none.
     requests = training.STEPS if SIZE > 1 else 0
-    assert logged["hvd/requests"][1] == logged["hvd/requests"][2] == requests
+    assert logged["hvd/requests"][1] == logged["hvd/requests"][2]
+    assert 0 <= logged["hvd/requests"][2] - requests <= 2 * (SIZE > 1)
     parameters = sum(np.prod(weight.shape) for weight in model.trainable_weights)
-    assert logged["hvd/bytes"][2] == requests * 4 * parameters
+    assert 0 <= logged["hvd/bytes"][2] - requests * 4 * parameters <= 1000 * (SIZE > 1)
     if SIZE > 1:
         assert logged["hvd/moving_seconds"][2] > 0
         late = {rank: logged[f"hvd/rank_{rank}/awaited_seconds"][2] for rank in range(SIZE)}

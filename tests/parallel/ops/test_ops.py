@@ -10,6 +10,7 @@ import hvd_keras as hvd
 from tests.harness import inputs
 
 RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.ranks(1, 2, 3)
 INTEGERS = ["uint8", "int8", "int32", "int64"]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 

@@ -12,7 +12,10 @@ from tests.harness import inputs
 
 RANK, SIZE = hvd.rank(), hvd.size()
 
-pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has no others to leave out")
+pytestmark = [
+    pytest.mark.ranks(1, 2, 3),
+    pytest.mark.skipif(SIZE == 1, reason="one rank has no others to leave out"),
+]
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 {{/* What the launcher's and the workers' pods have in common. */}}
 {{- define "hvd.pod" -}}
+automountServiceAccountToken: false
 securityContext:
   runAsNonRoot: true
   runAsUser: 1000
@@ -57,11 +58,17 @@ volumeMounts:
   - name: script
     mountPath: /opt/job
   {{- end }}
-{{- with .Values.env }}
+{{- if or .Values.env .Values.secretEnv }}
 env:
-  {{- range $name, $value := . }}
+  {{- range $name, $value := .Values.env }}
   - name: {{ $name }}
     value: {{ $value | quote }}
+  {{- end }}
+  {{- range $name, $from := .Values.secretEnv }}
+  - name: {{ $name }}
+    valueFrom:
+      secretKeyRef:
+        {{- toYaml $from | nindent 8 }}
   {{- end }}
 {{- end }}
 {{- end }}

@@ -9,7 +9,12 @@ except ImportError as error:
         "Install hvd_keras for it, or take this folder off PYTHONPATH."
     ) from error
 
+import sys
+
+from hvd_keras import settings
 from hvd_keras.horovod import modules, names
 
 __version__ = names.VERSION
-__getattr__, __dir__, __all__ = modules.fill(__name__)
+settings.set_horovods_ranks()
+modules.fill(sys.modules[__name__])
+modules.install()

@@ -1,0 +1,59 @@
+"""Fine-tune a network: first a new head on frozen layers, then all layers with a small rate.
+
+    hvdrun -np 2 examples/fine_tuning.py
+
+Replace the base by one with weights, such as one of keras.applications with weights="imagenet" and
+include_top=False: only rank 0's weights count, because they are broadcast.
+"""
+
+import keras
+import numpy as np
+
+import hvd_keras as hvd
+
+layers = keras.layers
+
+hvd.init()
+images = np.random.default_rng(0).uniform(size=(512, 16, 16, 3)).astype("float32")
+labels = (images[:, :, :8].mean(axis=(1, 2, 3)) > images[:, :, 8:].mean(axis=(1, 2, 3))).astype(int)
+data = hvd.data.shard((images, labels), batch_size=16)
+
+base = keras.Sequential(
+    [
+        keras.Input((16, 16, 3)),
+        layers.Conv2D(16, 3, strides=2, use_bias=False),
+        layers.BatchNormalization(),
+        layers.ReLU(),
+        layers.Conv2D(16, 3, activation="relu"),
+    ]
+)
+base.trainable = False
+inputs = keras.Input((16, 16, 3))
+# training=False: BatchNormalization keeps its statistics, also when it is trained later.
+features = layers.Flatten()(base(inputs, training=False))
+model = keras.Model(inputs, layers.Dense(2)(features))
+
+
+def train(rate, epochs):
+    # compile again after a change of trainable, with a new distributed optimizer.
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.Adam(rate * hvd.size())),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    history = model.fit(
+        data,
+        epochs=epochs,
+        shuffle=False,
+        callbacks=[
+            hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+            hvd.callbacks.MetricAverageCallback(),
+        ],
+        verbose=2 if hvd.rank() == 0 else 0,
+    )
+    return history.history["loss"]
+
+
+losses = train(1e-3, epochs=3)
+base.trainable = True
+losses += train(1e-4, epochs=3)

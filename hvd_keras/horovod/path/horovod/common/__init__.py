@@ -1,5 +1,0 @@
-"""What Horovod tells of the job, from hvd_keras."""
-
-from hvd_keras.horovod import modules
-
-__getattr__, __dir__, __all__ = modules.fill(__name__)

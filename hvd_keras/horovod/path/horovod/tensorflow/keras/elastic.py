@@ -1,5 +1,0 @@
-"""Horovod's elastic training, from hvd_keras."""
-
-from hvd_keras.horovod import modules
-
-__getattr__, __dir__, __all__ = modules.fill(__name__)

@@ -1,0 +1,64 @@
+"""Signals that hvdrun, its workers and scripts get."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.harness.launcher import FOREVER, LIMIT, parent
+
+NOTE_SIGNALS = """
+    got = []
+    signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    print("ready", flush=True)
+    while not got: time.sleep(0.05)
+    print("got it")
+    """
+
+
+def test_a_signal_of_the_users_reaches_the_scripts(hvdrun):
+    process = hvdrun.start_ready(2, NOTE_SIGNALS)
+    process.send_signal(signal.SIGUSR1)
+    out, err = process.communicate(timeout=LIMIT)
+    assert (sorted(out.splitlines()), err, process.returncode) == (
+        ["[0] got it", "[1] got it"],
+        "",
+        0,
+    )
+
+
+def test_a_signal_to_all_processes_of_the_job_ends_none(hvdrun):
+    """SLURM sends it to those beside the scripts as well."""
+    process = hvdrun.start_ready(2, NOTE_SIGNALS)
+    for pid, line in hvdrun.processes().items():
+        if "start_worker" in line and "mpirun" not in line:
+            os.kill(pid, signal.SIGUSR1)
+    assert process.wait(timeout=LIMIT) == 0, process.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_all_ranks(hvdrun, number):
+    process = hvdrun.start_ready(2, f"print('ready')\ntime.sleep({FOREVER})")
+    assert len(hvdrun.processes()) > 2
+    process.send_signal(number)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 128 + number
+    assert (out, err) == ("", f"hvdrun: {number.name} received; all ranks were ended\n")
+
+
+def test_a_second_interrupt_does_not_wait(hvdrun):
+    """Of two jobs whose mpirun does not react, the one that is interrupted twice ends first."""
+    once, twice = (
+        hvdrun.start_ready(1, f"print('ready')\ntime.sleep({FOREVER})") for _ in range(2)
+    )
+    for process in (once, twice):
+        (mpirun_pid,) = (pid for pid in hvdrun.processes() if parent(pid) == process.pid)
+        os.kill(mpirun_pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # two signals at once would arrive as one
+    assert twice.poll() is None
+    twice.send_signal(signal.SIGINT)
+    assert twice.wait(timeout=LIMIT) == 130
+    assert once.poll() is None
+    assert once.wait(timeout=LIMIT) == 130

@@ -1,0 +1,447 @@
+"""hvd.data.shard and agree_on_steps, alone and in a real fit."""
+
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import agree, data
+from tests.harness import training
+from tests.harness.shards import (
+    BATCH,
+    IN_ORDER,
+    LENGTH,
+    RANK,
+    SIZE,
+    TOGETHER,
+    Batches,
+    distributed_model,
+    error_of,
+    job_pass,
+    momentum,
+    numbered,
+    of_all,
+    one_pass,
+    rows_of,
+    samples,
+    shard,
+)
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+KINDS = ["arrays", "elements", "batches", "whole batches"]
+BATCHED = ["batches", "whole batches"]
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+
+
+LENGTHS = sorted({1, TOGETHER - 1, TOGETHER + 1, 2 * TOGETHER, 3 * TOGETHER - BATCH})
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_pad_uses_each_row_once_and_all_batches_have_one_shape(kind: str, shuffle: bool) -> None:
+    for length in LENGTHS:
+        if kind in BATCHED and length < BATCH:
+            continue  # one short batch is a source of shorter batches
+        dataset = shard(kind, *numbered(length), shuffle=shuffle, uneven="pad")
+        steps = job_pass(dataset)
+        assert len(steps) == len(dataset) == -(-length // TOGETHER)
+        assert sorted(rows_of(steps)) == list(range(length))
+        for number, step in enumerate(steps):
+            rows = min(TOGETHER, length - number * TOGETHER)
+            assert list(step.values()) == pytest.approx([TOGETHER / rows] * rows)
+            if not shuffle:
+                assert sorted(step) == list(range(number * TOGETHER, number * TOGETHER + rows))
+        assert len(dataset.element_spec) == 3
+        assert {tuple(spec.shape) for spec in dataset.element_spec} == {(BATCH,)}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_share_gives_ranks_equally_many_rows_and_keeps_the_structure(
+    kind: str, shuffle: bool
+) -> None:
+    for length in LENGTHS:
+        if length < SIZE or (kind in BATCHED and length < BATCH):
+            continue
+        dataset = shard(kind, *numbered(length), shuffle=shuffle)
+        assert len(dataset.element_spec) == 2
+        steps = job_pass(dataset)
+        whole, rest = divmod(length, TOGETHER)
+        sizes = [TOGETHER] * whole + [rest // SIZE * SIZE] * (rest >= SIZE)
+        assert [len(step) for step in steps] == sizes
+        assert len(steps) == len(dataset)
+        assert {len(x) * SIZE for x, _ in one_pass(dataset)} == set(sizes)  # as many on each rank
+        assert len(set(rows_of(steps))) == length // SIZE * SIZE
+        if not shuffle:
+            assert sorted(rows_of(steps)) == list(range(length // SIZE * SIZE))
+            for number, step in enumerate(steps):
+                assert min(step) == number * TOGETHER
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trim_drops_the_incomplete_step_only(kind: str) -> None:
+    for length in LENGTHS:
+        if length < TOGETHER:
+            continue
+        for shuffle in False, True:
+            dataset = shard(kind, *numbered(length), shuffle=shuffle, uneven="trim")
+            steps = job_pass(dataset)
+            assert len(steps) == len(dataset) == length // TOGETHER
+            assert all(list(step.values()) == [1.0] * TOGETHER for step in steps)
+            assert len(set(rows_of(steps))) == len(steps) * TOGETHER
+            if not shuffle:
+                assert sorted(rows_of(steps)) == list(range(len(steps) * TOGETHER))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_epoch_has_an_order_of_its_own_that_a_rerun_repeats(kind: str) -> None:
+    # The program's own seeds, which differ by rank here, must not matter.
+    tf.random.set_seed(RANK)
+    np.random.seed(RANK)
+    parts = numbered(9 * TOGETHER + 1)
+    dataset = shard(kind, *parts, shuffle=True, uneven="pad")
+    epochs = [job_pass(dataset) for _ in range(3)]
+    assert all(sorted(rows_of(epoch)) == parts[0].tolist() for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+    again = shard(kind, *parts, shuffle=True, uneven="pad")
+    assert [job_pass(again) for _ in range(2)] == epochs[:2]
+    assert job_pass(shard(kind, *parts, shuffle=True, uneven="pad", start_epoch=2)) == epochs[2]
+    assert job_pass(shard(kind, *parts, shuffle=True, uneven="pad", seed=1)) != epochs[0]
+
+
+@pytest.fixture(scope="module")
+def singles() -> Iterator[list[hvd.ProcessSet]]:
+    """Creates a process set for each rank."""
+    if SIZE == 1:
+        yield [hvd.global_process_set]
+        return
+    sets = [hvd.add_process_set([rank]) for rank in range(SIZE)]
+    yield sets
+    for process_set in sets:
+        hvd.remove_process_set(process_set)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "elements"])
+def test_order_does_not_depend_on_the_number_of_ranks(kind: str, singles) -> None:
+    parts = numbered(2 * TOGETHER + 3)
+    steps = job_pass(shard(kind, *parts, seed=5, uneven="pad"))
+    source = tf.data.Dataset.from_tensor_slices(parts) if kind == "elements" else parts
+    mine = data.shard(source, batch_size=TOGETHER, seed=5, uneven="pad", process_set=singles[RANK])
+    for step, (rows, weights) in zip(steps, one_pass(mine), strict=True):
+        assert step == {row: w for row, w in zip(rows, weights, strict=True) if w}
+
+
+@several
+def test_process_set_shares_among_its_ranks_only(singles) -> None:
+    first = singles[0] if SIZE == 2 else hvd.add_process_set(range(SIZE - 1))
+    if RANK == SIZE - 1:
+        with pytest.raises(ValueError, match=f"rank {RANK} is not in"):
+            data.shard(numbered(9), batch_size=2, process_set=first)
+        with pytest.raises(ValueError, match=f"rank {RANK} is not in"):
+            data.agree_on_steps(3, process_set=first)
+    else:  # the last rank takes no part
+        length = 5 * BATCH * (SIZE - 1)
+        dataset = data.shard(numbered(length), batch_size=BATCH, process_set=first)
+        assert len(dataset) == 5
+        everyone = agree.gather_json("of the set", one_pass(dataset), first)
+        rows = [row for mine in everyone for x, _ in mine for row in x]
+        assert sorted(rows) == list(range(length))
+        assert data.agree_on_steps(7 - RANK, process_set=first) == 7 - (SIZE - 2)
+    with pytest.raises(ValueError, match=r"data\.shard: batch_size=0"):
+        data.shard(numbered(9), batch_size=0, process_set=singles[RANK])
+    if SIZE > 2:
+        hvd.remove_process_set(first)
+
+
+def test_shuffle_buffer_of_a_dataset_moves_elements_by_less_than_its_size() -> None:
+    length = 6 * TOGETHER
+    steps = job_pass(shard("elements", *numbered(length), shuffle=3))
+    assert sorted(rows_of(steps)) == list(range(length))
+    assert any(sorted(step) != list(range(min(step), min(step) + TOGETHER)) for step in steps)
+    for number, step in enumerate(steps):  # an element can come early by 2 at most
+        assert max(step) <= (number + 1) * TOGETHER + 1
+
+
+def test_batches_of_a_py_dataset_are_shuffled_whole_and_a_short_one_stays_last() -> None:
+    dataset = data.shard(Batches(*numbered(9 * BATCH + 1), workers=3), seed=2, uneven="pad")
+    mine = one_pass(dataset)
+    order = [*np.random.default_rng([2, 0]).permutation(9), 9]
+    for step, (rows, weights) in enumerate(mine):
+        place = step * SIZE + RANK
+        real = [row for row, weight in zip(rows, weights, strict=True) if weight]
+        if place < 9:
+            assert real == list(range(order[place] * BATCH, (order[place] + 1) * BATCH))
+        else:
+            assert real == ([9 * BATCH] if place == 9 else [])
+
+
+def test_own_sample_weights_are_scaled_not_replaced() -> None:
+    length = TOGETHER + 1
+    x, y = numbered(length)
+    own = np.arange(1, length + 1)
+    for kind in KINDS:
+        (_, *_, last) = job_pass(shard(kind, x, y, own, shuffle=False, uneven="pad"))
+        assert last == {length - 1: pytest.approx(length * TOGETHER)}
+    nested = {"a": own, "b": np.stack([own, 2 * own], axis=1)}
+    source = (x, {"a": y, "b": y}, nested)
+    dataset = data.shard(source, batch_size=BATCH, shuffle=False, uneven="pad")
+    *_, (rows, _, weights) = dataset
+    real = (rows.numpy() == length - 1) & (weights["a"].numpy() > 0)
+    assert real.sum() == (RANK == 0)
+    expected = np.where(real, length * TOGETHER, 0)
+    np.testing.assert_allclose(weights["a"], expected)
+    np.testing.assert_allclose(weights["b"], np.stack([expected, 2 * expected], axis=1))
+
+
+@pytest.mark.parametrize(("rest", "weighted"), [(1, False), (TOGETHER - 2, True)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_job_trains_like_one_process(kind: str, rest: int, weighted: bool) -> None:
+    parts = samples(2 * TOGETHER + rest)[: 3 if weighted else 2]
+    alone = training.dense_model()
+    training.set_weights(alone, seed=0)
+    start = training.flat(alone)
+    alone.compile(optimizer=momentum(), loss="mse")
+    own = {"sample_weight": parts[2]} if weighted else {}
+    alone.fit(*parts[:2], **own, batch_size=TOGETHER, epochs=2, shuffle=False, verbose=0)
+
+    together = distributed_model()
+    together.fit(shard(kind, *parts, shuffle=False, uneven="pad"), epochs=2, verbose=0)
+    assert np.abs(training.flat(alone) - start).max() > 1e-2, "training did nothing"
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+    training.assert_bit_identical_on_all_ranks(together)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_last_step_trains_like_the_short_batch_of_one_process(kind: str) -> None:
+    x, y, _ = samples(2 * TOGETHER + 3 * SIZE)
+    alone = training.dense_model()
+    training.set_weights(alone, seed=0)
+    alone.compile(optimizer=momentum(), loss="mse")
+    alone.fit(x, y, batch_size=TOGETHER, epochs=2, shuffle=False, verbose=0)
+    together = distributed_model()
+    together.fit(shard(kind, x, y, shuffle=False), epochs=2, verbose=0)
+    assert int(together.optimizer.iterations) == 6
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+    training.assert_bit_identical_on_all_ranks(together)
+
+
+def test_shuffled_epochs_of_fit_are_those_of_one_process_and_can_be_resumed() -> None:
+    x, y, _ = samples(2 * TOGETHER + 3)
+    alone = training.dense_model()
+    training.set_weights(alone, seed=0)
+    alone.compile(optimizer=momentum(), loss="mse")
+    for epoch in range(3):
+        order = np.random.default_rng([7, epoch]).permutation(len(x))
+        alone.fit(x[order], y[order], batch_size=TOGETHER, shuffle=False, verbose=0)
+
+    together = distributed_model()
+    together.fit(shard("arrays", x, y, seed=7, uneven="pad"), epochs=3, verbose=0)
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+
+    resumed = distributed_model()
+    resumed.fit(shard("arrays", x, y, seed=7, uneven="pad"), epochs=2, verbose=0)
+    rest = shard("arrays", x, y, seed=7, start_epoch=2, uneven="pad")
+    resumed.fit(rest, epochs=3, initial_epoch=2, verbose=0)
+    np.testing.assert_array_equal(training.flat(resumed), training.flat(together))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluate_gives_the_mean_over_all_rows(kind: str) -> None:
+    for length in (BATCH, 2 * TOGETHER + 1):
+        x, y, _ = samples(length)
+        model = training.dense_model()
+        training.set_weights(model, seed=0)
+        model.compile(loss="mse", weighted_metrics=["mae"])
+        expected = model.evaluate(x, y, batch_size=TOGETHER, verbose=0, return_dict=True)
+        dataset = shard(kind, x, y, shuffle=False, evaluation=True, uneven="pad")
+        mine = model.evaluate(dataset, verbose=0, return_dict=True)
+        rows = sum(int(np.count_nonzero(w[0]) if w else len(x)) for x, _, *w in dataset)
+        everyone = agree.gather_json("evaluated", [mine, rows])
+        loss = np.mean([theirs["loss"] for theirs, _ in everyone])
+        assert loss == pytest.approx(expected["loss"], rel=1e-5)
+        mae = sum(theirs["mae"] * rows for theirs, rows in everyone) / length
+        assert mae == pytest.approx(expected["mae"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_that_do_not_fit_are_errors_on_all_ranks(kind: str) -> None:
+    short, odd = numbered(max(1, TOGETHER - 1)), numbered(TOGETHER + 1)
+    if kind not in BATCHED or len(short[0]) >= BATCH:  # else it is one of shorter batches
+        text = error_of(shard, kind, *short, uneven="trim")
+        assert f"{TOGETHER - 1} rows do not make whole steps of {TOGETHER}" in text
+    text = error_of(shard, kind, *odd, uneven="error")
+    assert f"{SIZE} ranks with batch_size={BATCH}" in text
+    assert "'pad'" in text
+    assert len(shard(kind, *numbered(2 * TOGETHER), uneven="error")) == 2
+    assert "needs y" in error_of(shard, kind, odd[0], uneven="pad")
+    assert len(shard(kind, numbered(TOGETHER)[0])) == 1
+    if SIZE > 1 and kind not in BATCHED:
+        assert "a row for each rank" in error_of(shard, kind, *numbered(SIZE - 1))
+
+
+def test_sources_that_cannot_be_used_are_errors_on_all_ranks() -> None:
+    elements = tf.data.Dataset.range(5)
+    assert "empty" in error_of(data.shard, elements.take(0), batch_size=2)
+    assert "empty" in error_of(data.shard, elements.filter(lambda i: i > 5), batch_size=2)
+    assert "repeat()" in error_of(data.shard, elements.repeat(), batch_size=2)
+    assert "none for a PyDataset" in error_of(data.shard, Batches(*numbered(5)), batch_size=2)
+    assert "batch_size=None" in error_of(data.shard, numbered(5))
+    assert "batch_size=0" in error_of(data.shard, numbered(5), batch_size=0)
+    assert "[5, 4] rows" in error_of(data.shard, (np.ones(5), np.ones(4)), batch_size=2)
+    assert "expected arrays" in error_of(data.shard, iter([1]), batch_size=2)
+    assert "expected one of 'share'" in error_of(
+        data.shard, numbered(5), batch_size=2, uneven="join"
+    )
+    assert "start_epoch=-1" in error_of(data.shard, numbered(5), batch_size=2, start_epoch=-1)
+    assert "0 batches" in error_of(data.shard, Batches(*numbered(0)))
+
+
+@several
+def test_same_shapes_with_other_values_are_refused_on_all_ranks() -> None:
+    x, y = np.ones((9, 2)), np.arange(9)
+    other = np.roll(y, RANK)
+    assert "sample" in error_of(data.shard, (x, other), batch_size=2)
+    rows = tf.data.Dataset.from_tensor_slices((x, other))
+    assert "first element" in error_of(data.shard, rows, batch_size=2)
+    assert "sample" in error_of(data.shard, Batches(x, other))
+    augmented = np.random.default_rng(RANK).normal(size=(9, 2))  # x may differ, y may not
+    assert len(data.shard(Batches(augmented, y), uneven="pad")) >= 1
+
+
+def test_tensors_dicts_ragged_tensors_and_strings_are_sources() -> None:
+    x, y = numbered(LENGTH)
+    assert of_all(data.shard((tf.constant(x), y), batch_size=BATCH, shuffle=False)) == IN_ORDER
+    words = np.array([str(i) for i in x])
+    tree = {"words": words, "objects": words.astype(object)}
+    for step, (row, target) in enumerate(data.shard((tree, y), batch_size=BATCH, shuffle=False)):
+        expected = [str(-i) for i in target.numpy()]
+        assert expected[0] == str(IN_ORDER[step][RANK])
+        assert [word.decode() for word in row["words"].numpy()] == expected
+        assert [word.decode() for word in row["objects"].numpy()] == expected
+    ragged = tf.RaggedTensor.from_row_lengths(np.arange(x.sum()), x)
+    seen = []
+    for rows, target in data.shard((ragged, y), batch_size=BATCH):
+        assert rows.to_list() == tf.gather(ragged, -target).to_list()
+        seen += (-target).numpy().tolist()
+    everyone = agree.gather_json("ragged", seen)
+    assert sorted(row for of_rank in everyone for row in of_rank) == list(range(LENGTH))
+    uneven_rows = np.array([[1], [2, 3]], dtype=object)
+    assert "tf.ragged.constant(x)" in error_of(data.shard, uneven_rows, batch_size=1)
+    assert "np.asarray(x)" in error_of(data.shard, ([1, 2], [3, 4]), batch_size=1)
+
+
+def test_data_frames_are_sources() -> None:
+    pandas = pytest.importorskip("pandas")
+    x, y = numbered(LENGTH)
+    frame = pandas.DataFrame({"a": x, "b": 2 * x})
+    dataset = data.shard((frame, pandas.Series(y)), batch_size=BATCH, shuffle=False)
+    assert of_all(dataset.map(lambda x, y: (x[:, 0], y))) == IN_ORDER
+    mixed = pandas.DataFrame({"a": x, "b": [str(i) for i in x]})
+    assert "astype('float32')" in error_of(data.shard, (mixed, y), batch_size=BATCH)
+
+
+def test_custom_train_step_sees_the_structure_that_the_script_gave() -> None:
+    class Own(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = training.dense_model()
+            self.seen = []
+
+        def train_step(self, batch):
+            x, y = batch
+            self.seen.append(len(batch))
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.net(x) - y) ** 2)
+            variables = self.net.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+    x, y, _ = samples(TOGETHER + SIZE + 1)
+    for source in (x, y), tf.data.Dataset.from_tensor_slices((x, y)):
+        model = Own()
+        model.compile(optimizer=hvd.DistributedOptimizer(momentum()))
+        training.set_weights(model.net, seed=0)
+        model.fit(data.shard(source, batch_size=BATCH), verbose=0)
+        assert set(model.seen) == {2}
+    ones = tf.data.Dataset.from_tensor_slices((x,))
+    spec = data.shard(ones, batch_size=BATCH).element_spec
+    assert isinstance(spec, tuple)
+
+
+def test_a_py_dataset_of_unequal_batches_is_refused() -> None:
+    class Unequal(Batches):
+        def __getitem__(self, index: int):
+            return tuple(part[: 3 if index == 1 else 4] for part in self.parts)
+
+    dataset = data.shard(Unequal(*numbered(16 * SIZE)), shuffle=False)
+    if RANK == 1 % SIZE:
+        with pytest.raises(tf.errors.OpError, match="batch 1 of the PyDataset has 3 rows"):
+            one_pass(dataset)
+
+
+@several
+def test_an_error_on_one_rank_is_one_on_all() -> None:
+    text = error_of(data.shard, numbered(5), batch_size=None if RANK == 1 else 2)
+    assert "hvd.data.shard: rank 1: batch_size=None" in text
+
+    class Broken(Batches):
+        def __getitem__(self, index: int):
+            if RANK == 0:
+                raise OSError("no such file")
+            return super().__getitem__(index)
+
+    with pytest.raises(OSError, match=r"hvd\.data\.shard: rank 0: no such file"):
+        data.shard(Broken(*numbered(5)))
+
+
+@several
+@pytest.mark.parametrize("kind", KINDS)
+def test_sources_that_differ_are_refused_on_all_ranks(kind: str) -> None:
+    text = error_of(shard, kind, *numbered(9 + RANK))
+    assert "rank 0: 9 rows" in text
+    assert "rank 1: 10 rows" in text
+    other_dtype = np.ones(9, "int32" if RANK == 1 else "float32")
+    assert "int32" in error_of(shard, kind, other_dtype, other_dtype)
+    other_shape = np.ones((9, 2 + RANK))
+    text = error_of(shard, kind, other_shape, other_shape)
+    assert "(None, 3)" in text if kind == "whole batches" else "(3,)" in text
+    assert "seed=1" in error_of(shard, kind, *numbered(9), seed=RANK)
+    same_length = Batches(*numbered(24), size=2 + RANK)
+    assert "batch_size=3" in error_of(data.shard, same_length)
+    assert len(shard(kind, *numbered(9))) >= 1
+
+
+def test_steps_of_ranks_with_data_of_their_own() -> None:
+    assert data.agree_on_steps(3 + RANK) == 3
+    batches = tf.data.Dataset.range(20 - RANK).batch(4)
+    assert data.agree_on_steps(batches) == -(-(20 - SIZE + 1) // 4)
+    assert data.agree_on_steps(Batches(*numbered(5 * (1 + RANK)))) == 2
+    assert data.agree_on_steps(2, uneven="error") == 2
+    unknown = tf.data.Dataset.range(9).filter(lambda i: i > 2)
+    last = RANK == SIZE - 1
+    assert data.agree_on_steps(4 if last else unknown) == 4
+    assert data.agree_on_steps(4 if last else batches.repeat()) == 4
+    assert "no length is known" in error_of(data.agree_on_steps, unknown)
+    text = error_of(data.agree_on_steps, 0 if last else 5)
+    assert "a rank has no data" in text
+    assert f"rank {SIZE - 1}: 0" in text
+    assert "got list, expected a number" in error_of(data.agree_on_steps, [] if last else 5)
+    assert "expected 'trim'" in error_of(data.agree_on_steps, 5, uneven="pad")
+    if SIZE > 1:
+        text = error_of(data.agree_on_steps, 5 + RANK, uneven="error")
+        assert "rank 0: 5; rank 1: 6" in text
+
+
+def test_fit_with_data_of_each_rank_makes_the_agreed_steps() -> None:
+    x, y, _ = samples(BATCH * (2 + 3 * RANK) + 1)
+    mine = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    steps = data.agree_on_steps(mine)
+    assert steps == 3
+    model = distributed_model()
+    model.fit(mine.repeat(), steps_per_epoch=steps, epochs=3, verbose=0)
+    assert int(model.optimizer.iterations) == 9
+    training.assert_bit_identical_on_all_ranks(model)

@@ -1,0 +1,220 @@
+"""tf.data.Datasets of rows and of batches, of known and unknown length, for hvd.data.shard."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_keras import agree, data, log
+from hvd_keras.data import datasets
+from tests.harness import training
+from tests.harness.shards import (
+    BATCH,
+    IN_ORDER,
+    LENGTH,
+    RANK,
+    SIZE,
+    TOGETHER,
+    distributed_model,
+    error_of,
+    job_pass,
+    momentum,
+    numbered,
+    of_all,
+    rows_dataset,
+    samples,
+    tuples,
+)
+
+pytestmark = pytest.mark.ranks(1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def no_global_seed() -> None:
+    """Resets the global seed, which some tests set differently on each rank."""
+    tf.random.set_seed(None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rows_dataset().batch(BATCH).map(lambda x, y: (x, y), num_parallel_calls=2),
+        lambda: rows_dataset().batch(BATCH, num_parallel_calls=2).prefetch(2).cache(),
+        lambda: tf.data.Dataset.zip(*(rows_dataset().map(f).batch(BATCH) for f in PARTS)),
+        lambda: rows_dataset(LENGTH + 5).batch(BATCH).unbatch().take(LENGTH).batch(BATCH),
+        lambda: tf.data.Dataset.range(1).flat_map(lambda i: rows_dataset().batch(BATCH)),
+        lambda: rows_dataset().batch(TOGETHER).rebatch(BATCH),
+    ],
+)
+def test_batched_dataset_gives_its_batches_to_the_ranks(make) -> None:
+    dataset = data.shard(make())
+    assert of_all(dataset) == IN_ORDER
+    assert tuples(dataset)[0] == tuple(range(RANK * BATCH, (RANK + 1) * BATCH))
+    assert of_all(data.shard(make(), batch_size=3))[0] == list(range(3 * SIZE))
+    assert of_all(data.shard(make(), shuffle=True)) != IN_ORDER
+
+
+PARTS = [lambda x, y: x, lambda x, y: y]
+
+
+def test_length_of_a_batched_dataset_is_known() -> None:
+    assert len(data.shard(rows_dataset().batch(BATCH))) == 3
+    assert len(data.shard(rows_dataset().batch(BATCH, drop_remainder=True).prefetch(1))) >= 2
+    assert len(data.shard(rows_dataset(TOGETHER).batch(BATCH).repeat(2))) == 2
+
+
+def test_keras_directories_and_series_are_taken_for_what_they_are(directory) -> None:
+    classes = ["a", "b"]
+    if RANK == 0:
+        for label in classes:
+            (directory / label).mkdir()
+            for number in range(TOGETHER):
+                (directory / label / f"{number}.txt").write_text(f"{label} {number}")
+    agree.gather_json("written", None)
+    read = keras.utils.text_dataset_from_directory
+    source = read(directory, batch_size=BATCH, seed=1, verbose=False)
+    dataset = data.shard(source)
+    assert len(dataset) == 2
+    epochs = []
+    for _ in range(2):
+        texts = [text.decode() for x, _ in dataset for text in x.numpy()]
+        epochs.append(agree.gather_json("texts", texts))
+    everything = sorted(f"{label} {number}" for label in classes for number in range(TOGETHER))
+    for epoch in epochs:
+        assert sorted(text for of_rank in epoch for text in of_rank) == everything
+    assert epochs[0] != epochs[1]  # it shuffles by itself
+    if SIZE > 1:  # without a seed each rank shuffles differently
+        keras.utils.set_random_seed(RANK)
+        unseeded = read(directory, batch_size=BATCH, verbose=False)
+        assert "with the same seeds" in error_of(data.shard, unseeded)
+    series = np.arange(TOGETHER + SIZE + 2, dtype="float32")
+    source = keras.utils.timeseries_dataset_from_array(series, series, 3, batch_size=BATCH)
+    steps = agree.gather_json("series", [y.numpy().tolist() for _, y in data.shard(source)])
+    seen = sorted(row for of_rank in steps for step in of_rank for row in step)
+    assert seen == list(range(TOGETHER + SIZE))
+
+
+def test_rows_that_are_sequences_are_not_taken_for_batches() -> None:
+    numbers = tf.data.Dataset.range(TOGETHER + 2)
+    windows = numbers.window(3, shift=1, drop_remainder=True)
+    sequences = windows.flat_map(lambda part: part.batch(3))
+    firsts = [x.numpy()[:, 0].tolist() for x in data.shard(sequences, batch_size=BATCH)]
+    expected = list(range(TOGETHER))
+    if SIZE == 1:
+        assert firsts == [expected]
+    everyone = agree.gather_json("sequences", firsts)
+    assert sorted(x for of_rank in everyone for step in of_rank for x in step) == expected
+    squares = tf.data.Dataset.from_tensor_slices((np.ones((TOGETHER, 5)), np.ones((TOGETHER, 5))))
+    assert len(data.shard(squares, batch_size=BATCH)) == 1
+    spec = (tf.TensorSpec((None, 2)), tf.TensorSpec((None,)))
+    unclear = tf.data.Dataset.from_generator(lambda: iter([]), output_signature=spec)
+    text = error_of(data.shard, unclear, batch_size=BATCH)
+    assert "hvd.data.shard(dataset.unbatch(), batch_size=…)" in text
+    assert "tf.ensure_shape" in text
+
+
+def generated():
+    yield from zip(*numbered(LENGTH), strict=True)
+
+
+SCALARS = (tf.TensorSpec((), tf.int64), tf.TensorSpec((), tf.int64))
+UNKNOWN = [
+    lambda: rows_dataset(LENGTH + 7).filter(lambda x, y: x < LENGTH),
+    lambda: tf.data.Dataset.from_generator(generated, output_signature=SCALARS),
+    lambda: tf.data.Dataset.range(1).interleave(lambda i: rows_dataset()),
+]
+
+
+@pytest.mark.parametrize("make", UNKNOWN)
+def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -> None:
+    dataset = data.shard(make(), batch_size=BATCH)
+    assert len(dataset) == 3
+    assert of_all(dataset) == IN_ORDER  # in its own order: it may not fit into memory
+    assert of_all(dataset) == IN_ORDER
+    assert of_all(data.shard(make().batch(BATCH))) == IN_ORDER
+    assert of_all(data.shard(make(), batch_size=BATCH, uneven="trim")) == IN_ORDER[:2]
+    if SIZE > 1:
+        differ = make().filter(lambda x, y: x < LENGTH - RANK)
+        assert f"rank 1: {LENGTH - 1} rows" in error_of(data.shard, differ, batch_size=BATCH)
+    shuffled = data.shard(make(), batch_size=BATCH, shuffle=True)
+    epochs = [of_all(shuffled) for _ in range(2)]
+    assert epochs[0] != epochs[1]
+    assert all(sorted(row for x in epoch for row in x) == list(range(LENGTH)) for epoch in epochs)
+    weighted = data.shard(make(), batch_size=BATCH, uneven="pad")
+    assert [len(step) for step in job_pass(weighted)] == [TOGETHER, TOGETHER, 3 * SIZE]
+    for *_, weights in data.shard(make(), batch_size=BATCH, uneven="pad", evaluation=True):
+        assert set(weights.numpy()) <= {0, np.float32(3 * TOGETHER / LENGTH)}
+    assert "whole steps" in error_of(data.shard, make(), batch_size=BATCH, uneven="error")
+
+
+def test_fit_on_data_of_unknown_length_trains_like_one_process() -> None:
+    x, y, _ = samples(2 * TOGETHER + SIZE)
+    spec = (tf.TensorSpec((5,)), tf.TensorSpec((1,)))
+    source = tf.data.Dataset.from_generator(lambda: zip(x, y, strict=True), output_signature=spec)
+    alone = training.dense_model()
+    training.set_weights(alone, seed=0)
+    alone.compile(optimizer=momentum(), loss="mse")
+    alone.fit(source.batch(TOGETHER), epochs=3, verbose=0)
+    together = distributed_model()
+    together.fit(data.shard(source.batch(BATCH)), epochs=3, verbose=0)
+    assert int(together.optimizer.iterations) == 9
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_padded_batches_are_padded_anew_where_they_are_mixed() -> None:
+    source = rows_dataset().map(lambda x, y: (tf.fill([x % 5 + 1], 7), y)).padded_batch(BATCH)
+    for arguments in {}, {"batch_size": 3}, {"uneven": "pad"}:
+        seen = []
+        for x, y, *weights in data.shard(source, **arguments):
+            real = weights[0].numpy() > 0 if weights else np.ones(len(y), bool)
+            assert np.count_nonzero(x, axis=1)[real].tolist() == (-y % 5 + 1)[real].numpy().tolist()
+            seen += (-y)[real].numpy().tolist()
+        everyone = agree.gather_json("padded", seen)
+        assert sorted(row for of_rank in everyone for row in of_rank) == list(range(LENGTH))
+
+
+def test_batches_of_different_sizes_are_shared_so_that_ranks_have_equally_many_rows() -> None:
+    lengths = np.arange(LENGTH) % 2 * 7 + 1
+    rows = rows_dataset().map(lambda x, y: (tf.range(x % 2 * 7 + 1), y))
+    source = rows.bucket_by_sequence_length(
+        lambda x, y: tf.size(x), [5], [2 * BATCH, BATCH], pad_to_bucket_boundary=False
+    )
+    mine = [(x.shape[0], -y.numpy()) for x, y in data.shard(source)]
+    everyone = agree.gather_json("buckets", [(size, y.tolist()) for size, y in mine])
+    seen = [row for of_rank in everyone for _, y in of_rank for row in y]
+    assert len(seen) == len(set(seen))
+    assert LENGTH - len(seen) < len(everyone[0]) * SIZE
+    for step in zip(*everyone, strict=True):
+        assert len({size for size, _ in step}) == 1
+    assert {len(x[0]) for x, _ in data.shard(source)} <= set(lengths)
+
+
+def test_own_shuffle_of_a_dataset_is_kept_and_needs_a_seed() -> None:
+    source = rows_dataset().shuffle(LENGTH, seed=3)
+    # `shard` begins the first pass to compare its first row over the ranks.
+    plain = [[int(x) for x, _ in source] for _ in range(3)][1:]
+    dataset = data.shard(rows_dataset().shuffle(LENGTH, seed=3), batch_size=BATCH)
+    for order in plain:  # each epoch as in one process
+        steps = [sorted(order[i : i + TOGETHER]) for i in range(0, LENGTH, TOGETHER)]
+        assert of_all(dataset) == steps
+    if SIZE > 1:
+        text = error_of(data.shard, rows_dataset().shuffle(9), batch_size=BATCH)
+        assert "shuffle(…, seed=1)" in text
+        unordered = rows_dataset().map(lambda x, y: (x, y), 2, deterministic=False)
+        assert "deterministic=False" in error_of(data.shard, unordered, batch_size=BATCH)
+
+
+def test_rows_left_out_and_long_counts_are_told(monkeypatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(log.logger, "warning", lambda text, *values: told.append(text % values))
+    data.shard(numbered(TOGETHER + SIZE + 1), batch_size=BATCH)
+    assert told == []  # other rows in each epoch
+    data.shard(numbered(TOGETHER + SIZE + 1), batch_size=BATCH, shuffle=False)
+    if SIZE > 1:
+        leaves_out = f"leaves out 1 of {TOGETHER + SIZE + 1} rows"
+        assert [leaves_out in text for text in told] == [True] * (RANK == 0)
+    told.clear()
+    monkeypatch.setattr(datasets, "_WARNING_SECONDS", -1)
+    data.shard(UNKNOWN[0](), batch_size=BATCH)
+    assert told[0].startswith("hvd.data.shard counts")
+    assert "assert_cardinality" in told[0]

@@ -1,0 +1,232 @@
+"""Pairs of features that have once changed each other's result."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import settings
+from hvd_keras.horovod import elastic
+
+RANK, SIZE = hvd.rank(), hvd.size()
+BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback
+
+
+def by_rank(values):
+    """Returns every rank's values, stacked; ``values`` is a list of arrays."""
+    flat = np.concatenate([np.asarray(v, "float32").ravel() for v in values])
+    return hvd.allgather(flat[np.newaxis]).numpy()
+
+
+def assert_equal_on_all_ranks(values) -> None:
+    everyone = by_rank(values)
+    assert (everyone == everyone[0]).all()
+
+
+def two_layers():
+    """The first layer belongs to each rank alone, the second to all."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+    random = np.random.default_rng(5)
+    model.set_weights([random.normal(size=w.shape) for w in model.get_weights()])
+    return model
+
+
+def rows_of(rank):
+    random = np.random.default_rng(20 + rank)
+    x = random.normal(size=(8, 3)).astype("float32")
+    return x, random.normal(size=(8, 1)).astype("float32") * (1 + 3 * rank)
+
+
+# Local variables and clipping.
+
+
+def one_process_with_local_layers(optimizer):
+    """Trains the shared layer and each rank's local one, as one process with all rows does."""
+    first = [two_layers().layers[0] for _ in range(SIZE)]
+    shared = two_layers().layers[1]
+    variables = [v for layer in (*first, shared) for v in layer.trainable_variables]
+    for _ in range(4):
+        with tf.GradientTape() as tape:
+            losses = []
+            for r in range(SIZE):
+                x, y = rows_of(r)
+                losses.append(tf.reduce_mean(tf.square(shared(first[r](x)) - y)))
+            loss = tf.add_n(losses) / SIZE
+        optimizer.apply(tape.gradient(loss, variables), variables)
+    return shared.get_weights(), first[RANK].get_weights()
+
+
+@pytest.mark.parametrize("shard_state", [False, True])
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_global_clipnorm_counts_the_local_gradients_of_all_ranks(shard_state, accumulated) -> None:
+    model = two_layers()
+    arguments = {"gradient_accumulation_steps": 2} if accumulated else {}
+    inner = keras.optimizers.SGD(0.1, momentum=0.5, global_clipnorm=0.05, **arguments)
+    optimizer = hvd.PartialDistributedOptimizer(
+        inner, local_layers=model.layers[0], shard_state=shard_state
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    x, y = rows_of(RANK)
+    model.fit(x, y, batch_size=8, epochs=8 if accumulated else 4, verbose=0, shuffle=False)
+    assert_equal_on_all_ranks(model.layers[1].get_weights())
+    with hvd.local_fit():
+        alone = keras.optimizers.SGD(0.1, momentum=0.5, global_clipnorm=0.05)
+        shared, local = one_process_with_local_layers(alone)
+    for mine, theirs in zip(model.get_weights(), (*local, *shared), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_global_clipnorm_with_a_local_layer_on_one_rank_only() -> None:
+    model = two_layers()
+    layers = model.layers[:1] if RANK == 1 else []
+    if RANK != 1:
+        model.layers[0].trainable = False
+    optimizer = hvd.PartialDistributedOptimizer(
+        keras.optimizers.SGD(0.1, global_clipnorm=0.05), local_layers=layers
+    )
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(*rows_of(RANK), batch_size=8, epochs=3, verbose=0, shuffle=False)
+    assert_equal_on_all_ranks(model.layers[1].get_weights())
+
+
+def test_global_clipnorm_behind_a_tape_with_a_local_layer_is_refused() -> None:
+    model = two_layers()
+    x, y = rows_of(RANK)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+    tape = hvd.PartialDistributedGradientTape(tape, local_layers=model.layers[0])
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.05)
+    with pytest.raises(ValueError, match=r"belongs to this rank alone.*computes norms over all"):
+        optimizer.apply(gradients, model.trainable_variables)
+
+
+# A tape, and an optimizer that gets gradients without variables.
+
+
+def test_apply_of_gradients_alone_behind_a_tape(monkeypatch) -> None:
+    strict = dataclasses.replace(settings.read(), strict=True)
+    monkeypatch.setattr(settings, "read", lambda: strict)
+    model = two_layers()
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    x, y = rows_of(RANK)
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - y))
+        gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients)
+    assert_equal_on_all_ranks(model.get_weights())
+
+
+def test_clipping_by_this_ranks_part_of_a_table_is_refused_without_variables() -> None:
+    table = hvd.layers.Embedding(6, 2, shard="rows")
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), table, keras.layers.Dense(1)])
+    optimizer = keras.optimizers.SGD(0.1, clipnorm=0.1)
+    optimizer.build(model.trainable_variables)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(model(np.array([[RANK, 2]])))
+    gradients = hvd.DistributedGradientTape(tape).gradient(loss, model.trainable_variables)
+    with pytest.raises(ValueError, match="each rank has a part of"):
+        optimizer.apply(gradients)
+
+
+# Join and state in shares.
+
+
+def test_join_with_state_in_shares_is_an_error() -> None:
+    kernels = [tf.Variable(tf.fill([4, 4], float(i))) for i in range(2)]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01), shard_state=True)
+
+    def step():
+        optimizer.apply([tf.ones([4, 4])] * 2, kernels)
+
+    step()
+    before = [np.asarray(kernel) for kernel in kernels]
+    if RANK == 0:
+        hvd.join()
+    else:
+        with pytest.raises(tf.errors.OpError, match=r"a rank has joined.*same number of batches"):
+            step()
+        hvd.join()
+    for old, kernel in zip(before, kernels, strict=True):
+        assert np.abs(np.asarray(kernel) - old).max() < 0.02  # its own step, not another's values
+
+
+# Random numbers.
+
+
+def test_broadcast_variables_leaves_the_ranks_different_masks() -> None:
+    dropout = keras.layers.Dropout(0.5, seed=-3)
+    model = keras.Sequential([keras.Input((64,)), dropout])
+
+    def masks():
+        return by_rank([model(np.ones((1, 64), "float32"), training=True)])
+
+    hvd.broadcast_variables(model.variables, root_rank=SIZE - 1)
+    first = masks()
+    assert not (first[0] == first[1]).all()
+    dropout.seed_generator.state.assign([-3, 0])
+    tf.function(lambda: hvd.broadcast_variables(model.variables, root_rank=SIZE - 1))()
+    assert (masks() == first).all()  # the same in each run, also in a function
+
+
+def test_elastic_state_leaves_the_ranks_different_masks() -> None:
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5, seed=3)])
+    elastic.TensorFlowState(model.variables).sync()
+    masks = by_rank([model(np.ones((1, 64), "float32"), training=True)])
+    assert not (masks[0] == masks[1]).all()
+
+
+class Noise(keras.layers.Layer):
+    """Adds noise of the global generator, and keeps the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = self.add_weight(shape=(4,), trainable=False)
+
+    def call(self, x):
+        noise = keras.random.normal((4,))
+        self.last.assign(noise)
+        return x + noise
+
+
+def test_noise_without_a_seed_differs_after_set_random_seed() -> None:
+    drawn = []
+    for _ in range(2):
+        keras.utils.set_random_seed(1)
+        noise = Noise()
+        model = keras.Sequential([keras.Input((4,)), noise, keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+        x = np.ones((4, 4), "float32")
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[BROADCAST(0)])
+        drawn.append(by_rank([noise.last]))
+    assert not np.isclose(drawn[0][0], drawn[0][1]).any()
+    assert (drawn[0] == drawn[1]).all()
+
+
+# A restart and values that Keras derives from variables.
+
+
+def test_a_restart_derives_the_constants_of_normalization(directory) -> None:
+    x = np.array([[90.0], [110.0], [100.0], [95.0]], "float32")
+
+    def run(epochs, adapt):
+        normalization = keras.layers.Normalization()
+        if adapt:
+            normalization.adapt(x)
+        else:
+            normalization.build((None, 1))
+        model = keras.Sequential([keras.Input((1,)), normalization, keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        callbacks = [BROADCAST(0), hvd.callbacks.Checkpoint(directory)]
+        model.fit(x, x / 100, epochs=epochs, batch_size=2, verbose=0, callbacks=callbacks)
+        return normalization, model
+
+    run(1, adapt=True)
+    normalization, model = run(2, adapt=False)
+    assert np.asarray(normalization.mean) == pytest.approx(98.75)
+    assert np.abs(model.get_weights()[-2]).max() < 10

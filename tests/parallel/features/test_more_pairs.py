@@ -1,0 +1,265 @@
+"""Pairs of features that have once failed together, or written a wrong file."""
+
+import copy
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras.training import together
+from tests.harness import training
+from tests.parallel.features.test_feature_pairs import assert_equal_on_all_ranks, by_rank, rows_of
+
+RANK, SIZE = hvd.rank(), hvd.size()
+BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback
+
+
+# Options of older Keras.
+
+
+def test_accumulation_where_keras_has_no_multi_optimizer(monkeypatch) -> None:
+    monkeypatch.delattr(keras.optimizers, "MultiOptimizer", raising=False)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+    assert optimizer.gradient_accumulation_steps == 2
+
+
+# Loss scaling that compile adds, and state in shares.
+
+
+def half_precision_model():
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return training.dense_model()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_a_model_with_loss_scaling_by_compile_and_shares_is_saved_whole(directory) -> None:
+    def trained(shard_state):
+        model = half_precision_model()
+        training.set_weights(model, seed=3)
+        optimizer = keras.optimizers.Adam(0.01)
+        model.compile(hvd.DistributedOptimizer(optimizer, shard_state=shard_state), "mse")
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        x, y = training.data(model, SIZE)
+        x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+        model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=[BROADCAST(0)])
+        return model
+
+    sharded, plain = trained(True), trained(False)
+    hvd.save_model(sharded, directory / "model.keras")
+    hvd.barrier()
+    loaded = keras.models.load_model(directory / "model.keras")
+    plain.save(directory / "plain.keras")
+    plain = keras.models.load_model(directory / "plain.keras")
+    for one, other in zip(loaded.optimizer.variables, plain.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    again = hvd.load_model(directory / "model.keras", shard_state=True)
+    assert len(again.optimizer.variables) == len(plain.optimizer.variables)
+
+
+# A second optimizer, a built model and a restart.
+
+
+class TwoOptimizers(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        head = self.layers[-1].trainable_variables
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        body = self.layers[1].trainable_variables
+        self.optimizer.apply(tape.gradient(loss, body), body)
+        self.second.apply(tape.gradient(loss, head), head)
+        return {"loss": loss}
+
+
+def two_optimizers():
+    inputs = keras.Input((3,))
+    outputs = keras.layers.Dense(1)(keras.layers.Dense(3, name="body")(inputs))
+    model = TwoOptimizers(inputs, outputs)
+    random = np.random.default_rng(5)
+    model.set_weights([random.normal(size=w.shape) for w in model.get_weights()])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.1, use_ema=True)))
+    model.second = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
+    return model
+
+
+def test_a_built_model_with_a_second_optimizer_is_restarted(directory) -> None:
+    def run(model, folder, epochs):
+        callbacks = [BROADCAST(0), hvd.callbacks.Checkpoint(directory / folder)]
+        x, y = rows_of(RANK)
+        model.fit(x, y, batch_size=4, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
+        return model
+
+    run(two_optimizers(), "some", 1)
+    again = run(two_optimizers(), "some", 2)
+    undisturbed = run(two_optimizers(), "all", 2)
+    for one, other in zip(again.get_weights(), undisturbed.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    # As in one process, an optimizer has slots of what it updates only.
+    assert len(again.optimizer._model_variables_moving_average) == 2
+
+
+# Copies of callbacks, and process sets.
+
+
+def test_a_copied_callback_has_the_same_process_set(directory) -> None:
+    every = copy.deepcopy([BROADCAST(0), hvd.callbacks.Checkpoint(directory)])
+    model = training.dense_model()
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x, y = training.data(model, 1)
+    model.fit(x, y, verbose=0, callbacks=every)
+    some = hvd.add_process_set([0])
+    assert copy.deepcopy(some) is some
+    assert copy.copy(hvd.global_process_set) is hvd.global_process_set
+    hvd.remove_process_set(some)
+
+
+# A MultiOptimizer whose parts are distributed.
+
+
+@pytest.mark.parametrize("chosen_by", ["map", "function"])
+def test_a_multi_optimizer_of_distributed_optimizers(chosen_by, directory) -> None:
+    parts = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in range(2)]
+    if chosen_by == "map":
+        from keras.src.optimizers.multi_optimizer import OptimizerMap
+
+        chosen = OptimizerMap(parts[0], {"dense.*/bias": parts[1]})
+    else:
+
+        def chosen(variable):
+            return parts["bias" in variable.path]
+
+    model = training.dense_model()
+    model.compile(keras.optimizers.MultiOptimizer(chosen), "mse")
+    assert together.process_set_of(model) is hvd.global_process_set
+    logger = keras.callbacks.CSVLogger(directory / f"{RANK}.csv")
+    x, y = training.data(model, 1)
+    model.fit(x, y * (RANK + 1), verbose=0, callbacks=[BROADCAST(0), logger])
+    assert_equal_on_all_ranks(model.get_weights())
+    assert [path.name for path in directory.glob("*.csv")] == ["0.csv"]
+
+
+# Methods of tapes, and layers of some ranks.
+
+
+def test_a_tape_refuses_jacobians_and_can_be_copied() -> None:
+    x = tf.Variable([1.0 + RANK, 2.0])
+    with tf.GradientTape(persistent=True) as plain:
+        y = x * x
+    tape = copy.copy(hvd.DistributedGradientTape(plain))
+    np.testing.assert_allclose(tape.gradient(y, x), [2.0 + (SIZE - 1), 4.0])
+    for name in ("jacobian", "batch_jacobian"):
+        with pytest.raises(NotImplementedError, match=r"over all ranks.*hvd.allreduce"):
+            getattr(tape, name)
+
+
+def test_synchronized_batch_normalization_of_one_rank() -> None:
+    some = hvd.add_process_set([1])
+    if RANK == 1:
+        layer = hvd.SyncBatchNormalization(process_set=some, momentum=0.0)
+        layer(np.array([[1.0], [3.0]], "float32"), training=True)
+        np.testing.assert_allclose(layer.moving_mean, [2.0])
+    hvd.barrier()
+    hvd.remove_process_set(some)
+
+
+# Batch normalisation that is frozen after compile.
+
+
+def test_statistics_of_a_layer_frozen_after_compile_are_averaged() -> None:
+    layer = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    x, y = rows_of(RANK)
+    for trainable in (True, False):
+        layer.trainable = trainable
+        model.fit(x + RANK, y, batch_size=4, verbose=0, callbacks=[BROADCAST(0)])
+        assert_equal_on_all_ranks(model.get_weights())
+
+
+def test_statistics_of_a_frozen_layer_keep_every_bit() -> None:
+    layer = keras.layers.BatchNormalization(trainable=False)
+    model = keras.Sequential([keras.Input((3,)), layer, keras.layers.Dense(1)])
+    before = np.random.default_rng(1).normal(size=3).astype("float32")
+    layer.moving_mean.assign(before)
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    model.fit(*rows_of(RANK), verbose=0, callbacks=[BROADCAST(0)])
+    assert (np.asarray(layer.moving_mean) == before).all()
+
+
+# Lookups that all ranks have in common.
+
+
+def segments_model():
+    """All tokens have the same segment."""
+    tokens = keras.Input((3,), dtype="int32")
+    segments = keras.layers.Embedding(4, 2)(keras.ops.zeros_like(tokens))
+    words = keras.layers.Embedding(training.WORDS, 2)(tokens)
+    outputs = keras.layers.Dense(1)(keras.layers.Flatten()(words + segments))
+    return keras.Model(tokens, outputs)
+
+
+class Positions(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(3, 2)
+
+    def call(self, words):
+        return words + self.table(keras.ops.arange(keras.ops.shape(words)[1]))
+
+
+def positions_model():
+    tokens = keras.Input((3,), dtype="int32")
+    words = Positions()(keras.layers.Embedding(training.WORDS, 2)(tokens))
+    return keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(words)))
+
+
+@pytest.mark.parametrize("make_model", [segments_model, positions_model])
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_common_lookups_train_as_in_one_process(make_model, jit_compile) -> None:
+    training.assert_trains_like_one_process(
+        make_model, lambda: keras.optimizers.Adam(0.01), jit_compile=jit_compile
+    )
+
+
+# Loss scaling.
+
+
+class Counting(keras.callbacks.Callback):
+    """Counts the requests of a step."""
+
+    def on_train_batch_begin(self, batch, logs=None) -> None:
+        self.before = requests()
+
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        self.count = requests() - self.before
+
+
+def requests() -> int:
+    return sum(kind["requests"] for kind in hvd.stats()["collectives"].values())
+
+
+def test_loss_scaling_adds_no_request_and_no_rank_updates_after_an_overflow() -> None:
+    x, y = training.data(training.dense_model(), SIZE)
+    x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+    counts = []
+    for scaled in (False, True):
+        model = training.dense_model()
+        training.set_weights(model, seed=3)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0)
+        model.compile(optimizer, "mse", auto_scale_loss=False)
+        counting = Counting()
+        arguments = {"batch_size": 4, "verbose": 0, "shuffle": False}
+        model.fit(x, y, callbacks=[BROADCAST(0), counting], **arguments)
+        counts.append(counting.count)
+    assert counts[0] == counts[1] > 0
+    before = model.get_weights()
+    bad = y * np.inf if RANK == SIZE - 1 else y
+    model.fit(x, bad, **arguments)
+    assert all((a == b).all() for a, b in zip(before, model.get_weights(), strict=True))
+    assert by_rank([optimizer.dynamic_scale]).ravel() == pytest.approx([8.0 / 2**6] * SIZE)

@@ -1,0 +1,163 @@
+"""What differs between ranks is an error, or told, before it can harm a training."""
+
+import functools
+
+import keras
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import log, settings
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+optimizers = keras.optimizers
+LAST = RANK == SIZE - 1
+
+
+@pytest.fixture
+def warnings_of_hvd(monkeypatch):
+    """What this rank warns of."""
+    told = []
+    monkeypatch.setattr(log, "warn_once", told.append)
+    return told
+
+
+@pytest.fixture
+def strict(monkeypatch):
+    monkeypatch.setenv("HVD_STRICT", "1")
+    settings.read.cache_clear()
+    yield
+    monkeypatch.undo()
+    settings.read.cache_clear()
+
+
+def mine():
+    x, y = training.data(training.dense_model(), SIZE)
+    return training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+
+
+def compiled(optimizer=None, model=None, **options) -> keras.Model:
+    model = model or training.dense_model()
+    optimizer = hvd.DistributedOptimizer(optimizer or optimizers.SGD(0.1))
+    model.compile(optimizer=optimizer, **{"loss": "mse", **options})
+    return model
+
+
+def fit(model, callbacks=(), broadcast=True, **arguments):
+    x, y = mine()
+    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast else []
+    arguments = {"batch_size": training.BATCH, "verbose": 0, "shuffle": False, **arguments}
+    return model.fit(x, y, callbacks=[*first, *callbacks], **arguments)
+
+
+def by_rank(one, other):
+    return other if LAST else one
+
+
+SGD, Adam = optimizers.SGD, optimizers.Adam
+DECAY = optimizers.schedules.ExponentialDecay
+
+# What each rank has; and what the error says of it.
+OPTIMIZERS = {
+    "momentum": (lambda: SGD(0.1, momentum=by_rank(0.9, 0.8)), ("momentum", "0.9", "0.8")),
+    "nesterov": (lambda: SGD(momentum=0.9, nesterov=by_rank(True, False)), ("nesterov", "True")),
+    "epsilon": (lambda: Adam(epsilon=by_rank(1e-7, 1e-3)), ("epsilon", "1e-07", "0.001")),
+    "decay": (lambda: optimizers.AdamW(weight_decay=by_rank(0.1, 0.2)), ("weight_decay", "0.2")),
+    "clipnorm": (lambda: SGD(clipnorm=by_rank(None, 0.5)), ("clipnorm", "None", "0.5")),
+    "global": (lambda: SGD(global_clipnorm=by_rank(None, 1.0)), ("global_clipnorm", "1.0")),
+    "ema": (lambda: SGD(use_ema=True, ema_momentum=by_rank(0.9, 0.5)), ("ema_momentum", "0.5")),
+    "schedule": (lambda: SGD(DECAY(0.1, 10, by_rank(0.9, 0.5))), ("decay_rate", "0.5")),
+    "class": (
+        lambda: by_rank(optimizers.RMSprop, optimizers.Adagrad)(0.1),
+        ("optimizer", "RMSprop", "Adagrad"),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ["fit", "loop"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_differ(name: str, how: str) -> None:
+    make, told = OPTIMIZERS[name]
+    optimizer = make()
+    if how == "fit":
+        model = compiled(optimizer)
+        train = functools.partial(fit, model)
+    else:
+        variable = tf.Variable([float(RANK)], name="v")
+        distributed = hvd.DistributedOptimizer(optimizer)
+        train = functools.partial(distributed.apply, [tf.constant([1.0])], [variable])
+    with pytest.raises(ValueError, match="The ranks train different models") as error:
+        train()
+    for text in (*told, f"rank {SIZE - 1} has"):
+        assert text in str(error.value)
+    assert "learning_rate" not in str(error.value) or name == "schedule"
+
+
+def net(**arguments) -> keras.Model:
+    return keras.Sequential([keras.Input((5,)), keras.layers.Dense(1, **arguments)])
+
+
+MODELS = {
+    "loss": (lambda: compiled(loss=by_rank("mse", "mae")), "'mae'"),
+    "delta": (lambda: compiled(loss=keras.losses.Huber(by_rank(1.0, 2.0))), "delta"),
+    "weights": (lambda: compiled(loss_weights=[by_rank(1.0, 2.0)]), "loss_weights"),
+    "run_eagerly": (lambda: compiled(run_eagerly=by_rank(False, True)), "run_eagerly"),
+    "jit_compile": (lambda: compiled(jit_compile=by_rank(False, True)), "jit_compile"),
+    "at once": (lambda: compiled(steps_per_execution=by_rank(1, 2)), "steps_per_execution"),
+    "activation": (lambda: compiled(model=net(activation=by_rank("relu", "tanh"))), "activation"),
+    "regularizer": (
+        lambda: compiled(model=net(kernel_regularizer=keras.regularizers.L2(by_rank(0.1, 0.2)))),
+        "kernel_regularizer",
+    ),
+    "constraint": (
+        lambda: compiled(model=net(kernel_constraint=by_rank(None, keras.constraints.NonNeg()))),
+        "NonNeg",
+    ),
+    "policy": (lambda: compiled(model=net(dtype=by_rank("float32", "mixed_bfloat16"))), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_differ(name: str) -> None:
+    make, told = MODELS[name]
+    with pytest.raises(ValueError, match="The ranks train different models") as error:
+        fit(make())
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"batch_size": by_rank(4, 2)}, "batch_size: "),
+        ({"epochs": by_rank(1, 2)}, "epochs: "),
+        (
+            {"steps_per_epoch": by_rank(2, 3)},
+            "different numbers of batches per epoch: rank 0 has 2",
+        ),
+        ({"class_weight": {0: by_rank(1.0, 2.0)}}, "class_weight"),
+    ],
+)
+def test_arguments_of_fit_that_differ(arguments: dict, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        fit(compiled(), **arguments)
+
+
+def test_what_may_differ() -> None:
+    """Names, seeds, learning rates and initial values; a rank may validate alone."""
+    for _ in range(RANK):  # Keras counts
+        training.dense_model()
+    rate = 0.1 * (RANK + 1)
+    model = keras.Sequential(
+        [
+            keras.Input((5,)),
+            keras.layers.Dropout(0.5, seed=RANK),
+            keras.layers.Dense(1, kernel_initializer=keras.initializers.RandomNormal(seed=RANK)),
+        ]
+    )
+    x, y = mine()
+    data = (x, y) if RANK == 0 else None
+    fit(compiled(SGD(rate), model), verbose=by_rank(0, 2), validation_data=data)
+    training.assert_bit_identical_on_all_ranks(model)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)

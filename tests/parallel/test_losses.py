@@ -1,0 +1,238 @@
+"""Losses that do not divide by a fixed number: N ranks train as one process does."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import log
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+ROWS, STEPS, LENGTH = 4, 6, 6
+losses = keras.losses
+NONE = "sum_over_batch_size"
+
+
+def rows(seed: int = 1):
+    """Sequences of which those of different ranks have different lengths; weights, too."""
+    random = np.random.default_rng(seed)
+    count = SIZE * ROWS * STEPS
+    x = random.integers(1, 20, (count, LENGTH))
+    rank_of = np.arange(count) // ROWS % SIZE
+    length = np.where(rank_of == 0, LENGTH, 1 + random.integers(0, 2, count))
+    x[np.arange(LENGTH) >= length[:, None]] = 0  # padding
+    y = random.normal(size=(count, LENGTH, 1)).astype("float32")
+    weights = (random.uniform(0.5, 1.5, count) * (1 + 5 * rank_of)).astype("float32")
+    return x.astype("int32"), y, weights[:, np.newaxis]
+
+
+def mine(array: np.ndarray) -> np.ndarray:
+    parts = array.reshape(STEPS, SIZE, ROWS, *array.shape[1:])[:, RANK]
+    return parts.reshape(-1, *array.shape[1:])
+
+
+def masked(mask_zero: bool = True) -> keras.Model:
+    words = keras.Input((LENGTH,), dtype="int32")
+    hidden = keras.layers.Embedding(20, 4, mask_zero=mask_zero)(words)
+    output = keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1), name="a")(hidden)
+    return keras.Model(words, output)
+
+
+def with_two_outputs() -> keras.Model:
+    """One output is masked, the other is not."""
+    words = keras.Input((LENGTH,), dtype="int32")
+    hidden = keras.layers.Embedding(20, 4, mask_zero=True)(words)
+    pooled = keras.layers.Flatten()(keras.layers.Embedding(20, 4)(words))
+    one = keras.layers.Dense(1, name="a")(hidden)
+    other = keras.layers.Dense(1, name="b", kernel_regularizer="l2")(pooled)
+    return keras.Model(words, {"a": one, "b": other})
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return 3.0 * self.own(y, y_pred) + tf.add_n(self.losses)
+
+
+def own_compute_loss() -> keras.Model:
+    model = masked()
+    model = OwnLoss(model.inputs, model.outputs[0])
+    model.own = losses.MeanSquaredError()
+    return model
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
+        return {"loss": loss}
+
+
+def own_step() -> keras.Model:
+    model = masked()
+    return OwnStep(model.inputs, model.outputs[0])
+
+
+SGD = keras.optimizers.SGD
+
+
+def same_weights(one: keras.Model, other: keras.Model) -> None:
+    random = np.random.default_rng(3)
+    values = [random.normal(size=w.shape, scale=0.3) for w in one.get_weights()]
+    one.set_weights(values)
+    other.set_weights(values)
+
+
+def train(make, optimizer=SGD, weighted=False, targets=lambda y: y, jit=False, **options):
+    """Returns one process with all rows, all ranks with theirs, and what each logs."""
+    alone, together = make(), make()
+    same_weights(alone, together)
+    x, y, weights = rows()
+    y, shown = targets(y), []
+    average = hvd.callbacks.MetricAverageCallback()
+    for model, part, batch, callbacks in (
+        (alone, lambda a: a, SIZE * ROWS, []),
+        (together, mine, ROWS, [average]),
+    ):
+        own = optimizer(0.1)
+        if model is together:
+            own = hvd.DistributedOptimizer(own)
+        loss = options.get("loss", losses.MeanSquaredError)
+        model.compile(
+            own,
+            loss={name: f() for name, f in loss.items()} if isinstance(loss, dict) else loss(),
+            jit_compile=jit,
+        )
+        history = model.fit(
+            part(x),
+            tf.nest.map_structure(part, y),
+            sample_weight=part(weights) if weighted else None,
+            class_weight=options.get("class_weight"),
+            batch_size=batch,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=callbacks,
+        )
+        shown.append(history.history)
+    training.assert_bit_identical_on_all_ranks(together)
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+    return shown
+
+
+def mse(reduction: str | None = NONE):
+    return lambda: losses.MeanSquaredError(reduction=reduction)
+
+
+def accumulating(rate: float) -> keras.optimizers.Optimizer:
+    return SGD(rate, gradient_accumulation_steps=2)
+
+
+def ignored(y: np.ndarray) -> np.ndarray:
+    """Classes of which those below 0 are ignored: most of those of one rank."""
+    rank_of = np.arange(len(y)) // ROWS % SIZE
+    return np.where(y[..., 0] + 0.7 * rank_of[:, None] > 0.5, 0, 1)[:, :LENGTH]
+
+
+CASES = {
+    "masked": {"make": masked},
+    "XLA": {"make": masked, "jit": True},
+    "accumulation": {"make": masked, "optimizer": accumulating},
+    "mask and weights": {"make": masked, "weighted": True},
+    "by weights": {"make": masked, "weighted": True, "loss": mse("mean_with_sample_weight")},
+    "Adam": {"make": masked, "optimizer": lambda rate: keras.optimizers.Adam(rate / 10)},
+    "own compute_loss": {"make": own_compute_loss},
+    "own train_step": {"make": own_step},
+    "two outputs": {
+        "make": with_two_outputs,
+        "targets": lambda y: {"a": y, "b": y[:, 0]},
+        "loss": {"a": mse(), "b": mse()},
+    },
+    "sum": {"make": masked, "loss": mse("sum"), "optimizer": lambda rate: SGD(rate / 100)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_one_process(name: str) -> None:
+    alone, together = train(**CASES[name])
+    np.testing.assert_allclose(together["loss"], alone["loss"], rtol=1e-4)
+
+
+def test_without_a_reduction() -> None:
+    def make() -> keras.Model:
+        return keras.Sequential([keras.Input((LENGTH,), dtype="int32"), keras.layers.Dense(LENGTH)])
+
+    alone, together = train(
+        make,
+        optimizer=lambda rate: SGD(rate / 1000),
+        loss=mse("none"),
+        targets=lambda y: y[..., 0],
+    )
+    np.testing.assert_allclose(together["loss"], alone["loss"], rtol=1e-4)
+
+
+def test_an_ignored_class() -> None:
+    def make() -> keras.Model:
+        words = keras.Input((LENGTH,), dtype="int32")
+        return keras.Model(words, keras.layers.Dense(2)(keras.layers.Embedding(20, 4)(words)))
+
+    def loss():
+        return losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
+
+    alone, together = train(make, loss=loss, targets=ignored)
+    np.testing.assert_allclose(together["loss"], alone["loss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Adasum])
+def test_other_reductions_of_gradients(op) -> None:
+    """A sum of gradients leaves the division to the learning rate."""
+    alone, together = masked(), masked()
+    same_weights(alone, together)
+    x, y, _ = rows()
+    alone.compile(SGD(0.1), loss="mse")
+    optimizer = hvd.DistributedOptimizer(SGD(0.1 / SIZE), op=op, sparse_as_dense=True)
+    together.compile(optimizer, loss="mse")
+    alone.fit(x, y, batch_size=SIZE * ROWS, shuffle=False, verbose=0)
+    together.fit(mine(x), mine(y), batch_size=ROWS, shuffle=False, verbose=0)
+    training.assert_bit_identical_on_all_ranks(together)
+    if op is hvd.Sum:
+        weights = training.flat(together), training.flat(alone)
+        np.testing.assert_allclose(*weights, rtol=1e-4, atol=1e-5)
+
+
+def ratio(y_true, y_pred):
+    valid = tf.cast(y_true > 0, tf.float32)
+    return tf.reduce_sum((y_true - y_pred) ** 2 * valid) / tf.reduce_sum(valid)
+
+
+def mean(y_true, y_pred):
+    return tf.reduce_mean((y_true - y_pred) ** 2) / 2.0
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (ratio, "the loss ratio divides by"),
+        (losses.Dice(), "the loss dice divides by"),
+        (losses.Tversky(), "the loss tversky divides by"),
+        (losses.Dice(axis=(1, 2)), None),
+        (mean, None),
+        ("mse", None),
+    ],
+)
+def test_what_cannot_be_weighed_is_told(loss, told: str | None, monkeypatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
+    model = masked(mask_zero=told is not None or loss == "mse")
+    model.compile(hvd.DistributedOptimizer(SGD(0.01)), loss=loss)
+    x, y, _ = rows()
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
+    assert len(warnings) == (told is not None), warnings
+    assert told is None or told in warnings[0]

@@ -1,0 +1,240 @@
+"""Weights that part after the first broadcast, and rows that all ranks have, are told."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_keras as hvd
+from hvd_keras import log, settings
+from tests.harness import training
+
+RANK, SIZE = hvd.rank(), hvd.size()
+pytestmark = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ from")
+SGD = keras.optimizers.SGD
+
+
+@pytest.fixture(params=[False, True], ids=["warning", "strict"])
+def told(request, monkeypatch):
+    """Calls a function, and returns what hvd_keras tells of it on rank 0."""
+    if request.param:
+        monkeypatch.setattr(settings, "read", lambda read=settings.read: strictly(read()))
+
+    def call(function) -> str:
+        warnings: list[str] = []
+        monkeypatch.setattr(log, "warn_once", warnings.append)
+        if request.param:
+            try:
+                function()
+            except ValueError as error:
+                return str(error).removeprefix("hvd_keras: ")
+            return ""
+        function()
+        assert not warnings or RANK == 0
+        assert len(warnings) <= 1, warnings
+        return hvd.broadcast_object("".join(warnings), 0)
+
+    return call
+
+
+def strictly(values):
+    return type(values)(**{**vars(values), "strict": True})
+
+
+def mine():
+    x, y = training.data(training.dense_model(), SIZE)
+    return training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)
+
+
+def compiled(model=None, optimizer=None) -> keras.Model:
+    model = model or training.dense_model()
+    model.compile(hvd.DistributedOptimizer(optimizer or SGD(0.01)), loss="mse")
+    return model
+
+
+def fit(model, *callbacks, broadcast=True, data=None, **arguments) -> None:
+    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)] if broadcast else []
+    x, y = data or mine()
+    arguments = {"batch_size": training.BATCH, "verbose": 0, "shuffle": False, **arguments}
+    model.fit(x, y, callbacks=[*first, *callbacks], **arguments)
+
+
+def test_weights_set_on_one_rank_between_two_fits(told) -> None:
+    model = compiled()
+    assert told(lambda: fit(model)) == ""
+    if RANK == 0:
+        training.set_weights(model, seed=1)
+    text = told(lambda: fit(model, broadcast=False))
+    assert "began to train with different weights" in text
+    assert "kernel" in text
+    assert "BroadcastGlobalVariablesCallback(0)" in text
+
+
+def test_a_rate_from_the_ranks_own_logs(told) -> None:
+    class Plateau(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.01 * float(logs["loss"])
+
+    text = told(lambda: fit(compiled(), Plateau(), epochs=3))
+    assert "learning_rate" in text
+    assert "differ after" in text
+
+
+class SharpnessAware(keras.Sequential):
+    """Moves its weights by this rank's gradient, and back: what rounding leaves differs."""
+
+    def train_step(self, data):
+        x, y = data
+        variables = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        steps = [gradient * 0.05 for gradient in tape.gradient(loss, variables)]
+        for variable, step in zip(variables, steps, strict=True):
+            variable.assign_add(step)
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, variables)
+        for variable, step in zip(variables, steps, strict=True):
+            variable.assign_sub(step)
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+def test_what_rounding_leaves(told) -> None:
+    model = compiled(SharpnessAware([keras.Input((5,)), keras.layers.Dense(7)]))
+    x = np.random.default_rng(RANK).normal(size=(64, 5))
+    text = told(lambda: fit(model, data=(x, x.sum(1, keepdims=True)), epochs=8))
+    assert "kernel" in text
+    assert "differ after" in text
+
+
+def test_noise_in_a_callback(told) -> None:
+    class Noise(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            random = np.random.default_rng(RANK)
+            weights = self.model.get_weights()
+            self.model.set_weights([w + random.normal(size=w.shape) for w in weights])
+
+    text = told(lambda: fit(compiled(), Noise(), epochs=2))
+    assert "differ after" in text
+
+
+class Codebook(keras.layers.Layer):
+    def build(self, shape) -> None:
+        self.codes = self.add_weight(shape=(shape[-1],), trainable=False, name="codes")
+
+    def call(self, x, training=False):
+        if training:
+            self.codes.assign(0.9 * self.codes + 0.1 * keras.ops.mean(x, axis=0))
+        return x + keras.ops.stop_gradient(self.codes)
+
+
+def test_a_codebook_in_non_trainable_weights(told) -> None:
+    model = keras.Sequential([keras.Input((5,)), Codebook(), keras.layers.Dense(1)])
+    text = told(lambda: fit(compiled(model)))
+    assert "codes" in text
+    assert "differ after" in text
+
+
+def test_weights_that_part_within_a_long_epoch(told) -> None:
+    class Once(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if RANK == 0 and batch == 3:
+                self.model.layers[0].bias.assign_add([1.0] * 7)
+            self.last = batch
+
+    once = Once()
+    x, y = (np.tile(part, (40, 1)) for part in mine())
+    text = told(lambda: fit(compiled(), once, data=(x, y)))
+    assert "differ after 50 steps" in text
+    assert once.last in (49, 239)  # an error ends it after the first check
+
+
+def test_nothing_is_told_of_what_differs_rightly(told) -> None:
+    """Dropout's seeds, moving statistics, a recurrent layer's state, local layers, accumulators."""
+    words = keras.Input((4, 5), batch_size=4)
+    hidden = keras.layers.GRU(3, stateful=True)(words)
+    hidden = keras.layers.Dropout(0.5)(keras.layers.BatchNormalization()(hidden))
+    local = keras.layers.Dense(2)
+    model = keras.Model(words, keras.layers.Dense(1)(local(hidden)))
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    model.compile(hvd.PartialDistributedOptimizer(optimizer, local_layers=local), loss="mse")
+    random = np.random.default_rng(RANK)
+    x, y = random.normal(size=(240, 4, 5)), random.normal(size=(240, 1))
+    assert told(lambda: fit(model, data=(x, y), epochs=2)) == ""
+    statistics = model.layers[2].moving_mean.numpy()
+    assert statistics.any()
+
+
+def datasets(x, y):
+    yield x, {"y": y, "batch_size": 4}
+    yield tf.data.Dataset.from_tensor_slices((x, y)).batch(4), {}
+    yield (
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64, seed=3).repeat().batch(4),
+        {"steps_per_epoch": 6},
+    )
+    yield Batches(x, y), {}
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x, y) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x) // 4
+
+    def __getitem__(self, i):
+        return self.x[4 * i : 4 * i + 4], self.y[4 * i : 4 * i + 4]
+
+
+@pytest.mark.parametrize("kind", range(4), ids=["arrays", "dataset", "shuffled", "PyDataset"])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None:
+    whole = training.data(training.dense_model(), SIZE)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    for data, differ in ((whole, False), (mine(), True)):
+        x, arguments = list(datasets(*data))[kind]
+        model = training.dense_model()
+        optimizer = hvd.DistributedOptimizer(SGD(0.01))
+        model.compile(optimizer, loss="mse", steps_per_execution=at_once)
+        text = told(
+            lambda model=model, x=x, arguments=arguments: model.fit(
+                x, **arguments, callbacks=[broadcast], shuffle=False, verbose=0
+            )
+        )
+        assert ("train on the same rows" in text) != differ
+        assert ("hvd.data.shard" in text) != differ
+
+
+def test_a_first_batch_that_was_looked_at_is_trained_on() -> None:
+    """Each batch is read once, and the step gets all of them in their order."""
+    read: list[int] = []
+
+    def batches():
+        for i in range(5):
+            read.append(i)
+            yield np.full((2, 5), 10.0 * i + RANK, "float32"), np.zeros((2, 1), "float32")
+
+    class Rows(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(float(self.model.seen.numpy()))
+
+    class Seeing(keras.Sequential):
+        def train_step(self, data):
+            self.seen.assign(data[0][0, 0])
+            return super().train_step(data)
+
+    seen: list[float] = []
+    model = Seeing([keras.Input((5,)), keras.layers.Dense(1)])
+    model.seen = tf.Variable(-1.0)
+    compiled(model)
+    model.fit(batches(), callbacks=[Rows()], verbose=0, steps_per_epoch=5)
+    assert seen == [10.0 * i + RANK for i in range(5)]
+    assert read == list(range(5))
+
+
+def test_equal_rows_say_nothing(told) -> None:
+    """Such as the zeros of a script that makes its own batches."""
+    x, y = np.zeros((16, 5)), np.zeros((16, 1))
+    assert told(lambda: fit(compiled(), data=(x, y))) == ""

@@ -1,0 +1,173 @@
+"""Makes every test of tests/parallel one pytest item for each number of ranks it runs on.
+
+TensorFlow starts slowly, so one job per number of ranks runs all items of that number. The items
+are found in the source text: importing a test module would need ``hvd.init()``. The ranks write
+what happens to files (see inside.py), and each item waits here for its part. A test that fails ends
+its job, because the other ranks may be waiting; the next item starts a new job with the rest.
+"""
+
+import ast
+import json
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness import ranks
+
+ROOT = pathlib.Path(__file__).parents[2]
+# The pages that tests write, by the last test that adds to them.
+PAGES = {
+    "test_shares_of_every_optimizer_with_every_option": "tables/matrix.md",
+    "test_features_in_combination": "tables/combinations.md",
+}
+
+
+class ParallelFile(pytest.File):
+    """One file of tests/parallel."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        module = ast.parse(self.path.read_text())
+        default = _sizes(n for n in module.body if isinstance(n, ast.Assign)) or [2]
+        for node in module.body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for size in _sizes(node.decorator_list) or default:
+                    item = ParallelItem.from_parent(
+                        self, name=f"{node.name}[{size}-ranks]", test=node.name, size=size
+                    )
+                    if "pytest.mark.slow" in map(ast.unparse, node.decorator_list):
+                        item.add_marker("slow")
+                    item.line = node.lineno - 1
+                    yield item
+
+
+class ParallelItem(pytest.Item):
+    """One test function, with all its parameters, on one number of ranks."""
+
+    line = 0
+
+    def __init__(self, *, test: str, size: int, **more: object) -> None:
+        super().__init__(**more)
+        self.test, self.size = test, size
+        self.key = f"{self.path.relative_to(ROOT)}::{test}"
+
+    def runtest(self) -> None:
+        job = _jobs.get(self.size)
+        if job is None or job.is_over():
+            same = [i for i in self.session.items if getattr(i, "size", 0) == self.size]
+            job = _jobs[self.size] = _Job(same[same.index(self) :])
+        job.report(self)
+
+    def repr_failure(self, error, style=None) -> str:
+        if isinstance(error.value, _RanksFailedError):
+            return str(error.value)
+        return super().repr_failure(error, style)
+
+    def reportinfo(self) -> tuple[pathlib.Path, int, str]:
+        return self.path, self.line, self.name
+
+
+class _RanksFailedError(Exception):
+    """What the ranks have printed about a test."""
+
+
+class _Job:
+    """A job that runs the given items, which have the same number of ranks."""
+
+    def __init__(self, items: list[ParallelItem]) -> None:
+        self._last = items[-1]
+        self._size = items[0].size
+        self._temporary = tempfile.TemporaryDirectory()
+        self._folder = pathlib.Path(self._temporary.name)
+        arguments = self._folder / "arguments"
+        arguments.write_text("".join(f"{item.key}\n" for item in items))
+        self._output = self._folder / "output"
+        self._process = ranks.start(
+            self._size,
+            *(sys.executable, "-m", "pytest", f"@{arguments}"),
+            *("-m", items[0].config.option.markexpr, "-q", "--color=no", "-p", "no:cacheprovider"),
+            *("-p", "tests.harness.matrix", "--matrix", str(self._folder / "page")),
+            # A rank that hangs shows where, and ends the job. No test takes nearly as long.
+            *("--timeout=120", "--timeout-method=thread"),
+            output=self._output,
+            env={"HVD_TEST_PARALLEL": str(self._folder)},
+        )
+        self._pages = [page for name, page in PAGES.items() if name in {i.test for i in items}]
+
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def report(self, item: ParallelItem) -> None:
+        """Wait until all ranks have run an item; raise what they found."""
+        try:
+            cases = self._wait_for(item)
+            if item is self._last:
+                ranks.finish(self._process, 60)
+        except BaseException:
+            ranks.end(self._process)
+            raise
+        lines = [line for case in cases for line in case]
+        failed = [line["text"] for line in lines if line["outcome"] == "failed"]
+        # A rank that failed has ended the job, so the others have not run all cases.
+        if not failed and (
+            len({len(case) for case in cases}) > 1
+            or (self.is_over() and (self._process.returncode or item is not self._last))
+        ):
+            printed = self._output.read_text(errors="replace")[-20000:]
+            failed = [f"the job ended with exit status {self._process.returncode}:\n{printed}"]
+        if failed:
+            ranks.end(self._process)
+            raise _RanksFailedError("\n".join(failed))
+        if lines and all(line["outcome"] == "skipped" for line in lines):
+            pytest.skip(lines[0]["text"])
+        if item is self._last:
+            for page in self._pages:
+                expected = (ROOT / "docs" / page).read_text()
+                text = f"docs/{page} is old: see tests/harness/matrix.py"
+                assert (self._folder / "page").read_text() == expected, text
+
+    def _wait_for(self, item: ParallelItem) -> list[list[dict[str, str]]]:
+        """The reports about an item, by rank; of all ranks, unless the job has ended."""
+        while True:
+            over = self.is_over()
+            all_lines = [self._read(rank) for rank in range(self._size)]
+            if over or all({"done": item.key} in lines for lines in all_lines):
+                return [
+                    [line for line in lines if line.get("key") == item.key] for lines in all_lines
+                ]
+            time.sleep(0.05)
+
+    def _read(self, rank: int) -> list[dict[str, str]]:
+        file = self._folder / f"rank-{rank}"
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+
+
+_jobs: dict[int, _Job] = {}
+
+
+def _sizes(nodes) -> list[int]:
+    """The numbers of ranks of all ``pytest.mark.ranks(…)`` in these parts of a source text."""
+    return sorted(
+        {
+            argument.value
+            for node in nodes
+            for call in ast.walk(node)
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.mark.ranks"
+            for argument in call.args
+        }
+    )
+
+
+def pytest_pycollect_makemodule(module_path: pathlib.Path, parent) -> ParallelFile:
+    """Collect a file without importing it."""
+    return ParallelFile.from_parent(parent, path=module_path)
+
+
+def pytest_unconfigure() -> None:
+    """End jobs that an interrupted session has left."""
+    for job in _jobs.values():
+        ranks.end(job._process)
