@@ -102,7 +102,7 @@ class CollectiveKernel : public AsyncOpKernel {
     if (cancellation && !cancellation->RegisterCallback(token, [failed] { *failed = true; }))
       *failed = true;
     request.done = [c, cancellation, token, done = std::move(done)](const Status& status) {
-      if (cancellation) cancellation->DeregisterCallback(token);
+      if (cancellation) cancellation->TryDeregisterCallback(token);  // never waits
       c->SetStatus(to_absl(status));
       done();
     };

@@ -80,7 +80,8 @@ void sums_do_not_depend_on_the_threads_modes() {
 
 void engines_have_a_name_and_take_no_signals() {
   with_engine([](Engine& engine) {
-    Call served(Kind::barrier, "");  // so the thread runs: while it starts, it takes no signal at all
+    Call served(Kind::barrier,
+                "");  // so the thread runs: while it starts, it takes no signal at all
     served.submit(engine);
     served.expect_ok();
     int found = 0;
@@ -123,8 +124,9 @@ int main(int argc, char** argv) {
   return test::run_with_mpi(
       argc, argv,
       {
-          {"sums do not depend on the threads' modes", sums_do_not_depend_on_the_threads_modes},
+          // First: an ended thread keeps its name for a moment, and takes no signal at all.
           {"engines have a name and take no signals", engines_have_a_name_and_take_no_signals},
+          {"sums do not depend on the threads' modes", sums_do_not_depend_on_the_threads_modes},
           {"signals do not take memory away", signals_do_not_take_memory_away},
       });
 }

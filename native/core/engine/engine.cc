@@ -45,11 +45,6 @@ void Engine::all_or_abort(const Call& call) try {
   transport_->abort(why);
 }
 
-// One aborted set ends all of this process.
-void Engine::check_other_sets() {
-  if (const std::string why = history_.why_aborted(); !why.empty()) transport_->abort(why);
-}
-
 Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings,
                std::shared_ptr<Recorder> recorder, int process_set)
     : transport_(std::move(transport)),
@@ -58,13 +53,6 @@ Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings,
       history_(std::move(recorder), process_set, *transport_),
       joined_(ranks_.size(), false),
       thread_(new_thread("hvd set " + std::to_string(process_set), [this] { loop(); })) {}
-
-void Engine::close() {
-  if (closed_.exchange(true)) return;
-  thread_.join();
-  while (submitting_ > 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
-  transport_.reset();
-}
 
 void Engine::submit(Request request) {
   const Counted this_thread(submitting_);
@@ -212,14 +200,6 @@ void Engine::serve(Entry entry) {
   finish(entry, status);
 }
 
-Status Engine::aborted(const Entry& entry, const Aborted& why) {
-  history_.note_abort(why.what());
-  history_.flight().alarm();
-  if (entry.request.keep) entry.request.keep();
-  return Status::error(Code::deadline_exceeded,
-                       identity(entry.request) + " cannot run: " + why.what());
-}
-
 // All but done().
 Status Engine::run(Entry& entry) {
   note_progress();
@@ -248,43 +228,6 @@ Status Engine::run(Entry& entry) {
   }
   ++served_;
   return status;
-}
-
-void Engine::stop(LeaveResult result, Code code, const std::string& why) {
-  if (result == LeaveResult::aborted) history_.note_abort(why);
-  if (result != LeaveResult::all_left) history_.flight().alarm();
-  std::deque<Entry> left_over;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopped_ = true;
-    leave_result_ = result;
-    code_ = code;
-    why_stopped_ = why;
-    left_over.swap(queue_);
-  }
-  changed_.notify_all();
-  for (Entry& entry : left_over)
-    finish(entry, Status::error(code, identity(entry.request) + " cannot run: " + why));
-}
-
-void Engine::announce_leaving(const std::string& reason) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  leaving_ = true;
-  queue_changed_ = Clock::now();
-  reason_ = reason;
-  history_.flight().leaving(reason);
-  changed_.notify_all();
-}
-
-Engine::LeaveResult Engine::leave(double seconds) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto stopped = [this] { return stopped_; };
-  if (seconds < 0) {
-    changed_.wait(lock, stopped);
-  } else {
-    changed_.wait_for(lock, std::chrono::duration<double>(seconds), stopped);
-  }
-  return leave_result_;
 }
 
 }  // namespace hvd

@@ -74,10 +74,12 @@ class Engine {
   void serve(Entry entry);
   Status run(Entry& entry);
   void finish(Entry& entry, const Status& status);
-  Status aborted(const Entry& entry, const Aborted& why);
-  void check_other_sets();
   template <typename Call>
   void all_or_abort(const Call& call);
+
+  // In ends.cc.
+  Status aborted(const Entry& entry, const Aborted& why);
+  void check_other_sets();
   void stop(LeaveResult result, Code code, const std::string& why);
 
   // In negotiation.cc.
