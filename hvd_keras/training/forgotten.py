@@ -93,6 +93,8 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
         return
     watched = list(variables)
     if not _is_horovods or in_fit.get() or not watched:
+        for variable in watched:
+            _told_alone.add(variable)
         log.warn_once(text)
         return
 
@@ -135,6 +137,7 @@ _is_horovods = False
 _empty_broadcast = False
 _synchronized = exchange.VariableSet()
 _reduced = exchange.VariableSet()
+_told_alone = exchange.VariableSet()
 
 
 def mark_alone(optimizer: Any) -> None:
@@ -241,6 +244,8 @@ def check_values(values: "compare.Values", when: str) -> None:
         return
     values.told = True
     if when == "began" and _empty_broadcast:  # which has been told, with what to do
+        return
+    if any(variable in _told_alone for variable in values.variables):
         return
     size = values.process_set.size()
     if when == "began":
