@@ -235,6 +235,7 @@ def check_values(values: "compare.Values", when: str) -> None:
     Raises:
         ValueError: (on every rank) they differ and ``HVD_STRICT`` is set.
     """
+    global _empty_broadcast
     if values.told:
         return
     if when == "step":
@@ -243,6 +244,7 @@ def check_values(values: "compare.Values", when: str) -> None:
         different = values.different(f"fit has {when}")
     if when == "begun":
         mark_synchronized(values.variables)  # so that the first step compares nothing again
+        _empty_broadcast &= different is not None
     if different is None or _alone_on_purpose.get():
         return
     values.told = True

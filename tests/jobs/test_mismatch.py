@@ -53,8 +53,12 @@ def test_a_rank_with_more_batches(tmp_path: pathlib.Path) -> None:
         assert "hvd.data.agree_on_steps" in told
     # Until then, an allreduce has followed the last that both ranks have run.
     what, where = postmortem.conclusion(folder).splitlines()
-    assert re.match("rank 1 called allgather 'an epoch of fit has ended.*' while rank 0 waited for all", what)
-    assert re.match(rf"  rank 1 was at {tmp_path}/script.py:\d+, in <module>: model.fit\(batches", where)
+    assert re.match(
+        "rank 1 called allgather 'an epoch of fit has ended.*' while rank 0 waited for all", what
+    )
+    assert re.match(
+        rf"  rank 1 was at {tmp_path}/script.py:\d+, in <module>: model.fit\(batches", where
+    )
 
 
 def test_ranks_that_bear_it_go_on(tmp_path: pathlib.Path) -> None:
