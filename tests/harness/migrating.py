@@ -29,16 +29,17 @@ def table_of_names() -> str:
 
 
 def table_of_options() -> str:
-    lines = ["|`horovodrun`|`hvdrun`|", "|---|---|"]
+    flags_of: dict[str, list[str]] = {}
     for option in horovodrun.OPTIONS:
-        flags = ", ".join(f"`{flag}`" for flag in option.flags)
         if option.option:
             meaning = f"`{option.option}`"
         elif option.setting:
             meaning = f"`{option.setting[0]}`, for the ranks"
         else:
             meaning = f"{'refused: ' * option.refused}{option.note}"
-        lines.append(f"|{flags}|{meaning}|")
+        flags_of.setdefault(meaning, []).extend(f"`{flag}`" for flag in option.flags)
+    lines = ["|`horovodrun`|`hvdrun`|", "|---|---|"]
+    lines += [f"|{', '.join(flags)}|{meaning}|" for meaning, flags in flags_of.items()]
     return "\n".join(lines)
 
 
