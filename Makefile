@@ -106,6 +106,8 @@ lint: setup  ## Check style and types.
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+	@$(BIN)/shellcheck -S warning -x $$(grep -rlE '^#!.*(bash|sh)$$' .ci deploy)
+	@$(BIN)/codespell
 
 format: setup  ## Format all sources.
 	@$(BIN)/ruff format -q .
