@@ -21,6 +21,7 @@ MAY_INCLUDE = {
     "tensorflow": {"core", "core/base", "core/request"},
     "xla": {"core", "core/base", "core/request", "tensorflow"},
     "tests": TESTS | {"tests/support"},
+    "tests/gpu": TESTS | {"tests/support"},
     "tests/support": TESTS,
 }
 # The files of core that code outside of it may include.
