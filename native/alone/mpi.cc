@@ -16,10 +16,9 @@ HANDLES(communicator, ompi_mpi_comm_world, ompi_mpi_comm_null)
 HANDLES(errhandler, ompi_mpi_errors_return)
 HANDLES(info, ompi_mpi_info_null)
 HANDLES(request, ompi_request_null)
-HANDLES(op, ompi_mpi_op_bor, ompi_mpi_op_max, ompi_mpi_op_min, ompi_mpi_op_prod, ompi_mpi_op_sum)
+HANDLES(op, ompi_mpi_op_bor, ompi_mpi_op_max, ompi_mpi_op_min, ompi_mpi_op_sum)
 HANDLES(datatype, ompi_mpi_byte, ompi_mpi_char, ompi_mpi_datatype_null, ompi_mpi_double,
-        ompi_mpi_float, ompi_mpi_int, ompi_mpi_int16_t, ompi_mpi_int32_t, ompi_mpi_int64_t,
-        ompi_mpi_int8_t, ompi_mpi_uint16_t, ompi_mpi_uint32_t, ompi_mpi_uint64_t, ompi_mpi_uint8_t)
+        ompi_mpi_int, ompi_mpi_int64_t, ompi_mpi_uint64_t)
 #endif
 
 // Functions that have nothing to do, and functions between several ranks. Under another name, mpi.h
@@ -53,7 +52,6 @@ NEVER(Error_string)
 NEVER(Get_count)
 NEVER(Iallreduce)
 NEVER(Recv)
-NEVER(Test)
 
 namespace {
 

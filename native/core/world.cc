@@ -49,7 +49,8 @@ MPI_Comm communicator_of(MPI_Comm of, const std::vector<int>& ranks, int tag) {
   HVD_MPI(MPI_Comm_group(of, &all));
   HVD_MPI(MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &some));
   MPI_Comm members;
-  HVD_MPI(MPI_Comm_create_group(of, some, tag, &members));
+  constexpr int kTags = 32768;  // which every MPI has
+  HVD_MPI(MPI_Comm_create_group(of, some, tag % kTags, &members));
   HVD_MPI(MPI_Group_free(&some));
   HVD_MPI(MPI_Group_free(&all));
   return members;

@@ -91,7 +91,7 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
 
 @pytest.mark.parametrize(
     ("size", "transport"),
-    [*TRANSPORTS, (4, "ring"), (4, "grid"), (4, "cluster-mpi"), (3, "reduction")],
+    [*TRANSPORTS, (4, "grid"), (3, "reduction")],
 )
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)

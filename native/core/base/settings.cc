@@ -27,14 +27,15 @@ Status read_seconds(const char* name, double* value) {
 Status read_allreduce(Allreduce* value) {
   const char* given = std::getenv("HVD_ALLREDUCE");
   const std::string text = given == nullptr ? "" : given;
-  static const std::map<std::string, Allreduce> known = {
-      {"", Allreduce::automatic}, {"auto", Allreduce::automatic}, {"direct", Allreduce::direct},
-      {"grid", Allreduce::grid},  {"ring", Allreduce::ring},      {"mpi", Allreduce::mpi}};
+  static const std::map<std::string, Allreduce> known = {{"", Allreduce::automatic},
+                                                         {"auto", Allreduce::automatic},
+                                                         {"direct", Allreduce::direct},
+                                                         {"grid", Allreduce::grid}};
   const auto found = known.find(text);
   if (found == known.end()) {
-    return Status::error(Code::invalid_argument,
-                         "HVD_ALLREDUCE is '" + text +
-                             "', expected auto, direct, grid, ring or mpi. Correct or unset it.");
+    return Status::error(
+        Code::invalid_argument,
+        "HVD_ALLREDUCE is '" + text + "', expected auto, direct or grid. Correct or unset it.");
   }
   *value = found->second;
   return {};

@@ -113,7 +113,7 @@ void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
     const Summary& from = other[i];
     into.least = std::min(into.least, from.least);
     into.most = std::max(into.most, from.most);
-    into.wants_times |= from.wants_times;
+    into.flags |= from.flags;
     const auto earlier = std::min(std::pair(into.waited_least, into.first),
                                   std::pair(from.waited_least, from.first));
     into.waited_least = earlier.first;
@@ -124,16 +124,15 @@ void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
 
 std::vector<Proposal> MpiTransport::reduce_proposals() {
   const uint64_t print = my_proposal_.fingerprint, waited = my_proposal_.wait_times.waited_ns;
-  my_summary_ = {print, print, my_proposal_.wants_times, waited, static_cast<uint64_t>(rank_),
-                 waited};
+  my_summary_ = {print, print, my_proposal_.flags, waited, static_cast<uint64_t>(rank_), waited};
   MPI_Request request;
   HVD_MPI(
       MPI_Iallreduce(&my_summary_, &summary_, 1, summary_type_, combine_, communicator_, &request));
   wait(request);
-  if (summary_.wants_times) return gather_proposals();
+  if (summary_.flags & Proposal::wants_times) return gather_proposals();
   const uint64_t mean = (summary_.waited - summary_.waited_least) / (size() - 1);
   const uint64_t others = summary_.least != print ? summary_.least : summary_.most;
-  proposals_.assign(size(), {others, 0, {mean, 0, 0}});
+  proposals_.assign(size(), {others, summary_.flags, {mean, 0, 0}});
   proposals_[summary_.first].wait_times.waited_ns = summary_.waited_least;
   return proposals_;
 }

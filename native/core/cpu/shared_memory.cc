@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -22,13 +23,16 @@ namespace {
 
 constexpr int64_t kPage = 4096;
 
-// The number of cores that the ranks may use together: each may be bound to other cores.
-int cores_of(MPI_Comm communicator) {
-  cpu_set_t mask = affinity();
+// The most of all sets so far: the first one is that of all ranks, with which those of a smaller
+// one share their cores, too. Each rank may be bound to other cores.
+int ranks_per_core(MPI_Comm communicator, int ranks) {
+  static std::atomic<int> most{1};
+  Cores mask = affinity();
   double quota = cpu_quota();
-  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &mask, sizeof mask, MPI_BYTE, MPI_BOR, communicator));
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), sizeof mask, MPI_BYTE, MPI_BOR, communicator));
   HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &quota, 1, MPI_DOUBLE, MPI_MIN, communicator));
-  return std::max(1, static_cast<int>(std::min<double>(CPU_COUNT(&mask), quota)));
+  const int cores = std::max(1, static_cast<int>(std::min<double>(count(mask), quota)));
+  return most = std::max<int>(most, (ranks + cores - 1) / cores);
 }
 
 // A random name. Not one made of the process id: jobs in containers that share /dev/shm may have
@@ -63,7 +67,7 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
   for (const Area& area : areas_) part_bytes_ += area.bytes;
   front_bytes_ = whole_pages(HostCounters::bytes(size_));
   block_bytes_ = front_bytes_ + part_bytes_ * size_;
-  const int cores = cores_of(communicator);
+  const int per_core = ranks_per_core(communicator, size_);
 
   // The first rank creates the block, the others open it by its name, and then it is unlinked.
   char name[64] = "";
@@ -100,7 +104,7 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
     if (file_ >= 0) close(file_);
     throw std::runtime_error(why.empty() ? "another rank could not" : why);
   }
-  counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, (size_ + cores - 1) / cores);
+  counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, per_core);
   HVD_MPI(MPI_Barrier(communicator));  // the name is gone
 }
 

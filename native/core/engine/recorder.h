@@ -120,7 +120,7 @@ class History {
   void free() { free_since_ = Clock::now(); }
   // This rank's next one.
   Proposal proposal(uint64_t fingerprint) const {
-    return {fingerprint, recorder_->draws() ? 1ULL : 0, past_};
+    return {fingerprint, recorder_->draws() ? Proposal::wants_times : uint64_t{0}, past_};
   }
   // With the proposals of that agreement.
   void agreed(const std::vector<Proposal>& proposals);
