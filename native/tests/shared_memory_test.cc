@@ -9,7 +9,6 @@
 
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <regex>
@@ -29,11 +28,9 @@ extern "C" int sched_getaffinity(pid_t process, size_t bytes, cpu_set_t* mask) n
     errno = EINVAL;
     return -1;
   }
+  if (syscall(SYS_sched_getaffinity, process, bytes, mask) < 0) return -1;
   if (has_many_cores) CPU_SET_S(5000, bytes, mask);
-  cpu_set_t few;
-  const auto copied = syscall(SYS_sched_getaffinity, process, sizeof few, &few);
-  if (copied > 0) std::memcpy(mask, &few, copied);
-  return copied > 0 ? 0 : -1;
+  return 0;
 }
 
 namespace hvd {
