@@ -6,15 +6,16 @@
 #include <string>
 #include <utility>
 
+#include "core/base/numbers.h"
+
 namespace hvd {
 namespace {
 
 Status read_seconds(const char* name, double* value) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return {};
-  char* end = nullptr;
-  const double parsed = std::strtod(text, &end);
-  if (*end != '\0' || !std::isfinite(parsed) || parsed < 0) {
+  double parsed = 0;
+  if (!parse(text, &parsed) || !std::isfinite(parsed) || parsed < 0) {
     return Status::error(Code::invalid_argument,
                          std::string(name) + " is '" + text +
                              "', expected a number of seconds, 0 or more. Correct or unset it.");

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/cpu/mpi_error.h"
+
 namespace hvd {
 namespace {
 
@@ -23,7 +25,7 @@ class PointToPoint : public InterHostExchange {
         parts_(parts),
         hosts_(hosts),
         tag_(tag) {
-    MPI_Comm_rank(hosts, &host_);
+    HVD_MPI(MPI_Comm_rank(hosts, &host_));
   }
 
  protected:
@@ -34,16 +36,16 @@ class PointToPoint : public InterHostExchange {
   // Both sides know how long a part is, so that empty ones need no message.
   void send(int part, int to, int stage) {
     if (length(part) > 0)
-      MPI_Isend(data(part), bytes(part), MPI_BYTE, to, tag_ + stage, hosts_, add());
+      HVD_MPI(MPI_Isend(data(part), bytes(part), MPI_BYTE, to, tag_ + stage, hosts_, add()));
   }
   void receive(int part, void* target, int from, int stage) {
     if (length(part) > 0)
-      MPI_Irecv(target, bytes(part), MPI_BYTE, from, tag_ + stage, hosts_, add());
+      HVD_MPI(MPI_Irecv(target, bytes(part), MPI_BYTE, from, tag_ + stage, hosts_, add()));
   }
   bool all_complete() {
     int complete = 0;
-    MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &complete,
-                MPI_STATUSES_IGNORE);
+    HVD_MPI(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &complete,
+                        MPI_STATUSES_IGNORE));
     if (complete) requests_.clear();
     return complete != 0;
   }
@@ -144,7 +146,7 @@ class Direct : public PointToPoint {
 
 std::unique_ptr<Direct> new_direct(MPI_Comm hosts, const Slice& slice, int tag) {
   int count = 0;
-  MPI_Comm_size(hosts, &count);
+  HVD_MPI(MPI_Comm_size(hosts, &count));
   std::vector<int> all(count);
   std::iota(all.begin(), all.end(), 0);
   return std::make_unique<Direct>(hosts, std::move(all), slice, tag);
@@ -172,8 +174,8 @@ struct Groups {
 // leaders move up to (1 + 1/(2 sqrt(H))) times the least bytes.
 std::unique_ptr<Direct> new_grid(MPI_Comm hosts, const Slice& slice, int tag) {
   int host = 0, count = 0, group = 0;
-  MPI_Comm_rank(hosts, &host);
-  MPI_Comm_size(hosts, &count);
+  HVD_MPI(MPI_Comm_rank(hosts, &host));
+  HVD_MPI(MPI_Comm_size(hosts, &count));
   const Groups groups(count);
   while (groups.first(group + 1) <= host) ++group;
   const int first = groups.first(group);
@@ -268,14 +270,14 @@ MPI_Op mpi_op(Reduction reduction) {
 class Mpi : public InterHostExchange {
  public:
   Mpi(MPI_Comm hosts, const Slice& slice) : slice_(slice) {
-    MPI_Iallreduce(MPI_IN_PLACE, slice.data, static_cast<int>(slice.elements),
-                   mpi_type(slice.dtype), mpi_op(slice.reduction), hosts, &request_);
+    HVD_MPI(MPI_Iallreduce(MPI_IN_PLACE, slice.data, static_cast<int>(slice.elements),
+                           mpi_type(slice.dtype), mpi_op(slice.reduction), hosts, &request_));
   }
 
   bool advance() override {
     if (done_) return false;
     int complete = 0;
-    MPI_Test(&request_, &complete, MPI_STATUS_IGNORE);
+    HVD_MPI(MPI_Test(&request_, &complete, MPI_STATUS_IGNORE));
     if (!complete) return false;
     const void* sum = slice_.data;
     loops().reduce(slice_.dtype, slice_.reduction, slice_.factors, &sum, 1, slice_.elements,
@@ -293,7 +295,7 @@ class Mpi : public InterHostExchange {
 std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                             const Slice& slice, int tag) {
   int count = 0;
-  MPI_Comm_size(hosts, &count);
+  HVD_MPI(MPI_Comm_size(hosts, &count));
   if (algorithm == Allreduce::ring) return std::make_unique<Ring>(hosts, slice, tag, count);
   if (algorithm == Allreduce::grid) return new_grid(hosts, slice, tag);
   if (algorithm == Allreduce::mpi && mpi_type(slice.dtype) != MPI_DATATYPE_NULL)

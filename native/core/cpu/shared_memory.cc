@@ -14,6 +14,8 @@
 #include <utility>
 
 #include "core/base/cores.h"
+#include "core/base/threads.h"
+#include "core/cpu/mpi_error.h"
 
 namespace hvd {
 namespace {
@@ -24,8 +26,8 @@ constexpr int64_t kPage = 4096;
 int cores_of(MPI_Comm communicator) {
   cpu_set_t mask = affinity();
   double quota = cpu_quota();
-  MPI_Allreduce(MPI_IN_PLACE, &mask, sizeof mask, MPI_BYTE, MPI_BOR, communicator);
-  MPI_Allreduce(MPI_IN_PLACE, &quota, 1, MPI_DOUBLE, MPI_MIN, communicator);
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &mask, sizeof mask, MPI_BYTE, MPI_BOR, communicator));
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &quota, 1, MPI_DOUBLE, MPI_MIN, communicator));
   return std::max(1, static_cast<int>(std::min<double>(CPU_COUNT(&mask), quota)));
 }
 
@@ -56,7 +58,7 @@ std::string no_room_text(int64_t chunk_bytes) {
 SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
                            std::vector<Area> areas)
     : areas_(std::move(areas)), size_(static_cast<int>(ranks.size())) {
-  MPI_Comm_rank(communicator, &rank_);
+  HVD_MPI(MPI_Comm_rank(communicator, &rank_));
   part_bytes_ = 0;
   for (const Area& area : areas_) part_bytes_ += area.bytes;
   front_bytes_ = whole_pages(HostCounters::bytes(size_));
@@ -75,7 +77,7 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
     if (file_ < 0 || ftruncate(file_, block_bytes_) != 0 || !reserve(0, front_bytes_)) failed();
   }
   const bool created = file_ >= 0;
-  MPI_Bcast(name, sizeof name, MPI_CHAR, 0, communicator);
+  HVD_MPI(MPI_Bcast(name, sizeof name, MPI_CHAR, 0, communicator));
   if (rank_ != 0) file_ = shm_open(name, O_RDWR, 0);
   if (file_ >= 0) {
     void* mapped = MAP_FAILED;
@@ -85,12 +87,13 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
       failed();
     } else {
       block_ = static_cast<char*>(mapped);
+      madvise(block_, block_bytes_, MADV_DONTFORK);  // a child must not write into a live job
     }
   } else {
     failed();
   }
   int problem = why.empty() ? 0 : 1;
-  MPI_Allreduce(MPI_IN_PLACE, &problem, 1, MPI_INT, MPI_MAX, communicator);
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &problem, 1, MPI_INT, MPI_MAX, communicator));
   if (rank_ == 0 && created) shm_unlink(name);
   if (problem) {
     if (block_) munmap(block_, block_bytes_);
@@ -98,7 +101,7 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
     throw std::runtime_error(why.empty() ? "another rank could not" : why);
   }
   counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, (size_ + cores - 1) / cores);
-  MPI_Barrier(communicator);  // the name is gone
+  HVD_MPI(MPI_Barrier(communicator));  // the name is gone
 }
 
 SharedMemory::~SharedMemory() {
@@ -109,7 +112,10 @@ SharedMemory::~SharedMemory() {
 // Without this, a write to a full /dev/shm would kill the process (SIGBUS).
 bool SharedMemory::reserve(int64_t offset, int64_t bytes) {
   if (bytes == 0) return true;
-  errno = posix_fallocate(file_, offset, bytes);
+  const SignalsBlocked or_a_fast_timer_interrupts_each_try;
+  do {
+    errno = posix_fallocate(file_, offset, bytes);
+  } while (errno == EINTR);
   return errno == 0;
 }
 
