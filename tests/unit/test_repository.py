@@ -8,6 +8,7 @@ import sys
 
 import hvd_keras as hvd
 from hvd_keras import lifecycle
+from hvd_keras.launch import options
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
@@ -167,3 +168,17 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert not anchor or target not in anchors or anchor in anchors[target], (page, anchor)
             found += 1
     assert found > 100
+
+
+def test_names_options_and_settings_are_those_that_users_know() -> None:
+    """What is renamed or removed breaks scripts: change interface.txt on purpose only."""
+    parser = options._parser()
+    sources = (ROOT / "hvd_keras" / "settings.py", ROOT / "native/core/base/settings.cc")
+    found = {
+        *(f"hvd.{name}" for name in hvd.__all__),
+        *(f"hvd.callbacks.{name}" for name in hvd.callbacks.__all__),
+        *(f"hvdrun {name}" for name in parser._option_string_actions),
+        *(n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())),
+    }
+    known = (pathlib.Path(__file__).parent / "interface.txt").read_text().splitlines()
+    assert sorted(found) == known
