@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hvd_keras
 from hvd_keras.launch import horovodrun
@@ -54,6 +55,12 @@ def _words(option: str) -> Callable[[str], list[str]]:
     return parse
 
 
+def _one_interface(text: str) -> str:
+    if "," in text:
+        raise UsageError(f"--network-interface got {text!r}; expected one interface")
+    return text
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises UsageError instead of printing the usage and exiting."""
 
@@ -86,8 +93,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add(group: argparse._ArgumentGroup, *flags: str, **kwargs: Any) -> None:
+    """Add an option, and horovodrun's names for it, which --help does not list."""
+    action = group.add_argument(*flags, **kwargs)
+    if names := horovodrun.ALIASES.get(flags[0]):
+        group.add_argument(*names, **{**kwargs, "dest": action.dest, "help": argparse.SUPPRESS})
+
+
 def _add_usual(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
     add(
         *("-np", "-n", "--num-proc"),
         metavar="N",
@@ -127,7 +141,7 @@ def _add_usual(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
     add(
         "--prefix",
         action=argparse.BooleanOptionalAction,
@@ -172,7 +186,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
     add(
         "--hostfile",
         metavar="FILE",
@@ -212,6 +226,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add(
         "--network-interface",
         metavar="NAME",
+        type=_one_interface,
         help="network between the hosts: an interface, such as eth0, or an address range, such as "
         "10.0.0.0/24 (default: the network through which all hosts are reached, if there is only "
         "one)",
@@ -234,7 +249,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_restarts(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
     add(
         "--max-restarts",
         metavar="N",
@@ -267,7 +282,7 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_programs(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
     add(
         "-m",
         metavar="MODULE",
@@ -296,7 +311,7 @@ def _add_programs(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_mpi(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
     add(
         "--mpirun",
         metavar="PATH",
@@ -316,6 +331,7 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line (default: the process's own). Raises UsageError."""
     given = _parser().parse_args(arguments)
+    given.settings = dict(given.settings)
     if given.max_restarts is None:
         given.max_restarts = horovodrun.restarts(given)
     return given

@@ -225,15 +225,23 @@ def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:
         assert sorted(text.splitlines()) == [f"err {rank}", f"out {rank}"]
 
 
-def test_the_culprits_traceback_ends_the_output(hvdrun) -> None:
-    done = hvdrun.python(2, "meet(2)\nif rank == 0: time.sleep(100)\nraise ValueError('bad')")
-    *_, cause, begin, place, _, error, other = [
-        line for line in done.stderr.splitlines() if "^" not in line
-    ]
-    assert cause == "hvdrun: rank 1 failed first: exit status 1"
-    assert begin == "Traceback (most recent call last):"
-    assert "script.py" in place
-    assert error == "ValueError: bad"
+@pytest.mark.parametrize("lines", [0, 200])
+def test_the_culprits_traceback_is_near_the_end(hvdrun, lines) -> None:
+    """It is repeated if it is far above."""
+    code = f"""
+        import atexit
+        meet(2)
+        if rank == 0:
+            time.sleep(100)
+        atexit.register(lambda: print("later\\n" * {lines}, end="", file=sys.stderr))
+        raise ValueError("bad")
+        """
+    printed = hvdrun.python(2, code).stderr.splitlines()
+    assert printed.count("[1] ValueError: bad") == 1
+    cause = printed.index("hvdrun: rank 1 failed first: exit status 1")
+    *text, other = printed[cause + 1 :]
+    assert text[:1] == ["Traceback (most recent call last):"] * bool(lines)
+    assert text.count("ValueError: bad") == bool(lines)
     assert other.startswith("hvdrun: rank 0: ")
 
 

@@ -318,17 +318,21 @@ is one of two ranks beside a third; "fewer ranks" continues a checkpoint of two 
 """
 
 
+def _reason(rule: Rule) -> str:
+    return f"{rule.why}: “{rule.text}”" if rule.text else rule.why
+
+
 def page(outcomes: Mapping[Case, str]) -> str:
     """The text of docs/tables/combinations.md, from the outcomes of ``pairs()``."""
-    reasons: dict[str, int] = {}
+    texts = dict.fromkeys(_reason(rule) for rule in RULES)
+    reasons = {text: number for number, text in enumerate(texts, 1)}
 
     def cell(case: Case) -> str:
         found = rule(case)
         outcome = outcomes.get(case, "" if expected(case) != "no" else "no")
         if found is None or outcome != found.outcome:
             return outcome
-        text = f"{found.why}: “{found.text}”" if found.text else found.why
-        return f"{outcome} {reasons.setdefault(text, len(reasons) + 1)}"
+        return f"{outcome} {reasons[_reason(found)]}"
 
     def markdown(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
         head = ["", *columns]
