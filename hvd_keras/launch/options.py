@@ -16,6 +16,9 @@ from hvd_keras.launch.errors import UsageError
 USAGE = "hvdrun -np N [options] train.py [arguments ...]"
 EXAMPLE = "hvdrun -np 2 train.py"
 
+# What -np says for as many ranks as the hosts have GPUs, or cores without GPUs.
+AUTO = 0
+
 DESCRIPTION = """\
 Starts N processes (ranks) of a program, on this host or on several, for data-parallel training with
 hvd_keras. The program is a Python file, "-m module", or any command. Options precede it; what
@@ -39,6 +42,12 @@ def _at_least(least: int, option: str) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _size(text: str) -> int:
+    """The type of -np, which gets "p2" of "-np2" by way of -n."""
+    number = text.removeprefix("p")
+    return AUTO if number == "auto" else _at_least(1, "-np")(number)
 
 
 def _words(option: str) -> Callable[[str], list[str]]:
@@ -106,8 +115,18 @@ def _add_usual(group: argparse._ArgumentGroup) -> None:
         *("-np", "-n", "--num-proc"),
         metavar="N",
         dest="size",
-        type=_at_least(1, "-np"),
-        help="number of ranks (default: all slots of the hosts; required on this host alone)",
+        type=_size,
+        help="number of ranks, or auto: all slots of the hosts, where a host without a number has "
+        "one for each GPU, or for each usable core without GPUs (default: all slots, one for each "
+        "usable core; required on this host alone)",
+    )
+    add(
+        *("--nproc-per-node", "--nproc_per_node"),
+        metavar="N",
+        dest="per_host",
+        type=_at_least(1, "--nproc-per-node"),
+        help="number of ranks on each host that is named without a number (default: one per usable "
+        "core)",
     )
     add(
         *("-H", "--hosts"),

@@ -10,10 +10,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from hvd_keras.launch import run_job
+from hvd_keras.launch import options, run_job
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
@@ -130,7 +131,7 @@ def place(spec: JobSpec, look: bool = True) -> Placement:
         seen = _look(spec, found)
         if seen.problems:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
-        found = _with_slots(found, seen)
+        found = _with_slots(spec, found, seen)
         names = _names(seen)
     if spec.hosts is None:
         assert spec.size is not None
@@ -157,9 +158,16 @@ def _names(seen: preflight.Look) -> dict[str, str]:
     return {facts["host"]: name for name, facts in seen.facts.items()}
 
 
-def _with_slots(wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
+def _slots(spec: JobSpec, facts: Mapping[str, Any]) -> int:
+    """Return how many ranks a host takes that the user has named without a number."""
+    by_gpus: int = spec.options.size == options.AUTO and facts["gpus"]
+    ranks: int = spec.options.per_host or by_gpus or facts["cores"]
+    return ranks
+
+
+def _with_slots(spec: JobSpec, wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
     return [
-        Host(host.name, seen.facts[host.name]["cores"] if host.slots is None else host.slots)
+        Host(host.name, host.slots or _slots(spec, seen.facts[host.name]))
         for host in wanted
         if host.name not in seen.problems
     ]
@@ -192,7 +200,7 @@ async def _replace(spec: JobSpec, size: int, least: int, signals: Signals) -> Pl
                 _say(f"left out: {name} {text}")
         if spec.hosts is None and wanted and not seen.problems:
             return Placement(size, None, _names(seen))
-        found = _with_slots(wanted, seen)
+        found = _with_slots(spec, wanted, seen)
         slots = sum(host.slots or 0 for host in found)
         if found and spec.options.oversubscribe and slots < size:
             found, slots = _stretched(found, size), size
