@@ -96,6 +96,8 @@ def build(given: argparse.Namespace) -> JobSpec:
             given.size = min(2, usable_cores())
     wanted = _hosts(given)
     engine, wanted, size = _engine(given, wanted, given.size)
+    if given.check:
+        words.append(engine.path)
     if not words:
         raise UsageError(
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"

@@ -471,6 +471,11 @@ def test_check(hvdrun):
     assert re.search(r"TensorFlow: +\d\S*, built for \d", done.stdout)
     assert re.search(r"MPI library: +/", done.stdout)
     assert re.search(r"Self-test: +\d+ collectives of 7 kinds on 2 ranks, all correct", done.stdout)
+    assert done.stdout.endswith("[0] OK\n")
+    assert re.search(rf"Cores: +{usable_cores()} usable on this host", done.stdout)
+    assert re.search(r"Launcher: +/\S+/mpirun\n", done.stdout)
+    if "GPUs:         none" in done.stdout:
+        assert "cannot" not in done.stdout  # what only GPUs need may be missing
     assert not re.search(r"absl::|oneDNN|cuInit|cudart|CPU instructions", done.stderr), done.stderr
     done = hvdrun.run("--check", "python")
     assert (done.returncode, done.stdout) == (2, "")
