@@ -80,6 +80,37 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}{hint}; expected: {USAGE}; see hvdrun --help")
 
 
+# Works in zsh, too, by its emulation of bash's completion.
+_COMPLETION = """\
+[ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
+_hvdrun() {{
+  local word given=${{COMP_WORDS[COMP_CWORD]}}
+  for word in "${{COMP_WORDS[@]:1:$((COMP_CWORD - 1))}}"; do
+    case $word in *.py | -m) return ;; esac
+  done
+  case $given in -*) COMPREPLY=($(compgen -W "{options}" -- "$given")) ;; esac
+}}
+complete -o default -F _hvdrun hvdrun
+"""
+
+
+class _Completion(argparse.Action):
+    """Prints _COMPLETION with the options that --help lists."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """From argparse."""
+        flags = parser._option_string_actions.items()
+        names = [flag for flag, action in flags if action.help != argparse.SUPPRESS]
+        print(_COMPLETION.format(options=" ".join(names)), end="")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hvdrun",
@@ -95,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_restarts(parser.add_argument_group("restarts and the end"))
     _add_programs(parser.add_argument_group("programs"))
     _add_mpi(parser.add_argument_group("MPI"))
+    _add_itself(parser.add_argument_group("hvdrun itself"))
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
     parser.add_argument("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
     horovodrun.add_to(parser)
@@ -121,14 +153,6 @@ def _add_usual(group: argparse._ArgumentGroup) -> None:
         "usable core; required on this host alone)",
     )
     add(
-        *("--nproc-per-node", "--nproc_per_node"),
-        metavar="N",
-        dest="per_host",
-        type=_at_least(1, "--nproc-per-node"),
-        help="number of ranks on each host that is named without a number (default: one per usable "
-        "core)",
-    )
-    add(
         *("-H", "--hosts"),
         metavar="HOSTS",
         help="server1:4,server2:4: hosts and the number of ranks on each; without a number, one "
@@ -140,32 +164,19 @@ def _add_usual(group: argparse._ArgumentGroup) -> None:
         help="allow more ranks than usable cores or slots (default: off)",
     )
     add(
-        "--check",
-        action="store_true",
-        help="print the installation and run a self-test of every collective for two seconds, by "
-        "default on two ranks; takes no command (default: off)",
+        "-m",
+        metavar="MODULE",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="run a Python module, as `python -m MODULE` does; all that follows are its arguments "
+        "(default: none)",
     )
     add(
-        "--dry-run",
-        action="store_true",
-        help="print the environment settings and mpirun's command, and stop (default: off)",
-    )
-    add("-h", "--help", action="help", help="print this text and exit")
-    add(
-        "--version",
-        action="version",
-        version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
-        help="print the version and exit (default: off)",
-    )
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        "--prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="prefix each line of output with its rank, as in '[0] text' (default: on)",
+        "--max-restarts",
+        metavar="N",
+        type=_at_least(0, "--max-restarts"),
+        help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
+        "resume (default: 0; 10 for elastic training with --horovod)",
     )
     add(
         "--output-dir",
@@ -180,10 +191,32 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "the end, print to stderr how long they waited and the bytes exchanged (default: off)",
     )
     add(
+        "--verbose",
+        action="store_true",
+        help="print mpirun's command and its own messages to stderr (default: off)",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="print the installation and run a self-test of every collective for two seconds, by "
+        "default on two ranks; takes no command (default: off)",
+    )
+    add("-h", "--help", action="help", help="print this text and exit")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = functools.partial(_add, group)
+    add(
+        "--prefix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prefix each line of output with its rank, as in '[0] text' (default: on)",
+    )
+    add(
         "--metrics",
         metavar="PORT",
-        help="serve the same for Prometheus at this port of 127.0.0.1, or at ADDRESS:PORT "
-        "(default: none)",
+        help="serve the numbers of --stats for Prometheus at this port of 127.0.0.1, or at "
+        "ADDRESS:PORT (default: none)",
     )
     add(
         "--postmortem",
@@ -197,15 +230,18 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="record a timeline of all ranks in FILE, for https://ui.perfetto.dev or "
         "chrome://tracing (default: none)",
     )
-    add(
-        "--verbose",
-        action="store_true",
-        help="print mpirun's command and its own messages to stderr (default: off)",
-    )
 
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add = functools.partial(_add, group)
+    add(
+        *("--nproc-per-node", "--nproc_per_node"),
+        metavar="N",
+        dest="per_host",
+        type=_at_least(1, "--nproc-per-node"),
+        help="number of ranks on each host that is named without a number (default: one per usable "
+        "core)",
+    )
     add(
         "--hostfile",
         metavar="FILE",
@@ -270,13 +306,6 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
 def _add_restarts(group: argparse._ArgumentGroup) -> None:
     add = functools.partial(_add, group)
     add(
-        "--max-restarts",
-        metavar="N",
-        type=_at_least(0, "--max-restarts"),
-        help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
-        "resume (default: 0; 10 for elastic training with --horovod)",
-    )
-    add(
         "--min-np",
         metavar="K",
         type=_at_least(1, "--min-np"),
@@ -303,14 +332,6 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
 def _add_programs(group: argparse._ArgumentGroup) -> None:
     add = functools.partial(_add, group)
     add(
-        "-m",
-        metavar="MODULE",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        help="run a Python module, as `python -m MODULE` does; all that follows are its arguments "
-        "(default: none)",
-    )
-    add(
         "--horovod",
         action="store_true",
         help="let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)",
@@ -326,6 +347,28 @@ def _add_programs(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="allow that ranks of a program that uses hvd_keras end without having completed "
         "hvd.init() (default: off: exit status 1)",
+    )
+
+
+def _add_itself(group: argparse._ArgumentGroup) -> None:
+    add = functools.partial(_add, group)
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the environment settings and mpirun's command, and stop (default: off)",
+    )
+    add(
+        "--completion",
+        action=_Completion,
+        nargs=0,
+        help="print a script that completes options in bash and zsh, and exit; use it by "
+        'eval "$(hvdrun --completion)" (default: off)',
+    )
+    add(
+        "--version",
+        action="version",
+        version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
+        help="print the version and exit (default: off)",
     )
 
 

@@ -451,7 +451,11 @@ def test_verbose_shows_the_command(hvdrun):
 def test_help_and_version(hvdrun):
     text = hvdrun.run("--help").stdout
     options = re.findall(r"^  (-\S.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert len(options) == 34
+    assert len(options) == 35
+    first = " ".join(option.split()[0].strip(",") for option in options[:10])
+    assert first == (
+        "-np -H --oversubscribe -m --max-restarts --output-dir --stats --verbose --check -h"
+    )
     assert all("default" in option for option in options if "--help" not in option)
     assert re.fullmatch(r"hvdrun of hvd_keras \d+\.\d+.*\n", hvdrun.run("--version").stdout)
 

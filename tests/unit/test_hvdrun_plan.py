@@ -2,6 +2,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -241,6 +242,23 @@ def test_ways_to_say_how_many_ranks(hvdrun) -> None:
         (("-np", "0"), "-np got '0'; expected a positive integer"),
     ):
         assert told in hvdrun.run("--dry-run", *options, "true").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("hvdrun -np 2 --max", ["--max-restarts"]),
+        ("hvdrun --ssh-", ["--ssh-port", "--ssh-identity-file"]),
+        ("hvdrun train.py --max", []),
+        ("hvdrun --min-num", []),  # horovodrun's names are not offered
+    ],
+)
+def test_bash_completes_options(hvdrun, words: str, expected: list[str]) -> None:
+    script = hvdrun.run("--completion").stdout
+    *before, _ = words.split()
+    ask = f"COMP_WORDS=({words}); COMP_CWORD={len(before)}; _hvdrun; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == (expected, "")
 
 
 def test_gpus_that_are_counted(tmp_path) -> None:
