@@ -19,23 +19,17 @@ from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
-from hvd_keras.launch.onhost.channel import SILENCE
+from hvd_keras.launch.onhost.limits import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    LOOK_AGAIN,
+    QUICK,
+    SILENCE,
+    WAIT_AGAIN,
+)
 from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.start import clean_up, hosts, preflight
 from hvd_keras.launch.start.hosts import Host
-
-# Seconds between two looks at the hosts while too few answer.
-LOOK_AGAIN = 5.0
-
-# The same before the first start, when nothing else runs.
-WAIT_AGAIN = 1.0
-
-
-# A start that ends within so many seconds is followed by a pause, from the second time on; each
-# pause is twice as long as the one before.
-QUICK = 10.0
-FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 60.0
 
 
 async def run(spec: JobSpec, signals: Signals) -> Verdict:

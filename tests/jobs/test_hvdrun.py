@@ -15,8 +15,8 @@ import pytest
 from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.output import Destination, Stream
-from hvd_keras.launch.onhost.channel import SILENCE
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, cpu_quota, usable_cores
+from hvd_keras.launch.onhost.limits import SILENCE
 from hvd_keras.launch.start import mpirun
 from tests.harness.launcher import LIMIT, wait_until
 
