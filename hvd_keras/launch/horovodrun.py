@@ -26,6 +26,7 @@ def _log_level(text: str) -> str:
 
 # Further names of hvdrun's options.
 ALIASES = {
+    "--nproc-per-node": ["--slots-per-host"],
     "--version": ["-v"],
     "--hostfile": ["-hostfile"],
     "--ssh-port": ["-p"],
@@ -65,8 +66,6 @@ NO_EFFECT = {
 
 # Options that are errors, and what to do.
 REFUSED = {
-    "--slots-per-host": "write the slots after each host: -H server1:4, or 'server1:4' in the "
-    "hostfile or in the output of the discovery script",
     "--jsrun": "start the script with jsrun, not hvdrun",
     "--binding-args": "use --mpi-args",
     "--config-file": "give the options on the command line",

@@ -14,7 +14,7 @@ from hvd_keras.launch import command_check, horovod, options
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow import metrics, screen
 from hvd_keras.launch.follow.statistics import Statistics
-from hvd_keras.launch.onhost.cores import usable_cores
+from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.mpirun import Mpirun, find_mpirun
@@ -96,6 +96,8 @@ def build(given: argparse.Namespace) -> JobSpec:
             given.size = min(2, usable_cores())
     wanted = _hosts(given)
     engine, wanted, size = _engine(given, wanted, given.size)
+    if given.check:
+        words.append(engine.path)
     if not words:
         raise UsageError(
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"
@@ -162,8 +164,14 @@ def _engine(
 ) -> tuple[Mpirun | Srun, list[Host] | None, int | None]:
     """Choose what starts the ranks. A job on this host alone gets a size, but no hosts."""
     srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
+    is_auto = size == options.AUTO
+    if wanted is None and given.per_host is not None:
+        if srun is not None or size:
+            what = "a SLURM allocation" if srun is not None else "-np"
+            raise UsageError(f"got --nproc-per-node with {what} and no hosts; expected -np alone")
+        size = given.per_host
     if srun is not None:
-        return srun, wanted, size if size is not None or wanted else slurm.size(os.environ)
+        return srun, wanted, size or (None if wanted else slurm.size(os.environ))
     if (
         wanted is not None
         and given.host_discovery_script is None
@@ -174,16 +182,19 @@ def _engine(
             raise UsageError(
                 f"got the hosts {names}, which are all this host; expected one of them"
             )
-        slots = wanted[0].slots
-        size = slots if size is None and slots is not None else size or usable_cores()
+        slots = wanted[0].slots or given.per_host
+        size = size or slots or (usable_gpus(os.environ) * is_auto) or usable_cores()
         if slots is not None and size > slots and not given.oversubscribe:
             raise _too_many(size, slots, "slot")
         given.oversubscribe = given.oversubscribe or slots is not None
         wanted = None
     if wanted is None:
+        if is_auto:
+            size = size or usable_gpus(os.environ) or usable_cores()
         if size is None:
             raise UsageError(
-                f"-np is missing; expected the number of ranks, for example: {options.EXAMPLE}"
+                "-np is missing; expected the number of ranks, or auto for all cores or GPUs, for "
+                f"example: {options.EXAMPLE}"
             )
         if size > usable_cores() and not given.oversubscribe:
             if not given.horovod:

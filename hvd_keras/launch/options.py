@@ -16,6 +16,9 @@ from hvd_keras.launch.errors import UsageError
 USAGE = "hvdrun -np N [options] train.py [arguments ...]"
 EXAMPLE = "hvdrun -np 2 train.py"
 
+# What -np says for as many ranks as the hosts have GPUs, or cores without GPUs.
+AUTO = 0
+
 DESCRIPTION = """\
 Starts N processes (ranks) of a program, on this host or on several, for data-parallel training with
 hvd_keras. The program is a Python file, "-m module", or any command. Options precede it; what
@@ -39,6 +42,12 @@ def _at_least(least: int, option: str) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _size(text: str) -> int:
+    """The type of -np, which gets "p2" of "-np2" by way of -n."""
+    number = text.removeprefix("p")
+    return AUTO if number == "auto" else _at_least(1, "-np")(number)
 
 
 def _words(option: str) -> Callable[[str], list[str]]:
@@ -71,6 +80,37 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}{hint}; expected: {USAGE}; see hvdrun --help")
 
 
+# Works in zsh, too, by its emulation of bash's completion.
+_COMPLETION = """\
+[ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
+_hvdrun() {{
+  local word given=${{COMP_WORDS[COMP_CWORD]}}
+  for word in "${{COMP_WORDS[@]:1:$((COMP_CWORD - 1))}}"; do
+    case $word in *.py | -m) return ;; esac
+  done
+  case $given in -*) COMPREPLY=($(compgen -W "{options}" -- "$given")) ;; esac
+}}
+complete -o default -F _hvdrun hvdrun
+"""
+
+
+class _Completion(argparse.Action):
+    """Prints _COMPLETION with the options that --help lists."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """From argparse."""
+        flags = parser._option_string_actions.items()
+        names = [flag for flag, action in flags if action.help != argparse.SUPPRESS]
+        print(_COMPLETION.format(options=" ".join(names)), end="")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hvdrun",
@@ -86,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_restarts(parser.add_argument_group("restarts and the end"))
     _add_programs(parser.add_argument_group("programs"))
     _add_mpi(parser.add_argument_group("MPI"))
+    _add_itself(parser.add_argument_group("hvdrun itself"))
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
     parser.add_argument("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
     horovodrun.add_to(parser)
@@ -106,8 +147,10 @@ def _add_usual(group: argparse._ArgumentGroup) -> None:
         *("-np", "-n", "--num-proc"),
         metavar="N",
         dest="size",
-        type=_at_least(1, "-np"),
-        help="number of ranks (default: all slots of the hosts; required on this host alone)",
+        type=_size,
+        help="number of ranks, or auto: all slots of the hosts, where a host without a number has "
+        "one for each GPU, or for each usable core without GPUs (default: all slots, one for each "
+        "usable core; required on this host alone)",
     )
     add(
         *("-H", "--hosts"),
@@ -121,32 +164,19 @@ def _add_usual(group: argparse._ArgumentGroup) -> None:
         help="allow more ranks than usable cores or slots (default: off)",
     )
     add(
-        "--check",
-        action="store_true",
-        help="print the installation and run a self-test of every collective for two seconds, by "
-        "default on two ranks; takes no command (default: off)",
+        "-m",
+        metavar="MODULE",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="run a Python module, as `python -m MODULE` does; all that follows are its arguments "
+        "(default: none)",
     )
     add(
-        "--dry-run",
-        action="store_true",
-        help="print the environment settings and mpirun's command, and stop (default: off)",
-    )
-    add("-h", "--help", action="help", help="print this text and exit")
-    add(
-        "--version",
-        action="version",
-        version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
-        help="print the version and exit (default: off)",
-    )
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        "--prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="prefix each line of output with its rank, as in '[0] text' (default: on)",
+        "--max-restarts",
+        metavar="N",
+        type=_at_least(0, "--max-restarts"),
+        help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
+        "resume (default: 0; 10 for elastic training with --horovod)",
     )
     add(
         "--output-dir",
@@ -161,10 +191,32 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "the end, print to stderr how long they waited and the bytes exchanged (default: off)",
     )
     add(
+        "--verbose",
+        action="store_true",
+        help="print mpirun's command and its own messages to stderr (default: off)",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="print the installation and run a self-test of every collective for two seconds, by "
+        "default on two ranks; takes no command (default: off)",
+    )
+    add("-h", "--help", action="help", help="print this text and exit")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = functools.partial(_add, group)
+    add(
+        "--prefix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prefix each line of output with its rank, as in '[0] text' (default: on)",
+    )
+    add(
         "--metrics",
         metavar="PORT",
-        help="serve the same for Prometheus at this port of 127.0.0.1, or at ADDRESS:PORT "
-        "(default: none)",
+        help="serve the numbers of --stats for Prometheus at this port of 127.0.0.1, or at "
+        "ADDRESS:PORT (default: none)",
     )
     add(
         "--postmortem",
@@ -178,15 +230,18 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="record a timeline of all ranks in FILE, for https://ui.perfetto.dev or "
         "chrome://tracing (default: none)",
     )
-    add(
-        "--verbose",
-        action="store_true",
-        help="print mpirun's command and its own messages to stderr (default: off)",
-    )
 
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add = functools.partial(_add, group)
+    add(
+        *("--nproc-per-node", "--nproc_per_node"),
+        metavar="N",
+        dest="per_host",
+        type=_at_least(1, "--nproc-per-node"),
+        help="number of ranks on each host that is named without a number (default: one per usable "
+        "core)",
+    )
     add(
         "--hostfile",
         metavar="FILE",
@@ -251,13 +306,6 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
 def _add_restarts(group: argparse._ArgumentGroup) -> None:
     add = functools.partial(_add, group)
     add(
-        "--max-restarts",
-        metavar="N",
-        type=_at_least(0, "--max-restarts"),
-        help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
-        "resume (default: 0; 10 for elastic training with --horovod)",
-    )
-    add(
         "--min-np",
         metavar="K",
         type=_at_least(1, "--min-np"),
@@ -284,14 +332,6 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
 def _add_programs(group: argparse._ArgumentGroup) -> None:
     add = functools.partial(_add, group)
     add(
-        "-m",
-        metavar="MODULE",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        help="run a Python module, as `python -m MODULE` does; all that follows are its arguments "
-        "(default: none)",
-    )
-    add(
         "--horovod",
         action="store_true",
         help="let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)",
@@ -307,6 +347,28 @@ def _add_programs(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="allow that ranks of a program that uses hvd_keras end without having completed "
         "hvd.init() (default: off: exit status 1)",
+    )
+
+
+def _add_itself(group: argparse._ArgumentGroup) -> None:
+    add = functools.partial(_add, group)
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the environment settings and mpirun's command, and stop (default: off)",
+    )
+    add(
+        "--completion",
+        action=_Completion,
+        nargs=0,
+        help="print a script that completes options in bash and zsh, and exit; use it by "
+        'eval "$(hvdrun --completion)" (default: off)',
+    )
+    add(
+        "--version",
+        action="version",
+        version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
+        help="print the version and exit (default: off)",
     )
 
 

@@ -1,6 +1,8 @@
 """The commands that hvdrun makes for every engine, and what it refuses of hosts and files."""
 
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 from hvd_keras.launch import onhost
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
+from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.onhost.rsh_agent import ssh_command
 from hvd_keras.launch.start import clean_up, hosts, preflight, slurm
 from hvd_keras.launch.start.hosts import Host
@@ -212,6 +215,61 @@ def test_ranks_fill_the_first_hosts_first() -> None:
     three = [Host("a", 2), Host("b", 4), Host("c", 1)]
     assert hosts.share(three, 3) == [Host("a", 2), Host("b", 1)]
     assert hosts.share(three, 7) == three
+
+
+def test_ways_to_say_how_many_ranks(hvdrun) -> None:
+    """On this host, and on one whose cores and GPUs are asked for."""
+    shell = hvdrun.folder / "shell"
+    shell.write_text('#!/bin/sh\nshift\nexec sh -c "$@"\n')
+    shell.chmod(0o755)
+    there = ("--remote-shell", str(shell), "-H", "server1", "--network-interface", "lo")
+    cores = usable_cores()
+    for options, size in (
+        (("-np2", "--oversubscribe"), 2),
+        (("-npauto",), usable_gpus(os.environ) or cores),
+        (("-np", "auto", "-H", "localhost:3"), 3),
+        (("--nproc-per-node", "2", "-H", "localhost", "--oversubscribe"), 2),
+        (("--nproc_per_node", "1"), 1),
+        (there, cores),
+        (("-np", "auto", *there), usable_gpus(os.environ) or cores),
+        (("--nproc-per-node", "5", *there), 5),
+    ):
+        done = hvdrun.run("--dry-run", *options, "true")
+        assert re.search(rf"^\S*mpirun -n {size} ", done.stdout, re.MULTILINE), (options, done)
+    for options, told in (
+        (("--nproc-per-node", "2", "-np", "2"), "expected -np alone"),
+        (("-npx",), "-np got 'x'; expected a positive integer"),
+        (("-np", "0"), "-np got '0'; expected a positive integer"),
+    ):
+        assert told in hvdrun.run("--dry-run", *options, "true").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("hvdrun -np 2 --max", ["--max-restarts"]),
+        ("hvdrun --ssh-", ["--ssh-port", "--ssh-identity-file"]),
+        ("hvdrun train.py --max", []),
+        ("hvdrun --min-num", []),  # horovodrun's names are not offered
+    ],
+)
+def test_bash_completes_options(hvdrun, words: str, expected: list[str]) -> None:
+    script = hvdrun.run("--completion").stdout
+    *before, _ = words.split()
+    ask = f"COMP_WORDS=({words}); COMP_CWORD={len(before)}; _hvdrun; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == (expected, "")
+
+
+def test_gpus_that_are_counted(tmp_path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia11", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    visible = {None: 3, "": 0, "-1": 0, "1": 1, "0,11": 2, "0,-1,1": 1, "MIG-a,MIG-b": 2}
+    for value, count in visible.items():
+        environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+        assert usable_gpus(environment, tmp_path) == count
+    (tmp_path / "empty").mkdir()
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "empty") == 0
 
 
 def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:

@@ -68,6 +68,7 @@ def test_every_public_name_of_horovod_is_ours_or_is_told() -> None:
         (["-i", "key"], "ssh_identity_file", "key", ""),
         (["-hostfile", "hosts"], "hostfile", "hosts", ""),
         (["--min-num-proc", "2"], "min_np", 2, ""),
+        (["--slots-per-host", "2"], "per_host", 2, ""),
         (["--reset-limit", "3"], "max_restarts", 3, ""),
         (["--timeline-filename", "t.json"], "timeline", "t.json", ""),
         (["--network-interfaces", "eth0"], "network_interface", "eth0", ""),
@@ -94,7 +95,6 @@ def test_options_of_horovodrun(given, attribute, expected, told, capsys) -> None
     ("given", "told"),
     [
         (["--config-file", "f"], "give the options on the command line"),
-        (["--slots-per-host", "2"], "server1:4"),
         (["--jsrun"], "start the script with jsrun"),
         (["--fusion-threshold-mb", "x"], "whole number"),
         (["--log-level", "loud"], "expected debug"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hvd_keras.launch.onhost import sweep
-from hvd_keras.launch.onhost.process import GRACE
+from hvd_keras.launch.onhost.limits import GRACE
 from hvd_keras.launch.start.remote_shell import Reach, answer, last_line, run_on_all
 
 

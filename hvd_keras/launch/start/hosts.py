@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
 
 # A host name or an IPv4 address; it cannot be taken for an option of ssh. DNS allows 63 characters
 # between two dots.
@@ -22,9 +23,6 @@ _EXAMPLE = "server1:4,server2:4"
 # "server[1-3,08-10]:4" is server1:4, server2:4, server3:4, server08:4, server09:4, server10:4.
 _RANGE = re.compile(r"([^\[\]]*)\[(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)\]([^\[\]]*)", re.ASCII)
 MOST_HOSTS = 10_000
-
-# Seconds that the host discovery script may take.
-DISCOVERY_TIMEOUT = 60
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def discover(command: str) -> list[Host]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=DISCOVERY_TIMEOUT,
+            timeout=ANSWER_TIMEOUT,
         )
     except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"--host-discovery-script {command!r} failed: {error}") from error

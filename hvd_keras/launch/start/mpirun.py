@@ -13,10 +13,8 @@ from pathlib import Path
 
 from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
 from hvd_keras.launch.start.hosts import Host
-
-# Seconds for `mpirun --version`; it takes milliseconds, on a slow network file system longer.
-VERSION_TIMEOUT = 60
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,7 @@ def _identify(path: str) -> Mpirun:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=VERSION_TIMEOUT,
+            timeout=ANSWER_TIMEOUT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{path} --version failed: {error}; pass --mpirun PATH") from error

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvd_keras.launch.onhost import host_facts as probe
+from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.remote_shell import Reach, answer, last_line, run_on_all
-
-# Seconds for a host's answer; loading Python may take long on a slow network file system.
-TIMEOUT = 60.0
 
 # Exit statuses of a shell that could not run the program.
 _NO_PROGRAM = (126, 127)
@@ -41,9 +39,9 @@ def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> L
     away: set[str] = set()
     own = probe.look(directory, program)
     names = [host.name for host in hosts]
-    for name, done in run_on_all(names, reach, command, text, TIMEOUT).items():
+    for name, done in run_on_all(names, reach, command, text, ANSWER_TIMEOUT).items():
         if done is None:
-            problems[name] = f"did not answer within {TIMEOUT:.0f} s"
+            problems[name] = f"did not answer within {ANSWER_TIMEOUT:.0f} s"
             away.add(name)
             continue
         told = answer(done.stdout, probe.MARK)

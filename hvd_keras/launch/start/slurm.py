@@ -11,11 +11,9 @@ from pathlib import Path
 
 from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.limits import NODE_TIMEOUT
 from hvd_keras.launch.start import remote_shell as reach
 from hvd_keras.launch.start.hosts import Host
-
-# Seconds for a node to become free for a short command, and for SLURM's answers.
-NODE_TIMEOUT = 10
 
 
 @dataclass(frozen=True)
