@@ -65,7 +65,7 @@ SITUATIONS = {
     "early stopping": True,
     "frozen layer": True,
     "evaluate and predict": True,
-    "unknown length": False,
+    "unknown length": True,
     "short last batch": True,
     "padded last batch": True,
 }
@@ -179,11 +179,6 @@ RULES = [
         "≠",
         "validation does not communicate: each batch of a rank counts by its rows",
         "masked loss + evaluate and predict",
-    ),
-    *_rules(
-        "≠",
-        "the one process had data of known length; `hvd.data.shard` counts the rows first",
-        "accumulation + unknown length",
     ),
     *_rules(
         "≠",
