@@ -89,7 +89,7 @@ class _Job:
             *("-m", items[0].config.option.markexpr, "-q", "--color=no", "-p", "no:cacheprovider"),
             *("-p", "tests.harness.matrix", "--matrix", str(self._folder / "page")),
             # A rank that hangs shows where, and ends the job. No test takes nearly as long.
-            *("--timeout=120", "--timeout-method=thread"),
+            *("--timeout=300", "--timeout-method=thread"),
             output=self._output,
             env={"HVD_TEST_PARALLEL": str(self._folder)},
         )
