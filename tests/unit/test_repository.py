@@ -122,11 +122,14 @@ def test_the_ways_to_leave_a_job_are_documented() -> None:
     assert table == list(zip(in_cpp[1].split(", "), lifecycle.LeaveResult.__members__, strict=True))
 
 
-def test_every_setting_is_documented() -> None:
+def settings() -> set[str]:
     sources = (ROOT / "hvd_keras" / "settings.py", ROOT / "native/core/base/settings.cc")
-    names = {n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())}
+    return {n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())}
+
+
+def test_every_setting_is_documented() -> None:
     table = (ROOT / "docs" / "guide.md").read_text().partition("## Settings\n")[2]
-    assert names == set(re.findall(r"`(HVD_[A-Z_]+)`", table))
+    assert settings() == set(re.findall(r"`(HVD_[A-Z_]+)`", table))
 
 
 def test_what_runs_on_other_hosts_imports_the_standard_library_alone() -> None:
@@ -183,12 +186,11 @@ def test_the_page_of_combinations_shows_what_is_expected() -> None:
 def test_names_options_and_settings_are_those_that_users_know() -> None:
     """What is renamed or removed breaks scripts: change interface.txt on purpose only."""
     parser = options._parser()
-    sources = (ROOT / "hvd_keras" / "settings.py", ROOT / "native/core/base/settings.cc")
     found = {
+        *settings(),
         *(f"hvd.{name}" for name in hvd.__all__),
         *(f"hvd.callbacks.{name}" for name in hvd.callbacks.__all__),
         *(f"hvdrun {name}" for name in parser._option_string_actions),
-        *(n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())),
     }
     known = (pathlib.Path(__file__).parent / "interface.txt").read_text().splitlines()
     assert sorted(found) == known
