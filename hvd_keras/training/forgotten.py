@@ -236,18 +236,19 @@ def check_values(values: "compare.Values", when: str) -> None:
         ValueError: (on every rank) they differ and ``HVD_STRICT`` is set.
     """
     global _empty_broadcast
-    if values.told:
+    told = values.told
+    if when != "step":
+        different = values.different(f"fit has {when}")  # all ranks wait for each other here
+    elif told:
         return
-    if when == "step":
-        different = values.different_after_step()
     else:
-        different = values.different(f"fit has {when}")
+        different = values.different_after_step()
     if when == "begun":
         mark_synchronized(values.variables)  # so that the first step compares nothing again
         _empty_broadcast &= different is not None
-    if different is None or _alone_on_purpose.get():
+    values.told = told or different is not None  # as on all ranks
+    if told or different is None or _alone_on_purpose.get():
         return
-    values.told = True
     if when == "begun" and _empty_broadcast:  # which has been told, with what to do
         return
     if any(variable in _told_alone for variable in values.variables):
