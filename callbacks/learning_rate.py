@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras._keras import is_legacy
+from hvd_keras._keras import is_legacy, require
 from hvd_keras.training import exchange, together
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
@@ -213,7 +213,9 @@ def _scaling(buffers: list[Any]) -> Any:
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:
-    if not getattr(optimizer, "momentum", 0):
+    built = getattr(optimizer, "_built" if is_legacy else "built", False)
+    if not getattr(optimizer, "momentum", 0) or not built:
         return []
-    buffers = getattr(optimizer, "momentums", None) or getattr(optimizer, "_momentums", None) or []
-    return [buffer for buffer in buffers if buffer is not None]
+    name = "momentums" if hasattr(optimizer, "momentums") else "_momentums"
+    require(optimizer, name, "to correct the momentum")
+    return [buffer for buffer in getattr(optimizer, name) if buffer is not None]

@@ -20,6 +20,7 @@ import importlib.util
 import os.path
 import pathlib
 import sys
+from types import TracebackType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -61,6 +62,20 @@ def no_tensorflow(python: str) -> str:
         f"'{python} -m pip install \"tensorflow{TENSORFLOW_VERSIONS}\"', or "
         '"tensorflow[and-cuda]…" for NVIDIA\'s GPUs.'
     )
+
+
+def _without_tensorflow(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """``sys.excepthook`` where TensorFlow is missing, of which Keras shows only a traceback."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "tensorflow":
+        print(no_tensorflow(sys.executable), file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+if importlib.util.find_spec("tensorflow") is None:
+    sys.excepthook = _without_tensorflow
 
 
 def _homes() -> dict[str, str]:

@@ -19,7 +19,7 @@ except ImportError as error:
 
 
 # What the core returns for an invalid argument, see Code in native/core/base/status.h.
-INVALID_ARGUMENT = 1
+INVALID_ARGUMENT = 3
 
 _BUILD = "python -m hvd_keras.build"
 

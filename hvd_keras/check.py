@@ -37,6 +37,7 @@ with _held_back():  # what TensorFlow says at its start about CUDA, oneDNN and t
 
     import hvd_keras as hvd
     from hvd_keras import _library, gpu, xla
+    from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 
     _DTYPES = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
     for _dtype in _DTYPES:
@@ -49,6 +50,9 @@ def facts() -> dict[str, str]:
     """Returns what hvd_keras was built with and runs on, as text. Works before ``init()``."""
     core = _library.core()
     gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
+    for_gpus = gpu.facts()
+    if not gpus and not usable_gpus({}):  # what is found begins with its version
+        for_gpus = {k: v if v[0].isdigit() else "not needed: no GPU" for k, v in for_gpus.items()}
     return {
         "hvd_keras": f"{hvd.__version__}, in {os.path.dirname(hvd.__file__)}",
         "Python": f"{platform.python_version()}, {sys.executable}",
@@ -56,8 +60,9 @@ def facts() -> dict[str, str]:
         "Keras": keras.__version__,
         "MPI": _library.mpi_version().splitlines()[0],
         "MPI library": core.hvd_mpi_file().decode(),
+        "Cores": f"{usable_cores()} usable on this host",
         "GPUs": ", ".join(gpus) if gpus else "none",
-        **gpu.facts(),
+        **for_gpus,
         "XLA": _xla_fact(bool(gpus)),
     }
 
@@ -110,16 +115,18 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
     return rounds * 7
 
 
-def main() -> None:
-    """Prints the facts and the result of the self-test, on rank 0."""
+def main(launcher: str = "") -> None:
+    """Prints the facts, what started the ranks and the result of the self-test, on rank 0."""
     hvd.init()
     say = print if hvd.rank() == 0 else lambda *text: None
-    for name, fact in facts().items():
+    found = {**facts(), "Launcher": launcher} if launcher else facts()
+    for name, fact in found.items():
         say(f"{name + ':':<13} {fact}")
     count = self_test()
     ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
     say(f"{'Self-test:':<13} {count} collectives of 7 kinds on {ranks}, all correct")
+    say("OK")  # the last barrier was after the last comparison, so this is so on all ranks
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:2])

@@ -22,8 +22,12 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-# A shell that runs the tests in the background ignores it, and jobs would inherit that.
+# Compiled once, and not by each rank of each job.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# A shell that runs the tests in the background, and nohup, ignore these; jobs would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What takes minutes runs first, so that none of it runs alone at the end.
 LONG = ["2-ranks", "test_soak.py", "3-ranks", "test_core.py", "test_faults.py", "1-ranks"]

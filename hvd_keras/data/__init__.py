@@ -76,7 +76,9 @@ def shard(
             were counted or declared.
 
     The weights of "pad" do not affect ``metrics`` (use ``weighted_metrics``), the statistics of
-    batch normalisation, and losses whose reduction is not Keras's default "sum_over_batch_size".
+    batch normalisation, the numbers by which masked losses are divided, and losses whose reduction
+    is not Keras's default "sum_over_batch_size". For sequences, Keras needs a dimension more:
+    ``.map(lambda x, y, weight: (x, y, weight[:, tf.newaxis]))``.
     Keras does not allow ``class_weight`` together with sample weights.
 
     Example:

@@ -5,6 +5,7 @@ length are counted before training: if Keras found the end itself, it would alre
 step, and some of the ranks might have counted it in ``optimizer.iterations``.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -220,6 +221,7 @@ def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
     Raises:
         ValueError: the order would differ by rank.
     """
+    _check_names()
     made_of = list(nodes(source))
     shuffles = [node for node in made_of if _kind(node) in ("Shuffle", "Random")]
     seeds = [(int(node._seed), int(node._seed2)) for node in shuffles]
@@ -321,6 +323,22 @@ def nodes(source: Any) -> Iterator[Any]:
     yield source
     for node in source._inputs():
         yield from nodes(node)
+
+
+@functools.cache
+def _check_names() -> None:
+    """Checks that TensorFlow shows how a dataset was made: an order that differs would go unseen.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    made = tf.data.Dataset.range(1).shuffle(1, seed=1).map(lambda x: x, 1, deterministic=False)
+    (shuffled,) = made._inputs()
+    if (_kind(shuffled), int(shuffled._seed2), made._deterministic) != ("Shuffle", 1, "false"):
+        raise RuntimeError(
+            f"hvd_keras cannot see how TensorFlow {tf.__version__} shuffles a dataset. Run: "
+            'pip install "tensorflow<2.23"'
+        )
 
 
 def _kind(node: Any) -> str:

@@ -14,7 +14,7 @@ from hvd_keras.launch import command_check, horovod, options
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow import metrics, screen
 from hvd_keras.launch.follow.statistics import Statistics
-from hvd_keras.launch.onhost.cores import usable_cores
+from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.dialects import Dialect
 from hvd_keras.launch.start.hosts import Host
@@ -94,9 +94,15 @@ def build(given: argparse.Namespace) -> JobSpec:
             given.size = min(2, usable_cores())
     wanted = _hosts(given)
     srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
+    dialect = srun or find_mpirun(given.mpirun)
+    if given.per_host and wanted is None and (srun is not None or given.size):
+        what = "-np" if srun is None else "a SLURM allocation"
+        raise UsageError(f"got --nproc-per-node with {what} and no hosts; expected -np alone")
     is_local = srun is None and _is_local(given, wanted)
     if is_local:
         wanted = [_this_host(given, wanted)]
+    if given.check:
+        words.append(dialect.path)
     if not words:
         raise UsageError(
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"
@@ -110,7 +116,7 @@ def build(given: argparse.Namespace) -> JobSpec:
     return JobSpec(
         options=given,
         command=command_check.resolve(words),
-        dialect=srun or find_mpirun(given.mpirun),
+        dialect=dialect,
         hosts=wanted,
         is_local=is_local,
         size=given.size,
@@ -160,31 +166,33 @@ def _hosts(given: argparse.Namespace) -> list[Host] | None:
 def _is_local(given: argparse.Namespace, wanted: list[Host] | None) -> bool:
     if wanted is None:
         return given.host_discovery_script is None
-    return all(hosts.is_here(host.name) for host in wanted)
+    if not all(hosts.is_here(host.name) for host in wanted):
+        return False
+    if len(wanted) > 1:
+        names = " and ".join(host.name for host in wanted)
+        raise UsageError(f"got the hosts {names}, which are all this host; expected one of them")
+    return True
 
 
 def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
     """Return this host with the number of ranks that it gets."""
-    slots, what = usable_cores(), "core"
-    if wanted is None and given.size is None:
-        raise UsageError(
-            f"-np is missing; expected the number of ranks, for example: {options.EXAMPLE}"
-        )
-    if wanted is not None:
-        if len(wanted) > 1:
-            names = " and ".join(host.name for host in wanted)
+    slots = (wanted[0].slots or given.per_host) if wanted else None
+    size = given.size or slots or given.per_host
+    if size is None:
+        if wanted is None and given.size is None:
             raise UsageError(
-                f"got the hosts {names}, which are all this host; expected one of them"
+                "-np is missing; expected the number of ranks, or auto for all cores or GPUs, for "
+                f"example: {options.EXAMPLE}"
             )
-        if wanted[0].slots is not None:
-            slots, what = wanted[0].slots, "slot"
-    size = slots if given.size is None else given.size
-    if size > slots and not given.oversubscribe:
-        if not given.horovod or what == "slot":
-            raise _too_many(size, slots, what)
+        gpus = usable_gpus(os.environ) if given.size == options.AUTO else 0
+        size = gpus or usable_cores()
+    there, what = (usable_cores(), "core") if slots is None else (slots, "slot")
+    if size > there and not given.oversubscribe:
+        if not given.horovod or slots is not None:
+            raise _too_many(size, there, what)
         given.oversubscribe = True  # horovodrun never refuses
-        print(f"hvdrun: {size} ranks share {slots} cores, which is slow", file=sys.stderr)
-    given.oversubscribe = given.oversubscribe or what == "slot"
+        print(f"hvdrun: {size} ranks share {there} cores, which is slow", file=sys.stderr)
+    given.oversubscribe = given.oversubscribe or slots is not None
     return Host("localhost", size)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import hvd_keras
 from hvd_keras.launch import horovodrun
@@ -14,6 +15,9 @@ from hvd_keras.launch.errors import UsageError
 
 USAGE = "hvdrun -np N [options] train.py [arguments ...]"
 EXAMPLE = "hvdrun -np 2 train.py"
+
+# What -np says for as many ranks as the hosts have GPUs, or cores without GPUs.
+AUTO = 0
 
 DESCRIPTION = """\
 Starts N processes (ranks) of a program, on this host or on several, for data-parallel training with
@@ -40,6 +44,12 @@ def _at_least(least: int, option: str) -> Callable[[str], int]:
     return parse
 
 
+def _size(text: str) -> int:
+    """The type of -np, which gets "p2" of "-np2" by way of -n."""
+    number = text.removeprefix("p")
+    return AUTO if number == "auto" else _at_least(1, "-np")(number)
+
+
 def _words(option: str) -> Callable[[str], list[str]]:
     """The type of an option that takes several words, quoted as in a shell."""
 
@@ -54,6 +64,12 @@ def _words(option: str) -> Callable[[str], list[str]]:
     return parse
 
 
+def _one_interface(text: str) -> str:
+    if "," in text:
+        raise UsageError(f"--network-interface got {text!r}; expected one interface")
+    return text
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises UsageError instead of printing the usage and exiting."""
 
@@ -62,6 +78,37 @@ class _Parser(argparse.ArgumentParser):
         known = [name for name in self._option_string_actions if name != option]
         hint = "".join(f" (did you mean {name}?)" for name in get_close_matches(option, known, 1))
         raise UsageError(f"{message}{hint}; expected: {USAGE}; see hvdrun --help")
+
+
+# Works in zsh, too, by its emulation of bash's completion.
+_COMPLETION = """\
+[ -z "$ZSH_VERSION" ] || {{ autoload -U +X compinit bashcompinit && compinit && bashcompinit; }}
+_hvdrun() {{
+  local word given=${{COMP_WORDS[COMP_CWORD]}}
+  for word in "${{COMP_WORDS[@]:1:$((COMP_CWORD - 1))}}"; do
+    case $word in *.py | -m) return ;; esac
+  done
+  case $given in -*) COMPREPLY=($(compgen -W "{options}" -- "$given")) ;; esac
+}}
+complete -o default -F _hvdrun hvdrun
+"""
+
+
+class _Completion(argparse.Action):
+    """Prints _COMPLETION with the options that --help lists."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """From argparse."""
+        flags = parser._option_string_actions.items()
+        names = [flag for flag, action in flags if action.help != argparse.SUPPRESS]
+        print(_COMPLETION.format(options=" ".join(names)), end="")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_restarts(parser.add_argument_group("restarts and the end"))
     _add_programs(parser.add_argument_group("programs"))
     _add_mpi(parser.add_argument_group("MPI"))
+    _add_itself(parser.add_argument_group("hvdrun itself"))
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
     parser.add_argument("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
     horovodrun.add_to(parser)
@@ -86,14 +134,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add(group: argparse._ArgumentGroup, *flags: str, **kwargs: Any) -> None:
+    """Add an option, and horovodrun's names for it, which --help does not list."""
+    action = group.add_argument(*flags, **kwargs)
+    if names := horovodrun.ALIASES.get(flags[0]):
+        group.add_argument(*names, **{**kwargs, "dest": action.dest, "help": argparse.SUPPRESS})
+
+
 def _add_usual(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
     add(
         *("-np", "-n", "--num-proc"),
         metavar="N",
         dest="size",
-        type=_at_least(1, "-np"),
-        help="number of ranks (default: all slots of the hosts; required on this host alone)",
+        type=_size,
+        help="number of ranks, or auto: all slots of the hosts, where a host without a number has "
+        "one for each GPU, or for each usable core without GPUs (default: all slots, one for each "
+        "usable core; required on this host alone)",
     )
     add(
         *("-H", "--hosts"),
@@ -107,32 +164,19 @@ def _add_usual(group: argparse._ArgumentGroup) -> None:
         help="allow more ranks than usable cores or slots (default: off)",
     )
     add(
-        "--check",
-        action="store_true",
-        help="print the installation and run a self-test of every collective for two seconds, by "
-        "default on two ranks; takes no command (default: off)",
+        "-m",
+        metavar="MODULE",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        help="run a Python module, as `python -m MODULE` does; all that follows are its arguments "
+        "(default: none)",
     )
     add(
-        "--dry-run",
-        action="store_true",
-        help="print the environment settings and mpirun's command, and stop (default: off)",
-    )
-    add("-h", "--help", action="help", help="print this text and exit")
-    add(
-        "--version",
-        action="version",
-        version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
-        help="print the version and exit (default: off)",
-    )
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="prefix each line of output with its rank, as in '[0] text' (default: on)",
+        "--max-restarts",
+        metavar="N",
+        type=_at_least(0, "--max-restarts"),
+        help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
+        "resume (default: 0; 10 for elastic training with --horovod)",
     )
     add(
         "--output-dir",
@@ -147,10 +191,32 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         "the end, print to stderr how long they waited and the bytes exchanged (default: off)",
     )
     add(
+        "--verbose",
+        action="store_true",
+        help="print mpirun's command and its own messages to stderr (default: off)",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="print the installation and run a self-test of every collective for two seconds, by "
+        "default on two ranks; takes no command (default: off)",
+    )
+    add("-h", "--help", action="help", help="print this text and exit")
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    add = functools.partial(_add, group)
+    add(
+        "--prefix",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="prefix each line of output with its rank, as in '[0] text' (default: on)",
+    )
+    add(
         "--metrics",
         metavar="PORT",
-        help="serve the same for Prometheus at this port of 127.0.0.1, or at ADDRESS:PORT "
-        "(default: none)",
+        help="serve the numbers of --stats for Prometheus at this port of 127.0.0.1, or at "
+        "ADDRESS:PORT (default: none)",
     )
     add(
         "--postmortem",
@@ -164,15 +230,18 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
         help="record a timeline of all ranks in FILE, for https://ui.perfetto.dev or "
         "chrome://tracing (default: none)",
     )
-    add(
-        "--verbose",
-        action="store_true",
-        help="print mpirun's command and its own messages to stderr (default: off)",
-    )
 
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
+    add(
+        *("--nproc-per-node", "--nproc_per_node"),
+        metavar="N",
+        dest="per_host",
+        type=_at_least(1, "--nproc-per-node"),
+        help="number of ranks on each host that is named without a number (default: one per usable "
+        "core)",
+    )
     add(
         "--hostfile",
         metavar="FILE",
@@ -213,6 +282,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
     add(
         "--network-interface",
         metavar="NAME",
+        type=_one_interface,
         help="network between the hosts: an interface, such as eth0, or an address range, such as "
         "10.0.0.0/24 (default: the network through which all hosts are reached, if there is only "
         "one)",
@@ -235,14 +305,7 @@ def _add_hosts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_restarts(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--max-restarts",
-        metavar="N",
-        type=_at_least(0, "--max-restarts"),
-        help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
-        "resume (default: 0; 10 for elastic training with --horovod)",
-    )
+    add = functools.partial(_add, group)
     add(
         "--min-np",
         metavar="K",
@@ -268,15 +331,7 @@ def _add_restarts(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_programs(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "-m",
-        metavar="MODULE",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        help="run a Python module, as `python -m MODULE` does; all that follows are its arguments "
-        "(default: none)",
-    )
+    add = functools.partial(_add, group)
     add(
         "--horovod",
         action="store_true",
@@ -296,8 +351,30 @@ def _add_programs(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_itself(group: argparse._ArgumentGroup) -> None:
+    add = functools.partial(_add, group)
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the environment settings and mpirun's command, and stop (default: off)",
+    )
+    add(
+        "--completion",
+        action=_Completion,
+        nargs=0,
+        help="print a script that completes options in bash and zsh, and exit; use it by "
+        'eval "$(hvdrun --completion)" (default: off)',
+    )
+    add(
+        "--version",
+        action="version",
+        version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
+        help="print the version and exit (default: off)",
+    )
+
+
 def _add_mpi(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add = functools.partial(_add, group)
     add(
         "--mpirun",
         metavar="PATH",
@@ -317,6 +394,7 @@ def _add_mpi(group: argparse._ArgumentGroup) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line (default: the process's own). Raises UsageError."""
     given = _parser().parse_args(arguments)
+    given.settings = dict(given.settings)
     if given.max_restarts is None:
         given.max_restarts = horovodrun.restarts(given)
     return given

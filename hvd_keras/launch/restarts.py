@@ -11,34 +11,28 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from hvd_keras.launch import run_job
+from hvd_keras.launch import options, run_job
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
-from hvd_keras.launch.onhost.channel import SILENCE
+from hvd_keras.launch.onhost.limits import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    LOOK_AGAIN,
+    QUICK,
+    SILENCE,
+    WAIT_AGAIN,
+)
 from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.start import clean_up, hosts, preflight
 from hvd_keras.launch.start.hosts import Host
 
 T = TypeVar("T")
-
-# Seconds between two looks at the hosts while too few answer.
-LOOK_AGAIN = 5.0
-
-# The same before the first start, when nothing else runs.
-WAIT_AGAIN = 1.0
-
-
-# A start that ends within so many seconds is followed by a pause, from the second time on; each
-# pause is twice as long as the one before.
-QUICK = 10.0
-FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 60.0
 
 
 async def run(spec: JobSpec, signals: Signals) -> Verdict:
@@ -144,7 +138,7 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
         seen = await _look(spec, found)
         if seen.problems:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
-        found, names = _with_slots(found, seen), _names(seen)
+        found, names = _with_slots(spec, found, seen), _names(seen)
     slots = hosts.count(found)
     size = spec.size or slots
     if size > slots and not spec.options.oversubscribe:
@@ -164,9 +158,16 @@ def _names(seen: preflight.Look) -> dict[str, str]:
     return {facts["host"]: name for name, facts in seen.facts.items()}
 
 
-def _with_slots(wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
+def _slots(spec: JobSpec, facts: Mapping[str, Any]) -> int:
+    """Return how many ranks a host takes that the user has named without a number."""
+    by_gpus: int = spec.options.size == options.AUTO and facts["gpus"]
+    ranks: int = spec.options.per_host or by_gpus or facts["cores"]
+    return ranks
+
+
+def _with_slots(spec: JobSpec, wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
     return [
-        Host(host.name, seen.facts[host.name]["cores"] if host.slots is None else host.slots)
+        Host(host.name, host.slots or _slots(spec, seen.facts[host.name]))
         for host in wanted
         if host.name not in seen.problems
     ]
@@ -191,7 +192,7 @@ async def _replace(spec: JobSpec, size: int, least: int, signals: Signals) -> Pl
             if told.get(name) != text:
                 told[name] = text
                 _say(f"left out: {name} {text}")
-        found = _with_slots(wanted, seen)
+        found = _with_slots(spec, wanted, seen)
         slots = hosts.count(found)
         if slots >= least or (found and spec.options.oversubscribe):
             ranks = size if spec.options.oversubscribe else min(size, slots)

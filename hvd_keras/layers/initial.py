@@ -46,6 +46,10 @@ class Initializer(keras.initializers.Initializer):  # type: ignore[misc]
         dtype = keras.backend.standardize_dtype(dtype)
         if self._part.shape == self._shape:
             return self._whole(self._shape, dtype=dtype)
+        with tf.init_scope():  # Keras builds models of the user's classes in a graph
+            return self._drawn(dtype)
+
+    def _drawn(self, dtype: str) -> Any:
         values = np.empty(self._part.shape, tf.as_dtype(dtype).as_numpy_dtype)
         rows, columns = self._shape
         draw = _drawer(self._whole, self._shape, dtype)

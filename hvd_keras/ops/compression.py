@@ -68,7 +68,7 @@ class Compression:
     plus the same fraction of the average itself: 2**-10 or 2**-7 of it in total, if the ranks'
     signs agree. Below float16's smallest normal number, 6.1e-5, each rounding error is at most
     2**-25 (3e-8). Between hosts, each host's sum is rounded once more before it is sent (from
-    32 hosts on twice, with ``HVD_ALLREDUCE=ring`` once per host).
+    32 hosts on twice).
     """
 
     none = _NoneCompressor

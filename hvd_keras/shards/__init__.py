@@ -73,21 +73,26 @@ def owned(shape: tuple[int, ...], owner: int, process_set: ProcessSet) -> Shard:
 # What layers and slots write in their places in a file that is being written, by their ids.
 saving_places: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("places", default={})  # noqa: B039
 
-# By the id of the tf.Variable, which cannot be hashed.
+# By the ids of the Keras variable and of the tf.Variable in it, which cannot be hashed.
 _known: dict[int, tuple[Any, Shard]] = {}
 
 
 def mark(variable: Any, shard: Shard) -> None:
     """Records that a variable is this rank's part of a table."""
-    inner = inner_variable(variable)
-    number = id(inner)
-    _known[number] = weakref.ref(inner, functools.partial(_forget, number)), shard
+    for known in (variable, inner_variable(variable)):
+        number = id(known)
+        _known[number] = weakref.ref(known, functools.partial(_forget, number)), shard
 
 
 def of(variable: Any) -> Shard | None:
     """What ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
-    found = _known.get(id(inner_variable(variable)))
-    return found[1] if found else None
+    inner = inner_variable(variable)
+    found = _known.get(id(inner)) or _known.get(id(variable))
+    if found is None:
+        return None
+    if id(inner) not in _known:  # which a Keras variable may get after it was marked
+        mark(variable, found[1])
+    return found[1]
 
 
 def places_in(

@@ -149,6 +149,9 @@ class _Disk(io.FileIO):
             self._error = error
         return length
 
+    def flush(self) -> None:
+        """Called by HDF5; there is no buffer."""
+
     def check(self) -> None:
         """Raises the error of an earlier ``write``."""
         if self._error is not None:

@@ -260,15 +260,10 @@ class Values:
                 pieces += [(variable, row, row + step) for row in range(0, rows, step)]
         return pieces
 
-    def different(self) -> str | None:
+    def different(self, name: str) -> str | None:
         """Compares all values. Returns the first variable that differs, and how many; or None."""
-        return self._compare(self.variables)
-
-    def _compare(self, compared: Sequence[Any]) -> str | None:
-        mine = [_crc(tf.convert_to_tensor(variable)) for variable in compared]
-        everyone = agree.gather_json(
-            "values", zlib.crc32(json.dumps(mine).encode()), self.process_set
-        )
+        mine = [_crc(tf.convert_to_tensor(variable)) for variable in self.variables]
+        everyone = agree.gather_json(name, zlib.crc32(json.dumps(mine).encode()), self.process_set)
         if len(set(everyone)) == 1:
             return None
         by_rank = agree.gather_json("values of each variable", mine, self.process_set)
@@ -276,7 +271,7 @@ class Values:
             return "the number of its variables"
         differing = [
             variable
-            for variable, values in zip(compared, zip(*by_rank, strict=True), strict=True)
+            for variable, values in zip(self.variables, zip(*by_rank, strict=True), strict=True)
             if len(set(values)) > 1
         ]
         path = getattr(differing[0], "path", differing[0].name)
@@ -304,7 +299,7 @@ class Values:
         self._next = self.steps + max(_STEPS, math.ceil(interval))
         self._cost = time.perf_counter() - begin
         self._since = self.steps, time.perf_counter()
-        return self.different() if len(set(everyone[:, 0])) > 1 else None
+        return self.different("values") if len(set(everyone[:, 0])) > 1 else None
 
     def _part(self) -> int:
         crc = done = 0

@@ -321,7 +321,10 @@ def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
         ValueError: always; the text shows what differs.
     """
     lines = []
+    different: tuple[str, ...] = ()
     for name in dict.fromkeys(name for view in views.values() for name in view):
+        if name.startswith(different) and any(name not in view for view in views.values()):
+            continue  # an argument of one of two classes, which are shown
         ranks: dict[str, list[int]] = {}
         for rank, view in views.items():
             ranks.setdefault(view.get(name, "none"), []).append(rank)
@@ -333,6 +336,7 @@ def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
                 for value, own in ranks.items()
             )
             lines.append(f"{name}: {', '.join(groups)}")
+            different += (f"{name} ", f"{name}.")
     shown = "\n  ".join(lines[:5]) + (f"\n  and {len(lines) - 5} more" if len(lines) > 5 else "")
     if "keras_tuner" in sys.modules:
         advice += (

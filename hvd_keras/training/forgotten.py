@@ -93,6 +93,8 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
         return
     watched = list(variables)
     if not _is_horovods or in_fit.get() or not watched:
+        for variable in watched:
+            _told_alone.add(variable)
         log.warn_once(text)
         return
 
@@ -135,6 +137,7 @@ _is_horovods = False
 _empty_broadcast = False
 _synchronized = exchange.VariableSet()
 _reduced = exchange.VariableSet()
+_told_alone = exchange.VariableSet()
 
 
 def mark_alone(optimizer: Any) -> None:
@@ -227,23 +230,31 @@ def check_values(values: "compare.Values", when: str) -> None:
 
     Args:
         values: of the model.
-        when: "began", "step" or "ended".
+        when: "begun", "step" or "ended".
 
     Raises:
         ValueError: (on every rank) they differ and ``HVD_STRICT`` is set.
     """
-    if values.told:
+    global _empty_broadcast
+    told = values.told
+    if when != "step":
+        different = values.different(f"fit has {when}")  # all ranks wait for each other here
+    elif told:
         return
-    different = values.different_after_step() if when == "step" else values.different()
-    if when == "began":
+    else:
+        different = values.different_after_step()
+    if when == "begun":
         mark_synchronized(values.variables)  # so that the first step compares nothing again
-    if different is None or _alone_on_purpose.get():
+        _empty_broadcast &= different is not None
+    values.told = told or different is not None  # as on all ranks
+    if told or different is None or _alone_on_purpose.get():
         return
-    values.told = True
-    if when == "began" and _empty_broadcast:  # which has been told, with what to do
+    if when == "begun" and _empty_broadcast:  # which has been told, with what to do
+        return
+    if any(variable in _told_alone for variable in values.variables):
         return
     size = values.process_set.size()
-    if when == "began":
+    if when == "begun":
         text = (
             f"the {size} ranks began to train with different weights ({different}), so each of "
             f"them trains a different model. {_ADD_THE_CALLBACK}"

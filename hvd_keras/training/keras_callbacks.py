@@ -236,7 +236,7 @@ class _AtTheEnd(_Internal):
             return
         common = variables.in_common(self.model)
         self.common.values = compare.Values(common, self.common.process_set)
-        forgotten.check_values(self.common.values, "began")
+        forgotten.check_values(self.common.values, "begun")
         if self.common.looks_at_data and not variables.is_restored(self.model):
             compare.pass_first_batch(self.model, self._check_rows)
 
@@ -253,5 +253,5 @@ class _AtTheEnd(_Internal):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Ends the training of all ranks after the same epoch."""
         mine = bool(self.model.stop_training)
-        if any(agree.gather_json("training stops", mine, self.common.process_set)):
+        if any(agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)):
             self.model.stop_training = True

@@ -93,6 +93,7 @@ def _require_what_is_read() -> None:
         model = keras.Sequential(name="hvd_keras")
     require(layer, "_seed_generators", "to give each rank its own randomness")
     require(layer, "_flatten_layers", "to find the layers of a model")
+    require(model, "_initial_epoch", "to continue with the epoch of a checkpoint")
     require(model, "_compile_metrics", "to compute metrics over all ranks")
     require(model, "_loss_tracker", "to count samples")
     require(model, "_get_metrics_result_or_logs", "to compute metrics over all ranks")

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import agree, rank_info
-from hvd_keras._keras import keras
+from hvd_keras._keras import keras, require
 from hvd_keras.ops import objects
 from hvd_keras.process_sets import ProcessSet, global_process_set
 
@@ -193,7 +193,10 @@ def _plain(value: Any) -> Any:
 
 
 def _idf_weights(layer: Any) -> Any:
-    inner = getattr(layer, "_lookup_layer", layer)
+    inner = layer
+    if isinstance(layer, keras.layers.TextVectorization):
+        require(layer, "_lookup_layer", "to compare the ranks' vocabularies")
+        inner = layer._lookup_layer
     weights = getattr(inner, "idf_weights", None)
     return None if weights is None else np.asarray(weights)
 

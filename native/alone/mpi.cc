@@ -13,12 +13,12 @@
   struct ompi_predefined_##kind##_t {}; \
   ompi_predefined_##kind##_t __VA_ARGS__;
 HANDLES(communicator, ompi_mpi_comm_world, ompi_mpi_comm_null)
+HANDLES(errhandler, ompi_mpi_errors_return)
 HANDLES(info, ompi_mpi_info_null)
 HANDLES(request, ompi_request_null)
-HANDLES(op, ompi_mpi_op_bor, ompi_mpi_op_max, ompi_mpi_op_min, ompi_mpi_op_prod, ompi_mpi_op_sum)
+HANDLES(op, ompi_mpi_op_bor, ompi_mpi_op_max, ompi_mpi_op_min, ompi_mpi_op_sum)
 HANDLES(datatype, ompi_mpi_byte, ompi_mpi_char, ompi_mpi_datatype_null, ompi_mpi_double,
-        ompi_mpi_float, ompi_mpi_int, ompi_mpi_int16_t, ompi_mpi_int32_t, ompi_mpi_int64_t,
-        ompi_mpi_int8_t, ompi_mpi_uint16_t, ompi_mpi_uint32_t, ompi_mpi_uint64_t, ompi_mpi_uint8_t)
+        ompi_mpi_int, ompi_mpi_int64_t, ompi_mpi_uint64_t)
 #endif
 
 // Functions that have nothing to do, and functions between several ranks. Under another name, mpi.h
@@ -35,6 +35,7 @@ NOTHING(Comm_create_group)
 NOTHING(Comm_dup)
 NOTHING(Comm_free)
 NOTHING(Comm_group)
+NOTHING(Comm_set_errhandler)
 NOTHING(Comm_split)
 NOTHING(Comm_split_type)
 NOTHING(Group_free)
@@ -47,10 +48,10 @@ NOTHING(Type_contiguous)
 NOTHING(Type_free)
 NOTHING(Waitall)
 NEVER(Allgather)
+NEVER(Error_string)
 NEVER(Get_count)
 NEVER(Iallreduce)
 NEVER(Recv)
-NEVER(Test)
 
 namespace {
 

@@ -19,10 +19,27 @@
 namespace {
 thread_local std::string error;
 
-// A hvd::Code: 0 is ok.
-int result(const hvd::Status& status) {
+// A hvd::Code: 0 is ok. No exception passes an interface of C.
+template <typename Call>
+int result(const Call& call) {
+  hvd::Status status;
+  try {
+    status = call(hvd::World::instance());
+  } catch (const std::exception& thrown) {
+    status = hvd::Status::error(hvd::Code::internal, thrown.what());
+  }
   error = status.message;
   return static_cast<int>(status.code);
+}
+
+// Of functions that have no other way to report an error.
+template <typename Call>
+void log_error(const Call& call) {
+  const int code = result([&](hvd::World& world) {
+    call(world);
+    return hvd::Status();
+  });
+  if (code != 0) hvd::log(hvd::LogLevel::error, error);
 }
 
 // Errors in settings are reported by hvd_init().
@@ -40,15 +57,19 @@ HVD_EXPORT const char* hvd_error() { return error.c_str(); }
 
 // Of `count` ranks of MPI_COMM_WORLD (0: of all), or of the processes of an MPI_Comm (null: not).
 HVD_EXPORT int hvd_init(const int* ranks, int count, const void* communicator) {
-  return result(hvd::World::instance().init(std::vector<int>(ranks, ranks + count),
-                                            static_cast<const MPI_Comm*>(communicator)));
+  return result([&](hvd::World& world) {
+    return world.init({ranks, ranks + count}, static_cast<const MPI_Comm*>(communicator));
+  });
 }
 
 HVD_EXPORT int hvd_add_process_set(int id, const int* ranks, int count) {
-  return result(hvd::World::instance().add_process_set(id, std::vector<int>(ranks, ranks + count)));
+  return result(
+      [&](hvd::World& world) { return world.add_process_set(id, {ranks, ranks + count}); });
 }
 
-HVD_EXPORT void hvd_remove_process_set(int id) { hvd::World::instance().remove_process_set(id); }
+HVD_EXPORT void hvd_remove_process_set(int id) {
+  log_error([&](hvd::World& world) { world.remove_process_set(id); });
+}
 
 // Lines on stderr from this level on: 0 debug, 1 info, 2 warning, 3 error. After hvd_init().
 HVD_EXPORT void hvd_set_log(int level) {
@@ -74,7 +95,9 @@ HVD_EXPORT void hvd_rank_info(int* seven) {
 // time. 3: another rank had left while this one waited for it. 4: a rank had aborted the job's
 // transport, most often after a timeout.
 HVD_EXPORT int hvd_leave(const char* reason, double seconds) {
-  return static_cast<int>(hvd::World::instance().leave(reason, seconds));
+  auto left = hvd::Engine::LeaveResult::aborted;
+  log_error([&](hvd::World& world) { left = world.leave(reason, seconds); });
+  return static_cast<int>(left);
 }
 
 // This process's counters since hvd_init(), as JSON; see docs/observing.md.
@@ -86,18 +109,21 @@ HVD_EXPORT const char* hvd_stats() {
 
 // On rank 0, after hvd_init().
 HVD_EXPORT int hvd_start_timeline(const char* path) {
-  return result(hvd::World::instance().recorder()->start_timeline(path));
+  return result([&](hvd::World& world) { return world.recorder()->start_timeline(path); });
 }
 
-HVD_EXPORT void hvd_stop_timeline() { hvd::World::instance().recorder()->stop_timeline(); }
+HVD_EXPORT void hvd_stop_timeline() {
+  log_error([](hvd::World& world) { world.recorder()->stop_timeline(); });
+}
 
 // Keeps this process's last requests in a file. Requests that fail are told to a socket, see
 // flight_recorder.h. After hvd_init(), before any request.
 HVD_EXPORT int hvd_record_requests(const char* path, int socket) {
-  const hvd::RankInfo& info = hvd::World::instance().rank_info();
-  hvd::FlightRecorder& flight = hvd::World::instance().recorder()->flight();
-  flight.listen(socket);
-  return result(flight.open(path, info.rank, info.size));
+  return result([&](hvd::World& world) {
+    hvd::FlightRecorder& flight = world.recorder()->flight();
+    flight.listen(socket);
+    return flight.open(path, world.rank_info().rank, world.rank_info().size);
+  });
 }
 
 // Folders to search for CUDA and NCCL, separated by colons. Before the first use of either.
@@ -116,7 +142,7 @@ HVD_EXPORT void hvd_expect_process_sets() { hvd::expect_process_sets(); }
 
 // The versions and files of CUDA's runtime and of NCCL, or why there is none.
 HVD_EXPORT const char* hvd_cuda() {
-  static std::string text;
+  thread_local std::string text;
   const hvd::CudaApi* cuda = hvd::cuda_api(gpu_settings(), &text);
   if (cuda) {
     text = std::to_string(cuda->version / 1000) + "." + std::to_string(cuda->version % 1000 / 10) +
@@ -126,7 +152,7 @@ HVD_EXPORT const char* hvd_cuda() {
 }
 
 HVD_EXPORT const char* hvd_nccl() {
-  static std::string text;
+  thread_local std::string text;
   const hvd::NcclApi* nccl = hvd::nccl_api(gpu_settings(), &text);
   if (nccl) text = hvd::nccl_version_text(nccl->version) + ", " + nccl->file;
   return text.c_str();
@@ -139,7 +165,9 @@ HVD_EXPORT int hvd_nccl_version() {
   return nccl ? nccl->version : 0;
 }
 
-HVD_EXPORT void hvd_finalize() { hvd::World::instance().finalize(); }
+HVD_EXPORT void hvd_finalize() {
+  log_error([](hvd::World& world) { world.finalize(); });
+}
 
 // Ends all ranks of the job.
 HVD_EXPORT void hvd_abort(int exit_status) { MPI_Abort(MPI_COMM_WORLD, exit_status); }

@@ -18,6 +18,12 @@ ProcessSets& process_sets() {
 void submit(Request request) { process_sets().submit(std::move(request)); }
 
 void ProcessSets::submit(Request request) const {
+  if (forked()) {
+    return request.done(Status::error(
+        Code::failed_precondition,
+        identity(request) + " cannot run: this process was forked after hvd.init() and is no rank. "
+                            "Call collectives only in the process that has called hvd.init()."));
+  }
   ProcessSet set;
   Status status = find(request.process_set, &set);
   if (set.engine) return set.engine->submit(std::move(request));
@@ -50,21 +56,14 @@ void ProcessSets::add(int id, const ProcessSet& set) {
   sets_[id] = set;
 }
 
-// Engines end without the lock: the last reference joins a thread, which may be in a callback of
-// the framework that submits.
 void ProcessSets::remove(int id) {
-  std::shared_ptr<Engine> removed;
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = sets_.find(id);
-  if (found == sets_.end()) return;
-  removed.swap(found->second.engine);
-  sets_.erase(found);
+  sets_.erase(id);
 }
 
 void ProcessSets::clear() {
-  std::map<int, ProcessSet> removed;
   std::lock_guard<std::mutex> lock(mutex_);
-  removed.swap(sets_);
+  sets_.clear();
 }
 
 std::vector<std::shared_ptr<Engine>> ProcessSets::engines() const {

@@ -1,6 +1,7 @@
 // Process sets: their sizes, this process's ranks, and the engines that run their requests.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,12 +31,17 @@ class ProcessSets {
   // Of all sets.
   std::vector<std::shared_ptr<Engine>> engines() const;
 
+  // A fork of this process, which has the sets but no threads, is no rank: its requests fail.
+  void note_fork() { forked_ = true; }
+  bool forked() const { return forked_; }
+
   // Hands a request to the engine of its process set.
   void submit(Request request) const;
 
  private:
   mutable std::mutex mutex_;
   std::map<int, ProcessSet> sets_;
+  std::atomic<bool> forked_{false};
 };
 
 // Those of this process.

@@ -1,5 +1,7 @@
 #include "core/world.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <numeric>
@@ -8,9 +10,11 @@
 #include <utility>
 
 #include "core/base/log.h"
+#include "core/base/threads.h"
 #include "core/base/watchdog.h"
 #include "core/cpu/cluster_transport.h"
 #include "core/cpu/host_transport.h"
+#include "core/cpu/mpi_error.h"
 #include "core/cpu/mpi_transport.h"
 #include "core/gpu/cuda_api.h"
 #include "core/gpu/gpu_transport.h"
@@ -42,12 +46,13 @@ const char* name_of_thread_level(int level) {
 // match.
 MPI_Comm communicator_of(MPI_Comm of, const std::vector<int>& ranks, int tag) {
   MPI_Group all, some;
-  MPI_Comm_group(of, &all);
-  MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &some);
+  HVD_MPI(MPI_Comm_group(of, &all));
+  HVD_MPI(MPI_Group_incl(all, static_cast<int>(ranks.size()), ranks.data(), &some));
   MPI_Comm members;
-  MPI_Comm_create_group(of, some, tag, &members);
-  MPI_Group_free(&some);
-  MPI_Group_free(&all);
+  constexpr int kTags = 32768;  // which every MPI has
+  HVD_MPI(MPI_Comm_create_group(of, some, tag % kTags, &members));
+  HVD_MPI(MPI_Group_free(&some));
+  HVD_MPI(MPI_Group_free(&all));
   return members;
 }
 
@@ -57,10 +62,11 @@ std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::v
   auto mpi = std::make_unique<MpiTransport>(communicator, ranks);
   if (mpi->size() == 1) return mpi;
   MPI_Comm host;
-  MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, mpi->rank(), MPI_INFO_NULL, &host);
+  HVD_MPI(
+      MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, mpi->rank(), MPI_INFO_NULL, &host));
   int neighbours, most;
-  MPI_Comm_size(host, &neighbours);
-  MPI_Allreduce(&neighbours, &most, 1, MPI_INT, MPI_MAX, communicator);
+  HVD_MPI(MPI_Comm_size(host, &neighbours));
+  HVD_MPI(MPI_Allreduce(&neighbours, &most, 1, MPI_INT, MPI_MAX, communicator));
   std::unique_ptr<Transport> fastest;
   try {
     if (most == mpi->size()) {
@@ -75,13 +81,13 @@ std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::v
                                "/dev/shm full? Containers need --shm-size or --ipc=host.");
     fastest = std::move(mpi);
   }
-  MPI_Comm_free(&host);
+  HVD_MPI(MPI_Comm_free(&host));
   return fastest;
 }
 
 // This process's stream waits for work that cannot finish, and its script may wait for the stream.
 void abort_soon(const std::string& why) {
-  std::thread([why] {
+  new_thread("hvd abort", [why] {
     std::this_thread::sleep_for(std::chrono::duration<double>(kStrandedSeconds));
     log(LogLevel::error,
         "the GPU waits for work that cannot finish, so the job is aborted: " + why);
@@ -95,7 +101,7 @@ std::unique_ptr<Transport> with_gpus(MPI_Comm communicator, std::unique_ptr<Tran
                                      const Settings& settings, int process_set) {
   std::string why_no_gpu;
   int found = cuda_api(settings, &why_no_gpu) != nullptr;
-  MPI_Allreduce(MPI_IN_PLACE, &found, 1, MPI_INT, MPI_MAX, communicator);
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &found, 1, MPI_INT, MPI_MAX, communicator));
   if (found)
     return std::make_unique<GpuTransport>(std::move(host), settings, abort_soon, process_set);
   host->set_why_no_gpu(why_no_gpu);
@@ -111,18 +117,18 @@ World& World::instance() {
 
 Status World::start_mpi() {
   int finalized = 0, begun = 0, level = MPI_THREAD_SINGLE;
-  MPI_Finalized(&finalized);
+  HVD_MPI(MPI_Finalized(&finalized));
   if (finalized) {
     return Status::error(
         Code::failed_precondition,
         "MPI has been finalised in this process and cannot begin again. Call hvd.init() before "
         "MPI.Finalize().");
   }
-  MPI_Initialized(&begun);
+  HVD_MPI(MPI_Initialized(&begun));
   if (begun) {
-    MPI_Query_thread(&level);
+    HVD_MPI(MPI_Query_thread(&level));
   } else {
-    MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
+    HVD_MPI(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level));
     initialized_mpi_ = true;
   }
   if (level < MPI_THREAD_MULTIPLE) {
@@ -138,16 +144,16 @@ Status World::start_mpi() {
 
 Status World::choose_job(const std::vector<int>& ranks, const MPI_Comm* communicator) {
   if (communicator) {
-    MPI_Comm_dup(*communicator, &job_);
+    HVD_MPI(MPI_Comm_dup(*communicator, &job_));
     return {};
   }
   if (ranks.empty()) {
-    MPI_Comm_dup(MPI_COMM_WORLD, &job_);
+    HVD_MPI(MPI_Comm_dup(MPI_COMM_WORLD, &job_));
     return {};
   }
   int rank, size;
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  MPI_Comm_size(MPI_COMM_WORLD, &size);
+  HVD_MPI(MPI_Comm_rank(MPI_COMM_WORLD, &rank));
+  HVD_MPI(MPI_Comm_size(MPI_COMM_WORLD, &size));
   for (int wanted : ranks) {
     if (wanted < 0 || wanted >= size) {
       return Status::error(Code::invalid_argument,
@@ -173,24 +179,30 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
                           "MPI cannot reach (HVD_FIRST_TIMEOUT_SECONDS).");
   if (Status status = start_mpi(); !status.ok()) return status;
   if (Status status = choose_job(ranks, communicator); !status.ok()) return status;
-  MPI_Comm_rank(job_, &rank_info_.rank);
-  MPI_Comm_size(job_, &rank_info_.size);
+  // Whatever handler the script or mpi4py has chosen: that of HVD_MPI says more.
+  HVD_MPI(MPI_Comm_set_errhandler(job_, MPI_ERRORS_RETURN));
+  HVD_MPI(MPI_Comm_rank(job_, &rank_info_.rank));
+  HVD_MPI(MPI_Comm_size(job_, &rank_info_.size));
   MPI_Comm local, cross;
-  MPI_Comm_split_type(job_, MPI_COMM_TYPE_SHARED, rank_info_.rank, MPI_INFO_NULL, &local);
-  MPI_Comm_rank(local, &rank_info_.local_rank);
-  MPI_Comm_size(local, &rank_info_.local_size);
-  MPI_Comm_split(job_, rank_info_.local_rank, rank_info_.rank, &cross);
-  MPI_Comm_rank(cross, &rank_info_.cross_rank);
-  MPI_Comm_size(cross, &rank_info_.cross_size);
-  MPI_Comm_free(&local);
-  MPI_Comm_free(&cross);
+  HVD_MPI(MPI_Comm_split_type(job_, MPI_COMM_TYPE_SHARED, rank_info_.rank, MPI_INFO_NULL, &local));
+  HVD_MPI(MPI_Comm_rank(local, &rank_info_.local_rank));
+  HVD_MPI(MPI_Comm_size(local, &rank_info_.local_size));
+  HVD_MPI(MPI_Comm_split(job_, rank_info_.local_rank, rank_info_.rank, &cross));
+  HVD_MPI(MPI_Comm_rank(cross, &rank_info_.cross_rank));
+  HVD_MPI(MPI_Comm_size(cross, &rank_info_.cross_size));
+  HVD_MPI(MPI_Comm_free(&local));
+  HVD_MPI(MPI_Comm_free(&cross));
   int bounds[2] = {rank_info_.local_size, -rank_info_.local_size};
-  MPI_Allreduce(MPI_IN_PLACE, bounds, 2, MPI_INT, MPI_MAX, job_);
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, bounds, 2, MPI_INT, MPI_MAX, job_));
   rank_info_.homogeneous = bounds[0] == -bounds[1];
 
   recorder_ = std::make_shared<Recorder>(rank_info_.rank, rank_info_.size);
+  before_mpi_aborts([recorder = recorder_](const std::string& why) {
+    recorder->flight().failed(why);
+    recorder->flight().alarm();
+  });
   if (Status status = begin_timeline(); !status.ok()) {
-    MPI_Comm_free(&job_);
+    HVD_MPI(MPI_Comm_free(&job_));
     return status;
   }
   std::vector<int> all(rank_info_.size);
@@ -200,6 +212,10 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
       recorder_);
   process_sets().add(0, {rank_info_.rank, rank_info_.size, std::move(engine)});
   initialized_ = true;
+  static const int watches_forks = pthread_atfork(nullptr, nullptr, [] {
+    if (instance().initialized()) process_sets().note_fork();
+  });
+  (void)watches_forks;
   return {};
 }
 
@@ -211,14 +227,16 @@ Status World::begin_timeline() {
     if (!status.ok()) status.message = "HVD_TIMELINE: rank 0 " + status.message;
   }
   int size = static_cast<int>(status.message.size());
-  MPI_Bcast(&size, 1, MPI_INT, 0, job_);
+  HVD_MPI(MPI_Bcast(&size, 1, MPI_INT, 0, job_));
   status.message.resize(size);
-  MPI_Bcast(status.message.data(), size, MPI_CHAR, 0, job_);
+  HVD_MPI(MPI_Bcast(status.message.data(), size, MPI_CHAR, 0, job_));
   if (size > 0) status.code = Code::invalid_argument;
   return status;
 }
 
 Status World::add_process_set(int id, const std::vector<int>& ranks) {
+  if (const std::string why = recorder_->why_aborted(); !why.empty())
+    return Status::error(Code::aborted, "no process set can be added to an aborted job: " + why);
   const Watchdog watchdog(settings_, settings_.timeout_seconds,
                           "hvd.add_process_set() waits for another rank, which does not go on.");
   ProcessSet set;
@@ -230,7 +248,7 @@ Status World::add_process_set(int id, const std::vector<int>& ranks) {
     set.engine = std::make_shared<Engine>(
         with_gpus(members, transport_between(members, ranks, settings_.allreduce), settings_, id),
         settings_, recorder_, id);
-    MPI_Comm_free(&members);
+    HVD_MPI(MPI_Comm_free(&members));
   }
   process_sets().add(id, set);
   return {};
@@ -244,13 +262,16 @@ void World::remove_process_set(int id) {
         settings_, settings_.timeout_seconds,
         "hvd.remove_process_set() waits for another rank, which does not go on.");
     set.engine->announce_leaving("the process set was removed");
-    set.engine->leave(-1);
+    const bool all_left = set.engine->leave(-1) == Engine::LeaveResult::all_left;
+    process_sets().remove(id);
+    if (all_left) return set.engine->close();
+    new std::shared_ptr<Engine>(set.engine);  // for ever: its messages may still be under way
   }
   process_sets().remove(id);
 }
 
 Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
-  if (!initialized()) return Engine::LeaveResult::all_left;
+  if (!initialized() || process_sets().forked()) return Engine::LeaveResult::all_left;
   std::vector<std::shared_ptr<Engine>> engines = process_sets().engines();
   recorder_->note_end();
   for (const auto& engine : engines) engine->announce_leaving(reason);
@@ -259,10 +280,10 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
   for (const auto& engine : engines) result = std::max(result, engine->leave(seconds));
   all_left_together_ = result == Engine::LeaveResult::all_left;
   if (all_left_together_) {
-    engines.clear();
     process_sets().clear();
+    for (const auto& engine : engines) engine->close();
     recorder_->stop_timeline();
-    MPI_Comm_free(&job_);
+    HVD_MPI(MPI_Comm_free(&job_));
     initialized_ = false;
   }
   return result;
@@ -270,11 +291,11 @@ Engine::LeaveResult World::leave(const std::string& reason, double seconds) {
 
 void World::finalize() {
   int finalized = 0;
-  MPI_Finalized(&finalized);
+  HVD_MPI(MPI_Finalized(&finalized));
   if (!initialized_mpi_ || !all_left_together_ || finalized) return;
   const Watchdog watchdog(settings_, settings_.timeout_seconds,
                           "MPI_Finalize waits for another rank, which does not go on.");
-  MPI_Finalize();
+  HVD_MPI(MPI_Finalize());
 }
 
 bool keeps_shape(Kind kind) { return collective(kind).keeps_shape; }

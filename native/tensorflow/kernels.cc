@@ -1,5 +1,6 @@
 // One asynchronous kernel for every collective: it wraps its tensors in a Request, submits it and
 // returns; the engine calls back. No TensorFlow thread waits meanwhile.
+#include <atomic>
 #include <map>
 #include <memory>
 #include <string>
@@ -9,6 +10,7 @@
 #include "core/kernel_api.h"
 #include "core/request/request.h"
 #include "tensorflow/attributes.h"
+#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/device_base.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/request_from_attributes.h"
@@ -24,28 +26,8 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
-absl::Status to_absl(const Status& status) {
-  switch (status.code) {
-    case Code::ok:
-      return absl::OkStatus();
-    case Code::invalid_argument:
-      return absl::InvalidArgumentError(status.message);
-    case Code::failed_precondition:
-      return absl::FailedPreconditionError(status.message);
-    case Code::unimplemented:
-      return absl::UnimplementedError(status.message);
-    case Code::aborted:
-      return absl::AbortedError(status.message);
-    case Code::deadline_exceeded:
-      return absl::DeadlineExceededError(status.message);
-    case Code::internal:
-      break;
-  }
-  return absl::InternalError(status.message);
-}
-
 DType to_dtype(tensorflow::DataType dtype) {
-  static const std::map<tensorflow::DataType, DType> table = {
+  static const auto* table = new std::map<tensorflow::DataType, DType>{
       {tensorflow::DT_BOOL, DType::boolean},      {tensorflow::DT_UINT8, DType::uint8},
       {tensorflow::DT_INT8, DType::int8},         {tensorflow::DT_UINT16, DType::uint16},
       {tensorflow::DT_INT16, DType::int16},       {tensorflow::DT_UINT32, DType::uint32},
@@ -54,7 +36,7 @@ DType to_dtype(tensorflow::DataType dtype) {
       {tensorflow::DT_BFLOAT16, DType::bfloat16}, {tensorflow::DT_FLOAT, DType::float32},
       {tensorflow::DT_DOUBLE, DType::float64},
   };
-  return table.at(dtype);  // the ops' type lists hold nothing else
+  return table->at(dtype);  // the ops' type lists hold nothing else
 }
 
 Shape to_shape(const TensorShape& shape) {
@@ -91,9 +73,11 @@ class CollectiveKernel : public AsyncOpKernel {
     if (keeps_shape(call_.kind)) {
       for (int i = 0; i < n; ++i) {
         Tensor* output = nullptr;
-        OP_REQUIRES_OK_ASYNC(
-            c, c->forward_input_or_allocate_output({i}, i, c->input(i).shape(), &output), done);
-        request.outputs.push_back(output->data());
+        const absl::Status status =
+            c->forward_input_or_allocate_output({i}, i, c->input(i).shape(), &output);
+        if (!status.ok())
+          request.problem = "its output cannot be allocated: " + std::string(status.message());
+        request.outputs.push_back(status.ok() ? output->data() : nullptr);
       }
     } else {
       request.allocate = [c](size_t index, const Shape& shape, void** data) {
@@ -105,7 +89,20 @@ class CollectiveKernel : public AsyncOpKernel {
         return Status();
       };
     }
-    request.done = [c, done = std::move(done)](const Status& status) {
+    request.keep = [c] {
+      for (int i = 0; i < c->num_inputs(); ++i) new Tensor(c->input(i));
+      for (int i = 0; i < c->num_outputs(); ++i) {
+        if (const Tensor* output = c->mutable_output(i)) new Tensor(*output);
+      }
+    };
+    const auto failed = std::make_shared<std::atomic<bool>>(false);
+    request.step_failed = failed;
+    auto* const cancellation = c->cancellation_manager();
+    const auto token = cancellation ? cancellation->get_cancellation_token() : 0;
+    if (cancellation && !cancellation->RegisterCallback(token, [failed] { *failed = true; }))
+      *failed = true;
+    request.done = [c, cancellation, token, done = std::move(done)](const Status& status) {
+      if (cancellation) cancellation->TryDeregisterCallback(token);  // never waits
       c->SetStatus(to_absl(status));
       done();
     };

@@ -1,7 +1,8 @@
 #include "tensorflow/request_from_attributes.h"
 
 #include <cctype>
-#include <cstdlib>
+
+#include "core/base/numbers.h"
 
 namespace hvd {
 namespace {
@@ -16,18 +17,18 @@ const std::map<std::string, Kind>& kinds() {
 }
 
 const std::map<std::string, Reduction>& reductions() {
-  static const std::map<std::string, Reduction> reductions = {
+  static const auto* reductions = new std::map<std::string, Reduction>{
       {"Average", Reduction::average}, {"Sum", Reduction::sum},
       {"Min", Reduction::min},         {"Max", Reduction::max},
       {"Product", Reduction::product}, {"Adasum", Reduction::adasum},
   };
-  return reductions;
+  return *reductions;
 }
 
 const std::map<std::string, DType>& wires() {
-  static const std::map<std::string, DType> wires = {
+  static const auto* wires = new std::map<std::string, DType>{
       {"float16", DType::float16}, {"bfloat16", DType::bfloat16}, {"float64", DType::float64}};
-  return wires;
+  return *wires;
 }
 
 }  // namespace
@@ -48,10 +49,8 @@ Request request_of(const std::string& op, const Attributes& attributes) {
   request.name = attributes.texts.at("tensor_name");
   request.process_set = static_cast<int>(attributes.numbers.at("process_set"));
   if (const auto* reduction = text("reduction")) request.reduction = reductions().at(*reduction);
-  if (const auto* factor = text("prescale_factor"))
-    request.prescale = std::strtod(factor->c_str(), nullptr);
-  if (const auto* factor = text("postscale_factor"))
-    request.postscale = std::strtod(factor->c_str(), nullptr);
+  if (const auto* factor = text("prescale_factor")) parse(*factor, &request.prescale);
+  if (const auto* factor = text("postscale_factor")) parse(*factor, &request.postscale);
   if (const auto* wire = text("wire_dtype")) request.wire = wires().at(*wire);
   if (const auto* note = text("note")) request.note = *note;
   const auto root = attributes.numbers.find("root_rank");

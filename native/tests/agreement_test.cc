@@ -155,6 +155,17 @@ void a_problem_of_one_rank_refuses_for_all() {
   CHECK(decide({staying({{"a", "1"}}), staying({{"b", "1", "bad"}})}).nothing());  // not yet
 }
 
+void what_belongs_to_a_failed_step_does_not_wait() {
+  Report failed = staying({{"a", "1"}, {"b", "1"}});
+  for (Pending& pending : failed.queue) pending.failed = true;
+  failed = decode(encode(failed));
+  const Decision decision = decide({staying({{"b", "1"}, {"c", "1"}}), failed});
+  CHECK_EQ(joined(decision.run), "b");  // all have come
+  CHECK_EQ(refused(decision), "a");
+  if (decision.refuse.size() != 1) return;
+  CHECK_CONTAINS(decision.refuse[0].message, "another op of the same step has failed on rank 1");
+}
+
 void who_has_joined_is_not_waited_for() {
   const Decision decision = decide({staying({{"join", ""}}), staying({{"a", "1"}, {"b", "1"}}),
                                     staying({{"b", "1"}, {"a", "1"}})});
@@ -298,6 +309,7 @@ int main() {
       {"only the first of an identity counts", only_the_first_of_an_identity_counts},
       {"one rank agrees with itself", one_rank_agrees_with_itself},
       {"a problem of one rank refuses for all", a_problem_of_one_rank_refuses_for_all},
+      {"what belongs to a failed step does not wait", what_belongs_to_a_failed_step_does_not_wait},
       {"who has joined is not waited for", who_has_joined_is_not_waited_for},
       {"joining is not negotiated", joining_is_not_negotiated},
       {"what needs a rank that has joined is refused",

@@ -111,7 +111,6 @@ void allreduce_with_all_reductions() {
 
 // Values that neither float16 nor bfloat16 hold, of every size and dtype.
 void allreduce_of_rounded_tensors() {
-  if (test::transport == "ring") return;  // it rounds after each host, from another one on per part
   const bool grid = test::transport == "grid" && size > 1;
   const bool hosts_are_one = !grid && (test::transport.substr(0, 7) != "cluster" || size <= 2);
   with_engine([grid, hosts_are_one](Engine& engine) {
@@ -401,13 +400,15 @@ void agreements_tell_who_waited_least() {
       for (const bool wanted : {false, true}) {
         Proposal mine;
         mine.fingerprint = rank == odd ? 8 : 7;
-        mine.wants_times = wanted && rank == size - 1;
+        if (wanted && rank == size - 1) mine.flags = Proposal::wants_times;
+        if (rank == first) mine.flags |= Proposal::several_sets;
         mine.wait_times = {waited(rank), static_cast<uint64_t>(rank), 0};
         const std::vector<Proposal> all = transport->agree(mine, patient);
         CHECK_EQ(all.size(), static_cast<size_t>(size));
         bool equal = true;
-        uint64_t together = 0, expected = 0;
+        uint64_t together = 0, expected = 0, flags = 0;
         for (int r = 0; r < size; ++r) {
+          flags |= all[r].flags;
           equal &= all[r].fingerprint == mine.fingerprint;
           together += all[r].wait_times.waited_ns;
           expected += waited(r);
@@ -415,6 +416,7 @@ void agreements_tell_who_waited_least() {
           if (wanted) CHECK_EQ(all[r].wait_times.ran_ns, static_cast<uint64_t>(r));
         }
         CHECK_EQ(equal, odd < 0 || size == 1);
+        CHECK(flags & Proposal::several_sets);
         CHECK_EQ(all[first].wait_times.waited_ns, 10U);
         CHECK(together <= expected);
         CHECK(expected - together < static_cast<uint64_t>(size));  // the mean is rounded

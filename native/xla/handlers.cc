@@ -21,34 +21,19 @@ namespace {
 namespace ffi = xla::ffi;
 
 ffi::Error to_error(const Status& status) {
-  switch (status.code) {
-    case Code::ok:
-      return ffi::Error::Success();
-    case Code::invalid_argument:
-      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
-    case Code::failed_precondition:
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message);
-    case Code::unimplemented:
-      return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message);
-    case Code::aborted:
-      return ffi::Error(ffi::ErrorCode::kAborted, status.message);
-    case Code::deadline_exceeded:
-      return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, status.message);
-    case Code::internal:
-      break;
-  }
-  return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error(static_cast<ffi::ErrorCode>(status.code), status.message);
 }
 
 DType to_dtype(ffi::DataType dtype) {
-  static const std::map<ffi::DataType, DType> table = {
+  static const auto* table = new std::map<ffi::DataType, DType>{
       {ffi::PRED, DType::boolean}, {ffi::U8, DType::uint8},      {ffi::S8, DType::int8},
       {ffi::U16, DType::uint16},   {ffi::S16, DType::int16},     {ffi::U32, DType::uint32},
       {ffi::S32, DType::int32},    {ffi::U64, DType::uint64},    {ffi::S64, DType::int64},
       {ffi::F16, DType::float16},  {ffi::BF16, DType::bfloat16}, {ffi::F32, DType::float32},
       {ffi::F64, DType::float64},
   };
-  return table.at(dtype);  // the ops' type lists hold nothing else
+  return table->at(dtype);  // the ops' type lists hold nothing else
 }
 
 Shape to_shape(ffi::AnyBuffer::Dimensions dimensions) {
@@ -79,13 +64,15 @@ struct Result {
   void* data;
 };
 
-Request request_of(const ffi::Dictionary& dictionary) {
-  const Attributes attributes = attributes_of(dictionary);
-  return request_of(attributes.texts.at("op"), attributes);
-}
-
 // The last argument and the last result are the chain, see kernels.cc.
-ffi::Future submitted(Request request, ffi::RemainingArgs arguments, ffi::RemainingRets returns) {
+ffi::Future submitted(const ffi::Dictionary& dictionary, int device, void* stream,
+                      ffi::RemainingArgs arguments, ffi::RemainingRets returns) {
+  const Attributes attributes = attributes_of(dictionary);
+  Request request = request_of(attributes.texts.at("op"), attributes);
+  if (arguments.size() > 1) {  // a barrier has no tensors
+    request.device = device;
+    request.stream = stream;
+  }
   for (size_t i = 0; i + 1 < arguments.size(); ++i) {
     const ffi::AnyBuffer input = *arguments.get<ffi::AnyBuffer>(i);
     request.inputs.push_back(
@@ -104,18 +91,13 @@ ffi::Future submitted(Request request, ffi::RemainingArgs arguments, ffi::Remain
   if (keeps_shape(request.kind)) {
     for (const Result& result : results) request.outputs.push_back(result.data);
   } else {
-    // Of an alltoall: equal ones, see kernels.cc. Nobody reads those that it receives.
+    // Of an alltoall, see kernels.cc. Nobody reads those that it receives.
     const auto splits = std::make_shared<std::vector<int64_t>>();
     const auto unread = std::make_shared<std::vector<int64_t>>();
     if (request.kind == Kind::alltoall) {
-      int size = 0;
-      const Status status = look_up("size", request.process_set, &size);
-      if (!status.ok()) {
-        request.done(status);
-        return future;
-      }
-      splits->assign(size, request.inputs[0].shape[0] / size);
-      request.inputs.push_back({splits->data(), DType::int64, {size}});
+      splits->assign(attributes.numbers.at("splits"), attributes.numbers.at("split_rows"));
+      request.inputs.push_back(
+          {splits->data(), DType::int64, {static_cast<int64_t>(splits->size())}});
     }
     request.allocate = [results = std::move(results), splits, unread, name = request.name](
                            size_t index, const Shape& shape, void** data) {
@@ -144,19 +126,14 @@ ffi::Future submitted(Request request, ffi::RemainingArgs arguments, ffi::Remain
 
 ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
                        ffi::Dictionary dictionary) {
-  return submitted(request_of(dictionary), arguments, returns);
+  return submitted(dictionary, kOnHost, nullptr, arguments, returns);
 }
 
 // On a GPU what is done is that XLA's stream waits for the result, as with TensorFlow's kernels.
 // Here XLA's thread does wait for the future, that is, for the other ranks, but not for the GPU.
 ffi::Future collective_on_gpu(void* stream, int32_t device, ffi::RemainingArgs arguments,
                               ffi::RemainingRets returns, ffi::Dictionary dictionary) {
-  Request request = request_of(dictionary);
-  if (arguments.size() > 1) {  // a barrier has no tensors
-    request.device = device;
-    request.stream = stream;
-  }
-  return submitted(std::move(request), arguments, returns);
+  return submitted(dictionary, device, stream, arguments, returns);
 }
 
 ffi::Error rank_info(ffi::Result<ffi::BufferR0<ffi::S32>> value, ffi::Dictionary dictionary) {

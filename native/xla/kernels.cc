@@ -3,6 +3,8 @@
 //
 // XLA orders nothing but by data, and custom calls without data in common run at the same time. So
 // every call takes a scalar from the previous call and passes it to the next: the chain.
+#include <algorithm>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -43,10 +45,6 @@ std::string dictionary(const std::string& op, const Attributes& attributes) {
   return text + "}";
 }
 
-absl::Status to_absl(const Status& status) {
-  return status.ok() ? absl::OkStatus() : absl::FailedPreconditionError(status.message);
-}
-
 // The end of the chain, one in each computation that is being compiled.
 struct Chain : public tensorflow::ResourceBase {
   std::string DebugString() const override { return "hvd_keras: the last collective"; }
@@ -57,10 +55,12 @@ class CollectiveXlaKernel : public XlaOpKernel {
  public:
   explicit CollectiveXlaKernel(OpKernelConstruction* c)
       : XlaOpKernel(c),
-        call_(request_of(c->def().op(), attributes_of(c->def()))),
-        text_(dictionary(c->def().op(), attributes_of(c->def()))) {}
+        attributes_(attributes_of(c->def())),
+        call_(request_of(c->def().op(), attributes_)) {}
 
   void Compile(XlaOpKernelContext* c) override {
+    Attributes attributes = attributes_;
+    if (call_.kind == Kind::alltoall) OP_REQUIRES_OK(c, add_splits(c, &attributes));
     std::vector<xla::XlaOp> operands;
     std::vector<xla::Shape> shapes, results;
     // Not an alltoall's splits: all are equal, and memory of the host, which a GPU's program lacks.
@@ -76,7 +76,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
       shapes.push_back(xla::ShapeUtil::MakeShapeWithDescendingLayout(shape->element_type(),
                                                                      shape->dimensions()));
     }
-    OP_REQUIRES_OK(c, set_results(c, shapes, &results));
+    OP_REQUIRES_OK(c, set_results(shapes, &results));
 
     Chain* chain = nullptr;
     tensorflow::OpKernelContext* context = c->op_kernel_context();
@@ -102,7 +102,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
     // Without "side effect" XLA would drop the last calls if nothing uses their results.
     const xla::XlaOp call = xla::CustomCallWithLayout(
         c->builder(), "hvd_collective", operands, xla::ShapeUtil::MakeTupleShape(results), shapes,
-        text_, /*has_side_effect=*/true, shared, /*literal=*/nullptr,
+        dictionary(def().op(), attributes), /*has_side_effect=*/true, shared, /*literal=*/nullptr,
         xla::CustomCallSchedule::SCHEDULE_NONE, xla::CustomCallApiVersion::API_VERSION_TYPED_FFI);
     for (int i = 0; i < count; ++i) c->SetOutput(i, xla::GetTupleElement(call, i));
     chain->end = xla::GetTupleElement(call, count);
@@ -125,25 +125,15 @@ class CollectiveXlaKernel : public XlaOpKernel {
 
   // The outputs' shapes if all ranks' inputs have the shapes of this one's. Whether they have, the
   // handler sees.
-  absl::Status set_results(XlaOpKernelContext* c, const std::vector<xla::Shape>& shapes,
+  absl::Status set_results(const std::vector<xla::Shape>& shapes,
                            std::vector<xla::Shape>* results) const {
     *results = shapes;
-    if (keeps_shape(call_.kind)) return absl::OkStatus();
+    if (keeps_shape(call_.kind) || call_.kind == Kind::alltoall) return absl::OkStatus();
     int size = 0, set_rank = 0;
     TF_RETURN_IF_ERROR(to_absl(look_up("size", call_.process_set, &size)));
     TF_RETURN_IF_ERROR(to_absl(look_up("set_rank", call_.process_set, &set_rank)));
-    if (call_.kind == Kind::alltoall) {
-      std::vector<int64_t> splits;
-      const bool known = c->ConstantInputAsIntVector(1, &splits).ok();
-      for (const int64_t split : splits) {
-        if (split != splits[0]) splits.clear();
-      }
-      if (known && !splits.empty()) return absl::OkStatus();
-      return refused(known ? "its splits differ, so that what it receives depends on other ranks"
-                           : "its splits are known only when it runs",
-                     "Send equally many rows to each rank");
-    }
     for (xla::Shape& shape : *results) {
+      if (shape.dimensions().empty()) continue;  // the engine refuses it on all ranks
       const int64_t rows = shape.dimensions(0);
       shape.set_dimensions(0, call_.kind == Kind::allgather
                                   ? rows * size
@@ -152,8 +142,23 @@ class CollectiveXlaKernel : public XlaOpKernel {
     return absl::OkStatus();
   }
 
+  // Equal ones. Whether they fit the tensor and the ranks, the engine checks.
+  absl::Status add_splits(XlaOpKernelContext* c, Attributes* attributes) const {
+    std::vector<int64_t> splits;
+    const bool known = c->ConstantInputAsIntVector(1, &splits).ok();
+    if (!known ||
+        std::adjacent_find(splits.begin(), splits.end(), std::not_equal_to<>()) != splits.end()) {
+      return refused(known ? "its splits differ, so that what it receives depends on other ranks"
+                           : "its splits are known only when it runs",
+                     "Send equally many rows to each rank");
+    }
+    attributes->numbers["splits"] = static_cast<int64_t>(splits.size());
+    attributes->numbers["split_rows"] = splits.empty() ? 0 : splits[0];
+    return absl::OkStatus();
+  }
+
+  const Attributes attributes_;
   const Request call_;  // all but the tensors
-  const std::string text_;
 };
 
 class RankInfoXlaKernel : public XlaOpKernel {

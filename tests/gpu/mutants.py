@@ -159,6 +159,7 @@ RULES = {
     f"{XLA}/handlers.cc": [
         (r"request\.device = device;", "request.device = 0;"),
         (r"request\.stream = stream;", ""),
+        (r"\(dictionary, device, stream,", "(dictionary, device, nullptr,"),
         (r"outputs\.push_back\(result\.data\)", "outputs.push_back(results[0].data)"),
         (r"\*data = results\[index\]\.data;", "*data = results[0].data;"),
     ],

@@ -18,7 +18,7 @@ def test_each_place_is_in_a_mutant() -> None:
 def test_each_function_fails() -> None:
     core = mutants.ROOT / mutants.GPU
     called = (core / "cuda_api.cc").read_text() + (core / "nccl_api.cc").read_text()
-    cases = (mutants.ROOT / "native" / "tests" / "gpu_faults_test.cc").read_text()
+    cases = (mutants.ROOT / "native" / "tests" / "gpu" / "gpu_faults_test.cc").read_text()
     functions = set(re.findall(r'bind\("(\w+)"', called))
     failing = set(re.findall(r'\{"((?:cuda|nccl)\w+)", When::', cases))
     assert functions - failing == WITHOUT_FAULTS

@@ -5,6 +5,7 @@
 
 import pathlib
 import re
+from collections.abc import Iterable
 
 from hvd_keras.horovod import names
 from hvd_keras.launch import horovodrun
@@ -24,22 +25,23 @@ def table_of_names() -> str:
             horovod = row.horovod if row.note or row.horovod != names.LIKEWISE else ""
             if row.home is None and row.state != "same" and row.horovod == names.LIKEWISE:
                 horovod = "not there"
-            lines.append(f"|{listed}|{row.state}|{row.note}|{horovod}|")
+            state = "" if row.state == "same" else row.state
+            lines.append(f"|{listed}|{state}|{row.note}|{horovod}|")
     return "\n".join(lines)
 
 
 def table_of_options() -> str:
+    def flags(names: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in names)
+
+    settings = [(flag, name) for flag, (name, _) in horovodrun.SETTING_OPTIONS.items()]
+    flag, (name, _) = horovodrun.NO_STALL_CHECK
+    rows = [(flags(names), f"`{option}`") for option, names in horovodrun.ALIASES.items()]
+    rows += [(f"`{flag}`", f"`{name}`, for the ranks") for flag, name in [*settings, (flag, name)]]
+    rows.append((flags(" ".join(horovodrun.NO_EFFECT.values()).split()), "no effect"))
+    rows += [(f"`{flag}`", f"refused: {note}") for flag, note in horovodrun.REFUSED.items()]
     lines = ["|`horovodrun`|`hvdrun`|", "|---|---|"]
-    for option in horovodrun.OPTIONS:
-        flags = ", ".join(f"`{flag}`" for flag in option.flags)
-        if option.option:
-            meaning = f"`{option.option}`"
-        elif option.setting:
-            meaning = f"`{option.setting[0]}`, for the ranks"
-        else:
-            meaning = f"{'refused: ' * option.refused}{option.note}"
-        lines.append(f"|{flags}|{meaning}|")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"|{theirs}|{ours}|" for theirs, ours in rows)])
 
 
 def written(text: str) -> str:

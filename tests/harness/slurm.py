@@ -61,6 +61,8 @@ def missing() -> str | None:
     """Why there is no SLURM here, or None."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"])
     packages = [p for tool, p in _TOOLS.items() if shutil.which(tool, path=path) is None]
+    if not list(pathlib.Path("/usr/lib").glob("*/pmix2/lib/libpmix.so")):
+        packages.append("libpmix-dev")  # srun opens it
     return f"not installed: {', '.join(packages)}" if packages else None
 
 

@@ -15,8 +15,8 @@ import pytest
 from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.output import Destination, Stream
-from hvd_keras.launch.onhost.channel import SILENCE
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, cpu_quota, usable_cores
+from hvd_keras.launch.onhost.limits import SILENCE
 from hvd_keras.launch.start import mpirun
 from tests.harness.launcher import LIMIT, wait_until
 
@@ -451,7 +451,11 @@ def test_verbose_shows_the_command(hvdrun):
 def test_help_and_version(hvdrun):
     text = hvdrun.run("--help").stdout
     options = re.findall(r"^  (-\S.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
-    assert len(options) == 33
+    assert len(options) == 35
+    first = " ".join(option.split()[0].strip(",") for option in options[:10])
+    assert first == (
+        "-np -H --oversubscribe -m --max-restarts --output-dir --stats --verbose --check -h"
+    )
     assert all("default" in option for option in options if "--help" not in option)
     assert re.fullmatch(r"hvdrun of hvd_keras \d+\.\d+.*\n", hvdrun.run("--version").stdout)
 
@@ -471,6 +475,11 @@ def test_check(hvdrun):
     assert re.search(r"TensorFlow: +\d\S*, built for \d", done.stdout)
     assert re.search(r"MPI library: +/", done.stdout)
     assert re.search(r"Self-test: +\d+ collectives of 7 kinds on 2 ranks, all correct", done.stdout)
+    assert done.stdout.endswith("[0] OK\n")
+    assert re.search(rf"Cores: +{usable_cores()} usable on this host", done.stdout)
+    assert re.search(r"Launcher: +/\S+/mpirun\n", done.stdout)
+    if "GPUs:         none" in done.stdout:
+        assert "cannot" not in done.stdout  # what only GPUs need may be missing
     assert not re.search(r"absl::|oneDNN|cuInit|cudart|CPU instructions", done.stderr), done.stderr
     done = hvdrun.run("--check", "python")
     assert (done.returncode, done.stdout) == (2, "")

@@ -283,4 +283,4 @@ def test_import_from_the_source_folder_says_what_to_do(tmp_path: pathlib.Path) -
         text=True,
         timeout=60,
     )
-    assert "pip install -e ." in result.stderr
+    assert "pip install ." in result.stderr

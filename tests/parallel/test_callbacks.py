@@ -333,7 +333,7 @@ def test_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(
 ) -> None:
     (directory / "file").write_text("in the way")
     checkpoint = hvd.callbacks.ModelCheckpoint(directory / "file" / "model.keras")
-    with pytest.raises(OSError, match=r"ModelCheckpoint: rank 0: .*file"):
+    with pytest.raises(OSError, match=r"ModelCheckpoint: .*file"):
         fit(compiled(training.dense_model()), [checkpoint])
 
 

@@ -1,5 +1,7 @@
 """Weights that part after the first broadcast, and rows that all ranks have, are told."""
 
+import time
+
 import keras
 import numpy as np
 import pytest
@@ -68,6 +70,22 @@ def test_weights_set_on_one_rank_between_two_fits(told) -> None:
     assert "began to train with different weights" in text
     assert "kernel" in text
     assert "BroadcastGlobalVariablesCallback(0)" in text
+
+
+def test_fit_ends_together_after_a_difference_was_told(monkeypatch, directory) -> None:
+    class Write(keras.callbacks.Callback):
+        def on_train_end(self, logs=None):
+            if RANK == 0:
+                time.sleep(1)
+                (directory / "written").touch()
+
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
+    model = compiled()
+    training.set_weights(model, seed=RANK)
+    fit(model, Write(), broadcast=False)
+    assert len(warnings) == (RANK == 0)
+    assert (directory / "written").exists()
 
 
 def test_a_rate_from_the_ranks_own_logs(told) -> None:

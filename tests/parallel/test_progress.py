@@ -89,7 +89,8 @@ def test_samples_of_all_ranks_are_counted(capsys, known: bool, steps_per_executi
         step, steps, rate, unit, metrics = last[2:]
         assert unit == "samples"
         assert (step, steps) == ("5", "5") or not known
-        assert float(rate) * progress._seconds == pytest.approx(expected, rel=0.01)
+        rounded = 0.5 * progress._seconds  # slow steps have small rates, shown as integers
+        assert float(rate) * progress._seconds == pytest.approx(expected, abs=rounded)
         assert "val_loss" in metrics
     assert progress._samples_per_step * progress.seen == expected
 

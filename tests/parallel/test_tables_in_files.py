@@ -240,3 +240,31 @@ def test_what_cannot_be_saved(directory) -> None:
     with pytest.raises(OSError, match=r"cannot write .*model.keras: rank 0: "):
         hvd.save_model(model, directory / "file" / "model.keras")
     assert model(np.zeros((1, 3))).shape == (1, 1), "works afterwards"
+
+
+class Subclassed(keras.Model):
+    """Keras builds its layers in a graph, without values."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        init = keras.initializers.RandomUniform(seed=1)
+        self.table = hvd.layers.Embedding(ROWS, COLUMNS, init, shard="rows")
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, ids: Any) -> Any:
+        return self.dense(self.table(ids))
+
+
+def test_a_subclassed_model_has_its_table_once_and_in_its_file(directory) -> None:
+    ids = np.arange(12).reshape(4, 3) + RANK
+    model = Subclassed()
+    model(ids)
+    assert [shards.of(v) is not None for v in model.table.weights] == [True]
+    model.table.set_table(np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS))
+    hvd.broadcast_variables(model.dense.variables, 0)
+    hvd.save_model(model, directory / "model.keras")
+    hvd.barrier()
+    loaded = keras.models.load_model(
+        directory / "model.keras", custom_objects={"Subclassed": Subclassed}
+    )
+    np.testing.assert_array_equal(loaded.predict(ids, verbose=0), model.predict(ids, verbose=0))

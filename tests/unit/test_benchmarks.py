@@ -54,7 +54,7 @@ def test_algorithms_between_hosts():
     if not rows:
         pytest.skip(done.stderr)
     ways = {row["what"].rpartition(", ")[2] for row in rows}
-    assert ways == {"direct", "grid", "ring", "mpi", "MPI_Allreduce"}
+    assert ways == {"direct", "grid", "MPI_Allreduce"}
     assert all(row["seconds"] > 0 for row in rows)
 
 

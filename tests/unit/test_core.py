@@ -66,6 +66,7 @@ def fake_cuda(binaries: pathlib.Path) -> dict[str, str]:
     [
         "agreement_test",
         "collectives_test",
+        "ends_test",
         "explorer_test",
         "host_counters_test",
         "loops_test",
@@ -90,7 +91,7 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
 
 @pytest.mark.parametrize(
     ("size", "transport"),
-    [*TRANSPORTS, (4, "ring"), (4, "grid"), (4, "cluster-mpi"), (3, "reduction")],
+    [*TRANSPORTS, (4, "grid"), (3, "reduction")],
 )
 def test_engine(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "engine_test"), transport, timeout=120)
@@ -103,6 +104,13 @@ def test_algorithms_between_hosts(binaries: pathlib.Path) -> None:
     job = ranks.mpirun(7, str(binaries / "inter_host_test"), timeout=120)
     assert job.status == 0, job.output
     assert job.output.count("ok     many hosts form a grid") == 7, job.output
+
+
+@pytest.mark.parametrize(("size", "transport"), [(1, "mpi"), (2, "mpi"), (2, "host")])
+def test_edges(binaries: pathlib.Path, size: int, transport: str) -> None:
+    job = ranks.mpirun(size, str(binaries / "edges_test"), transport, timeout=120)
+    assert job.status == 0, job.output
+    assert job.output.count("signals do not take memory away") == size, job.output
 
 
 @pytest.mark.parametrize(("size", "transport"), TRANSPORTS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from hvd_keras.launch import onhost
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
 from hvd_keras.launch.onhost import sweep
+from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.onhost.rsh_agent import ssh_command
 from hvd_keras.launch.start import clean_up, command, hosts, preflight, slurm
 from hvd_keras.launch.start.hosts import Host
@@ -225,6 +227,61 @@ def test_ranks_fill_the_first_hosts_first() -> None:
     assert hosts.share([Host("a", 2), Host("b", 4)], 9) == [Host("a", 3), Host("b", 6)]
 
 
+def test_ways_to_say_how_many_ranks(hvdrun) -> None:
+    """On this host, and on one whose cores and GPUs are asked for."""
+    shell = hvdrun.folder / "shell"
+    shell.write_text('#!/bin/sh\nshift\nexec sh -c "$@"\n')
+    shell.chmod(0o755)
+    there = ("--remote-shell", str(shell), "-H", "server1", "--network-interface", "lo")
+    cores = usable_cores()
+    for options, size in (
+        (("-np2", "--oversubscribe"), 2),
+        (("-npauto",), usable_gpus(os.environ) or cores),
+        (("-np", "auto", "-H", "localhost:3"), 3),
+        (("--nproc-per-node", "2", "-H", "localhost", "--oversubscribe"), 2),
+        (("--nproc_per_node", "1"), 1),
+        (there, cores),
+        (("-np", "auto", *there), usable_gpus(os.environ) or cores),
+        (("--nproc-per-node", "5", *there), 5),
+    ):
+        done = hvdrun.run("--dry-run", *options, "true")
+        assert re.search(rf"^\S*mpirun -n {size} ", done.stdout, re.MULTILINE), (options, done)
+    for options, told in (
+        (("--nproc-per-node", "2", "-np", "2"), "expected -np alone"),
+        (("-npx",), "-np got 'x'; expected a positive integer"),
+        (("-np", "0"), "-np got '0'; expected a positive integer"),
+    ):
+        assert told in hvdrun.run("--dry-run", *options, "true").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("hvdrun -np 2 --max", ["--max-restarts"]),
+        ("hvdrun --ssh-", ["--ssh-port", "--ssh-identity-file"]),
+        ("hvdrun train.py --max", []),
+        ("hvdrun --min-num", []),  # horovodrun's names are not offered
+    ],
+)
+def test_bash_completes_options(hvdrun, words: str, expected: list[str]) -> None:
+    script = hvdrun.run("--completion").stdout
+    *before, _ = words.split()
+    ask = f"COMP_WORDS=({words}); COMP_CWORD={len(before)}; _hvdrun; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == (expected, "")
+
+
+def test_gpus_that_are_counted(tmp_path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia11", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    visible = {None: 3, "": 0, "-1": 0, "1": 1, "0,11": 2, "0,-1,1": 1, "MIG-a,MIG-b": 2}
+    for value, count in visible.items():
+        environment = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+        assert usable_gpus(environment, tmp_path) == count
+    (tmp_path / "empty").mkdir()
+    assert usable_gpus({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path / "empty") == 0
+
+
 def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:
     code = "print('out', rank, flush=True)\nprint('err', rank, file=sys.stderr)"
     options = ("-np", "2", "--oversubscribe", "--output-dir", "new/output")
@@ -236,26 +293,23 @@ def test_output_goes_to_a_file_of_each_rank_too(hvdrun) -> None:
         assert sorted(text.splitlines()) == [f"err {rank}", f"out {rank}"]
 
 
-def test_the_culprits_traceback_ends_the_output(hvdrun) -> None:
-    """It is repeated only if other output has moved it away."""
-    code = """
-meet(2)
-if rank == 0: time.sleep(100)
-atexit.register(sys.stderr.write, 'later\\n' * int(sys.argv[1]))
-raise ValueError('bad')"""
-    expected = "hvdrun: rank 1 failed first: exit status 1"
-    done = hvdrun.python(2, "import atexit" + code, "0")
-    *_, error, cause, other = done.stderr.splitlines()
-    assert (error, cause) == ("[1] ValueError: bad", expected)
-    assert other.startswith("hvdrun: rank 0: ")
-    done = hvdrun.python(2, "import atexit" + code, "50")
-    *_, cause, begin, place, _, error, other = [
-        line for line in done.stderr.splitlines() if "^" not in line
-    ]
-    assert cause == expected
-    assert begin == "Traceback (most recent call last):"
-    assert "script.py" in place
-    assert error == "ValueError: bad"
+@pytest.mark.parametrize("lines", [0, 200])
+def test_the_culprits_traceback_is_near_the_end(hvdrun, lines) -> None:
+    """It is repeated if it is far above."""
+    code = f"""
+        import atexit
+        meet(2)
+        if rank == 0:
+            time.sleep(100)
+        atexit.register(lambda: print("later\\n" * {lines}, end="", file=sys.stderr))
+        raise ValueError("bad")
+        """
+    printed = hvdrun.python(2, code).stderr.splitlines()
+    assert printed.count("[1] ValueError: bad") == 1
+    cause = printed.index("hvdrun: rank 1 failed first: exit status 1")
+    *text, other = printed[cause + 1 :]
+    assert text[:1] == ["Traceback (most recent call last):"] * bool(lines)
+    assert text.count("ValueError: bad") == bool(lines)
     assert other.startswith("hvdrun: rank 0: ")
 
 

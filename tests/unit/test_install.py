@@ -157,7 +157,24 @@ def test_without_tensorflow_two_lines_say_what_to_type(
     done = run("import sys; sys.modules['tensorflow'] = None\nimport hvd_keras as hvd; hvd.init()")
     assert expected.search(done.stderr), done.stderr
     script = tmp_path / "train.py"
-    script.write_text("import keras\nimport hvd_keras as hvd\n")
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    script.write_text(block)
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def hide(name, *more): return None if name == 'tensorflow' else find(name, *more)\n"
+        "PathFinder.find_spec = hide\n"
+    )
+    for arguments in ([str(script)], ["-m", "hvd_keras.check"]):
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 1
+        assert done.stderr == hvd_keras.no_tensorflow(sys.executable) + "\n"
     venv.create(tmp_path / "venv")
     python = str(tmp_path / "venv" / "bin" / "python")
     for command in ([python, str(script)], [python, "-m", "hvd_keras.check"]):

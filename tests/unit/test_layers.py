@@ -21,6 +21,7 @@ MAY_INCLUDE = {
     "tensorflow": {"core", "core/base", "core/request"},
     "xla": {"core", "core/base", "core/request", "tensorflow"},
     "tests": TESTS | {"tests/support"},
+    "tests/gpu": TESTS | {"tests/support"},
     "tests/support": TESTS,
 }
 # The files of core that code outside of it may include.
@@ -54,7 +55,7 @@ def test_includes_go_down_only() -> None:
 def test_includes_show_the_folder() -> None:
     for path in SOURCES:
         for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):
-            libraries = re.match(r"(tensorflow|xla)/", name)
+            libraries = re.match(r"(absl|tensorflow|xla)/", name)
             assert (NATIVE / name).exists() or libraries, f"{path} includes {name}"
 
 

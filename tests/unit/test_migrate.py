@@ -190,7 +190,7 @@ def test_what_is_certain(text: str, expected: str) -> None:
         ("from horovod.ray import RayExecutor", "hvd_keras.ray.run"),
         ("import horovod.common.util as util", "write hvd. for horovod.common.util"),
         ("from horovod.tensorflow.data.compute_service import x", "hvd_keras.data.shard"),
-        ("from horovod.tensorflow.gradient_aggregation import x", "no such name"),
+        ("from horovod.tensorflow.gradient_aggregation import x", "has backward_passes_per_step"),
         ("from horovod.tensorflow import broadcast_", "broadcast_variables"),
         ("import horovod.keras as hvd\nhvd.callbacks.BestModelCheckpoint()", "save_best_only"),
         ("import horovod.keras as hvd\nhvd.allreduce(*values)", "by name"),

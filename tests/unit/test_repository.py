@@ -8,6 +8,8 @@ import sys
 
 import hvd_keras as hvd
 from hvd_keras import lifecycle
+from hvd_keras.launch import options
+from tests.parallel.features import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = [
@@ -35,7 +37,7 @@ def test_only_settings_and_the_launcher_read_the_environment() -> None:
     readers = [
         str(path.relative_to(ROOT))
         for path in SOURCES
-        if re.search(r"getenv|os\.environ", path.read_text())
+        if re.search(r"\b(secure_)?getenv|os\.environ", path.read_text())
         and path.parts[len(ROOT.parts)] in ("hvd_keras", "callbacks", "native")
     ]
     allowed = {"hvd_keras/settings.py", "native/core/base/settings.cc"}
@@ -45,6 +47,20 @@ def test_only_settings_and_the_launcher_read_the_environment() -> None:
 def test_the_core_knows_neither_tensorflow_nor_python() -> None:
     for path in (ROOT / "native" / "core").rglob("*.[ch]*"):
         assert not re.search(r'#include [<"](tensorflow|Python)', path.read_text()), path
+
+
+def test_no_number_depends_on_the_locale() -> None:
+    """Other libraries may choose one in which decimals have a comma."""
+    formats = r"strto[dfl]+|sto[dfl]+|atof|[sf]?scanf|setlocale|locale\(\"\"\)"
+    wrong = re.compile(rf"\b({formats})\s*\(|printf[^;]*%[-+ #0-9.*]*l?[aefgAEFG]|ostringstream")
+    right = {"base/numbers.cc": ["strtod_l("], "request/collectives.cc": ["locale::classic()"]}
+    for folder in ("core", "tensorflow", "xla"):
+        for path in (ROOT / "native" / folder).rglob("*.*"):
+            text = path.read_text()
+            if found := wrong.search(text):
+                parts = right.get(str(path.relative_to(ROOT / "native" / "core")))
+                assert parts, (path, found[0])
+                assert all(part in text for part in parts), path
 
 
 def test_the_middle_knows_no_kinds() -> None:
@@ -106,11 +122,14 @@ def test_the_ways_to_leave_a_job_are_documented() -> None:
     assert table == list(zip(in_cpp[1].split(", "), lifecycle.LeaveResult.__members__, strict=True))
 
 
-def test_every_setting_is_documented() -> None:
+def settings() -> set[str]:
     sources = (ROOT / "hvd_keras" / "settings.py", ROOT / "native/core/base/settings.cc")
-    names = {n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())}
+    return {n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())}
+
+
+def test_every_setting_is_documented() -> None:
     table = (ROOT / "docs" / "guide.md").read_text().partition("## Settings\n")[2]
-    assert names == set(re.findall(r"`(HVD_[A-Z_]+)`", table))
+    assert settings() == set(re.findall(r"`(HVD_[A-Z_]+)`", table))
 
 
 def test_what_runs_on_other_hosts_imports_the_standard_library_alone() -> None:
@@ -153,3 +172,25 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert not anchor or target not in anchors or anchor in anchors[target], (page, anchor)
             found += 1
     assert found > 100
+
+
+def test_the_page_of_combinations_shows_what_is_expected() -> None:
+    """`make matrix` writes it from measurements; a cell that was not measured is empty."""
+    page = (ROOT / "docs" / "tables" / "combinations.md").read_text()
+    expected = table.page({case: table.expected(case) for case in table.pairs()})
+    for line, other in zip(page.splitlines(), expected.splitlines(), strict=True):
+        cells = zip(line.split("|"), other.split("|"), strict=True)
+        assert all(cell in ("", theirs) for cell, theirs in cells), line
+
+
+def test_names_options_and_settings_are_those_that_users_know() -> None:
+    """What is renamed or removed breaks scripts: change interface.txt on purpose only."""
+    parser = options._parser()
+    found = {
+        *settings(),
+        *(f"hvd.{name}" for name in hvd.__all__),
+        *(f"hvd.callbacks.{name}" for name in hvd.callbacks.__all__),
+        *(f"hvdrun {name}" for name in parser._option_string_actions),
+    }
+    known = (pathlib.Path(__file__).parent / "interface.txt").read_text().splitlines()
+    assert sorted(found) == known

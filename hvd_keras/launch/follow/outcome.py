@@ -8,16 +8,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hvd_keras.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
-from hvd_keras.launch.onhost.process import GRACE
+from hvd_keras.launch.onhost.limits import DESERTER_GRACE, GRACE, TIE
 
 # Marks that say where a rank is: inside `hvd.init()`, in the job, inside MPI_Finalize, after it.
 PHASES = ("arrived", "joined", "leaving", "ended")
 
-# Seconds for which a rank that another one has said to leave may take to end.
-DESERTER_GRACE = 30.0
-
-# Seconds by which the report of a failure may arrive after mpirun has killed other ranks for it.
-TIE = 1.0
 
 _FOLLOWED = {
     WAITED_IN_VAIN: f"timed out waiting for another rank (exit status {WAITED_IN_VAIN})",

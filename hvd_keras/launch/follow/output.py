@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvd_keras.launch.errors import UsageError
-
-# Seconds that an unfinished line waits for its rest: short enough for a prompt or a progress bar.
-PARTIAL_LINE_DELAY = 0.1
+from hvd_keras.launch.onhost.limits import PARTIAL_LINE_DELAY
 
 # Bytes of a rank's last errors that are kept, to tell at the end why it failed.
 TAIL_LIMIT = 1 << 16

@@ -22,7 +22,6 @@ from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.channel import (
     LARGE_PIECE,
     PIECE,
-    SILENCE,
     Channel,
     ProtocolError,
     error_text,
@@ -31,15 +30,13 @@ from hvd_keras.launch.onhost.channel import (
 )
 from hvd_keras.launch.onhost.connect import in_folder
 from hvd_keras.launch.onhost.cores import thread_settings
-from hvd_keras.launch.onhost.worker import ALIVE, FUNCTION, RESULT
+from hvd_keras.launch.onhost.limits import MUTE, PROOF_TIMEOUT, SILENCE, WORKER_ALIVE
+from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 
-# How many connections may be open that have not proved to belong to the job, and for how many
-# seconds; further ones wait to be accepted.
+# How many connections may be open that have not proved to belong to the job; further ones wait to
+# be accepted.
 UNPROVEN = 64
-PROOF_TIMEOUT = 10.0
 
-# Seconds without a sign of life after which a worker counts as stopped when others have ended.
-MUTE = 60.0
 
 TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimit -n`)"
 
@@ -366,7 +363,7 @@ class Ranks:
         for peer in left:
             if silence(peer.connection) > SILENCE:
                 peer.end(f"silent for {SILENCE:.0f} s")
-            if now > self._checked + ALIVE:  # we were stopped ourselves
+            if now > self._checked + WORKER_ALIVE:  # we were stopped ourselves
                 peer.heard = now
         self._checked = now
         patience = MUTE if len(left) < self.size else 10 * MUTE

@@ -14,9 +14,7 @@ from collections.abc import Callable, Sequence
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.statistics import Recent, Statistics
-
-# Seconds between two versions of the lines.
-REFRESH = 1.0
+from hvd_keras.launch.onhost.limits import SCREEN_REFRESH
 
 # Ranks that are shown at most: those for which the others wait most.
 SHOWN = 8
@@ -54,7 +52,7 @@ class Screen:
         """Draw now, and again and again."""
         with contextlib.suppress(OSError):  # the terminal is gone
             self._draw()
-        self._timer = asyncio.get_running_loop().call_later(REFRESH, self.start)
+        self._timer = asyncio.get_running_loop().call_later(SCREEN_REFRESH, self.start)
 
     def stop(self) -> None:
         """Give the terminal back."""

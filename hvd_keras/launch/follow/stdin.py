@@ -13,8 +13,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any
 
-# Seconds between two tries to read a terminal that belongs to another job of the shell.
-BACKGROUND_WAIT = 1.0
+from hvd_keras.launch.onhost.limits import BACKGROUND_WAIT
 
 PIECE = 1 << 16
 

@@ -20,22 +20,15 @@ from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict, describe_apart, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
-from hvd_keras.launch.onhost.process import FORWARDED, GRACE, die_with_parent
-
-# Seconds between two looks at what does not wake us up.
-CHECK = 1.0
-
-# Seconds that processes left by mpirun and the workers get to end by themselves.
-SWEEP_GRACE = 1.0
-
-# Seconds that mpirun may take after the last rank is over, when it was asked to end.
-OVER_GRACE = 1.0
-
-# Seconds between two looks at the reader of our output, while it is slow.
-SLOW_READER_CHECK = 0.1
-
-# Seconds beyond their time to end in which the ranks' workers kill them and report it.
-KILL_GRACE = 2.0
+from hvd_keras.launch.onhost.limits import (
+    CHECK,
+    GRACE,
+    KILL_GRACE,
+    OVER_GRACE,
+    SLOW_READER_CHECK,
+    SWEEP_GRACE,
+)
+from hvd_keras.launch.onhost.process import FORWARDED, die_with_parent
 
 # Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
 TEXT_LIMIT = 1 << 16

@@ -23,18 +23,14 @@ import time
 from typing import IO
 
 from .channel import PIECE, ProtocolError
+from .limits import DRAIN, GRACE, HVDRUN_END
 from .link import Link
-from .process import GRACE
 from .rsh_agent import DAEMON
 from .sweep import AGENT, STEP, processes, sweep
 
 # With this after the run's name in their mark, processes are hvdrun and what it has started on its
-# own host. It ends that by itself when its owner is killed, within so many seconds.
+# own host. It ends that by itself when its owner is killed, within HVDRUN_END.
 OF_HVDRUN = "-hvdrun"
-HVDRUN_END = 4 * GRACE
-
-# Seconds that the output of a command which has ended may keep us: a daemon may hold it open.
-DRAIN = 1.0
 
 
 def _relay(link: Link, name: str, pipe: IO[bytes]) -> None:

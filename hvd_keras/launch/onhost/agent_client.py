@@ -15,13 +15,11 @@ import threading
 from pathlib import Path
 
 from .channel import PIECE, ProtocolError
+from .limits import CONNECT_TIMEOUT
 from .link import Link
 
 # The status with which ssh itself fails, which callers expect.
 FAILED = 255
-
-# Seconds to reach an agent.
-CONNECT_TIMEOUT = 5.0
 
 
 def _forward_input(link: Link) -> None:

@@ -37,9 +37,6 @@ PIECE = 1 << 16
 # Bytes of a pickle in one message.
 LARGE_PIECE = 1 << 20
 
-# Seconds of silence until the other host counts as lost. After a network failure of 5 s, TCP may
-# need up to 7, because it backs off between its retries.
-SILENCE = 10.0
 
 # The place of tcpi_last_data_recv and tcpi_last_ack_recv, in milliseconds, in Linux's tcp_info.
 _LAST_RECEIVED = 52

@@ -10,10 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .channel import error_text
-
-# Seconds to reach hvdrun: of one try, and of all of them.
-CONNECT_TIMEOUT = 5.0
-REACH_TIMEOUT = 30.0
+from .limits import CONNECT_TIMEOUT, REACH_TIMEOUT
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
-"""How many cores a job may use, and the thread counts that follow from it."""
+"""How many cores and GPUs a job may use, and the thread counts that follow from it."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,6 +45,17 @@ def cpu_quota(
 def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, limited by a control group's quota."""
     return max(1, int(min(len(os.sched_getaffinity(0)), cpu_quota())))
+
+
+def usable_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs that this process may use: those of the host, limited by CUDA_VISIBLE_DEVICES."""
+    found = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in devices.iterdir())
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not found:
+        return found
+    # CUDA ignores what follows an invalid entry.
+    names = itertools.takewhile(lambda name: name.strip() not in ("", "-1"), visible.split(","))
+    return len(list(names))
 
 
 def thread_settings(

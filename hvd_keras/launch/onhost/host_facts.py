@@ -44,9 +44,10 @@ def look(directory: str, program: str) -> "dict[str, object]":
         "program": os.access(os.path.join(directory, program), os.X_OK),
     }
     if facts["place"] is not None:
-        from hvd_keras.launch.onhost.cores import usable_cores
+        from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 
         facts["cores"] = usable_cores()
+        facts["gpus"] = usable_gpus(os.environ)
     return facts
 
 

@@ -7,10 +7,8 @@ import socket
 import threading
 from typing import Any
 
-from .channel import PIECE, SILENCE, Channel, ProtocolError, watch_liveness
-
-# Seconds until the other end must have proved that it knows the secret.
-PROOF_TIMEOUT = 10.0
+from .channel import PIECE, Channel, ProtocolError, watch_liveness
+from .limits import PROOF_TIMEOUT, SILENCE
 
 
 class Link:

@@ -8,9 +8,6 @@ import signal
 import stat
 from pathlib import Path
 
-# Seconds from the request to end until the kill: enough to flush and close files.
-GRACE = 5.0
-
 # Signals that are passed on to the ranks.
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 

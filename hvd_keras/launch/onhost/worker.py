@@ -29,18 +29,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .channel import (
-    LARGE_PIECE,
-    PIECE,
-    SILENCE,
-    Channel,
-    ProtocolError,
-    silence,
-    watch_liveness,
-)
+from .channel import LARGE_PIECE, PIECE, Channel, ProtocolError, silence, watch_liveness
 from .connect import connect, in_folder
 from .cores import usable_cores
-from .process import FORWARDED, GRACE, ask_to_end, die_with_parent, private_folder
+from .limits import GRACE, SILENCE, WORKER_ALIVE, WORKER_CHECK
+from .process import FORWARDED, ask_to_end, die_with_parent, private_folder
 from .rsh_agent import DAEMON
 from .sweep import AGENT
 
@@ -63,10 +56,6 @@ CALL = "HVDRUN_CALL"
 FUNCTION = "function"
 RESULT = "result"
 
-# Seconds between two looks whether hvdrun's host and mpirun's daemon still live, and between two
-# signs of life.
-CHECK = 0.5
-ALIVE = 5.0
 
 # Bytes of one message of the rank at most.
 TOLD = 1 << 18
@@ -174,7 +163,7 @@ class Worker:
         for descriptor in range(3):
             os.dup2(null, descriptor)
         connection = socket.socket(fileno=os.dup(self._connection.fileno()))
-        connection.settimeout(CHECK)
+        connection.settimeout(WORKER_CHECK)
         with contextlib.suppress(OSError):
             while silence(connection) < SILENCE:
                 with contextlib.suppress(TimeoutError):
@@ -195,13 +184,13 @@ class Worker:
         """Check what must be polled: hvdrun's host, mpirun's daemon; and show hvdrun our life."""
         told = 0.0
         while True:
-            await asyncio.sleep(CHECK)
+            await asyncio.sleep(WORKER_CHECK)
             if not self._hvdrun_gone and silence(self._connection) > SILENCE:
                 self._lose_hvdrun()
             if os.getppid() != self._parent and not self._stopped:
                 self._follow_daemon()
             now = time.monotonic()
-            if now > told + ALIVE and self._channel.open:
+            if now > told + WORKER_ALIVE and self._channel.open:
                 told = now
                 if not self._writer.transport.get_write_buffer_size():
                     self._send(alive=True)

@@ -10,11 +10,7 @@ import subprocess
 from collections.abc import Sequence
 
 from hvd_keras.launch.errors import UsageError
-
-# Seconds for an answer of one host, of a discovery script or of SLURM: for a login by way of a
-# directory service, or for Python's start on a slow network file system. (ssh gives up earlier if
-# nothing answers at all, see `ssh.py`.)
-ANSWER_TIMEOUT = 60.0
+from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
 
 
 async def run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:

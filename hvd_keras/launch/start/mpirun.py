@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
 from hvd_keras.launch.start.dialects import (
     Dialect,
     IntelMpi,
@@ -21,9 +22,6 @@ from hvd_keras.launch.start.dialects import (
     OpenMpi5,
     path_beside,
 )
-
-# Seconds for `mpirun --version`; it takes milliseconds, on a slow network file system longer.
-VERSION_TIMEOUT = 60
 
 
 def find_mpirun(requested: str | None) -> Dialect:
@@ -83,7 +81,7 @@ def _identify(path: str) -> Dialect:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=VERSION_TIMEOUT,
+            timeout=ANSWER_TIMEOUT,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{path} --version failed: {error}; pass --mpirun PATH") from error

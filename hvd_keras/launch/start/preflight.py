@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hvd_keras.launch.onhost import host_facts as probe
-from hvd_keras.launch.start.command import ANSWER_TIMEOUT
+from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.remote_shell import Reach, answer, last_line, run_on_all
 

@@ -11,12 +11,10 @@ from pathlib import Path
 
 from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost.limits import NODE_TIMEOUT
 from hvd_keras.launch.start.command import ask
 from hvd_keras.launch.start.dialects import Dialect, Start
 from hvd_keras.launch.start.hosts import Host
-
-# Seconds for a node to become free for a short command.
-NODE_TIMEOUT = 10
 
 
 @dataclass(frozen=True)

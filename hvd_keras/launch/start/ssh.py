@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
+from hvd_keras.launch.onhost.limits import ALIVE_COUNT, ALIVE_INTERVAL, CONNECT_TIMEOUT
 from hvd_keras.launch.start.remote_shell import RemoteShell
-
-# Seconds until a host that does not answer counts as unreachable.
-CONNECT_TIMEOUT = 5
-
-# Seconds between keep-alives, and how many may be missed: a network failure of 5 s is tolerated;
-# hvdrun itself (`channel.SILENCE`) detects a longer one earlier.
-ALIVE_INTERVAL = 4
-ALIVE_COUNT = 3
 
 
 def ssh(port: int | None, identity: str | None) -> RemoteShell:

@@ -6,24 +6,32 @@
 
 namespace hvd {
 
-cpu_set_t affinity() {
-  cpu_set_t mask;
-  CPU_ZERO(&mask);
-  if (sched_getaffinity(0, sizeof mask, &mask) != 0) CPU_ZERO(&mask);
-  return mask;
+Cores affinity() {
+  Cores cores{};
+  if (sched_getaffinity(0, sizeof cores, cores.data()) != 0) cores = {};
+  return cores;
 }
+
+int count(const Cores& cores) { return CPU_COUNT_S(sizeof cores, cores.data()); }
 
 double cpu_quota(const std::string& membership, const std::string& root) {
   double quota = std::numeric_limits<double>::infinity();
   std::ifstream groups(membership);
-  for (std::string line; std::getline(groups, line);) {
-    if (line.compare(0, 3, "0::") != 0) continue;
-    std::string group = line.substr(3);
+  const auto next = [&](std::string* text, char end) -> bool {
+    return static_cast<bool>(std::getline(groups, *text, end));
+  };
+  for (std::string number, controllers, group;
+       next(&number, ':') && next(&controllers, ':') && next(&group, '\n');) {
+    const bool unified = number == "0";
+    if (!unified && ("," + controllers + ",").find(",cpu,") == std::string::npos) continue;
+    const std::string mount = root + (unified ? "" : "/cpu");
     while (!group.empty() && group.back() == '/') group.pop_back();
     while (true) {
-      std::ifstream file(root + group + "/cpu.max");
+      std::ifstream file(mount + group + (unified ? "/cpu.max" : "/cpu.cfs_quota_us"));
+      std::ifstream other(mount + group + "/cpu.cfs_period_us");
       double limit = 0, period = 0;
-      if (file >> limit >> period && period > 0) quota = std::min(quota, limit / period);
+      if (file >> limit && (unified ? file : other) >> period && limit > 0 && period > 0)
+        quota = std::min(quota, limit / period);
       if (group.empty()) break;
       group.erase(group.rfind('/'));
     }

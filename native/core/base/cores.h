@@ -3,15 +3,21 @@
 
 #include <sched.h>
 
+#include <array>
 #include <string>
 
 namespace hvd {
 
-// The cores that this process may run on; none if the kernel has more than fit into a cpu_set_t.
-cpu_set_t affinity();
+// A mask of 8,192 cores; no Linux has more.
+using Cores = std::array<cpu_set_t, 8>;
 
-// Cores' worth of CPU time that control groups (version 2) leave this process, infinity without a
-// limit. A group is bound by its own limit and by those of all groups above it. `membership` is
+// The cores that this process may run on.
+Cores affinity();
+
+int count(const Cores& cores);
+
+// Cores' worth of CPU time that control groups leave this process, infinity without a limit. A
+// group is bound by its own limit and by those of all groups above it. `membership` is
 // this process's /proc/self/cgroup, `root` where the groups are mounted.
 double cpu_quota(const std::string& membership = "/proc/self/cgroup",
                  const std::string& root = "/sys/fs/cgroup");

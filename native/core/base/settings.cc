@@ -6,15 +6,16 @@
 #include <string>
 #include <utility>
 
+#include "core/base/numbers.h"
+
 namespace hvd {
 namespace {
 
 Status read_seconds(const char* name, double* value) {
   const char* text = std::getenv(name);
   if (text == nullptr || *text == '\0') return {};
-  char* end = nullptr;
-  const double parsed = std::strtod(text, &end);
-  if (*end != '\0' || !std::isfinite(parsed) || parsed < 0) {
+  double parsed = 0;
+  if (!parse(text, &parsed) || !std::isfinite(parsed) || parsed < 0) {
     return Status::error(Code::invalid_argument,
                          std::string(name) + " is '" + text +
                              "', expected a number of seconds, 0 or more. Correct or unset it.");
@@ -26,14 +27,15 @@ Status read_seconds(const char* name, double* value) {
 Status read_allreduce(Allreduce* value) {
   const char* given = std::getenv("HVD_ALLREDUCE");
   const std::string text = given == nullptr ? "" : given;
-  static const std::map<std::string, Allreduce> known = {
-      {"", Allreduce::automatic}, {"auto", Allreduce::automatic}, {"direct", Allreduce::direct},
-      {"grid", Allreduce::grid},  {"ring", Allreduce::ring},      {"mpi", Allreduce::mpi}};
+  static const std::map<std::string, Allreduce> known = {{"", Allreduce::automatic},
+                                                         {"auto", Allreduce::automatic},
+                                                         {"direct", Allreduce::direct},
+                                                         {"grid", Allreduce::grid}};
   const auto found = known.find(text);
   if (found == known.end()) {
-    return Status::error(Code::invalid_argument,
-                         "HVD_ALLREDUCE is '" + text +
-                             "', expected auto, direct, grid, ring or mpi. Correct or unset it.");
+    return Status::error(
+        Code::invalid_argument,
+        "HVD_ALLREDUCE is '" + text + "', expected auto, direct or grid. Correct or unset it.");
   }
   *value = found->second;
   return {};

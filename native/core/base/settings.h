@@ -8,9 +8,9 @@
 
 namespace hvd {
 
-// The algorithm of an allreduce between hosts: one that suits their number, direct exchange, direct
-// exchange in a grid, ring, or MPI_Iallreduce.
-enum class Allreduce { automatic, direct, grid, ring, mpi };
+// The algorithm of an allreduce between hosts: one that suits their number, direct exchange, or
+// direct exchange in a grid.
+enum class Allreduce { automatic, direct, grid };
 
 enum class GpuBackend { nccl, mpi };
 
@@ -27,7 +27,7 @@ struct Settings {
   // another, before these fail on all ranks; 0: never. Python threads may take turns
   // for some seconds.
   double mismatch_seconds = 20.0;
-  // HVD_ALLREDUCE: auto, direct, grid, ring or mpi; that of a process set's first rank counts.
+  // HVD_ALLREDUCE: auto, direct or grid; that of a process set's first rank counts.
   Allreduce allreduce = Allreduce::automatic;
   // HVD_TIMELINE: the file to which rank 0 writes what all ranks do; empty: none.
   std::string timeline;

@@ -6,14 +6,14 @@
 
 namespace hvd {
 
+// As TensorFlow and XLA number them.
 enum class Code {
-  ok,
-  invalid_argument,
-  failed_precondition,
-  unimplemented,
-  aborted,
-  deadline_exceeded,
-  internal
+  ok = 0,
+  invalid_argument = 3,
+  deadline_exceeded = 4,
+  failed_precondition = 9,
+  aborted = 10,
+  internal = 13
 };
 
 struct Status {

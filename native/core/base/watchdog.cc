@@ -6,13 +6,15 @@
 #include <utility>
 
 #include "core/base/log.h"
+#include "core/base/threads.h"
 
 namespace hvd {
 
 Watchdog::Watchdog(const Settings& settings, double timeout, std::string what)
-    : what_(std::move(what)), thread_([this, warning = settings.stall_warning_seconds, timeout] {
+    : what_(std::move(what)),
+      thread_(new_thread("hvd watchdog", [this, warning = settings.stall_warning_seconds, timeout] {
         watch(warning, timeout);
-      }) {}
+      })) {}
 
 Watchdog::~Watchdog() {
   {

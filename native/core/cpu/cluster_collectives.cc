@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/cpu/cluster_transport.h"
+#include "core/cpu/mpi_error.h"
 #include "core/math/loops.h"
 
 namespace hvd {
@@ -24,18 +25,20 @@ class Messages : public InterHostExchange {
 
   char* memory() { return memory_.data(); }
   void send(const char* data, int64_t bytes, int to) {
-    if (bytes > 0) MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, to, kTag, all_, add());
+    if (bytes > 0)
+      HVD_MPI(MPI_Isend(data, static_cast<int>(bytes), MPI_BYTE, to, kTag, all_, add()));
   }
   void receive(char* data, int64_t bytes, int from) {
-    if (bytes > 0) MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, from, kTag, all_, add());
+    if (bytes > 0)
+      HVD_MPI(MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, from, kTag, all_, add()));
   }
   void when_complete(std::function<void()> then) { then_ = std::move(then); }
 
   bool advance() override {
     if (done_) return false;
     int complete = 0;
-    MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &complete,
-                MPI_STATUSES_IGNORE);
+    HVD_MPI(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &complete,
+                        MPI_STATUSES_IGNORE));
     if (!complete) return false;
     if (then_) then_();
     return done_ = true;

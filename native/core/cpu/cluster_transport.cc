@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/base/log.h"
+#include "core/cpu/mpi_error.h"
 #include "core/math/loops.h"
 
 namespace hvd {
@@ -32,18 +33,18 @@ constexpr int kManyRanks = 256;
 ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host,
                                    Allreduce algorithm)
     : algorithm_(algorithm), chunk_bytes_(kSmallBytes) {
-  MPI_Comm_rank(host, &local_rank_);
-  MPI_Comm_size(host, &local_size_);
+  HVD_MPI(MPI_Comm_rank(host, &local_rank_));
+  HVD_MPI(MPI_Comm_size(host, &local_size_));
   const MPI_Comm all = (*mpi)->communicator();
   // Messages of different algorithms would not match.
-  MPI_Bcast(&algorithm_, sizeof algorithm_, MPI_BYTE, 0, all);
+  HVD_MPI(MPI_Bcast(&algorithm_, sizeof algorithm_, MPI_BYTE, 0, all));
   std::vector<int> neighbours(local_size_);
   const int own = (*mpi)->ranks()[(*mpi)->rank()];
-  MPI_Allgather(&own, 1, MPI_INT, neighbours.data(), 1, MPI_INT, host);
-  MPI_Allreduce(&local_size_, &leaders_, 1, MPI_INT, MPI_MIN, all);
-  MPI_Allreduce(&local_size_, &most_local_, 1, MPI_INT, MPI_MAX, all);
+  HVD_MPI(MPI_Allgather(&own, 1, MPI_INT, neighbours.data(), 1, MPI_INT, host));
+  HVD_MPI(MPI_Allreduce(&local_size_, &leaders_, 1, MPI_INT, MPI_MIN, all));
+  HVD_MPI(MPI_Allreduce(&local_size_, &most_local_, 1, MPI_INT, MPI_MAX, all));
   hosts_ = local_rank_ == 0 ? 1 : 0;
-  MPI_Allreduce(MPI_IN_PLACE, &hosts_, 1, MPI_INT, MPI_SUM, all);
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &hosts_, 1, MPI_INT, MPI_SUM, all));
   algorithm_ = algorithm_for(algorithm_, hosts_);
   full_chunk_bytes_ =
       std::clamp(kMessageBytes * leaders_ * hosts_, kLeastChunkBytes, kMostChunkBytes);
@@ -57,20 +58,21 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
     why = error.what();
   }
   int failed = why.empty() ? 0 : 1;
-  MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, all);
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, all));
   if (failed) throw std::runtime_error(why.empty() ? "those of another host cannot" : why);
   number_hosts(all, neighbours[0]);
   // By the number of the host, so that all slices are summed in the same order.
-  MPI_Comm_split(all, local_rank_ < leaders_ ? local_rank_ : MPI_UNDEFINED, host_, &across_);
+  HVD_MPI(
+      MPI_Comm_split(all, local_rank_ < leaders_ ? local_rank_ : MPI_UNDEFINED, host_, &across_));
   mpi_ = std::move(*mpi);
 }
 
 // `first`: the number in the job of the first rank of this host.
 void ClusterTransport::number_hosts(MPI_Comm all, int first) {
   int ranks = 0;
-  MPI_Comm_size(all, &ranks);
+  HVD_MPI(MPI_Comm_size(all, &ranks));
   std::vector<int> firsts(ranks), numbers;
-  MPI_Allgather(&first, 1, MPI_INT, firsts.data(), 1, MPI_INT, all);
+  HVD_MPI(MPI_Allgather(&first, 1, MPI_INT, firsts.data(), 1, MPI_INT, all));
   for (int r = 0; r < ranks; ++r) {
     const auto found = std::find(numbers.begin(), numbers.end(), firsts[r]);
     const size_t host = found - numbers.begin();
@@ -85,7 +87,7 @@ void ClusterTransport::number_hosts(MPI_Comm all, int first) {
 }
 
 ClusterTransport::~ClusterTransport() {
-  if (across_ != MPI_COMM_NULL) MPI_Comm_free(&across_);
+  if (across_ != MPI_COMM_NULL) HVD_MPI(MPI_Comm_free(&across_));
 }
 
 char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {

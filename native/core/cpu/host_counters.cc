@@ -27,6 +27,9 @@ constexpr double kSpinSeconds = 50e-6;
 // How often a sleeping rank checks whether to abort.
 constexpr int64_t kAbortCheckNanoseconds = 10'000'000;
 
+// How long a rank that aborts waits for the reason of one that does so, too.
+constexpr double kWriteReasonSeconds = 1.0;
+
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -34,6 +37,8 @@ double seconds_since(Clock::time_point start) {
 void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");  // "yield" does nothing on most cores
 #else
   std::atomic_signal_fence(std::memory_order_seq_cst);
 #endif
@@ -72,10 +77,6 @@ HostCounters::HostCounters(void* memory, int rank, std::vector<int> ranks, int r
       ranks_per_core_(ranks_per_core),
       header_(static_cast<Header*>(memory)),
       per_rank_(reinterpret_cast<PerRank*>(static_cast<char*>(memory) + 2 * kPage)) {}
-
-uint64_t HostCounters::own(Kind kind) const {
-  return per_rank_[rank_].counters[kind].value.load(std::memory_order_relaxed);
-}
 
 uint64_t HostCounters::least(Kind kind, int ranks) const {
   uint64_t least = UINT64_MAX;
@@ -178,8 +179,10 @@ void HostCounters::abort(const std::string& why) {
     }
     throw Aborted(why);
   }
-  while (header_->aborted.load(std::memory_order_acquire) != 2) sched_yield();
-  throw Aborted(header_->reason);
+  const auto start = Clock::now();
+  while (!aborted() && seconds_since(start) < kWriteReasonSeconds) sched_yield();
+  header_->aborted.store(2, std::memory_order_release);  // if the rank that writes it was killed
+  throw Aborted(*header_->reason ? header_->reason : why);
 }
 
 }  // namespace hvd

@@ -32,7 +32,6 @@ class HostCounters {
   HostCounters(void* memory, int rank, std::vector<int> ranks, int ranks_per_core);
 
   int ranks_per_core() const { return ranks_per_core_; }
-  uint64_t own(Kind kind) const;
 
   // The least value of a counter among the first `ranks` ranks, or all.
   uint64_t least(Kind kind, int ranks) const;

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/cpu/mpi_error.h"
+
 namespace hvd {
 namespace {
 
@@ -23,7 +25,7 @@ class PointToPoint : public InterHostExchange {
         parts_(parts),
         hosts_(hosts),
         tag_(tag) {
-    MPI_Comm_rank(hosts, &host_);
+    HVD_MPI(MPI_Comm_rank(hosts, &host_));
   }
 
  protected:
@@ -34,16 +36,16 @@ class PointToPoint : public InterHostExchange {
   // Both sides know how long a part is, so that empty ones need no message.
   void send(int part, int to, int stage) {
     if (length(part) > 0)
-      MPI_Isend(data(part), bytes(part), MPI_BYTE, to, tag_ + stage, hosts_, add());
+      HVD_MPI(MPI_Isend(data(part), bytes(part), MPI_BYTE, to, tag_ + stage, hosts_, add()));
   }
   void receive(int part, void* target, int from, int stage) {
     if (length(part) > 0)
-      MPI_Irecv(target, bytes(part), MPI_BYTE, from, tag_ + stage, hosts_, add());
+      HVD_MPI(MPI_Irecv(target, bytes(part), MPI_BYTE, from, tag_ + stage, hosts_, add()));
   }
   bool all_complete() {
     int complete = 0;
-    MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &complete,
-                MPI_STATUSES_IGNORE);
+    HVD_MPI(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &complete,
+                        MPI_STATUSES_IGNORE));
     if (complete) requests_.clear();
     return complete != 0;
   }
@@ -144,7 +146,7 @@ class Direct : public PointToPoint {
 
 std::unique_ptr<Direct> new_direct(MPI_Comm hosts, const Slice& slice, int tag) {
   int count = 0;
-  MPI_Comm_size(hosts, &count);
+  HVD_MPI(MPI_Comm_size(hosts, &count));
   std::vector<int> all(count);
   std::iota(all.begin(), all.end(), 0);
   return std::make_unique<Direct>(hosts, std::move(all), slice, tag);
@@ -172,8 +174,8 @@ struct Groups {
 // leaders move up to (1 + 1/(2 sqrt(H))) times the least bytes.
 std::unique_ptr<Direct> new_grid(MPI_Comm hosts, const Slice& slice, int tag) {
   int host = 0, count = 0, group = 0;
-  MPI_Comm_rank(hosts, &host);
-  MPI_Comm_size(hosts, &count);
+  HVD_MPI(MPI_Comm_rank(hosts, &host));
+  HVD_MPI(MPI_Comm_size(hosts, &count));
   const Groups groups(count);
   while (groups.first(group + 1) <= host) ++group;
   const int first = groups.first(group);
@@ -184,125 +186,15 @@ std::unique_ptr<Direct> new_grid(MPI_Comm hosts, const Slice& slice, int tag) {
                                   std::move(beyond));
 }
 
-// Each host sends only to the next one. Part p starts at host p, and each host adds its own; when
-// it has passed all hosts, its sum goes around once more. (Baidu's ring, 2017:
-// https://github.com/baidu-research/baidu-allreduce)
-class Ring : public PointToPoint {
- public:
-  Ring(MPI_Comm hosts, const Slice& slice, int tag, int count)
-      : PointToPoint(hosts, slice, tag, count), count_(count) {
-    received_.resize(((slice.elements + count_ - 1) / count_) * width_);
-    exchange();
-  }
-
-  bool advance() override {
-    if (done_ || !all_complete()) return false;
-    if (step_ < count_ - 1) {
-      const bool last = step_ == count_ - 2;
-      combine(incoming(), {received_.data(), data(incoming())}, last ? slice_.factors : Factors());
-    }
-    ++step_;
-    done_ = step_ == 2 * (count_ - 1);
-    if (!done_) exchange();
-    return true;
-  }
-
- private:
-  int part(int back) const { return ((host_ - back) % count_ + count_) % count_; }
-  int outgoing() const { return part(step_); }
-  int incoming() const { return part(step_ + 1); }
-
-  void exchange() {
-    void* target = step_ < count_ - 1 ? received_.data() : data(incoming());
-    receive(incoming(), target, part(1), 0);
-    send(outgoing(), part(-1), 0);
-  }
-
-  const int count_;
-  std::vector<char> received_;
-  int step_ = 0;
-};
-
-MPI_Datatype mpi_type(DType dtype) {
-  switch (dtype) {
-    case DType::boolean:  // 0 or 1, reduced by min and max alone
-    case DType::uint8:
-      return MPI_UINT8_T;
-    case DType::int8:
-      return MPI_INT8_T;
-    case DType::uint16:
-      return MPI_UINT16_T;
-    case DType::int16:
-      return MPI_INT16_T;
-    case DType::uint32:
-      return MPI_UINT32_T;
-    case DType::int32:
-      return MPI_INT32_T;
-    case DType::uint64:
-      return MPI_UINT64_T;
-    case DType::int64:
-      return MPI_INT64_T;
-    case DType::float32:
-      return MPI_FLOAT;
-    case DType::float64:
-      return MPI_DOUBLE;
-    default:
-      return MPI_DATATYPE_NULL;  // MPI has no half precision
-  }
-}
-
-MPI_Op mpi_op(Reduction reduction) {
-  switch (reduction) {
-    case Reduction::min:
-      return MPI_MIN;
-    case Reduction::max:
-      return MPI_MAX;
-    case Reduction::product:
-      return MPI_PROD;
-    default:
-      return MPI_SUM;
-  }
-}
-
-// MPI's own algorithm.
-class Mpi : public InterHostExchange {
- public:
-  Mpi(MPI_Comm hosts, const Slice& slice) : slice_(slice) {
-    MPI_Iallreduce(MPI_IN_PLACE, slice.data, static_cast<int>(slice.elements),
-                   mpi_type(slice.dtype), mpi_op(slice.reduction), hosts, &request_);
-  }
-
-  bool advance() override {
-    if (done_) return false;
-    int complete = 0;
-    MPI_Test(&request_, &complete, MPI_STATUS_IGNORE);
-    if (!complete) return false;
-    const void* sum = slice_.data;
-    loops().reduce(slice_.dtype, slice_.reduction, slice_.factors, &sum, 1, slice_.elements,
-                   slice_.data);
-    return done_ = true;
-  }
-
- private:
-  const Slice slice_;
-  MPI_Request request_ = MPI_REQUEST_NULL;
-};
-
 }  // namespace
 
 std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                             const Slice& slice, int tag) {
-  int count = 0;
-  MPI_Comm_size(hosts, &count);
-  if (algorithm == Allreduce::ring) return std::make_unique<Ring>(hosts, slice, tag, count);
   if (algorithm == Allreduce::grid) return new_grid(hosts, slice, tag);
-  if (algorithm == Allreduce::mpi && mpi_type(slice.dtype) != MPI_DATATYPE_NULL)
-    return std::make_unique<Mpi>(hosts, slice);
   return new_direct(hosts, slice, tag);
 }
 
 int most_rounded(Allreduce algorithm, int hosts) {
-  if (algorithm == Allreduce::ring) return hosts;
   if (algorithm != Allreduce::grid) return 1;
   const Groups groups(hosts);
   return (hosts + groups.count - 1) / groups.count;

@@ -1,7 +1,7 @@
 // The stage of an allreduce between hosts, for one slice: each host starts with its own sum, and
 // ends with the sum over all hosts, bit for bit the same. For H hosts and n bytes, each host sends
-// and receives 2(H-1)/H n (except by MPI's own algorithm, and slightly more in an uneven grid),
-// which is the minimum (Patarasuk and Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002).
+// and receives 2(H-1)/H n (slightly more in an uneven grid), which is the minimum (Patarasuk and
+// Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002).
 #pragma once
 
 #include <mpi.h>

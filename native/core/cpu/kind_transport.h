@@ -39,7 +39,7 @@ class KindTransport : public Transport {
 
   // Runs kinds that this transport does not implement; the same ones on all ranks.
   virtual Status missing(Request& request) {
-    return Status::error(Code::unimplemented,
+    return Status::error(Code::internal,
                          identity(request) + " is not supported between these ranks.");
   }
 

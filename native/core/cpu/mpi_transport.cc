@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include "core/cpu/mpi_error.h"
 #include "core/math/adasum.h"
 #include "core/math/loops.h"
 #include "core/request/collectives.h"
@@ -26,7 +27,7 @@ constexpr int64_t kPieceBytes = 64 << 20;
 std::string host_name() {
   char name[MPI_MAX_PROCESSOR_NAME];
   int length = 0;
-  MPI_Get_processor_name(name, &length);
+  HVD_MPI(MPI_Get_processor_name(name, &length));
   return std::string(name, length);
 }
 
@@ -39,15 +40,15 @@ class MpiTransport::Exchange {
 
   void receive(void* data, int64_t bytes, int from) {
     in_pieces(bytes, [&](int64_t start, int n) {
-      MPI_Irecv(static_cast<char*>(data) + start, n, MPI_BYTE, from, 0, transport_.communicator_,
-                add());
+      HVD_MPI(MPI_Irecv(static_cast<char*>(data) + start, n, MPI_BYTE, from, 0,
+                        transport_.communicator_, add()));
     });
   }
 
   void send(const void* data, int64_t bytes, int to) {
     in_pieces(bytes, [&](int64_t start, int n) {
-      MPI_Isend(static_cast<const char*>(data) + start, n, MPI_BYTE, to, 0,
-                transport_.communicator_, add());
+      HVD_MPI(MPI_Isend(static_cast<const char*>(data) + start, n, MPI_BYTE, to, 0,
+                        transport_.communicator_, add()));
     });
   }
 
@@ -75,20 +76,20 @@ class MpiTransport::Exchange {
 
 MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int few)
     : ranks_(std::move(ranks)), few_(few) {
-  MPI_Comm_dup(communicator, &communicator_);
-  MPI_Comm_rank(communicator_, &rank_);
-  MPI_Type_contiguous(sizeof(Summary) / sizeof(uint64_t), MPI_UINT64_T, &summary_type_);
-  MPI_Type_commit(&summary_type_);
-  MPI_Op_create(combine, 1, &combine_);
+  HVD_MPI(MPI_Comm_dup(communicator, &communicator_));
+  HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
+  HVD_MPI(MPI_Type_contiguous(sizeof(Summary) / sizeof(uint64_t), MPI_UINT64_T, &summary_type_));
+  HVD_MPI(MPI_Type_commit(&summary_type_));
+  HVD_MPI(MPI_Op_create(combine, 1, &combine_));
   waiter_ = std::make_unique<MpiWaiter>(communicator_, ranks_);
   hosts_ = gather(host_name(), [](double, const std::vector<int>&) { return std::string(); });
 }
 
 MpiTransport::~MpiTransport() {
   waiter_.reset();
-  MPI_Op_free(&combine_);
-  MPI_Type_free(&summary_type_);
-  MPI_Comm_free(&communicator_);
+  HVD_MPI(MPI_Op_free(&combine_));
+  HVD_MPI(MPI_Type_free(&summary_type_));
+  HVD_MPI(MPI_Comm_free(&communicator_));
 }
 
 void MpiTransport::wait(MPI_Request request) {
@@ -112,7 +113,7 @@ void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
     const Summary& from = other[i];
     into.least = std::min(into.least, from.least);
     into.most = std::max(into.most, from.most);
-    into.wants_times |= from.wants_times;
+    into.flags |= from.flags;
     const auto earlier = std::min(std::pair(into.waited_least, into.first),
                                   std::pair(from.waited_least, from.first));
     into.waited_least = earlier.first;
@@ -123,15 +124,15 @@ void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
 
 std::vector<Proposal> MpiTransport::reduce_proposals() {
   const uint64_t print = my_proposal_.fingerprint, waited = my_proposal_.wait_times.waited_ns;
-  my_summary_ = {print, print, my_proposal_.wants_times, waited, static_cast<uint64_t>(rank_),
-                 waited};
+  my_summary_ = {print, print, my_proposal_.flags, waited, static_cast<uint64_t>(rank_), waited};
   MPI_Request request;
-  MPI_Iallreduce(&my_summary_, &summary_, 1, summary_type_, combine_, communicator_, &request);
+  HVD_MPI(
+      MPI_Iallreduce(&my_summary_, &summary_, 1, summary_type_, combine_, communicator_, &request));
   wait(request);
-  if (summary_.wants_times) return gather_proposals();
+  if (summary_.flags & Proposal::wants_times) return gather_proposals();
   const uint64_t mean = (summary_.waited - summary_.waited_least) / (size() - 1);
   const uint64_t others = summary_.least != print ? summary_.least : summary_.most;
-  proposals_.assign(size(), {others, 0, {mean, 0, 0}});
+  proposals_.assign(size(), {others, summary_.flags, {mean, 0, 0}});
   proposals_[summary_.first].wait_times.waited_ns = summary_.waited_least;
   return proposals_;
 }
@@ -141,8 +142,8 @@ std::vector<Proposal> MpiTransport::gather_proposals() {
   constexpr int kWords = sizeof(Proposal) / sizeof(uint64_t);
   static_assert(sizeof(Proposal) == kWords * sizeof(uint64_t));
   MPI_Request request;
-  MPI_Iallgather(&my_proposal_, kWords, MPI_UINT64_T, proposals_.data(), kWords, MPI_UINT64_T,
-                 communicator_, &request);
+  HVD_MPI(MPI_Iallgather(&my_proposal_, kWords, MPI_UINT64_T, proposals_.data(), kWords,
+                         MPI_UINT64_T, communicator_, &request));
   wait(request);
   return proposals_;
 }
@@ -189,8 +190,8 @@ void MpiTransport::reduce_chunk(const Request& request, DType dtype, int64_t ele
   if (bytes <= kSmallBytes || size() == 1) {
     received_.resize(bytes * size());
     MPI_Request gathered;
-    MPI_Iallgather(chunk_.data(), static_cast<int>(bytes), MPI_BYTE, received_.data(),
-                   static_cast<int>(bytes), MPI_BYTE, communicator_, &gathered);
+    HVD_MPI(MPI_Iallgather(chunk_.data(), static_cast<int>(bytes), MPI_BYTE, received_.data(),
+                           static_cast<int>(bytes), MPI_BYTE, communicator_, &gathered));
     wait(gathered);
     combine_slices(request, dtype, nullptr, bytes, chunk_.data());
     return;
@@ -231,8 +232,8 @@ Status MpiTransport::adasum(Request& request) {
          const int n = static_cast<int>(mine.size());
          std::vector<double> all(mine.size() * size());
          MPI_Request gathered;
-         MPI_Iallgather(mine.data(), n, MPI_DOUBLE, all.data(), n, MPI_DOUBLE, communicator_,
-                        &gathered);
+         HVD_MPI(MPI_Iallgather(mine.data(), n, MPI_DOUBLE, all.data(), n, MPI_DOUBLE,
+                                communicator_, &gathered));
          wait(gathered);
          return all;
        },
@@ -320,8 +321,8 @@ Status MpiTransport::broadcast(Request& request) {
     if (rank_ == root && out != input.data && bytes > 0) std::memcpy(out, input.data, bytes);
     for (int64_t start = 0; start < bytes; start += kPieceBytes) {
       MPI_Request sent;
-      MPI_Ibcast(out + start, static_cast<int>(std::min(kPieceBytes, bytes - start)), MPI_BYTE,
-                 root, communicator_, &sent);
+      HVD_MPI(MPI_Ibcast(out + start, static_cast<int>(std::min(kPieceBytes, bytes - start)),
+                         MPI_BYTE, root, communicator_, &sent));
       wait(sent);
     }
   }
@@ -335,8 +336,8 @@ void MpiTransport::gather_bytes(const void* mine, const std::vector<int64_t>& si
     const std::vector<int> counts(sizes.begin(), sizes.end());
     const std::vector<int> starts(offsets.begin(), offsets.end());
     MPI_Request gathered;
-    MPI_Iallgatherv(mine, counts[rank_], MPI_BYTE, all, counts.data(), starts.data(), MPI_BYTE,
-                    communicator_, &gathered);
+    HVD_MPI(MPI_Iallgatherv(mine, counts[rank_], MPI_BYTE, all, counts.data(), starts.data(),
+                            MPI_BYTE, communicator_, &gathered));
     return wait(gathered);
   }
   char* out = static_cast<char*>(all);
@@ -354,8 +355,8 @@ void MpiTransport::gather_numbers(const std::vector<int64_t>& mine, std::vector<
   const int n = static_cast<int>(mine.size());
   all->resize(mine.size() * size());
   MPI_Request gathered;
-  MPI_Iallgather(mine.data(), n, MPI_INT64_T, all->data(), n, MPI_INT64_T, communicator_,
-                 &gathered);
+  HVD_MPI(MPI_Iallgather(mine.data(), n, MPI_INT64_T, all->data(), n, MPI_INT64_T, communicator_,
+                         &gathered));
   wait(gathered);
 }
 

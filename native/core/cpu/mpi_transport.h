@@ -68,7 +68,7 @@ class MpiTransport : public KindTransport {
   // What a reduction makes of proposals.
   struct Summary {
     uint64_t least, most;   // fingerprint
-    uint64_t wants_times;   // of any
+    uint64_t flags;         // of any
     uint64_t waited_least;  // nanoseconds
     uint64_t first;         // rank of the set that waited so long
     uint64_t waited;        // by all together

@@ -4,7 +4,11 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <mutex>
+#include <set>
 #include <thread>
+
+#include "core/cpu/mpi_error.h"
 
 namespace hvd {
 namespace {
@@ -29,6 +33,17 @@ constexpr int kAborted = 2;  // the reason
 // memory that is no longer valid, so MPI must not make progress for any other transport either.
 std::atomic<const std::string*> abort_reason{nullptr};
 
+// Of this process. An abort of one ends what the others wait for.
+std::set<const MpiWaiter*>& waiters() {
+  static auto* waiters = new std::set<const MpiWaiter*>;
+  return *waiters;
+}
+
+std::mutex& waiters_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
 double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -37,20 +52,26 @@ double seconds_since(Clock::time_point start) {
 
 MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks)
     : ranks_(ranks), waits_in_(ranks.size(), 0) {
-  MPI_Comm_dup(communicator, &communicator_);
-  MPI_Comm_rank(communicator_, &rank_);
+  HVD_MPI(MPI_Comm_dup(communicator, &communicator_));
+  HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
+  std::lock_guard<std::mutex> lock(waiters_mutex());
+  waiters().insert(this);
 }
 
 MpiWaiter::~MpiWaiter() {
+  {
+    std::lock_guard<std::mutex> lock(waiters_mutex());
+    waiters().erase(this);
+  }
   try {
     check_aborted();          // a message that is not received could match the next communicator's
   } catch (const Aborted&) {  // all ranks have left
   }
   for (Notice& notice : sent_) {
-    MPI_Waitall(static_cast<int>(notice.requests.size()), notice.requests.data(),
-                MPI_STATUSES_IGNORE);
+    HVD_MPI(MPI_Waitall(static_cast<int>(notice.requests.size()), notice.requests.data(),
+                        MPI_STATUSES_IGNORE));
   }
-  MPI_Comm_free(&communicator_);
+  HVD_MPI(MPI_Comm_free(&communicator_));
 }
 
 void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting) {
@@ -60,7 +81,7 @@ void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting)
   wait.check();
   for (int left = count; left > 0;) {
     int completed = 0;
-    MPI_Testsome(count, requests.data(), &completed, indices.data(), MPI_STATUSES_IGNORE);
+    HVD_MPI(MPI_Testsome(count, requests.data(), &completed, indices.data(), MPI_STATUSES_IGNORE));
     if (completed == MPI_UNDEFINED) return;
     left -= completed;
     wait.turn(completed > 0);
@@ -94,17 +115,21 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
 void MpiWaiter::notify(int tag, const std::string& bytes) {
   sent_.remove_if([](Notice& notice) {
     int done = 0;
-    MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
-                MPI_STATUSES_IGNORE);
+    HVD_MPI(MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
+                        MPI_STATUSES_IGNORE));
     return done != 0;
   });
-  Notice& notice = sent_.emplace_back();
+  post(tag, bytes, &sent_.emplace_back());
+}
+
+void MpiWaiter::post(int tag, const std::string& bytes, Notice* to) const {
+  Notice& notice = *to;
   notice.bytes = bytes;
   for (size_t r = 0; r < ranks_.size(); ++r) {
     if (static_cast<int>(r) == rank_) continue;
     notice.requests.push_back(MPI_REQUEST_NULL);
-    MPI_Isend(notice.bytes.data(), static_cast<int>(notice.bytes.size()), MPI_BYTE,
-              static_cast<int>(r), tag, communicator_, &notice.requests.back());
+    HVD_MPI(MPI_Isend(notice.bytes.data(), static_cast<int>(notice.bytes.size()), MPI_BYTE,
+                      static_cast<int>(r), tag, communicator_, &notice.requests.back()));
   }
 }
 
@@ -112,26 +137,32 @@ void MpiWaiter::check_aborted() {
   while (true) {
     int arrived = 0;
     MPI_Status status;
-    MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, communicator_, &arrived, &status);
+    HVD_MPI(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, communicator_, &arrived, &status));
     if (!arrived) return;
     int size = 0;
-    MPI_Get_count(&status, MPI_BYTE, &size);
+    HVD_MPI(MPI_Get_count(&status, MPI_BYTE, &size));
     std::string bytes(size, '\0');
-    MPI_Recv(bytes.data(), size, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, communicator_,
-             MPI_STATUS_IGNORE);
+    HVD_MPI(MPI_Recv(bytes.data(), size, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, communicator_,
+                     MPI_STATUS_IGNORE));
     if (status.MPI_TAG == kAborted) set_aborted(bytes);
     std::memcpy(&waits_in_[status.MPI_SOURCE], bytes.data(), sizeof step_);
   }
 }
 
 void MpiWaiter::abort(const std::string& why) {
-  notify(kAborted, why);
-  Notice& notice = sent_.back();
+  if (const std::string* before = abort_reason) throw Aborted(*before);
+  auto* const notices = new std::list<Notice>;  // for ever, if they are not sent in time
+  {
+    std::lock_guard<std::mutex> lock(waiters_mutex());
+    for (const MpiWaiter* waiter : waiters()) waiter->post(kAborted, why, &notices->emplace_back());
+  }
   const auto start = Clock::now();
-  int done = 0;
-  while (!done && seconds_since(start) < kSendReasonSeconds) {
-    MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
-                MPI_STATUSES_IGNORE);
+  for (Notice& notice : *notices) {
+    int done = 0;
+    while (!done && seconds_since(start) < kSendReasonSeconds) {
+      HVD_MPI(MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
+                          MPI_STATUSES_IGNORE));
+    }
   }
   set_aborted(why);
 }

@@ -47,7 +47,7 @@ class MpiWaiter {
   // Receives the notices that have arrived. Throws Aborted if a rank has aborted.
   void check_aborted();
 
-  // Aborts the waits of all ranks. Throws Aborted.
+  // Aborts the waits of all ranks, also those of this process's other sets. Throws Aborted.
   [[noreturn]] void abort(const std::string& why);
 
  private:
@@ -57,6 +57,7 @@ class MpiWaiter {
   };
 
   void notify(int tag, const std::string& bytes);
+  void post(int tag, const std::string& bytes, Notice* to) const;
   [[noreturn]] static void set_aborted(const std::string& why);
   std::vector<int> missing() const;
 

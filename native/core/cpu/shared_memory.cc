@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -14,19 +15,24 @@
 #include <utility>
 
 #include "core/base/cores.h"
+#include "core/base/threads.h"
+#include "core/cpu/mpi_error.h"
 
 namespace hvd {
 namespace {
 
 constexpr int64_t kPage = 4096;
 
-// The number of cores that the ranks may use together: each may be bound to other cores.
-int cores_of(MPI_Comm communicator) {
-  cpu_set_t mask = affinity();
+// The most of all sets so far: the first one is that of all ranks, with which those of a smaller
+// one share their cores, too. Each rank may be bound to other cores.
+int ranks_per_core(MPI_Comm communicator, int ranks) {
+  static std::atomic<int> most{1};
+  Cores mask = affinity();
   double quota = cpu_quota();
-  MPI_Allreduce(MPI_IN_PLACE, &mask, sizeof mask, MPI_BYTE, MPI_BOR, communicator);
-  MPI_Allreduce(MPI_IN_PLACE, &quota, 1, MPI_DOUBLE, MPI_MIN, communicator);
-  return std::max(1, static_cast<int>(std::min<double>(CPU_COUNT(&mask), quota)));
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), sizeof mask, MPI_BYTE, MPI_BOR, communicator));
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &quota, 1, MPI_DOUBLE, MPI_MIN, communicator));
+  const int cores = std::max(1, static_cast<int>(std::min<double>(count(mask), quota)));
+  return most = std::max<int>(most, (ranks + cores - 1) / cores);
 }
 
 // A random name. Not one made of the process id: jobs in containers that share /dev/shm may have
@@ -56,12 +62,12 @@ std::string no_room_text(int64_t chunk_bytes) {
 SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
                            std::vector<Area> areas)
     : areas_(std::move(areas)), size_(static_cast<int>(ranks.size())) {
-  MPI_Comm_rank(communicator, &rank_);
+  HVD_MPI(MPI_Comm_rank(communicator, &rank_));
   part_bytes_ = 0;
   for (const Area& area : areas_) part_bytes_ += area.bytes;
   front_bytes_ = whole_pages(HostCounters::bytes(size_));
   block_bytes_ = front_bytes_ + part_bytes_ * size_;
-  const int cores = cores_of(communicator);
+  const int per_core = ranks_per_core(communicator, size_);
 
   // The first rank creates the block, the others open it by its name, and then it is unlinked.
   char name[64] = "";
@@ -75,7 +81,7 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
     if (file_ < 0 || ftruncate(file_, block_bytes_) != 0 || !reserve(0, front_bytes_)) failed();
   }
   const bool created = file_ >= 0;
-  MPI_Bcast(name, sizeof name, MPI_CHAR, 0, communicator);
+  HVD_MPI(MPI_Bcast(name, sizeof name, MPI_CHAR, 0, communicator));
   if (rank_ != 0) file_ = shm_open(name, O_RDWR, 0);
   if (file_ >= 0) {
     void* mapped = MAP_FAILED;
@@ -85,20 +91,21 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
       failed();
     } else {
       block_ = static_cast<char*>(mapped);
+      madvise(block_, block_bytes_, MADV_DONTFORK);  // a child must not write into a live job
     }
   } else {
     failed();
   }
   int problem = why.empty() ? 0 : 1;
-  MPI_Allreduce(MPI_IN_PLACE, &problem, 1, MPI_INT, MPI_MAX, communicator);
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &problem, 1, MPI_INT, MPI_MAX, communicator));
   if (rank_ == 0 && created) shm_unlink(name);
   if (problem) {
     if (block_) munmap(block_, block_bytes_);
     if (file_ >= 0) close(file_);
     throw std::runtime_error(why.empty() ? "another rank could not" : why);
   }
-  counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, (size_ + cores - 1) / cores);
-  MPI_Barrier(communicator);  // the name is gone
+  counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, per_core);
+  HVD_MPI(MPI_Barrier(communicator));  // the name is gone
 }
 
 SharedMemory::~SharedMemory() {
@@ -109,7 +116,10 @@ SharedMemory::~SharedMemory() {
 // Without this, a write to a full /dev/shm would kill the process (SIGBUS).
 bool SharedMemory::reserve(int64_t offset, int64_t bytes) {
   if (bytes == 0) return true;
-  errno = posix_fallocate(file_, offset, bytes);
+  const SignalsBlocked or_a_fast_timer_interrupts_each_try;
+  do {
+    errno = posix_fallocate(file_, offset, bytes);
+  } while (errno == EINTR);
   return errno == 0;
 }
 

@@ -75,6 +75,16 @@ Refusal refusal(const Row& row, const std::vector<Report>& reports) {
   return refusal;
 }
 
+// Why a row that is not complete will never be; empty if it may.
+std::string failure(const Row& row, const std::vector<Report>& reports) {
+  for (size_t r = 0; r < reports.size(); ++r) {
+    if (!row.pending[r] || !row.pending[r]->failed) continue;
+    return row.first->identity + " cannot run: another op of the same step has failed on " +
+           name(reports[r]) + ", and not all ranks have submitted it.";
+  }
+  return "";
+}
+
 // Whether a rank waits for a request that a rank that has left did not submit.
 bool somebody_waits_for_a_rank_that_left(const std::vector<Report>& reports,
                                          const std::vector<Heads>& heads) {
@@ -126,7 +136,11 @@ Decision decide(const std::vector<Report>& reports) {
     for (const Pending& pending : report.queue) {
       if (pending.joins || !seen.insert(pending.identity).second) continue;
       const Row row = row_of(pending.identity, heads);
-      if (!row.complete(reports)) continue;
+      if (!row.complete(reports)) {
+        if (std::string why = failure(row, reports); !why.empty())
+          decision.refuse.push_back({pending.identity, Code::aborted, std::move(why)});
+        continue;
+      }
       Refusal refused = refusal(row, reports);
       if (!refused.message.empty()) {
         decision.refuse.push_back(std::move(refused));
@@ -187,6 +201,7 @@ std::string encode(const Report& report) {
     out.text(pending.problem);
     out.text(pending.header);
     out.number(pending.joins);
+    out.number(pending.failed);
     out.number(pending.needs);
   }
   return out.take();
@@ -208,6 +223,7 @@ Report decode(const std::string& bytes) {
     pending.problem = in.text();
     pending.header = in.text();
     pending.joins = in.number<bool>();
+    pending.failed = in.number<bool>();
     pending.needs = in.number<int>();
     report.queue.push_back(std::move(pending));
   }

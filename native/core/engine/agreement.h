@@ -7,6 +7,8 @@
 //      negotiated: it ends when it is the next request of all ranks.
 //   2. A request that is pending on all ranks, but with different signatures or a problem on some,
 //      fails on all of them, and the message shows every rank's.
+//      One that is pending on some ranks only, and whose step has failed on one of these, fails on
+//      these.
 //   3. If neither exists and some rank waits for a request that a rank that has left did not
 //      submit, the program is broken: all that is pending fails, and so do all later requests.
 //   4. If every rank has something pending, and no rank's queue has changed for a long time, the
@@ -31,6 +33,7 @@ struct Pending {
   std::string header;     // for ranks that have joined, see collectives.h
   bool joins = false;     // the end of what this rank submits
   int needs = nobody;     // the rank that must not have joined
+  bool failed = false;    // another op of its step has failed
 };
 
 struct Report {

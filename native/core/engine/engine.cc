@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/base/log.h"
+#include "core/base/threads.h"
 #include "core/request/collectives.h"
 
 namespace hvd {
@@ -18,21 +20,44 @@ constexpr double kBusySeconds = 0.1;
 // needs no more of the stack.
 thread_local bool calls_done = false;
 
+class Counted {
+ public:
+  explicit Counted(std::atomic<int>& count) : count_(count) { ++count_; }
+  ~Counted() { --count_; }
+  Counted(const Counted&) = delete;
+
+ private:
+  std::atomic<int>& count_;
+};
+
 }  // namespace
+
+// An error of this rank alone must not leave the others waiting.
+template <typename Call>
+void Engine::all_or_abort(const Call& call) try {
+  call();
+} catch (const Aborted&) {
+  throw;
+} catch (const std::exception& error) {
+  const std::string why =
+      "rank " + std::to_string(ranks_[transport_->rank()]) + " cannot go on: " + error.what() + ".";
+  log(LogLevel::error, why);
+  transport_->abort(why);
+}
 
 Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings,
                std::shared_ptr<Recorder> recorder, int process_set)
     : transport_(std::move(transport)),
+      ranks_(transport_->ranks()),
       settings_(settings),
       history_(std::move(recorder), process_set, *transport_),
-      joined_(transport_->ranks().size(), false),
-      thread_([this] { loop(); }) {}
-
-Engine::~Engine() { thread_.join(); }
+      joined_(ranks_.size(), false),
+      thread_(new_thread("hvd set " + std::to_string(process_set), [this] { loop(); })) {}
 
 void Engine::submit(Request request) {
-  std::string wrong = problem(request, ranks());
-  if (wrong.empty()) wrong = transport_->prepare(request);
+  const Counted this_thread(submitting_);
+  std::string wrong = request.problem.empty() ? problem(request, ranks()) : request.problem;
+  if (wrong.empty() && !closed_) wrong = transport_->prepare(request);
   const uint64_t print = fingerprint(request, wrong);
   const uint64_t record = history_.flight().submitted(request, print);
   Status status;
@@ -63,20 +88,24 @@ bool Engine::equal(const std::vector<Proposal>& proposals, uint64_t fingerprint)
 
 // On a thread that submits. What is not done at once is left to the engine's thread.
 void Engine::serve_at_once(const Entry& head) {
-  std::vector<Proposal> proposals =
-      transport_->agree_at_once(history_.proposal(head.fingerprint), head.request);
   std::optional<Entry> entry;
   Status status;
-  if (!proposals.empty() && equal(proposals, head.fingerprint)) {
-    history_.agreed(proposals);
-    entry = take_head();
-    try {
+  try {
+    const StandardArithmetic as_in_the_engines_thread;
+    std::vector<Proposal> proposals;
+    all_or_abort([&] {
+      check_other_sets();
+      proposals = transport_->agree_at_once(history_.proposal(head.fingerprint), head.request);
+    });
+    if (!proposals.empty() && equal(proposals, head.fingerprint)) {
+      history_.agreed(proposals);
+      entry = take_head();
       status = run(*entry);
-    } catch (const Aborted& why) {  // which the engine's thread will get from its next call, too
-      status = aborted(*entry, why);
+    } else {
+      agreed_ = std::move(proposals);
     }
-  } else {
-    agreed_ = std::move(proposals);
+  } catch (const Aborted& why) {  // which the engine's thread will get from its next call, too
+    if (entry) status = aborted(*entry, why);
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -90,32 +119,40 @@ void Engine::serve_at_once(const Entry& head) {
 }
 
 void Engine::loop() try {
-  while (true) {
-    const Entry* const entry = wait_for_head();
-    const uint64_t head = entry ? entry->fingerprint : kLeaving;
-    std::vector<Proposal> proposals = std::exchange(agreed_, {});
-    if (proposals.empty()) {
-      const Proposal mine = history_.proposal(head);
-      const auto waiting = [&](double seconds, const std::vector<int>& missing) -> std::string {
-        if (head == kLeaving) return "";  // a rank may finish long after another
-        return watch(seconds, [&] { return head_waits_for(missing); });
-      };
-      proposals = entry && entry->problem.empty()
-                      ? transport_->agree_to_run(mine, entry->request, waiting)
-                      : transport_->agree(mine, waiting);
+  const StandardArithmetic for_all_sums;
+  all_or_abort([this] {
+    while (serve_next()) {
     }
-    history_.agreed(proposals);
-    if (!equal(proposals, head)) {
-      if (!negotiate()) return;
-    } else if (head == kLeaving) {
-      return stop(LeaveResult::all_left, Code::aborted,
-                  "hvd.shutdown() was called. Call hvd.init() again first.");
-    } else {
-      serve(take_head());
-    }
-  }
+  });
 } catch (const Aborted& aborted) {
   stop(LeaveResult::aborted, Code::deadline_exceeded, aborted.what());
+}
+
+// Returns whether the ranks go on.
+bool Engine::serve_next() {
+  const Entry* const entry = wait_for_head();
+  const uint64_t head = entry ? entry->fingerprint : kLeaving;
+  std::vector<Proposal> proposals = std::exchange(agreed_, {});
+  if (proposals.empty()) {
+    check_other_sets();
+    const Proposal mine = history_.proposal(head);
+    const auto waiting = [&](double seconds, const std::vector<int>& missing) -> std::string {
+      if (head == kLeaving) return history_.why_aborted();  // a rank may finish long after another
+      return watch(seconds, [&] { return head_waits_for(missing); });
+    };
+    proposals = entry && entry->problem.empty()
+                    ? transport_->agree_to_run(mine, entry->request, waiting)
+                    : transport_->agree(mine, waiting);
+  }
+  history_.agreed(proposals);
+  if (!equal(proposals, head)) return negotiate();
+  if (head != kLeaving) {
+    serve(take_head());
+    return true;
+  }
+  stop(LeaveResult::all_left, Code::aborted,
+       "hvd.shutdown() was called. Call hvd.init() again first.");
+  return false;
 }
 
 // Waits for a request, or for this rank to leave (null). Returns what to propose to the other
@@ -163,12 +200,6 @@ void Engine::serve(Entry entry) {
   finish(entry, status);
 }
 
-Status Engine::aborted(const Entry& entry, const Aborted& why) {
-  history_.flight().alarm();
-  return Status::error(Code::deadline_exceeded,
-                       identity(entry.request) + " cannot run: " + why.what());
-}
-
 // All but done().
 Status Engine::run(Entry& entry) {
   note_progress();
@@ -184,52 +215,19 @@ Status Engine::run(Entry& entry) {
     for (const Input& input : request.inputs)
       bytes += elements(input.shape) * size_of(on_the_wire(request, input.dtype));
     const auto start = Clock::now();
-    status = transport_->run(
-        request, [&](double seconds, const std::vector<int>& missing) -> std::string {
-          return watch(seconds, [&] {
-            return who(missing) + " stopped responding in the middle of " + identity(request) + ".";
-          });
-        });
+    all_or_abort([&] {
+      status = transport_->run(request,
+                               [&](double seconds, const std::vector<int>& missing) -> std::string {
+                                 return watch(seconds, [&] {
+                                   return who(missing) + " stopped responding in the middle of " +
+                                          identity(request) + ".";
+                                 });
+                               });
+    });
     history_.served(row.name, request.name, bytes, entry.submitted, start);
   }
   ++served_;
   return status;
-}
-
-void Engine::stop(LeaveResult result, Code code, const std::string& why) {
-  if (result != LeaveResult::all_left) history_.flight().alarm();
-  std::deque<Entry> left_over;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopped_ = true;
-    leave_result_ = result;
-    code_ = code;
-    why_stopped_ = why;
-    left_over.swap(queue_);
-  }
-  changed_.notify_all();
-  for (Entry& entry : left_over)
-    finish(entry, Status::error(code, identity(entry.request) + " cannot run: " + why));
-}
-
-void Engine::announce_leaving(const std::string& reason) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  leaving_ = true;
-  queue_changed_ = Clock::now();
-  reason_ = reason;
-  history_.flight().leaving(reason);
-  changed_.notify_all();
-}
-
-Engine::LeaveResult Engine::leave(double seconds) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto stopped = [this] { return stopped_; };
-  if (seconds < 0) {
-    changed_.wait(lock, stopped);
-  } else {
-    changed_.wait_for(lock, std::chrono::duration<double>(seconds), stopped);
-  }
-  return leave_result_;
 }
 
 }  // namespace hvd

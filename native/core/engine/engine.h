@@ -11,6 +11,7 @@
 // functions do, never negotiate. docs/protocol.md describes the protocol.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -37,12 +38,12 @@ class Engine {
   // Reports everything it does to the recorder.
   Engine(std::unique_ptr<Transport> transport, const Settings& settings,
          std::shared_ptr<Recorder> recorder = std::make_shared<Recorder>(), int process_set = 0);
-  ~Engine();
+  ~Engine() { close(); }
 
-  const std::vector<int>& ranks() const { return transport_->ranks(); }
+  const std::vector<int>& ranks() const { return ranks_; }
 
-  // Thread-safe, does not wait for other ranks for more than microseconds. A request that cannot
-  // run is done() with its error, on all ranks.
+  // Thread-safe. Waits microseconds for other ranks, and longer only for one that stops in the
+  // middle of a small request. A request that cannot run is done() with its error, on all ranks.
   void submit(Request request);
 
   // Says that this rank submits nothing more.
@@ -50,6 +51,10 @@ class Engine {
 
   // Waits for the others to leave too, at most `seconds` (< 0: without limit).
   LeaveResult leave(double seconds);
+
+  // Ends the engine's thread, which has stopped or soon will, and then the transport, so that other
+  // threads may keep the engine for as long as they like. Waits for those that submit.
+  void close();
 
  private:
   struct Entry {
@@ -61,6 +66,7 @@ class Engine {
   };
 
   void loop();
+  bool serve_next();
   const Entry* wait_for_head();
   Entry take_head();
   bool equal(const std::vector<Proposal>& proposals, uint64_t fingerprint) const;
@@ -68,7 +74,12 @@ class Engine {
   void serve(Entry entry);
   Status run(Entry& entry);
   void finish(Entry& entry, const Status& status);
+  template <typename Call>
+  void all_or_abort(const Call& call);
+
+  // In ends.cc.
   Status aborted(const Entry& entry, const Aborted& why);
+  void check_other_sets();
   void stop(LeaveResult result, Code code, const std::string& why);
 
   // In negotiation.cc.
@@ -85,8 +96,11 @@ class Engine {
   double idle_seconds() const;
   double timeout() const;
 
-  const std::unique_ptr<Transport> transport_;
+  std::unique_ptr<Transport> transport_;
+  const std::vector<int> ranks_;
   const Settings settings_;
+  std::atomic<bool> closed_{false};
+  std::atomic<int> submitting_{0};  // threads
 
   std::mutex mutex_;  // guards the members up to the blank line
   std::condition_variable changed_;

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "core/base/threads.h"
 #include "core/request/collectives.h"
 
 namespace hvd {
@@ -41,6 +42,7 @@ Status FlightRecorder::open(const std::string& path, int rank, int size) {
   const int descriptor = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   void* memory = MAP_FAILED;
   // posix_fallocate: a full disk is an error now, not SIGBUS later.
+  const SignalsBlocked or_they_interrupt_it;
   if (descriptor >= 0 && (errno = posix_fallocate(descriptor, 0, sizeof(File))) == 0)
     memory = mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   const int error = errno;
@@ -85,9 +87,13 @@ void FlightRecorder::change(uint64_t number, State state, std::atomic<int64_t> R
 
 void FlightRecorder::ended(uint64_t number, const Status& status) {
   change(number, status.ok() ? State::done : State::failed, &Record::ended_ns);
-  if (!file_ || status.ok()) return;
+  if (!status.ok()) failed(status.message);
+}
+
+void FlightRecorder::failed(const std::string& why) {
+  if (!file_) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  store(file_->failure, status.message);
+  store(file_->failure, why);
 }
 
 void FlightRecorder::leaving(const std::string& reason) {

@@ -33,6 +33,8 @@ class FlightRecorder {
   // A record that 200 later requests have replaced does not change.
   void running(uint64_t record) { change(record, State::running, &Record::started_ns); }
   void ended(uint64_t record, const Status& status);
+  // Why requests fail that have no record, or all.
+  void failed(const std::string& why);
 
   // Why this rank submits nothing more.
   void leaving(const std::string& reason);

@@ -115,6 +115,7 @@ Report Engine::report() {
     pending.problem = entry.problem;
     pending.header = encode_header(entry.request);
     pending.joins = row.joins;
+    pending.failed = entry.request.step_failed && *entry.request.step_failed;
     if (row.has_root) pending.needs = entry.request.root;
     if (row.needs_all) pending.needs = Pending::everybody;
     report.queue.push_back(std::move(pending));
@@ -183,6 +184,7 @@ double Engine::idle_seconds() const {
 // Warns, again after twice the time, and returns the text if the deadline has passed. The text is
 // made only if needed.
 std::string Engine::watch(double seconds, const std::function<std::string()>& text) {
+  if (const std::string why = history_.why_aborted(); !why.empty()) return why;
   const bool is_over = timeout() > 0 && seconds >= timeout();
   const bool warns = next_warning_ > 0 && seconds >= next_warning_;
   if (!is_over && !warns) return "";

@@ -5,12 +5,13 @@
 #include <numeric>
 
 #include "core/base/log.h"
+#include "core/base/numbers.h"
 
 namespace hvd {
 namespace {
 
 // Ranks that arrive within this time count as simultaneous: about what it takes to wake a thread.
-constexpr double kTogetherSeconds = 100e-6;
+constexpr uint64_t kTogetherNanoseconds = 100'000;
 
 // The longest name in the timeline; longer ones are cut.
 constexpr size_t kNameBytes = 256;
@@ -20,13 +21,7 @@ uint64_t nanoseconds(Clock::duration time) {
       std::max<int64_t>(0, std::chrono::duration_cast<std::chrono::nanoseconds>(time).count()));
 }
 
-double seconds(uint64_t ns) { return static_cast<double>(ns) * 1e-9; }
-
-std::string number(double value, int decimals) {
-  char text[64];
-  std::snprintf(text, sizeof text, "%.*f", decimals, value);
-  return text;
-}
+std::string seconds_text(uint64_t ns) { return decimal(ns / 1000, 6); }
 
 // The length of the UTF-8 character that starts there; 0 if none does.
 size_t character(const std::string& text, size_t at) {
@@ -93,18 +88,30 @@ void Recorder::note_end() {
   if (ended_ == Clock::time_point{}) ended_ = Clock::now();
 }
 
+void Recorder::note_abort(const std::string& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_aborted_) why_aborted_ = why;
+  is_aborted_ = true;
+}
+
+std::string Recorder::why_aborted() {
+  if (!is_aborted_) return "";
+  std::lock_guard<std::mutex> lock(mutex_);
+  return why_aborted_;
+}
+
 std::string Recorder::stats() {
   std::lock_guard<std::mutex> lock(mutex_);
   const bool over = ended_ != Clock::time_point{};
   const uint64_t duration = nanoseconds((over ? ended_ : Clock::now()) - begun_);
   std::string text = "{\"rank\": " + std::to_string(rank_) +
-                     ", \"seconds\": " + number(seconds(duration), 6) + ", \"collectives\": {";
+                     ", \"seconds\": " + seconds_text(duration) + ", \"collectives\": {";
   const char* comma = "";
   for (const auto& [kind, counted] : kinds_) {
     text += comma + quoted(kind) + ": {\"requests\": " + std::to_string(counted.requests) +
             ", \"bytes\": " + std::to_string(counted.bytes) +
-            ", \"waiting_seconds\": " + number(seconds(counted.waited_ns), 6) +
-            ", \"moving_seconds\": " + number(seconds(counted.ran_ns), 6) + "}";
+            ", \"waiting_seconds\": " + seconds_text(counted.waited_ns) +
+            ", \"moving_seconds\": " + seconds_text(counted.ran_ns) + "}";
     comma = ", ";
   }
   text += "}, \"ranks\": [";
@@ -112,7 +119,7 @@ std::string Recorder::stats() {
   for (int r = 0; r < size_; ++r) {
     const Lateness& late = ranks_[r];
     text += comma + std::string("{\"last\": ") + std::to_string(late.times) +
-            ", \"awaited_seconds\": " + number(late.seconds, 6) + "}";
+            ", \"awaited_seconds\": " + seconds_text(late.ns) + "}";
     comma = ", ";
   }
   return text + "]}";
@@ -134,16 +141,16 @@ void Recorder::agreed(int process_set, const std::vector<int>& ranks,
   const auto shortest = std::min_element(
       all_times.begin(), all_times.end(),
       [](const WaitTimes& a, const WaitTimes& b) { return a.waited_ns < b.waited_ns; });
-  double longer = 0;
+  uint64_t longer = 0;
   for (const WaitTimes& wait_times : all_times)
-    longer += seconds(wait_times.waited_ns - shortest->waited_ns);
-  if (all_times.size() > 1) longer /= static_cast<double>(all_times.size() - 1);
-  const int last = longer < kTogetherSeconds ? -1 : ranks[shortest - all_times.begin()];
+    longer += wait_times.waited_ns - shortest->waited_ns;
+  if (all_times.size() > 1) longer /= all_times.size() - 1;
+  const int last = longer < kTogetherNanoseconds ? -1 : ranks[shortest - all_times.begin()];
 
   std::lock_guard<std::mutex> lock(mutex_);
   if (last >= 0) {
     ++ranks_[last].times;
-    ranks_[last].seconds += longer;
+    ranks_[last].ns += longer;
   }
   if (file_.is_open()) draw(process_set, ranks, hosts, requests, all_times, last);
 }
@@ -199,9 +206,8 @@ void Recorder::slice(int process_set, int rank, const std::string& title, Span s
   drawn = span.end;
   add("{\"ph\":\"X\",\"name\":" + quoted(title) + ",\"pid\":" + std::to_string(rank) +
       ",\"tid\":" + std::to_string(process_set) +
-      ",\"ts\":" + number(seconds(nanoseconds(span.begin - timeline_begun_)) * 1e6, 3) +
-      ",\"dur\":" + number(seconds(nanoseconds(span.end - span.begin)) * 1e6, 3) + ",\"args\":{" +
-      arguments + "}}");
+      ",\"ts\":" + decimal(nanoseconds(span.begin - timeline_begun_), 3) + ",\"dur\":" +
+      decimal(nanoseconds(span.end - span.begin), 3) + ",\"args\":{" + arguments + "}}");
 }
 
 void Recorder::add(const std::string& event) {

@@ -10,6 +10,7 @@
 // clock and draw a row for every rank.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <map>
@@ -55,6 +56,10 @@ class Recorder {
   // Stops the clock of the job's duration.
   void note_end();
 
+  // That a process set was aborted; the first reason counts. Empty: none was.
+  void note_abort(const std::string& why);
+  std::string why_aborted();
+
   // The last requests, for a postmortem.
   FlightRecorder& flight() { return flight_; }
 
@@ -70,7 +75,7 @@ class Recorder {
   };
   struct Lateness {
     uint64_t times = 0;
-    double seconds = 0;
+    uint64_t ns = 0;
   };
   struct Span {
     Clock::time_point begin, end;
@@ -90,6 +95,8 @@ class Recorder {
 
   std::mutex mutex_;  // guards the members below
   Clock::time_point ended_{};
+  std::string why_aborted_;
+  std::atomic<bool> is_aborted_{false};
   std::map<std::string, Counters> kinds_;
   std::map<int, Lateness> ranks_;
   TraceFile file_;
@@ -107,11 +114,13 @@ class History {
   void served(const std::string& kind, const std::string& name, uint64_t bytes,
               Clock::time_point submitted, Clock::time_point start);
   FlightRecorder& flight() { return recorder_->flight(); }
+  void note_abort(const std::string& why) { recorder_->note_abort(why); }
+  std::string why_aborted() { return recorder_->why_aborted(); }
   // The engine is free for its next request from now on.
   void free() { free_since_ = Clock::now(); }
   // This rank's next one.
   Proposal proposal(uint64_t fingerprint) const {
-    return {fingerprint, recorder_->draws() ? 1ULL : 0, past_};
+    return {fingerprint, recorder_->draws() ? Proposal::wants_times : uint64_t{0}, past_};
   }
   // With the proposals of that agreement.
   void agreed(const std::vector<Proposal>& proposals);

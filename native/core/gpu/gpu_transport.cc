@@ -25,15 +25,11 @@ constexpr auto kSleep = std::chrono::microseconds(50);
 // How long started work may take to end after an abort.
 constexpr double kLastSeconds = 1.0;
 
-// In a proposal's bytes, which never come to this: this rank has several process sets, whose NCCL
-// launches need an order.
-constexpr uint64_t kSeveralSets = uint64_t{1} << 63;
-
 std::atomic<int> default_gpu{0};
 std::atomic<int> sets{0};  // made or expected
 
 Proposal marked(Proposal mine) {
-  if (sets > 1) mine.wait_times.bytes |= kSeveralSets;
+  if (sets > 1) mine.flags |= Proposal::several_sets;
   return mine;
 }
 
@@ -140,14 +136,14 @@ std::vector<Proposal> GpuTransport::agree_to_run(const Proposal& mine, const Req
 // agree_to_run() says so.
 std::vector<Proposal> GpuTransport::agree_at_once(const Proposal& mine, const Request& next) {
   if (next.device != kOnHost || !failure().empty()) return {};
-  return unmarked(host_->agree_at_once(marked(mine), next));
+  return noted(host_->agree_at_once(marked(mine), next));
 }
 
 std::vector<Proposal> GpuTransport::agree_by(const Agreement& agreement, const Proposal& mine,
                                              const Waiting& waiting) {
   if (const std::string why = failure(); !why.empty()) fail(why);
   try {
-    return unmarked(agreement(marked(mine), [&](double seconds, const std::vector<int>& missing) {
+    return noted(agreement(marked(mine), [&](double seconds, const std::vector<int>& missing) {
       const std::string why = failure();
       return why.empty() ? waiting(seconds, missing) : why;
     }));
@@ -157,13 +153,11 @@ std::vector<Proposal> GpuTransport::agree_by(const Agreement& agreement, const P
   }
 }
 
-// Takes the marks off, and notes whether there was one. Empty: there was no agreement.
-std::vector<Proposal> GpuTransport::unmarked(std::vector<Proposal> proposals) {
+// Notes whether a rank has several sets. Empty: there was no agreement.
+std::vector<Proposal> GpuTransport::noted(std::vector<Proposal> proposals) {
   if (!proposals.empty()) in_turns_ = false;
-  for (Proposal& proposal : proposals) {
-    in_turns_ = in_turns_ || (proposal.wait_times.bytes & kSeveralSets);
-    proposal.wait_times.bytes &= ~kSeveralSets;
-  }
+  for (const Proposal& proposal : proposals)
+    in_turns_ = in_turns_ || (proposal.flags & Proposal::several_sets);
   return proposals;
 }
 

@@ -66,7 +66,7 @@ class GpuTransport : public Transport {
   Gpu* gpu(int device, std::string* problem);
   std::vector<Proposal> agree_by(const Agreement& agreement, const Proposal& mine,
                                  const Waiting& waiting);
-  std::vector<Proposal> unmarked(std::vector<Proposal> proposals);
+  std::vector<Proposal> noted(std::vector<Proposal> proposals);
   Status run_on_gpu(Request& request, const Waiting& waiting);
   void neutral_request_on(Gpu& gpu, Request& request, std::vector<Memory>* held);
   Status handshake(Gpu& gpu, const Waiting& waiting);

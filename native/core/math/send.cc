@@ -8,6 +8,8 @@
 #include "core/math/loops.h"
 
 namespace hvd {
+
+#if defined(__SSE2__)
 namespace {
 
 constexpr int64_t kPage = 4096;
@@ -101,5 +103,11 @@ void send(const void* from, int64_t bytes, void* to) {
   until_trial.store(left, std::memory_order_relaxed);
   copy(source, end - target, target);
 }
+
+#else  // no way past the caches
+
+void send(const void* from, int64_t bytes, void* to) { std::memcpy(to, from, bytes); }
+
+#endif
 
 }  // namespace hvd

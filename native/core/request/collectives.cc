@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <locale>
 #include <sstream>
 
 #include "core/base/bytes.h"
@@ -134,6 +135,7 @@ std::string identity(const Request& request) {
 std::string describe(const Request& request) {
   const Collective& row = collective(request.kind);
   std::ostringstream out;
+  out.imbue(std::locale::classic());
   out.precision(std::numeric_limits<double>::max_digits10);  // different factors, different texts
   if (row.reduces) {
     out << "op=" << name_of(request.reduction) << " ";

@@ -2,6 +2,7 @@
 // The only type that frameworks and the core exchange.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -73,6 +74,17 @@ struct Request {
   int root = 0;  // broadcast: a rank of the job; join: the last to join, set by the engine
 
   std::string note;  // text that must be equal on all ranks, too
+
+  // Why this rank's kernel cannot run it, as when its output cannot be allocated: an error on all
+  // ranks.
+  std::string problem;
+
+  // Keeps the memory of inputs and outputs for ever. Called before done() if the transport was
+  // aborted in the middle: messages that come late are still written there.
+  std::function<void()> keep;
+
+  // Set when another op of the same step has failed on this rank; null: never.
+  std::shared_ptr<const std::atomic<bool>> step_failed;
 
   // Called exactly once, on the engine's thread or in submit.
   std::function<void(const Status&)> done;

@@ -41,8 +41,12 @@ struct WaitTimes {
 
 // What a rank proposes to run next.
 struct Proposal {
+  enum Flag : uint64_t {
+    wants_times = 1,  // this rank needs all ranks' wait times
+    several_sets = 2  // this rank has several process sets, whose NCCL launches need an order
+  };
   uint64_t fingerprint = 0;
-  uint64_t wants_times = 0;  // 1: this rank needs all ranks' wait times
+  uint64_t flags = 0;
   WaitTimes wait_times;
 };
 
@@ -65,8 +69,8 @@ class Transport {
   void set_why_no_gpu(std::string why) { why_no_gpu_ = std::move(why); }
 
   // Every rank's proposal, by rank of the set. Waits for the slowest without burning a core. If no
-  // rank wants all times, only the least time waited, its rank and the mean of the others need be
-  // right; if fingerprints differ, only that they do.
+  // rank wants all times, only the least time waited, its rank, the mean of the others and the
+  // flags of all together need be right; if fingerprints differ, only that they do, and the flags.
   virtual std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) = 0;
 
   // The same, of a rank that proposes to run `next`. Small tensors may travel with the proposals;

@@ -80,9 +80,7 @@ inline void store(DType dtype, double number, void* data, int64_t index) {
 inline std::unique_ptr<Transport> new_transport(MPI_Comm communicator, std::vector<int> ranks,
                                                 Settings settings = {}) {
   static const std::map<std::string, Allreduce> algorithms = {{"cluster", Allreduce::automatic},
-                                                              {"grid", Allreduce::grid},
-                                                              {"ring", Allreduce::ring},
-                                                              {"cluster-mpi", Allreduce::mpi}};
+                                                              {"grid", Allreduce::grid}};
   const int few = transport == "reduction" ? 1 : MpiTransport::kFewRanks;
   auto mpi = std::make_unique<MpiTransport>(communicator, std::move(ranks), few);
   const auto algorithm = algorithms.find(transport);

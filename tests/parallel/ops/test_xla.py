@@ -233,6 +233,20 @@ def test_what_xla_cannot_express_is_refused() -> None:
             compiled(lambda x: hvd.alltoall(x, [1] * (SIZE - 1) + [2]))(x)
 
 
+@pytest.mark.parametrize("splits", [[2] * SIZE, [3] * (2 * SIZE), [1]])
+def test_splits_that_do_not_fit(splits) -> None:
+    wrong = r"got (\d+ splits, expected|splits that)"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=wrong):
+        compiled(lambda x: hvd.alltoall(x, splits)[0])(tf.ones((6 * SIZE, 2)))
+
+
+@pytest.mark.parametrize("call", [hvd.allgather, hvd.reducescatter])
+def test_a_scalar_of_unknown_rank(call) -> None:
+    function = tf.function(call, jit_compile=True, input_signature=[tf.TensorSpec(None)])
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"got a scalar"):
+        function(1.0 + RANK)
+
+
 def lowered_for_gpus(function, *arguments):
     """Returns the lowered computation; TensorFlow needs no GPU for this."""
     lower = compiled(function).experimental_get_compiler_ir(*arguments)

@@ -1,0 +1,132 @@
+// Where the engine meets its environment: threads, floating-point modes, signals, forks.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cfenv>
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <thread>
+
+#include "core/cpu/shared_memory.h"
+#include "tests/support/test_call.h"
+
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
+
+namespace {
+std::atomic<int> interruptions{0};
+}  // namespace
+
+// In place of glibc's, whose calls of the kernel signals interrupt.
+extern "C" int posix_fallocate(int file, off_t offset, off_t bytes) {
+  if (interruptions > 0) {
+    --interruptions;
+    return EINTR;
+  }
+  return fallocate(file, 0, offset, bytes) == 0 ? 0 : errno;
+}
+
+namespace hvd {
+namespace {
+
+using test::Call;
+using test::rank;
+using test::size;
+using test::with_engine;
+
+// As TensorFlow's threads are: numbers below the least normal one count as 0. And another rounding.
+void set_other_arithmetic() {
+#if defined(__SSE2__)
+  _mm_setcsr(_mm_getcsr() | 0x8040);
+#endif
+  std::fesetround(FE_UPWARD);
+}
+
+// The sum of numbers that are 0 for some modes, and of numbers whose sum is between two others.
+void sums_do_not_depend_on_the_threads_modes() {
+  with_engine([](Engine& engine) {
+    for (int round = 0; round < 6; ++round) {
+      MPI_Barrier(MPI_COMM_WORLD);
+      // The last to come sums in its own thread, the others in their engines'.
+      if (rank != round % size) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      Call call(Kind::allreduce, "sum " + std::to_string(round));
+      call.add(DType::float32, {2})
+          .add(DType::float32, {3000})
+          .change_inputs([](int of_rank, size_t, int64_t index) {
+            if (index != 1) return 1e-40 * (of_rank + 1);
+            return of_rank == 0 ? 1.0 : 1e-9;
+          });
+      fenv_t before;
+      std::fegetenv(&before);
+      if (rank % 2 == 1 || size == 1) set_other_arithmetic();
+      call.submit(engine);
+      std::fesetenv(&before);
+      call.expect_ok();
+      float tiny = 0, sum = 0;
+      for (int r = 0; r < size; ++r) {
+        tiny += static_cast<float>(1e-40 * (r + 1));
+        sum += r == 0 ? 1.0F : 1e-9F;
+      }
+      for (size_t tensor = 0; tensor < 2; ++tensor) {
+        CHECK_EQ(call.output<float>(tensor)[0], tiny);
+        CHECK_EQ(call.output<float>(tensor)[1], sum);
+      }
+    }
+  });
+}
+
+void engines_have_a_name_and_take_no_signals() {
+  with_engine([](Engine& engine) {
+    Call served(Kind::barrier,
+                "");  // so the thread runs: while it starts, it takes no signal at all
+    served.submit(engine);
+    served.expect_ok();
+    int found = 0;
+    for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+      std::string name, line;
+      std::getline(std::ifstream(task.path() / "comm"), name);
+      if (name != "hvd set 0") continue;
+      ++found;
+      std::ifstream status(task.path() / "status");
+      while (std::getline(status, line) && line.compare(0, 7, "SigBlk:") != 0) {
+      }
+      const uint64_t blocked = std::stoull(line.substr(7), nullptr, 16);
+      for (const int signal : {SIGALRM, SIGCHLD, SIGINT, SIGPROF, SIGTERM, SIGUSR1})
+        CHECK(blocked >> (signal - 1) & 1);
+      for (const int signal : {SIGBUS, SIGFPE, SIGSEGV}) CHECK(!(blocked >> (signal - 1) & 1));
+    }
+    CHECK_EQ(found, 1);
+  });
+}
+
+// A signal that comes while memory is reserved does not mean that there is none.
+void signals_do_not_take_memory_away() {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const std::vector<SharedMemory::Area> areas(2, {1 << 20, 4096});
+  interruptions = 3;
+  SharedMemory memory(MPI_COMM_WORLD, ranks, areas);
+  CHECK_EQ(interruptions.load(), 0);
+  interruptions = 3;
+  CHECK(memory.commit());
+  CHECK_EQ(interruptions.load(), 0);
+  memory.barrier([](double, const std::vector<int>&) { return std::string(); });
+}
+
+}  // namespace
+}  // namespace hvd
+
+int main(int argc, char** argv) {
+  using namespace hvd;
+  return test::run_with_mpi(
+      argc, argv,
+      {
+          // First: an ended thread keeps its name for a moment, and takes no signal at all.
+          {"engines have a name and take no signals", engines_have_a_name_and_take_no_signals},
+          {"sums do not depend on the threads' modes", sums_do_not_depend_on_the_threads_modes},
+          {"signals do not take memory away", signals_do_not_take_memory_away},
+      });
+}

