@@ -431,6 +431,18 @@ def test_signals_are_heard_while_hosts_are_asked(hvdrun, options: list[str]) -> 
     wait_until(lambda: not hvdrun.processes(), "the end of the question")
 
 
+def test_a_question_is_ended_at_any_moment_of_its_start() -> None:
+    async def cancel_after(turns: int) -> None:
+        task = asyncio.create_task(command.run(["sh", "-c", f"sleep {FOREVER}; true"]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        assert await asyncio.wait([task], timeout=30) == ({task}, set())
+
+    for turns in range(8):
+        asyncio.run(cancel_after(turns))
+
+
 def test_a_greeting_of_the_hosts_shell_is_no_answer(hvdrun, capsys) -> None:
     """And a clean-up that fails is told."""
     reach = hvdrun.folder / "reach"

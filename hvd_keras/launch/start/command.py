@@ -23,19 +23,24 @@ async def run(command: Sequence[str], text: str = "") -> subprocess.CompletedPro
     """
     pipe = subprocess.PIPE
     program, *arguments = command
-    process = await asyncio.create_subprocess_exec(
-        program,
-        *arguments,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        start_new_session=True,  # Ctrl-C is for hvdrun alone
+    # A command whose start is cancelled would be killed without what it has started.
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            program,
+            *arguments,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            start_new_session=True,  # Ctrl-C is for hvdrun alone
+        )
     )
     try:
+        process = await asyncio.shield(starting)
         answer = await asyncio.wait_for(process.communicate(text.encode()), ANSWER_TIMEOUT)
     except asyncio.TimeoutError as error:
         raise TimeoutError(f"no end within {ANSWER_TIMEOUT:.0f} s") from error
     finally:
+        process = await starting
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
