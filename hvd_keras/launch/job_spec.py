@@ -10,25 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch import command_check, horovod, options
-from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow import metrics, screen
+from hvd_keras.launch import command_check, options
+from hvd_keras.launch.errors import UsageError, say
+from hvd_keras.launch.follow import metrics
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.start import hosts, slurm
 from hvd_keras.launch.start.dialects import Dialect
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.mpirun import find_mpirun
-from hvd_keras.launch.start.remote_shell import Reach, RemoteShell, kubectl_exec
+from hvd_keras.launch.start.remote_shell import Reach, RemoteShell, kubectl_exec, ssh
 from hvd_keras.launch.start.slurm import Srun
-from hvd_keras.launch.start.ssh import ssh
-
-# The variables of hvdrun's environment that ranks on other hosts get; --env adds further ones.
-PASSED = ("PATH", "LD_LIBRARY_PATH")
-PASSED_PREFIXES = (
-    *("HVD_", "TF_", "KERAS_", "PYTHON", "OMP_", "XLA_", "CUDA_", "NCCL_"),
-    *("OMPI_MCA_", "UCX_", "FI_", "I_MPI_", "MPICH_"),
-)
 
 
 @dataclass(frozen=True)
@@ -57,26 +49,6 @@ class JobSpec:
             return self.hosts
         script = self.options.host_discovery_script
         return await (slurm.nodes(os.environ) if script is None else hosts.discover(script))
-
-    def environment(self) -> dict[str, str]:
-        """Return the part of our environment that ranks on other hosts get."""
-        return {
-            name: value
-            for name, value in os.environ.items()
-            if name in PASSED or name.startswith(PASSED_PREFIXES) or name in self.options.env
-        }
-
-    def option_settings(self) -> dict[str, str]:
-        """Return the environment settings of hvd_keras that options stand for."""
-        settings = horovod.settings(os.environ) if self.options.horovod else {}
-        settings |= self.options.settings
-        if self.dialect.library:
-            settings["HVD_MPI_LIBRARY"] = self.dialect.library
-        if self.options.timeline is not None:
-            settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
-        if self.options.strict:
-            settings["HVD_STRICT"] = "1"
-        return settings
 
 
 def build(given: argparse.Namespace) -> JobSpec:
@@ -191,7 +163,7 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
         if not given.horovod or slots is not None:
             raise _too_many(size, there, what)
         given.oversubscribe = True  # horovodrun never refuses
-        print(f"hvdrun: {size} ranks share {there} cores, which is slow", file=sys.stderr)
+        say(f"{size} ranks share {there} cores, which is slow")
     given.oversubscribe = given.oversubscribe or slots is not None
     return Host("localhost", size)
 
@@ -205,7 +177,7 @@ def _too_many(size: int, there: int, what: str) -> UsageError:
 
 
 def _check_observers(given: argparse.Namespace) -> None:
-    given.screen = given.stats and screen.wanted()
+    given.screen = given.stats and sys.stderr.isatty()
     if given.metrics is not None:
         metrics.parse(given.metrics)
     if given.timeline is not None:

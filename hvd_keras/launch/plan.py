@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_keras.launch import horovod, options
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
@@ -83,25 +84,29 @@ def rank_environment(spec: JobSpec, size: int, job: str) -> dict[str, str]:
 
     Workers add what depends on their host (see `Worker`), and hvdrun the threads of each rank.
     """
-    settings = {**spec.option_settings(), **spec.dialect.rank_settings(memory_folder(job))}
+    given, own = spec.options, os.environ
+    settings = horovod.settings(own) if given.horovod else {}
+    settings |= given.settings | spec.dialect.rank_settings(memory_folder(job))
+    if spec.dialect.library:
+        settings["HVD_MPI_LIBRARY"] = spec.dialect.library
+    if given.timeline is not None:
+        settings["HVD_TIMELINE"] = str(Path(given.timeline).absolute())
+    if given.strict:
+        settings["HVD_STRICT"] = "1"
     if spec.is_local:
-        return settings | thread_settings(size, os.environ, usable_cores())
-    return spec.environment() | settings | {worker.JOB: job}
+        return settings | thread_settings(size, own, usable_cores())
+    names = {name for name in own if name.startswith(options.PASSED_PREFIXES)}
+    names |= {*options.PASSED, *given.env} & own.keys()
+    return {name: own[name] for name in sorted(names)} | settings | {worker.JOB: job}
 
 
 def plan(
-    spec: JobSpec,
-    placement: Placement,
-    *,
-    directory: Path,
-    job: str,
-    secret: str,
-    addresses: str,
+    spec: JobSpec, placement: Placement, directory: Path, job: str, secret: str, addresses: str
 ) -> Plan:
     """Plan how to start the ranks' workers."""
     variables = {worker.JOB: job, worker.ADDRESSES: addresses, worker.SECRET: secret}
-    options, dialect = spec.options, spec.dialect
-    interface = options.network_interface
+    given, dialect = spec.options, spec.dialect
+    interface = given.network_interface
     start = Start(
         placement.hosts,
         spec.is_local,
@@ -110,8 +115,8 @@ def plan(
         variables,
         agent=spec.shell.agent(job, dialect.kills_workers),
         network=None if spec.is_local else interface or common_network(placement.hosts),
-        oversubscribe=options.oversubscribe,
-        extra=options.mpi_args,
+        oversubscribe=given.oversubscribe,
+        extra=given.mpi_args,
     )
     return Plan(
         {**variables, **dialect.settings(start)},

@@ -9,14 +9,13 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from hvd_keras.launch import options, run_job
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
@@ -40,7 +39,7 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
     placement = await _heed(signals, _first(spec, signals))
     if placement is None:
         assert signals.stop is not None
-        _say(f"{signal.Signals(signals.stop).name} received before the start")
+        say(f"{signal.Signals(signals.stop).name} received before the start")
         return Verdict(128 + signals.stop, [], True)
     size = placement.size
     least = spec.options.min_np or size
@@ -61,7 +60,7 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
                 break
         ranks = placement.size
         where = "" if spec.is_local else f" on {hosts.describe(placement.hosts)}"
-        _say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
         verdict = await run_job.run(spec, placement, signals, first=False)
         is_quick = time.monotonic() < start + QUICK
@@ -72,11 +71,11 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
     elif len(spec.jobs) > 1:  # what the first has lost may be there again
         await _sweep_lost(spec, signals, 0.0)
     if verdict.status != 0 and commits.exists():
-        _say(f"to go on from the last commit, start the job again with HVD_COMMITS={commits}")
+        say(f"to go on from the last commit, start the job again with HVD_COMMITS={commits}")
     # Programs that do not use hvd_keras never call hvd.init().
     options = spec.options
     if verdict.apart and not options.separate and (verdict.asked or options.horovod):
-        _say(
+        say(
             f"{verdict.apart}. Call hvd.init() first, on every rank, and end if it fails; or use "
             "--separate if it is intended"
         )
@@ -107,7 +106,7 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
         if time.monotonic() >= limit or not await signals.sleep(1.0):
             break
     for name in sorted(lost):
-        _say(f"{name} cannot be reached; processes or files of the job may be left there")
+        say(f"{name} cannot be reached; processes or files of the job may be left there")
 
 
 async def _first(spec: JobSpec, signals: Signals) -> Placement:
@@ -119,7 +118,7 @@ async def _first(spec: JobSpec, signals: Signals) -> Placement:
         if not away:
             break
         if not told:
-            _say(f"waiting for {', '.join(sorted(away))} (--wait-for-hosts)")
+            say(f"waiting for {', '.join(sorted(away))} (--wait-for-hosts)")
             told = True
         await signals.sleep(WAIT_AGAIN)
     return await place(spec)
@@ -184,27 +183,23 @@ async def _replace(spec: JobSpec, size: int, least: int, signals: Signals) -> Pl
             wanted = []
             if told.get("") != str(error):
                 told[""] = str(error)
-                _say(f"no hosts: {error}")
+                say(f"no hosts: {error}")
         seen = await _look(spec, wanted)
         # Processes may still run on a host that was lost.
         await clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
         for name, text in seen.problems.items():
             if told.get(name) != text:
                 told[name] = text
-                _say(f"left out: {name} {text}")
+                say(f"left out: {name} {text}")
         found = _with_slots(spec, wanted, seen)
         slots = hosts.count(found)
         if slots >= least or (found and spec.options.oversubscribe):
             ranks = size if spec.options.oversubscribe else min(size, slots)
             return Placement(hosts.share(found, ranks), _names(seen))
         if time.monotonic() >= limit:
-            _say(
+            say(
                 f"no restart: the hosts that answer have {slots} slots, and {least} are needed "
                 "(--min-np)"
             )
             return None
         await signals.sleep(LOOK_AGAIN)
-
-
-def _say(text: str) -> None:
-    print(f"hvdrun: {text}", file=sys.stderr, flush=True)

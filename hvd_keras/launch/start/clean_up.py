@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from hvd_keras.launch.errors import say
 from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.start.remote_shell import Reach, answer, last_line, run_on_all
 
@@ -30,11 +31,11 @@ async def sweep_hosts(
             _tell_stuck(f"{name}: ", told.split())
         else:
             what = f"exit status {done.returncode}: {last_line(done.stderr)}"
-            print(f"hvdrun: {name}: the clean-up failed: {what}", file=sys.stderr, flush=True)
+            say(f"{name}: the clean-up failed: {what}")
     return lost
 
 
 def _tell_stuck(where: str, processes: Sequence[object]) -> None:
     if processes:
         told = ", ".join(map(str, processes))
-        print(f"hvdrun: {where}cannot kill process {told} of the job", file=sys.stderr, flush=True)
+        say(f"{where}cannot kill process {told} of the job")

@@ -18,29 +18,17 @@ from hvd_keras.launch.start.hosts import Host
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a job, as a dialect needs it.
+    """One start of a job, as a dialect needs it."""
 
-    Attributes:
-        hosts: the hosts with the number of ranks of each.
-        is_local: they are this host alone.
-        directory: the folder for the job's files.
-        program: what is started for each rank.
-        variables: the names of the environment variables that it must get.
-        agent: the script that mpirun calls as it would call ssh.
-        network: the interface or the network between the hosts, if it is known.
-        oversubscribe: there may be more ranks than cores or slots.
-        extra: the user's own arguments.
-    """
-
-    hosts: Sequence[Host]
-    is_local: bool
-    directory: Path
-    program: Sequence[str]
-    variables: Iterable[str] = ()
-    agent: str = ""
-    network: str | None = None
-    oversubscribe: bool = False
-    extra: Sequence[str] = ()
+    hosts: Sequence[Host]  # with the number of ranks of each
+    is_local: bool  # they are this host alone
+    directory: Path  # for the job's files
+    program: Sequence[str]  # what is started for each rank
+    variables: Iterable[str] = ()  # the names of the environment variables that it must get
+    agent: str = ""  # the script that mpirun calls as it would call ssh
+    network: str | None = None  # the interface or the network between the hosts, if it is known
+    oversubscribe: bool = False  # there may be more ranks than cores or slots
+    extra: Sequence[str] = ()  # the user's own arguments
 
     @property
     def size(self) -> str:
@@ -65,23 +53,16 @@ class Start:
 
 @dataclass(frozen=True)
 class Dialect:
-    """An installed mpirun, or srun.
-
-    Attributes:
-        path: the program.
-        library: the MPI library for the ranks, if they would take another one by themselves.
-        kind: the name of the MPI.
-        abi: that of its library, see `_mpi.Library`.
-        kills_workers: its daemons on other hosts kill the workers, so that nothing but the agent
-            can remove their files when mpirun has died.
-        withheld: the variables of our environment that the program must not get, on several hosts.
-    """
+    """An installed mpirun, or srun."""
 
     path: str
-    library: str = field(default="", kw_only=True)
-    kind: ClassVar[str]
-    abi: ClassVar[str] = "mpich"
+    library: str = field(default="", kw_only=True)  # for the ranks, if they would take another one
+    kind: ClassVar[str]  # the name of the MPI
+    abi: ClassVar[str] = "mpich"  # see `_mpi.Library`
+    # Its daemons on other hosts kill the workers, so that nothing but the agent can remove their
+    # files when mpirun has died.
     kills_workers: ClassVar[bool] = False
+    # The variables of our environment that the program must not get, on several hosts.
     withheld: ClassVar[Sequence[str]] = ()
 
     def command(self, start: Start) -> list[str]:
@@ -116,7 +97,6 @@ class OpenMpi(Dialect):
         raise NotImplementedError
 
     def command(self, start: Start) -> list[str]:
-        """From Dialect."""
         # Hardware threads count as cores, as in the affinity mask that hvdrun checks against. On
         # several hosts the slots are the user's wish or were counted by hvdrun.
         words = self.policy(start, start.oversubscribe or not start.is_local)
@@ -155,7 +135,6 @@ class OpenMpi(Dialect):
         return words
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
-        """From Dialect."""
         return {f"OMPI_MCA_btl_{self.memory}_backing_directory": memory}
 
 
@@ -165,7 +144,6 @@ class OpenMpi4(OpenMpi):
     memory, option, ssh, networks = "vader", "--mca", "plm_rsh", "oob_tcp_if_include"
 
     def policy(self, start: Start, oversubscribe: bool) -> list[str]:
-        """From OpenMpi."""
         return ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
 
     def settings(self, start: Start) -> Mapping[str, str]:
@@ -179,7 +157,6 @@ class OpenMpi5(OpenMpi):
     memory, option, ssh, networks = "sm", "--prtemca", "plm_ssh", "prte_if_include"
 
     def policy(self, start: Start, oversubscribe: bool) -> list[str]:
-        """From OpenMpi."""
         if "--map-by" in start.extra:
             return []
         policy = "" if start.is_local else "slot"
@@ -203,7 +180,6 @@ class Mpich(Dialect):
     withheld = ("TMPDIR",)  # it would replace the one that the agent sets on each host
 
     def command(self, start: Start) -> list[str]:
-        """From Dialect."""
         words = [] if start.is_local else self.hosts(start)
         if words and start.network is not None and "/" not in start.network:
             words += ["-iface", start.network]
@@ -221,12 +197,10 @@ class IntelMpi(Mpich):
     kind = "Intel MPI"
 
     def hosts(self, start: Start) -> list[str]:
-        """From Mpich."""
         hosts = ["-machinefile", str(start.machines)]
         return [*hosts, "-bootstrap", "ssh", "-bootstrap-exec", str(start.ssh)]
 
     def files(self, start: Start) -> dict[Path, str]:
-        """From Dialect."""
         files = super().files(start)
         return files and {**files, start.machines: "\n".join([*start.slots, ""])}
 

@@ -24,12 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hvd_keras.launch.onhost import program, rsh_agent
+from hvd_keras.launch.onhost import FAILED, program, rsh_agent
+from hvd_keras.launch.onhost.limits import ALIVE_COUNT, ALIVE_INTERVAL, CONNECT_TIMEOUT
 from hvd_keras.launch.start.command import run
 from hvd_keras.launch.start.hosts import is_here
-
-# The status with which such a program itself fails.
-FAILED = 255
 
 # Hosts that are asked at once: each takes a process and three descriptors here.
 AT_ONCE = 200
@@ -78,6 +76,27 @@ class RemoteShell:
         mode = rsh_agent.CLEANS if cleans else rsh_agent.PASSES
         words = [sys.executable, "-I", "-S", rsh_agent.__file__, mode, job, *self.words, "--"]
         return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
+
+
+def ssh(port: int | None, identity: str | None) -> RemoteShell:
+    """ssh in batch mode, with keep-alives; None leaves the choice to ssh's configuration."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(CONNECT_TIMEOUT),
+        "ServerAliveInterval": str(ALIVE_INTERVAL),
+        "ServerAliveCountMax": str(ALIVE_COUNT),
+        # An existing master is used, but none of ours: another shell would end with the job.
+        "ControlMaster": "no",
+    }
+    words = ["ssh", "-x"]
+    for name, value in options.items():
+        words += ["-o", f"{name}={value}"]
+    if port is not None:
+        words += ["-p", str(port)]
+    if identity is not None:
+        words += ["-i", identity]
+    advice = " without a prompt (a key without a passphrase or in an agent, a known host)"
+    return RemoteShell(words, advice)
 
 
 def kubectl_exec(words: Sequence[str]) -> RemoteShell:

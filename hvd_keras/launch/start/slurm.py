@@ -25,7 +25,6 @@ class Srun(Dialect):
     kind = "SLURM"
 
     def command(self, start: Start) -> list[str]:
-        """From Dialect."""
         words = [self.path, "-n", start.size, f"--mpi={self.interface}", "--export=ALL"]
         # A rank that fails ends the others; a host that fails leaves the allocation to us.
         words += ["--kill-on-bad-exit=1", "--no-kill", "--cpu-bind=none"]
@@ -34,12 +33,10 @@ class Srun(Dialect):
         return [*words, *["--overcommit"] * start.oversubscribe, *start.extra, *start.program]
 
     def files(self, start: Start) -> dict[Path, str]:
-        """From Dialect."""
         names = [host.name for host in start.hosts for _ in range(host.slots or 0)]
         return {start.machines: "\n".join([*names, ""])}
 
     def settings(self, start: Start) -> Mapping[str, str]:
-        """From Dialect."""
         return {"SLURM_HOSTFILE": str(start.machines)}
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
@@ -53,7 +50,6 @@ class Srun(Dialect):
         return [self.path, *places, *step, *command]
 
     def failure(self, status: int, err: str) -> str | None:
-        """From Reach."""
         told = [line for line in err.splitlines() if line.startswith("srun: error: ")]
         if status == 0 or not told or "Exited with exit code" in told[-1]:
             return None
