@@ -5,8 +5,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import agree
-from hvd_keras._keras import keras
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras
 
 
 class ModelCheckpoint(Callback):  # type: ignore[misc]

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops
-from hvd_keras._keras import keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import compare, forgotten, together, variables
 
 _WRITERS = tuple(
