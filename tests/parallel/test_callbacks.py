@@ -179,6 +179,7 @@ def ramp(steps: int, batches: range) -> list[float]:
     return [0.3 / SIZE * (1 + (SIZE - 1) * min(1.0, (i + 1) / steps)) for i in batches]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("accumulated", [None, 4])
 @pytest.mark.parametrize("known", [True, False])
 def test_warmup_over_steps_ends_within_an_epoch(known: bool, accumulated: int | None) -> None:

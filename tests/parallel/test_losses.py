@@ -157,6 +157,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str) -> None:
     alone, together = train(**CASES[name])
