@@ -188,7 +188,7 @@ RULES = [
     *_rules("no", "the other number of ranks is a process set", "process set + fewer ranks"),
     *_rules(
         "error",
-        "a MultiOptimizer has no slots of its own",
+        "a MultiOptimizer has no slots",
         "shard_state + MultiOptimizer",
         text="not possible for MultiOptimizer",
     ),
