@@ -114,6 +114,7 @@ def binary_metrics() -> list:
         keras.metrics.BinaryIoU(name="iou"),
         keras.metrics.RootMeanSquaredError(name="rmse"),
         keras.metrics.R2Score(name="r2"),
+        keras.metrics.F1Score(threshold=0.5, name="f1_of_one_class"),
         Overshoot(name="overshoot"),
     ]
 
