@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras import agree
+from hvd_keras.runtime import agree
 from hvd_keras.training import metrics
 from tests.harness import training
 
