@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras._keras import is_legacy, require
+from hvd_keras.runtime.keras import is_legacy, require
 from hvd_keras.training import exchange, together
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
@@ -59,8 +59,8 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
             ) from error
         except AttributeError as error:
             raise ValueError(
-                f"{type(self).__name__}: a {type(optimizer).__name__} has no learning rate of its "
-                "own. Set the rates of its optimizers, or remove this callback."
+                f"{type(self).__name__}: a {type(optimizer).__name__} has no learning rate. Set "
+                "the rates of its optimizers, or remove this callback."
             ) from error
         if self.momentum_correction and old > 0 and new != old:
             buffers = _momentum_buffers(together.innermost(optimizer))

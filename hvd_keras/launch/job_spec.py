@@ -142,7 +142,7 @@ def _is_local(given: argparse.Namespace, wanted: list[Host] | None) -> bool:
         return False
     if len(wanted) > 1:
         names = " and ".join(host.name for host in wanted)
-        raise UsageError(f"got the hosts {names}, which are all this host; expected one of them")
+        raise UsageError(f"the hosts {names} are all this host; name it once, with all its ranks")
     return True
 
 

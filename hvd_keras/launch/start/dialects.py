@@ -58,7 +58,7 @@ class Dialect:
     path: str
     library: str = field(default="", kw_only=True)  # for the ranks, if they would take another one
     kind: ClassVar[str]  # the name of the MPI
-    abi: ClassVar[str] = "mpich"  # see `_mpi.Library`
+    abi: ClassVar[str] = "mpich"  # see `mpi_library.Library`
     # Its daemons on other hosts kill the workers, so that nothing but the agent can remove their
     # files when mpirun has died.
     kills_workers: ClassVar[bool] = False

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
 from hvd_keras.launch.start.dialects import (
@@ -22,11 +21,12 @@ from hvd_keras.launch.start.dialects import (
     OpenMpi5,
     path_beside,
 )
+from hvd_keras.runtime import mpi_library
 
 
 def find_mpirun(requested: str | None) -> Dialect:
     """Find the requested mpirun; else that of the MPI that the ranks will use, or one on PATH."""
-    there = list(_mpi.candidates())
+    there = list(mpi_library.candidates())
     if requested is not None:
         path = shutil.which(requested)
         if path is None:
@@ -37,7 +37,7 @@ def find_mpirun(requested: str | None) -> Dialect:
         found = _identify(path)
         if there and there[0].is_chosen:
             return found
-        fitting = [one for one in [*_mpi.beside(path), *there] if one.abi == found.abi]
+        fitting = [one for one in [*mpi_library.beside(path), *there] if one.abi == found.abi]
         return _with_library(found, fitting[0], *there[:1]) if fitting else found
     for library in there:
         for path in _beside(library.path):
@@ -66,7 +66,9 @@ def _beside(library: str) -> Iterator[str]:
                 yield path
 
 
-def _with_library(found: Dialect, library: _mpi.Library, *first: _mpi.Library) -> Dialect:
+def _with_library(
+    found: Dialect, library: mpi_library.Library, *first: mpi_library.Library
+) -> Dialect:
     """The same, for ranks that use this MPI library, and by themselves would take `first`."""
     same = os.path.realpath(library.path) in [os.path.realpath(one.path) for one in first]
     return found if same else replace(found, library=library.path)
