@@ -9,16 +9,16 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from hvd_keras.callbacks import parts, rank_values
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import data, shards
+from hvd_keras import data
+from hvd_keras.gradients import shards, zero
+from hvd_keras.hooks import fitting, preprocessing, variables
 from hvd_keras.ops import objects
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.shards import state
-from hvd_keras.training import checkpoint, fitting, preprocessing, variables
+from hvd_keras.saving import rank_values, sharded_files, storage
 
 
 class Checkpoint(Callback):  # type: ignore[misc]
@@ -228,7 +228,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             content, seen = self._look_on_leader(bad_parts)
             if seen["facts"] is None:
                 break
-            problem = parts.problem_of(self.directory, seen["facts"], self._hvd_process_set)
+            problem = sharded_files.problem_of(self.directory, seen["facts"], self._hvd_process_set)
             if problem is None:
                 break
             bad_parts[seen["path"]] = problem
@@ -257,17 +257,17 @@ class Checkpoint(Callback):  # type: ignore[misc]
             seen, own.ranks[0], name="checkpoint found", process_set=own
         )
 
-    def _look(self, bad_parts: dict[str, str]) -> tuple[checkpoint.Content | None, dict[str, Any]]:
-        checkpoint.remove_unfinished(self.directory)
-        parts.remove_others(self.directory, None, [])
+    def _look(self, bad_parts: dict[str, str]) -> tuple[storage.Content | None, dict[str, Any]]:
+        storage.remove_unfinished(self.directory)
+        sharded_files.remove_others(self.directory, None, [])
         damaged = []
-        for path in checkpoint.files(self.directory) if self.restore else []:
+        for path in storage.files(self.directory) if self.restore else []:
             if str(path) in bad_parts:
                 damaged.append(f"{path}: {bad_parts[str(path)]}")
                 continue
             try:
-                content = checkpoint.read(path)
-            except (checkpoint.DamagedError, OSError) as error:
+                content = storage.read(path)
+            except (storage.DamagedError, OSError) as error:
                 damaged.append(f"{path}: {error}")
                 continue
             stored = [
@@ -284,9 +284,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._refuse_what_does_not_fit(found, own, same_ranks)
         _assign(found, own, self.model, self._hvd_process_set)
         if found.tables:
-            parts.restore(self.directory, found.facts, own, self._hvd_process_set)
+            sharded_files.restore(self.directory, found.facts, own, self._hvd_process_set)
         if same_ranks:
-            variables.set_random_state(found.facts["random"][self._hvd_process_set.rank()])
+            rank_values.set_random_state(found.facts["random"][self._hvd_process_set.rank()])
         variables.mark_restored(self.model, True)
         if not same_ranks and self._rate and found.facts.get("rate"):
             # Keeps the warm-up, decay or reduction that it had.
@@ -320,7 +320,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         return int(batches)
 
     def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
-        differences = parts.differences(found.stored, found.facts, own)
+        differences = sharded_files.differences(found.stored, found.facts, own)
         if not same_ranks:
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
@@ -357,9 +357,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "passes": [passes.state(within=batch > 0) for passes in self._passes],
             "random": rank_values.random_states(self._hvd_process_set),
         }
-        path = checkpoint.path_of(self.directory, epoch, batch)
-        tables = parts.facts_of(own)
-        names = parts.write(path, own, tables, self._hvd_process_set)
+        path = storage.path_of(self.directory, epoch, batch)
+        tables = sharded_files.facts_of(own)
+        names = sharded_files.write(path, own, tables, self._hvd_process_set)
         facts["parts"] = {"tables": tables, "files": names}
 
         def value(i: int) -> Any:
@@ -368,10 +368,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
             return apart[i] if i in apart else np.asarray(own[i])
 
         def write() -> None:
-            values = (checkpoint.Variable(v.path, i in apart, value(i)) for i, v in enumerate(own))
-            checkpoint.write(path, facts, values)
-            checkpoint.prune(path, self.keep)
-            parts.remove_others(self.directory, path, names)
+            values = (storage.Variable(v.path, i in apart, value(i)) for i, v in enumerate(own))
+            storage.write(path, facts, values)
+            storage.prune(path, self.keep)
+            sharded_files.remove_others(self.directory, path, names)
 
         agree.on_leader("Checkpoint: cannot write", write, self._hvd_process_set)
 
@@ -400,7 +400,7 @@ class _Skipping:
         self._model = model
         self._own = shards.without(own)  # a copy of the tables might not fit
         self._values = [np.asarray(variable).copy() for variable in self._own]
-        self._random = variables.random_state()
+        self._random = rank_values.random_state()
         self._train_function = model.train_function
         model.train_function = self._skip
 
@@ -417,7 +417,7 @@ class _Skipping:
         """Restores the state of the checkpoint."""
         for variable, value in zip(self._own, self._values, strict=True):
             variable.assign(value)
-        variables.set_random_state(self._random)
+        rank_values.set_random_state(self._random)
 
     def stop(self) -> None:
         """Lets ``fit`` train from now on."""
@@ -461,7 +461,7 @@ def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) 
             same_ranks = len(stack) == process_set.size()
             variable.assign(stack[process_set.rank()] if same_ranks else rank_values.mean(stack))
         elif shards.of(variable) is not None:
-            state.set_share(
+            zero.set_share(
                 variable, rank_values.to_all_ranks(shape, variable.dtype, value, process_set)
             )
         else:

@@ -11,11 +11,11 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.hooks.variables import broadcast_variables
 from hvd_keras.ops import validate
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import chosen
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training.variables import broadcast_variables
 
 
 def allreduce(

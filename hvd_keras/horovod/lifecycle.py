@@ -7,9 +7,9 @@ from typing import Any
 
 import hvd_keras
 from hvd_keras import lifecycle
+from hvd_keras.gradients import missing_calls
 from hvd_keras.horovod.process_sets import as_process_set, global_process_set
 from hvd_keras.runtime import log, rank_info
-from hvd_keras.training import forgotten
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
@@ -24,7 +24,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     if process_sets is not None and not isinstance(process_sets, str):
         process_sets = [as_process_set(given) for given in process_sets]
     lifecycle.init(comm, process_sets)
-    forgotten.allow_a_first_step()
+    missing_calls.allow_a_first_step()
     if hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm
     if rank_info.rank() == 0:

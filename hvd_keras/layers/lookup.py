@@ -17,9 +17,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients.shards import Layout
 from hvd_keras.runtime import rank_info, xla
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.shards import Layout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,13 +16,14 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import ops, optimizer
+from hvd_keras.gradients import shards
 from hvd_keras.layers.embedding import BLOCK, Embedding
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import checkpoint, optimizer
+from hvd_keras.saving import storage
 
 _WEIGHTS, _CONFIG, _METADATA, _ASSETS = (
     "model.weights.h5",
@@ -76,7 +77,7 @@ def save_model(
             _write(model, tables, divided, with_optimizer, path)
 
         try:
-            checkpoint.write_whole(filepath, fill)
+            storage.write_whole(filepath, fill)
         finally:
             _exhaust(streams)  # the other ranks send all, whatever happens here
 

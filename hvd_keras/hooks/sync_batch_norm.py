@@ -7,10 +7,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients import agreement
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import exchange
 
 
 def SyncBatchNormalization(  # noqa: N802
@@ -56,7 +56,7 @@ def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
             return local_moments(self, inputs, mask)
         if mask is not None:
             raise _no_mask(self.name)
-        path = exchange.common_path(self.path)
+        path = agreement.common_path(self.path)
         return _global_moments(inputs, self._reduction_axes, path, process_set)
 
     return moments
@@ -83,7 +83,7 @@ def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]
         # As Keras 3 does: half precision is too coarse for variances.
         half = x.dtype in (tf.float16, tf.bfloat16)
         values = tf.cast(x, tf.float32) if half else x
-        both = _global_moments(values, list(axes), exchange.common_path(self.name), process_set)
+        both = _global_moments(values, list(axes), agreement.common_path(self.name), process_set)
         if keep_dims:
             sizes = [1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)]
             both = tf.reshape(both[0], sizes), tf.reshape(both[1], sizes)

@@ -15,19 +15,26 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops, shards
-from hvd_keras.ops import buckets
+from hvd_keras import ops
+from hvd_keras.gradients import (
+    agreement,
+    buckets,
+    building,
+    clipping,
+    compare,
+    missing_calls,
+    shards,
+    zero,
+)
 from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.shards import clipping, state
-from hvd_keras.training import building, compare, exchange, forgotten
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
 
 #: Variables that belong to this rank alone, of all reducers.
-local_variables = exchange.VariableSet()
+local_variables = agreement.VariableSet()
 
 
 class GradientReducer:
@@ -39,12 +46,12 @@ class GradientReducer:
         groups: which gradients share a request.
 
     Attributes:
-        local: the variables that belong to this rank alone, by ``exchange.variable_id``.
+        local: the variables that belong to this rank alone, by ``agreement.variable_id``.
         is_horovods: a script made it by Horovod's names.
     """
 
     def __init__(
-        self, name: str | None, options: exchange.ExchangeOptions, groups: exchange.Groups
+        self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
     ) -> None:
         self.name = name or f"optimizer {next(_numbers[options.process_set.id()])}"
         self.options = options
@@ -53,7 +60,7 @@ class GradientReducer:
         self.is_horovods = False
         self._plans: dict[Any, Plan] = {}
         # The lists of variables that the ranks have compared.
-        self._agreed: dict[Any, tuple[exchange.VariableSpec, ...]] = {}
+        self._agreed: dict[Any, tuple[agreement.VariableSpec, ...]] = {}
         self.has_local = False  # whether any rank has variables of its own
         self.takes_reduced = True  # whether gradients of a distributed tape may stay as they are
 
@@ -64,7 +71,7 @@ class GradientReducer:
 
     def register_local(self, variable: Any) -> None:
         """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
-        self.local[exchange.variable_id(variable)] = variable
+        self.local[agreement.variable_id(variable)] = variable
         if self.process_set.size() > 1:
             local_variables.add(variable)
 
@@ -98,25 +105,25 @@ class GradientReducer:
         """
         gradients = list(gradients)
         if rank_info.size() > 1 and not building.is_building():
-            forgotten.mark_reduced(variables)
+            missing_calls.mark_reduced(variables)
         if self.process_set.size() == 1 or not gradients or building.is_building():
             return Step(self, None, gradients, variables, [], [], set())
-        exchange.refuse_strategies()
+        agreement.refuse_strategies()
         divided = shards.places_in(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
         if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):
             return Step(self, None, gradients, variables, [], [], divided)
         gradients = self.options.densified(gradients)
-        local_ids = {*self.local, *map(exchange.variable_id, local)}
+        local_ids = {*self.local, *map(agreement.variable_id, local)}
         shared = [
             i
             for i, variable in enumerate(variables)
-            if i not in divided and exchange.variable_id(variable) not in local_ids
+            if i not in divided and agreement.variable_id(variable) not in local_ids
         ]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
         for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
             gradients[i] = gradient
-        overwritten = exchange.overwrite(gradients, variables, self.name, self.process_set)
+        overwritten = agreement.overwrite(gradients, variables, self.name, self.process_set)
         return Step(self, plan, gradients, variables, shared, overwritten, divided)
 
     def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
@@ -125,10 +132,10 @@ class GradientReducer:
         return plan.exchange(gradients, self.options)
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
-        mine = tuple(exchange.spec_of(v) for v in variables)
+        mine = tuple(agreement.spec_of(v) for v in variables)
         specs = self._agreed.get(mine)
         if specs is None:
-            specs = exchange.check_specs(self.name, mine, self.process_set)
+            specs = agreement.check_specs(self.name, mine, self.process_set)
             optimizer = getattr(self, "optimizer", None)
             described = {} if optimizer is None else compare.of_optimizer(optimizer)
             own = bool(self.local), compare.digest(described)
@@ -137,20 +144,20 @@ class GradientReducer:
             if len({digest for _, digest in views}) > 1:
                 compare.check_difference(self.name, described, self.process_set)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
-            if forgotten.check_weights(self.name, variables, requests, self.process_set):
+            if missing_calls.check_weights(self.name, variables, requests, self.process_set):
                 self._agreed[mine] = specs
-        kinds = exchange.kinds_of(gradients)
-        indices = exchange.group_indices(self.groups, variables)
+        kinds = agreement.kinds_of(gradients)
+        indices = agreement.group_indices(self.groups, variables)
         if tf.executing_eagerly():
             # Which gradients exist may differ in each step and on each rank.
-            kinds = exchange.agree_on_kinds(self.name, kinds, self.process_set)
+            kinds = agreement.agree_on_kinds(self.name, kinds, self.process_set)
         # In a graph this is fixed now. A rank that traces the same function again does not ask the
         # others, which may not be tracing.
         key = tf.executing_eagerly(), specs, kinds, tuple(map(tuple, indices))
         if key not in self._plans:
             agreed = kinds
             if not tf.executing_eagerly():
-                agreed = exchange.agree_on_kinds(self.name, kinds, self.process_set)
+                agreed = agreement.agree_on_kinds(self.name, kinds, self.process_set)
             if self.options.op is ops.Adasum and "sparse" in agreed:
                 raise ValueError(
                     f"{self.name}: op=hvd.Adasum needs dense gradients, and that of "
@@ -241,16 +248,16 @@ class Plan:
 
     Args:
         name: the name of the optimizer or tape, part of each request's name.
-        specs: the variables, compared by ``exchange.check_specs``.
-        kinds: how each gradient is sent, from ``exchange.agree_on_kinds``.
+        specs: the variables, compared by ``agreement.check_specs``.
+        kinds: how each gradient is sent, from ``agreement.agree_on_kinds``.
         groups: variables, by index, whose gradients share a request.
     """
 
     def __init__(
         self,
         name: str,
-        specs: Sequence[exchange.VariableSpec],
-        kinds: Sequence[exchange.Kind | None],
+        specs: Sequence[agreement.VariableSpec],
+        kinds: Sequence[agreement.Kind | None],
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
         self.name = name
@@ -263,14 +270,14 @@ class Plan:
     def complete(self, gradients: Sequence[Any]) -> list[Any]:
         """This rank's gradients in the kinds of the plan."""
         return [
-            exchange.completed(gradient, kind, spec)
+            agreement.completed(gradient, kind, spec)
             for gradient, kind, spec in zip(gradients, self.kinds, self.specs, strict=True)
         ]
 
     def exchange(
         self,
         gradients: Sequence[Any],
-        options: exchange.ExchangeOptions,
+        options: agreement.ExchangeOptions,
         after: Sequence[Any] = (),
     ) -> list[Any]:
         """Returns the gradients over all ranks, in the order given; None stays None.
@@ -304,7 +311,7 @@ class Plan:
         chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
         chosen = [bucket for bucket in chosen if bucket]
         rest = [i for i in present if i not in grouped]
-        sizes = [exchange.size_in_bytes(self.specs[i]) for i in rest]
+        sizes = [agreement.size_in_bytes(self.specs[i]) for i in rest]
         filled = buckets.fill(sizes, settings.read().bucket_bytes)
         return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
 
@@ -329,8 +336,8 @@ class KerasReducer(GradientReducer):
         optimizer: keras.optimizers.Optimizer,
         outermost: keras.optimizers.Optimizer,
         name: str | None,
-        options: exchange.ExchangeOptions,
-        groups: exchange.Groups,
+        options: agreement.ExchangeOptions,
+        groups: agreement.Groups,
         local_sum: int,
         shard_state: bool = False,
     ) -> None:
@@ -346,13 +353,13 @@ class KerasReducer(GradientReducer):
         require(optimizer, "_clip_gradients", "to exchange and clip accumulated gradients")
         optimizer._clip_gradients = self._clip_gradients
         outermost.register_local_var = self.register_local
-        self.state: state.State | None = None
+        self.state: zero.State | None = None
         if shard_state and self.process_set.size() > 1:
-            self.state = state.State(optimizer, self.name, self.process_set, self._is_local)
+            self.state = zero.State(optimizer, self.name, self.process_set, self._is_local)
             self.takes_reduced = False  # their exchange prepares that of the values
 
     def _is_local(self, variable: Any) -> bool:
-        return exchange.variable_id(variable) in self.local
+        return agreement.variable_id(variable) in self.local
 
     def register_local(self, variable: Any) -> None:
         """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
@@ -390,7 +397,7 @@ class KerasReducer(GradientReducer):
         keras_apply = type(self.optimizer).apply
         self._applied = True
         step = self.ahead or self.begin_update(grads, trainable_variables)
-        token = forgotten.exchanged.set(True)
+        token = missing_calls.exchanged.set(True)
         self._pending = step
         if self.state is not None:
             self.state.exchanges, self.state.shared = step.travels, False
@@ -409,7 +416,7 @@ class KerasReducer(GradientReducer):
             self._pending = None
             if self.state is not None:
                 self.state.exchanges = False
-            forgotten.exchanged.reset(token)
+            missing_calls.exchanged.reset(token)
 
     def begin_update(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
         """Begins an update by the arguments of ``apply``."""

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import ops
+from hvd_keras.gradients import agreement, building, shards
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import building, exchange
 
 if TYPE_CHECKING:
-    from hvd_keras.training import compare
+    from hvd_keras.gradients import compare
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
@@ -136,9 +136,9 @@ def allow_a_first_step() -> None:
 
 _is_horovods = False
 _empty_broadcast = False
-_synchronized = exchange.VariableSet()
-_reduced = exchange.VariableSet()
-_told_alone = exchange.VariableSet()
+_synchronized = agreement.VariableSet()
+_reduced = agreement.VariableSet()
+_told_alone = agreement.VariableSet()
 
 
 def mark_alone(optimizer: Any) -> None:

@@ -16,10 +16,10 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import shards
+from hvd_keras.gradients import shards
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import checkpoint
+from hvd_keras.saving import storage
 
 _NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")
 _UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
@@ -65,10 +65,10 @@ def write(
     token = agree.gather_json("checkpoint parts", secrets.token_hex(4), process_set)[0]
     names = [f"{path.stem}.{token}-{rank:04d}.h5" for rank in range(process_set.size())]
     mine = path.with_name(names[process_set.rank()])
-    values = (checkpoint.Variable(own[i].path, False, _as_rows(own[i])) for i in map(int, tables))
+    values = (storage.Variable(own[i].path, False, _as_rows(own[i])) for i in map(int, tables))
     name = "Checkpoint: cannot write a rank's part"
     try:
-        agree.on_all_ranks(name, lambda: checkpoint.write(mine, {}, values), process_set)
+        agree.on_all_ranks(name, lambda: storage.write(mine, {}, values), process_set)
     except Exception:
         with contextlib.suppress(OSError):
             mine.unlink()
@@ -117,8 +117,8 @@ def problem_of(
     problem = None
     for name in names[process_set.rank() :: process_set.size()]:
         try:
-            checkpoint.verify(directory / name)
-        except (checkpoint.DamagedError, OSError) as error:
+            storage.verify(directory / name)
+        except (storage.DamagedError, OSError) as error:
             problem = problem or f"{name}: {error}"
     everyone = agree.gather_json("checkpoint parts are intact", problem, process_set)
     return next((text for text in everyone if text is not None), None)
@@ -157,7 +157,7 @@ def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> Non
     if first >= last or not theirs.rows or not mine.rows:
         return
     rows, step = len(theirs.rows), max(1, _BLOCK // len(theirs.columns))
-    source = checkpoint.restored(data) if data.attrs["dtype"] != data.dtype.name else data
+    source = storage.restored(data) if data.attrs["dtype"] != data.dtype.name else data
     for begin in range(0, rows, step):
         block = theirs.rows[begin : begin + step]
         ids = np.arange(block.start, block.stop, block.step)

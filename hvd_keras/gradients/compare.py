@@ -18,10 +18,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients import agreement, model_ranks
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import exchange, together
 
 # Entries of configurations that may differ: names have counters, seeds differ by rank on purpose,
 # initial values are broadcast, and preprocessing layers are compared by callbacks.
@@ -67,7 +67,7 @@ _LOCAL = " of one rank"
 def of_training(model: Any) -> Description:
     """Describes what a step of ``fit`` depends on: optimizers, loss, options and layers."""
     found: Description = {}
-    for i, optimizer in enumerate(together.optimizers_of(model)):
+    for i, optimizer in enumerate(model_ranks.optimizers_of(model)):
         prefix = f"{i + 1}. " if i else ""
         found |= {prefix + key: value for key, value in of_optimizer(optimizer).items()}
     with warnings.catch_warnings():
@@ -83,10 +83,10 @@ def of_training(model: Any) -> Description:
     steps = getattr(model, "steps_per_execution", 1)
     found["compile.steps_per_execution"] = repr(int(steps or 1))
     found["keras.config"] = f"floatx {keras.backend.floatx()}, epsilon {keras.backend.epsilon()}"
-    reducers = together.reducers_of(model)
+    reducers = model_ranks.reducers_of(model)
     for i, layer in enumerate(model._flatten_layers()):
         key = f"layer {i} {type(layer).__name__}"
-        if any(together.is_local(reducer, v) for reducer in reducers for v in layer.variables):
+        if any(model_ranks.is_local(reducer, v) for reducer in reducers for v in layer.variables):
             found[key + _LOCAL] = ""
             continue
         found[key] = f"dtype {_name_of_policy(layer)}, trainable {layer.trainable}"
@@ -160,7 +160,7 @@ def check_difference(name: str, mine: Description, process_set: ProcessSet) -> N
     }
     if all(view == views[process_set.ranks[0]] for view in views.values()):
         return
-    exchange.raise_difference(
+    agreement.raise_difference(
         views,
         "Give all ranks the same optimizer, loss, layers and arguments. Only the learning rate is "
         "broadcast.",
@@ -255,7 +255,7 @@ class Values:
         pieces = []
         for variable in self.variables:
             if tuple(variable.shape):
-                size = exchange.size_in_bytes(exchange.spec_of(variable))
+                size = agreement.size_in_bytes(agreement.spec_of(variable))
                 rows = int(variable.shape[0])
                 step = max(1, rows * _BYTES // max(1, size))
                 pieces += [(variable, row, row + step) for row in range(0, rows, step)]

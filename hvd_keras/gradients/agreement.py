@@ -17,7 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import ops
+from hvd_keras.gradients import shards
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set

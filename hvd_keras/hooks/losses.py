@@ -17,10 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients import agreement, building
 from hvd_keras.runtime import log, settings
 from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import building, exchange
 
 
 @dataclasses.dataclass
@@ -125,7 +125,7 @@ def _weigh(
     (total,) = ops.reduce_tensors(
         [tf.cast(own_weight, tf.float64)],
         op=ops.Sum,
-        name=f"weight of loss {own.calls}, {exchange.common_path(loss.name)}",
+        name=f"weight of loss {own.calls}, {agreement.common_path(loss.name)}",
         process_set=own.process_set,
     )
     factor = own.process_set.size() * tf.math.divide_no_nan(tf.cast(own_weight, tf.float64), total)

@@ -9,16 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import shards
+from hvd_keras.gradients import agreement, model_ranks, shards
 from hvd_keras.runtime.keras import keras
-from hvd_keras.training import exchange, together
 
-_tables = exchange.VariableSet()
+_tables = agreement.VariableSet()
 
 
 def read_by_rows(model: Any, layers: Iterable[Any]) -> None:
     """Lets the embeddings of a model read only what is looked up, if the optimizer updates rows."""
-    if not any(map(_updates_rows, together.optimizers_of(model))):
+    if not any(map(_updates_rows, model_ranks.optimizers_of(model))):
         return
     for layer in layers:
         if isinstance(layer, keras.layers.Embedding) and layer.built:
@@ -50,8 +49,8 @@ def _updates_rows(optimizer: Any) -> bool:
     Other optimizers, and means over several steps, update the whole table. A lookup by rows would
     then make TensorFlow copy it where something else reads it, such as weight decay.
     """
-    optimizer = together.innermost(optimizer)
-    reducer = together.of_optimizer(optimizer)
+    optimizer = model_ranks.innermost(optimizer)
+    reducer = model_ranks.of_optimizer(optimizer)
     kinds = keras.optimizers
     by_rows = (kinds.SGD, kinds.RMSprop, kinds.Adagrad, kinds.Adadelta, kinds.Adafactor)
     return (

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
-from hvd_keras import shards
+from hvd_keras.gradients import shards
+from hvd_keras.gradients.agreement import variable_id
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training.exchange import variable_id
 
 if TYPE_CHECKING:
-    from hvd_keras.training.reducer import GradientReducer
+    from hvd_keras.gradients.reducer import GradientReducer
 
 
 def of_optimizer(optimizer: Any) -> "GradientReducer | None":

@@ -6,12 +6,12 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients import agreement, reducer
 from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.optimizer import local_variables
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import exchange, reducer
-from hvd_keras.training.optimizer import local_variables
 
 
 class DistributedGradientTape:
@@ -55,7 +55,7 @@ class DistributedGradientTape:
                 f"hvd.DistributedGradientTape: got {gradtape!r}, expected a tf.GradientTape."
             )
         self._tape = gradtape
-        options = exchange.ExchangeOptions(
+        options = agreement.ExchangeOptions(
             op=op,
             compression=compression,
             sparse_as_dense=sparse_as_dense,
@@ -65,7 +65,7 @@ class DistributedGradientTape:
             scale_local_gradients=scale_local_gradients,
             process_set=process_set,
         )
-        self._reducer = _reducer(options, exchange.groups(num_groups, groups))
+        self._reducer = _reducer(options, agreement.groups(num_groups, groups))
         self._local: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +140,9 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
 _reducers: list[reducer.GradientReducer] = []
 
 
-def _reducer(options: exchange.ExchangeOptions, groups: exchange.Groups) -> reducer.GradientReducer:
+def _reducer(
+    options: agreement.ExchangeOptions, groups: agreement.Groups
+) -> reducer.GradientReducer:
     """The reducer for all tapes with these options, since a loop makes a new tape in each step."""
     for known in _reducers:
         if known.options == options and _same_groups(known.groups, groups):
@@ -149,8 +151,8 @@ def _reducer(options: exchange.ExchangeOptions, groups: exchange.Groups) -> redu
     return _reducers[-1]
 
 
-def _same_groups(one: exchange.Groups, other: exchange.Groups) -> bool:
+def _same_groups(one: agreement.Groups, other: agreement.Groups) -> bool:
     if isinstance(one, int) or isinstance(other, int):
         return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
-    ids = [[[exchange.variable_id(v) for v in group] for group in g] for g in (one, other)]
+    ids = [[[agreement.variable_id(v) for v in group] for group in g] for g in (one, other)]
     return ids[0] == ids[1]

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import ops
 from hvd_keras.compat import legacy_keras, tensorflow_v1
+from hvd_keras.gradients import agreement, reducer, shards, zero
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.shards import state
-from hvd_keras.training import exchange, reducer
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -97,7 +96,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. For a name use "
             f"keras.optimizers.get(name). {_other_keras(optimizer)}"
         )
-    options = exchange.ExchangeOptions(
+    options = agreement.ExchangeOptions(
         op=op,
         compression=compression,
         sparse_as_dense=sparse_as_dense,
@@ -115,7 +114,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"hvd.DistributedOptimizer: this {type(target).__name__} is distributed already. "
             "Wrap an optimizer once."
         )
-    chosen = exchange.groups(num_groups, groups)
+    chosen = agreement.groups(num_groups, groups)
     if shard_state:
         _check_shares(target, options, chosen, is_v1)
     passes = _accumulate(target, backward_passes_per_step)
@@ -178,7 +177,7 @@ def _take_shares(model: Any, compression: type[Compressor]) -> None:
         if shards.of(variable) is None:
             variable.assign(value)
         else:
-            state.set_share(variable, np.asarray(value))
+            zero.set_share(variable, np.asarray(value))
     model.optimizer = share
 
 
@@ -261,7 +260,7 @@ def _other_keras(optimizer: Any) -> str:
 
 
 def _check_shares(
-    optimizer: Any, options: exchange.ExchangeOptions, groups: exchange.Groups, is_v1: bool
+    optimizer: Any, options: agreement.ExchangeOptions, groups: agreement.Groups, is_v1: bool
 ) -> None:
     """Raises ValueError if ``shard_state`` does not fit the rest."""
     reason = None
@@ -273,7 +272,7 @@ def _check_shares(
         reason = "it packs gradients by their owners. Leave num_groups and groups out"
     if reason:
         raise ValueError(f"hvd.DistributedOptimizer: shard_state=True: {reason}.")
-    state.check_suitable(optimizer)
+    zero.check_suitable(optimizer)
 
 
 def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:

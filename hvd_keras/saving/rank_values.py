@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import ops
+from hvd_keras.gradients import shards
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import variables
 
 # Of the digests: words that are added up, and the factor by which sums are shifted.
 _BLOCK, _FACTOR = 1 << 16, 0x9E3779B97F4A7C15
@@ -20,7 +21,7 @@ _BLOCK, _FACTOR = 1 << 16, 0x9E3779B97F4A7C15
 
 def random_states(process_set: ProcessSet) -> list[Any]:
     """Returns every rank's state. States are large, so they are exchanged only if they differ."""
-    mine = variables.random_state()
+    mine = random_state()
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     digests = agree.gather_json("checkpoint random digests", digest, process_set)
     if len(set(digests)) == 1:
@@ -74,3 +75,17 @@ def _digest(value: Any) -> bytes:
         block = int(words[first : first + _BLOCK].sum(dtype=np.uint64))
         total = (total * _FACTOR + block) % 2**64
     return total.to_bytes(8, "little")
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's and NumPy's global generators, in a form that JSON can represent."""
+    version, words, gauss = random.getstate()
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {"python": [version, words, gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Sets the state that ``random_state`` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))

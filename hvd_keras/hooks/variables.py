@@ -1,19 +1,17 @@
 """Broadcasts, averages and lists the variables of a training."""
 
 import importlib
-import random
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
+from hvd_keras.gradients import agreement, missing_calls, model_ranks, shards
 from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import exchange, forgotten, together
 
 
 def broadcast_variables(
@@ -49,9 +47,9 @@ def broadcast_variables(
     process_set.check_included("broadcast_variables")
     variables = shards.without(variables)
     if not variables and process_set.size() > 1:
-        forgotten.warn_of_empty_broadcast(process_set)
+        missing_calls.warn_of_empty_broadcast(process_set)
     assign_values_of(root_rank, variables, process_set)
-    seeds = [v for v in variables if exchange.spec_of(v).path.endswith("seed_generator_state")]
+    seeds = [v for v in variables if agreement.spec_of(v).path.endswith("seed_generator_state")]
     give_each_rank_its_own_randomness(seeds, process_set)
     return None
 
@@ -62,7 +60,7 @@ def assign_values_of(root_rank: int, variables: Iterable[Any], process_set: Proc
     size = number = 0
     for variable in variables:
         bucket.append(variable)
-        size += exchange.size_in_bytes(exchange.spec_of(variable))
+        size += agreement.size_in_bytes(agreement.spec_of(variable))
         if size >= settings.read().bucket_bytes:
             _broadcast(bucket, root_rank, number, process_set)
             bucket, size, number = [], 0, number + 1
@@ -76,18 +74,18 @@ def of_training(model: Any) -> list[Any]:
     because it does not know which variables they update.
     """
     found = list(model.variables)
-    for optimizer in together.optimizers_of(model):
+    for optimizer in model_ranks.optimizers_of(model):
         if optimizer is model.optimizer and (
             is_legacy or (not optimizer.built and not _updates_nothing(model, optimizer))
         ):
             optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
         found += optimizer.variables
-    return list({exchange.variable_id(v): v for v in found}.values())
+    return list({agreement.variable_id(v): v for v in found}.values())
 
 
 def _updates_nothing(model: Any, optimizer: Any) -> bool:
     """Whether it is the default of ``compile`` in a model with distributed optimizers."""
-    return together.of_optimizer(optimizer) is None and bool(together.reducers_of(model))
+    return model_ranks.of_optimizer(optimizer) is None and bool(model_ranks.reducers_of(model))
 
 
 def mark_restored(model: Any, restored: bool) -> None:
@@ -108,7 +106,7 @@ def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: P
     )
     for variable, value in zip(variables, values, strict=True):
         variable.assign(value)
-    forgotten.mark_synchronized(variables)
+    missing_calls.mark_synchronized(variables)
 
 
 def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
@@ -161,13 +159,13 @@ def in_common(model: Any) -> list[Any]:
         if getattr(layer, "stateful", False):  # the states of a recurrent layer
             own += layer.non_trainable_variables
     found = []
-    for optimizer in together.optimizers_of(model):
+    for optimizer in model_ranks.optimizers_of(model):
         rate = getattr(optimizer, "learning_rate", None)
         candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
         found += [v for v in candidates if not tuple(v.shape)]
     found += model.variables  # after the rates: a rate that differs is named, not what it moved
-    left_out = {exchange.variable_id(v) for v in own}
-    unique = {exchange.variable_id(v): v for v in together.without_local(model, found)}
+    left_out = {agreement.variable_id(v) for v in own}
+    unique = {agreement.variable_id(v): v for v in model_ranks.without_local(model, found)}
     return [v for number, v in unique.items() if number not in left_out]
 
 
@@ -195,17 +193,3 @@ def global_seed_states() -> list[Any]:
     home = importlib.import_module("keras.src.random.seed_generator")
     require(home, "global_seed_generator", "to give each rank its own randomness")
     return [home.global_seed_generator().state]
-
-
-def random_state() -> dict[str, Any]:
-    """The states of Python's and NumPy's global generators, in a form that JSON can represent."""
-    version, words, gauss = random.getstate()
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {"python": [version, words, gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Sets the state that ``random_state`` returned."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(state["numpy"]))

@@ -15,20 +15,11 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import data, observe, ops
+from hvd_keras.gradients import agreement, building, compare, missing_calls, model_ranks
+from hvd_keras.hooks import embedding_lookup, keras_callbacks, losses, sync_batch_norm
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import (
-    building,
-    compare,
-    exchange,
-    forgotten,
-    keras_callbacks,
-    lookups,
-    losses,
-    sync_batch_norm,
-    together,
-)
 
 
 @dataclasses.dataclass
@@ -67,7 +58,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fit)
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_set(forgotten.in_fit, True))
+            stack.enter_context(_set(missing_calls.in_fit, True))
             if not rank_info.is_initialized():
                 return fit(self, *args, **kwargs)
             try:
@@ -85,9 +76,9 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
                 runs = keras_callbacks.edited(callbacks, own.common)
                 process_set = own.common.process_set
                 stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
-                reducers = together.reducers_of(self)
+                reducers = model_ranks.reducers_of(self)
                 reductions = {reducer.options.op for reducer in reducers}
-                if ops.Adasum not in reductions and not forgotten.is_horovods(reducers):
+                if ops.Adasum not in reductions and not missing_calls.is_horovods(reducers):
                     averages = reductions == {ops.Average}
                     stack.enter_context(losses.weighed(self, process_set, averages))
             if observe.is_publishing():
@@ -120,7 +111,7 @@ def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> _Fit 
         return None
     if process_set.size() > 1:
         with model.distribute_strategy.scope():  # in which the model was made
-            exchange.refuse_strategies()
+            agreement.refuse_strategies()
         keras_callbacks.refuse(callbacks, model, process_set)
     return _Fit(model, callbacks, arguments, keras_callbacks.Common(process_set))
 
@@ -135,7 +126,7 @@ def _end(own: _Fit) -> None:
     if own.common.values is None:
         agree.gather_json("fit has ended", None, own.common.process_set)
     else:
-        forgotten.check_values(own.common.values, "ended")
+        missing_calls.check_values(own.common.values, "ended")
 
 
 def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,7 +211,7 @@ def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
             if own is not None and own.model is self.model:
                 process_set: ProcessSet | None = own.common.process_set
             else:
-                process_set = self.model and together.process_set_of(self.model)
+                process_set = self.model and model_ranks.process_set_of(self.model)
             if process_set is not None and process_set.rank() > 0:
                 self.verbose = 0
 
@@ -261,7 +252,7 @@ def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
     own.has_begun, own.dataset = True, dataset
     model, process_set = own.model, own.common.process_set
     sync_batch_norm.synchronize_on(model._flatten_layers(), process_set)
-    is_built = building.is_built(model) and together.has_built_optimizers(model)
+    is_built = building.is_built(model) and model_ranks.has_built_optimizers(model)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = building.build(model, dataset.element_spec)
     if process_set.size() == 1:
@@ -269,7 +260,7 @@ def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
         own.unbuilt = f"{type(own.problem).__name__}: {own.problem}" if missing else ""
         return
     if not is_legacy:
-        lookups.read_by_rows(model, model._flatten_layers())
+        embedding_lookup.read_by_rows(model, model._flatten_layers())
     _agree(own, dataset, steps)
     data.check_passes(dataset, process_set)
 
@@ -287,7 +278,9 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
     given = own.arguments.get("x"), own.arguments.get("y")
     is_arrays = all(hasattr(part, "dtype") for part in tf.nest.flatten(given) if part is not None)
     # Horovod's scripts give all rows to all ranks, in different orders.
-    is_shuffled = own.arguments["shuffle"] and forgotten.is_horovods(together.reducers_of(model))
+    is_shuffled = own.arguments["shuffle"] and missing_calls.is_horovods(
+        model_ranks.reducers_of(model)
+    )
     if is_arrays and not is_shuffled:
         rows = compare.of_rows(given)
     mine = {
@@ -314,7 +307,7 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
             "all ranks. Give each rank the same number of batches: use hvd.data.shard, or "
             "steps_per_epoch."
         )
-    forgotten.check_rows([theirs["rows"] for theirs in everyone], process_set)
+    missing_calls.check_rows([theirs["rows"] for theirs in everyone], process_set)
 
 
 def _described(arguments: dict[str, Any]) -> compare.Description:
@@ -325,7 +318,7 @@ def _described(arguments: dict[str, Any]) -> compare.Description:
 
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
-    process_set = together.process_set_of(model)
+    process_set = model_ranks.process_set_of(model)
     if process_set is None:
         # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
         for callback in callbacks:

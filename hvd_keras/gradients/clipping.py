@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import ops
+from hvd_keras.gradients import shards
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
 

@@ -13,21 +13,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import shards
 from hvd_keras.compat import legacy_keras
+from hvd_keras.gradients import clipping, missing_calls, reducer, shards, zero
+from hvd_keras.hooks import embedding_lookup, fitting, loss_scale, losses, sync_batch_norm
 from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import is_legacy, keras, require
-from hvd_keras.shards import clipping, state
-from hvd_keras.training import (
-    checkpoint,
-    fitting,
-    forgotten,
-    lookups,
-    loss_scale,
-    losses,
-    reducer,
-    sync_batch_norm,
-)
+from hvd_keras.saving import storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +132,7 @@ def _rows() -> list[Patch]:
                 optimizers.LossScaleOptimizer,
                 f"{verb}_own_variables",
                 "to write and read whole slots (shard_state)",
-                state.wrap_files,
+                zero.wrap_files,
             )
             for verb in ("save", "load")
         ),
@@ -161,7 +152,7 @@ def _rows() -> list[Patch]:
             layers.Embedding,
             "call",
             "to read the rows that are looked up instead of the whole table",
-            lookups.wrap_call,
+            embedding_lookup.wrap_call,
         ),
         *_common_rows(),
     ]
@@ -213,7 +204,7 @@ _WHOLE_FILES = "to replace files only by complete ones"
 def _common_rows() -> list[Patch]:
     return [
         *(
-            Patch(keras.Model, name, _WHOLE_FILES, checkpoint.wrap_save)
+            Patch(keras.Model, name, _WHOLE_FILES, storage.wrap_save)
             for name in ("save", "save_weights")
         ),
         Patch(
@@ -223,7 +214,7 @@ def _common_rows() -> list[Patch]:
             losses.wrap_call,
         ),
         *(
-            Patch(owner, name, _WHOLE_FILES, functools.partial(checkpoint.wrap_save, folders=True))
+            Patch(owner, name, _WHOLE_FILES, functools.partial(storage.wrap_save, folders=True))
             for owner, name in ((keras.Model, "export"), (tf.saved_model, "save"))
         ),
         *(
@@ -248,7 +239,7 @@ def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
             if not hasattr(self, "_hvd_reducer"):
                 grads = list(grads)
                 variables = list(variables_of(self, grads, *args, **kwargs))
-                forgotten.check_optimizer(self, variables)
+                missing_calls.check_optimizer(self, variables)
                 clipping.check_alone(self, variables, reducer.local_variables)
             return method(self, grads, *args, **kwargs)
 

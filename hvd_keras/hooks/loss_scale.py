@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.training import building, together
+from hvd_keras.gradients import building, model_ranks
 
 
 def wrap_apply(keras_apply: Callable[..., None]) -> Any:
@@ -23,7 +23,7 @@ def wrap_apply(keras_apply: Callable[..., None]) -> Any:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        own: Any = together.of_optimizer(self)
+        own: Any = model_ranks.of_optimizer(self)
         # Accumulated gradients are exchanged once per update.
         if own is None or self.inner_optimizer.gradient_accumulation_steps:
             keras_apply(self, grads, trainable_variables)
@@ -42,7 +42,7 @@ def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         finite = local_check(self, grads)
-        own: Any = together.of_optimizer(self)
+        own: Any = model_ranks.of_optimizer(self)
         if own is None or own.process_set.size() == 1 or building.is_building():
             return finite
         step = own.ahead

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, shards
+from hvd_keras import ops
+from hvd_keras.gradients import clipping, owners, shards
+from hvd_keras.gradients.packed import Packed
 from hvd_keras.ops.compression import Compression
 from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.shards import clipping, owners
-from hvd_keras.shards.packed import Packed
 
 _UNSUITABLE = {
     "Adafactor": "its slots are rows and columns, which are small already",

@@ -15,10 +15,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients import compare, missing_calls, model_ranks
+from hvd_keras.hooks import variables
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import compare, forgotten, together, variables
 
 _WRITERS = tuple(
     getattr(keras.callbacks, name)
@@ -116,7 +117,7 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
             )
         swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
         if isinstance(callback, swap) and hasattr(
-            together.innermost(model.optimizer), "_hvd_state"
+            model_ranks.innermost(model.optimizer), "_hvd_state"
         ):
             raise ValueError(
                 "keras.callbacks.SwapEMAWeights needs all moving averages, but each rank has a "
@@ -237,19 +238,19 @@ class _AtTheEnd(_Internal):
             return
         common = variables.in_common(self.model)
         self.common.values = compare.Values(common, self.common.process_set)
-        forgotten.check_values(self.common.values, "begun")
+        missing_calls.check_values(self.common.values, "begun")
         if self.common.looks_at_data and not variables.is_restored(self.model):
             compare.pass_first_batch(self.model, self._check_rows)
 
     def _check_rows(self, batch: Any) -> None:
         process_set = self.common.process_set
         everyone = agree.gather_json("first rows", compare.of_rows(batch), process_set)
-        forgotten.check_rows(everyone, process_set)
+        missing_calls.check_rows(everyone, process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Compares some values from time to time."""
         if self.common.values is not None:
-            forgotten.check_values(self.common.values, "step")
+            missing_calls.check_values(self.common.values, "step")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Ends the training of all ranks after the same epoch."""
