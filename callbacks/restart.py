@@ -144,7 +144,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._fits.append(epochs)
         if found is None:
             return
-        fits = found.facts["fits"]
+        fits = found.metadata["fits"]
         is_complete = len(fits) > len(self._fits) and fits[: len(self._fits)] == self._fits
         self._restore(found)
         if is_complete:
@@ -153,7 +153,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._found = None
             self._go_on(found)
         if self._hvd_process_set.rank() == 0:
-            print(f"hvd_keras: {_told(found, epochs, is_complete)}", file=sys.stderr, flush=True)
+            print(f"hvd_keras: {_message(found, epochs, is_complete)}", file=sys.stderr, flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Called by Keras."""
@@ -210,10 +210,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
             )
         agree.on_all_ranks("Checkpoint", self._check_built, own)
         arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
-        everyone = agree.gather_json("Checkpoint arguments", arguments, own)
-        if len(set(everyone)) > 1:
-            told = agree.by_rank(everyone, own)
-            raise ValueError(f"Checkpoint: the ranks' arguments differ: {told}.")
+        gathered = agree.gather_json("Checkpoint arguments", arguments, own)
+        if len(set(gathered)) > 1:
+            views = agree.by_rank(gathered, own)
+            raise ValueError(f"Checkpoint: the ranks' arguments differ: {views}.")
 
     def _check_built(self) -> None:
         if not self.model.variables:
@@ -226,27 +226,29 @@ class Checkpoint(Callback):  # type: ignore[misc]
         bad_parts: dict[str, str] = {}
         while True:
             content, seen = self._look_on_leader(bad_parts)
-            if seen["facts"] is None:
+            if seen["metadata"] is None:
                 break
-            problem = sharded_files.problem_of(self.directory, seen["facts"], self._hvd_process_set)
+            problem = sharded_files.problem_of(
+                self.directory, seen["metadata"], self._hvd_process_set
+            )
             if problem is None:
                 break
             bad_parts[seen["path"]] = problem
         damaged = "; ".join(seen["damaged"])
-        if seen["damaged"] and seen["facts"] is None:
+        if seen["damaged"] and seen["metadata"] is None:
             raise RuntimeError(
                 f"Checkpoint: all checkpoints are damaged: {damaged}. To train from scratch, "
                 "delete them or pass restore=False."
             )
-        if seen["facts"] is None:
+        if seen["metadata"] is None:
             self._initial_epoch = 0
             return None
-        self._initial_epoch = seen["facts"]["epoch"]
+        self._initial_epoch = seen["metadata"]["epoch"]
         if self._hvd_process_set.rank() == 0 and damaged:
             warnings.warn(
                 f"Checkpoint: damaged: {damaged}. Restoring {seen['path']}.", stacklevel=3
             )
-        self._found = _Found(seen["path"], seen["facts"], seen["stored"], content)
+        self._found = _Found(seen["path"], seen["metadata"], seen["stored"], content)
         return self._found
 
     def _look_on_leader(self, bad_parts: dict[str, str]) -> tuple[Any, dict[str, Any]]:
@@ -274,29 +276,29 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
                 for v in content.variables
             ]
-            seen = {"path": str(path), "facts": content.facts, "stored": stored}
+            seen = {"path": str(path), "metadata": content.metadata, "stored": stored}
             return content, {**seen, "damaged": damaged}
-        return None, {"path": None, "facts": None, "stored": None, "damaged": damaged}
+        return None, {"path": None, "metadata": None, "stored": None, "damaged": damaged}
 
     def _restore(self, found: "_Found") -> None:
         own = variables.of_training(self.model)
-        same_ranks = found.facts["ranks"] == self._hvd_process_set.size()
+        same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
         _assign(found, own, self.model, self._hvd_process_set)
         if found.tables:
-            sharded_files.restore(self.directory, found.facts, own, self._hvd_process_set)
+            sharded_files.restore(self.directory, found.metadata, own, self._hvd_process_set)
         if same_ranks:
-            rank_values.set_random_state(found.facts["random"][self._hvd_process_set.rank()])
+            rank_values.set_random_state(found.metadata["random"][self._hvd_process_set.rank()])
         variables.mark_restored(self.model, True)
-        if not same_ranks and self._rate and found.facts.get("rate"):
+        if not same_ranks and self._rate and found.metadata.get("rate"):
             # Keeps the warm-up, decay or reduction that it had.
             saved = float(self.model.optimizer.learning_rate)
-            self.model.optimizer.learning_rate = saved * self._rate / found.facts["rate"]
+            self.model.optimizer.learning_rate = saved * self._rate / found.metadata["rate"]
 
     def _go_on(self, found: "_Found") -> None:
         """Lets ``fit`` and its data begin where the checkpoint was written."""
-        self.model._initial_epoch = found.facts["epoch"]
-        states = found.facts["passes"]
+        self.model._initial_epoch = found.metadata["epoch"]
+        states = found.metadata["passes"]
         if len(states) == len(self._passes):
             for passes, state_then in zip(self._passes, states, strict=True):
                 passes.restore(state_then)
@@ -306,38 +308,39 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _batches_seen(self, found: "_Found") -> int:
         """Returns how many batches of this epoch to skip."""
-        then, now, batch = found.facts["ranks"], self._hvd_process_set.size(), found.facts["batch"]
+        then, batch = found.metadata["ranks"], found.metadata["batch"]
+        now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
         batches = batch if then == now else batch * then // now // calls * calls
         again = batch * then - batches * now
         if again and self._hvd_process_set.rank() == 0:
             warnings.warn(
                 f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
-                f"epoch {found.facts['epoch']}; now there are {now} ranks. {batches} batches are "
-                f"skipped, and the rows of {again} batch{'es' * (again > 1)} are used again.",
+                f"epoch {found.metadata['epoch']}; now there are {now} ranks. {batches} batches "
+                f"are skipped, and the rows of {again} batch{'es' * (again > 1)} are used again.",
                 stacklevel=3,
             )
         return int(batches)
 
     def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
-        differences = sharded_files.differences(found.stored, found.facts, own)
+        differences = sharded_files.differences(found.stored, found.metadata, own)
         if not same_ranks:
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
             differences += [
-                f"{path} differs between the {found.facts['ranks']} ranks of the checkpoint, but "
-                f"now there are {self._hvd_process_set.size()} ranks"
+                f"{path} differs between the {found.metadata['ranks']} ranks of the checkpoint, "
+                f"but now there are {self._hvd_process_set.size()} ranks"
                 for (path, _, _, by_rank), variable in zip(found.stored, own, strict=False)
                 if by_rank and not any(variable is other for other in divisible)
             ]
         calls = self.model.steps_per_execution
-        if same_ranks and found.facts["batch"] % calls:
+        if same_ranks and found.metadata["batch"] % calls:
             differences.append(
-                f"saved after {found.facts['batch']} batches, which steps_per_execution={calls} "
+                f"saved after {found.metadata['batch']} batches, which steps_per_execution={calls} "
                 "does not divide"
             )
-        everyone = agree.gather_json("checkpoint fits", differences[:5], self._hvd_process_set)
-        for rank, theirs in zip(self._hvd_process_set.ranks, everyone, strict=True):
+        gathered = agree.gather_json("checkpoint fits", differences[:5], self._hvd_process_set)
+        for rank, theirs in zip(self._hvd_process_set.ranks, gathered, strict=True):
             if theirs:
                 raise ValueError(
                     f"Checkpoint: {found.path} does not fit this model and optimizer on rank "
@@ -347,8 +350,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _save(self, epoch: int, batch: int) -> None:
         own = variables.of_training(self.model)
-        apart = rank_values.of_each_rank(own, self._hvd_process_set)
-        facts: dict[str, Any] = {
+        differing = rank_values.of_each_rank(own, self._hvd_process_set)
+        metadata: dict[str, Any] = {
             "epoch": epoch,
             "batch": batch,
             "ranks": self._hvd_process_set.size(),
@@ -358,18 +361,18 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "random": rank_values.random_states(self._hvd_process_set),
         }
         path = storage.path_of(self.directory, epoch, batch)
-        tables = sharded_files.facts_of(own)
+        tables = sharded_files.describe(own)
         names = sharded_files.write(path, own, tables, self._hvd_process_set)
-        facts["parts"] = {"tables": tables, "files": names}
+        metadata["parts"] = {"tables": tables, "files": names}
 
         def value(i: int) -> Any:
             if str(i) in tables:  # is in the parts
                 return np.zeros(0, tf.as_dtype(own[i].dtype).as_numpy_dtype)
-            return apart[i] if i in apart else np.asarray(own[i])
+            return differing[i] if i in differing else np.asarray(own[i])
 
         def write() -> None:
-            values = (storage.Variable(v.path, i in apart, value(i)) for i, v in enumerate(own))
-            storage.write(path, facts, values)
+            values = (storage.Variable(v.path, i in differing, value(i)) for i, v in enumerate(own))
+            storage.write(path, metadata, values)
             storage.prune(path, self.keep)
             sharded_files.remove_others(self.directory, path, names)
 
@@ -379,12 +382,14 @@ class Checkpoint(Callback):  # type: ignore[misc]
 class _Found:
     """A checkpoint as all ranks know it; only rank 0 has the values."""
 
-    def __init__(self, path: str, facts: dict[str, Any], stored: list[Any], content: Any) -> None:
+    def __init__(
+        self, path: str, metadata: dict[str, Any], stored: list[Any], content: Any
+    ) -> None:
         self.path = path
-        self.facts = facts
+        self.metadata = metadata
         self.stored = stored  # (path, shape, dtype, whether by rank) of each variable
         self.content = content
-        self.tables = facts.get("parts", {}).get("tables", {})  # of what is in other files
+        self.tables = metadata.get("parts", {}).get("tables", {})  # of what is in other files
 
 
 class _Skipping:
@@ -424,9 +429,10 @@ class _Skipping:
         self._model.train_function = self._train_function
 
 
-def _told(found: _Found, epochs: int, is_complete: bool) -> str:
+def _message(found: _Found, epochs: int, is_complete: bool) -> str:
     """What is said about a restart."""
-    name, epoch, batch = pathlib.Path(found.path).stem, found.facts["epoch"], found.facts["batch"]
+    epoch, batch = found.metadata["epoch"], found.metadata["batch"]
+    name = pathlib.Path(found.path).stem
     if is_complete:
         return f"{name} was written in a later fit, so this one is not repeated"
     if epoch >= epochs:
@@ -455,7 +461,7 @@ def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) 
         if str(i) in found.tables:
             continue
         if by_rank:
-            whole = (found.facts["ranks"], *shape)
+            whole = (found.metadata["ranks"], *shape)
             stack = rank_values.to_all_ranks(whole, variable.dtype, value, process_set)
             # On another number of ranks, only moving statistics and seeds (set below) get here.
             same_ranks = len(stack) == process_set.size()
@@ -471,6 +477,6 @@ def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) 
     variables.assign_values_of(process_set.ranks[0], common, process_set)
     if preprocessing.refresh_derived_values(model._flatten_layers()):
         fitting.forget_functions(model)  # they hold the old values as constants
-    if found.facts["ranks"] != process_set.size():
+    if found.metadata["ranks"] != process_set.size():
         seeds = variables.seed_states(model._flatten_layers())
         variables.give_each_rank_its_own_randomness(seeds, process_set)

@@ -224,18 +224,18 @@ def check_specs(
     digests = agree.gather_json(f"{name}.variables", mine, process_set)
     if len(set(digests)) == 1:
         return tuple(specs)
-    told = [[spec.path, spec.shape, spec.dtype] for spec in specs]
-    everyone = [
+    mine_in_full = [[spec.path, spec.shape, spec.dtype] for spec in specs]
+    gathered = [
         [VariableSpec(path, tuple(shape), dtype) for path, shape, dtype in rank]
-        for rank in agree.gather_json(f"{name}.differing variables", told, process_set)
+        for rank in agree.gather_json(f"{name}.differing variables", mine_in_full, process_set)
     ]
     longest = tuple(
-        max(of_ranks, key=lambda spec: len(spec.path)) for of_ranks in zip(*everyone, strict=False)
+        max(of_ranks, key=lambda spec: len(spec.path)) for of_ranks in zip(*gathered, strict=False)
     )
-    for rank in everyone:
+    for rank in gathered:
         if len(rank) != len(longest) or not all(map(_fits, rank, longest)):
             views = (
-                {f"variable {i}": str(spec) for i, spec in enumerate(rank)} for rank in everyone
+                {f"variable {i}": str(spec) for i, spec in enumerate(rank)} for rank in gathered
             )
             raise_difference(
                 dict(zip(process_set.ranks, views, strict=True)),
@@ -254,10 +254,10 @@ def agree_on_kinds(
 ) -> tuple[Kind | None, ...]:
     """How each gradient is sent: dense if dense on any rank, None only if no rank has it."""
     mine = np.array([[_KINDS.index(kind) for kind in kinds]], np.uint8)
-    everyone = agree.run_now(
+    gathered = agree.run_now(
         lambda: ops.allgather(mine, f"{name}.kinds", process_set=process_set),
     )
-    return tuple(_KINDS[i] for i in everyone.max(axis=0))
+    return tuple(_KINDS[i] for i in gathered.max(axis=0))
 
 
 def completed(gradient: Any, kind: Kind | None, spec: VariableSpec) -> Any:

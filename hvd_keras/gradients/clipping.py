@@ -37,21 +37,21 @@ def clip(
         optimizer: with Keras's options of clipping.
         gradients: dense or sparse ones, or None; equal on all ranks, except those in ``divided``
             and ``local``.
-        divided: the places of the gradients of parts of tables.
+        divided: the indices of the gradients of parts of tables.
         name: identifies the optimizer on all ranks.
         process_set: the ranks that have the other parts.
         known: the squared norms of gradients that other ranks have, by place, for
             ``clips_by_all``.
-        local: the places of the gradients of variables that belong to this rank alone; None if no
+        local: the indices of the gradients of variables that belong to this rank alone; None if no
             rank has such variables.
     """
-    places = [i for i in sorted(divided) if gradients[i] is not None]
+    indices = [i for i in sorted(divided) if gradients[i] is not None]
     by_variable = clips_by_variable(optimizer)
     if by_variable:
         local = None  # the norm of each is known here
-    if not (places or known or local is not None) or not (by_variable or clips_by_all(optimizer)):
+    if not (indices or known or local is not None) or not (by_variable or clips_by_all(optimizer)):
         return type(optimizer)._clip_gradients(optimizer, gradients)
-    mine = [_square(gradients[i]) for i in places]
+    mine = [_square(gradients[i]) for i in indices]
     if local is not None:
         # Ranks may have different numbers of them, so one number stands for all.
         of_local = [_square(gradients[i]) for i in sorted(local) if gradients[i] is not None]
@@ -62,7 +62,7 @@ def clip(
         sums = ops.reduce_tensors(
             mine, op=ops.Sum, name=f"{name} norms of parts", process_set=process_set
         )
-    squares: dict[int, Any] = dict(zip(places, sums, strict=False))
+    squares: dict[int, Any] = dict(zip(indices, sums, strict=False))
     if not by_variable:
         squares.update(known or {})
         all_squares = [
@@ -70,7 +70,7 @@ def clip(
             for i, gradient in enumerate(gradients)
             if gradient is not None and i not in (local or ())
         ]
-        all_squares += sums[len(places) :]
+        all_squares += sums[len(indices) :]
         # As Keras does it, bit for bit.
         norm = keras.ops.sqrt(keras.ops.sum(keras.ops.stack(all_squares)))
         limit = optimizer.global_clipnorm

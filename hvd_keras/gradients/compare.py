@@ -148,15 +148,15 @@ def check_difference(name: str, mine: Description, process_set: ProcessSet) -> N
     Raises:
         ValueError: the text shows the entries that differ.
     """
-    everyone = agree.gather_json(f"{name} in full", mine, process_set)
-    local = {key for view in everyone for key in view if key.endswith(_LOCAL)}
+    gathered = agree.gather_json(f"{name} in full", mine, process_set)
+    local = {key for view in gathered for key in view if key.endswith(_LOCAL)}
     views = {
         rank: {
             k: v
             for k, v in view.items()
             if not any(k.startswith(key[: -len(_LOCAL)]) for key in local)
         }
-        for rank, view in zip(process_set.ranks, everyone, strict=True)
+        for rank, view in zip(process_set.ranks, gathered, strict=True)
     }
     if all(view == views[process_set.ranks[0]] for view in views.values()):
         return
@@ -236,7 +236,7 @@ class Values:
 
     Attributes:
         steps: how many steps have ended.
-        told: a difference was found.
+        reported: a difference was found.
     """
 
     def __init__(self, variables: Sequence[Any], process_set: ProcessSet) -> None:
@@ -248,7 +248,7 @@ class Values:
         self._next = _STEPS
         self._cost = 0.0
         self._since: tuple[int, float] | None = None
-        self.told = False
+        self.reported = False
 
     def _large(self) -> list[tuple[Any, int, int]]:
         """The variables, in pieces: variable, first row and end."""
@@ -264,8 +264,8 @@ class Values:
     def different(self, name: str) -> str | None:
         """Compares all values. Returns the first variable that differs, and how many; or None."""
         mine = [_crc(tf.convert_to_tensor(variable)) for variable in self.variables]
-        everyone = agree.gather_json(name, zlib.crc32(json.dumps(mine).encode()), self.process_set)
-        if len(set(everyone)) == 1:
+        gathered = agree.gather_json(name, zlib.crc32(json.dumps(mine).encode()), self.process_set)
+        if len(set(gathered)) == 1:
             return None
         by_rank = agree.gather_json("values of each variable", mine, self.process_set)
         if len({len(values) for values in by_rank}) > 1:
@@ -293,14 +293,14 @@ class Values:
         steps, since = self._since
         per_step = (begin - since) / max(1, self.steps - steps)
         mine = np.array([[self._part(), self._cost, per_step]])
-        everyone = agree.run_now(
+        gathered = agree.run_now(
             lambda: ops.allgather(mine, "a part of the values", process_set=self.process_set)
         )
-        interval = everyone[:, 1].max() / (_SHARE * max(1e-6, everyone[:, 2].min()))
+        interval = gathered[:, 1].max() / (_SHARE * max(1e-6, gathered[:, 2].min()))
         self._next = self.steps + max(_STEPS, math.ceil(interval))
         self._cost = time.perf_counter() - begin
         self._since = self.steps, time.perf_counter()
-        return self.different("values") if len(set(everyone[:, 0])) > 1 else None
+        return self.different("values") if len(set(gathered[:, 0])) > 1 else None
 
     def _part(self) -> int:
         crc = done = 0

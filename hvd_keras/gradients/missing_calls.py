@@ -194,10 +194,10 @@ def check_weights(
     Raises:
         ValueError: (on every rank) the weights differ and ``HVD_STRICT`` is set.
     """
-    everyone = agree.gather_json(f"{name}.weights", _digest(variables), process_set)
-    if _NO_VALUES in everyone:
+    gathered = agree.gather_json(f"{name}.weights", _digest(variables), process_set)
+    if _NO_VALUES in gathered:
         return False
-    if None in everyone or len(set(everyone)) == 1 or _alone_on_purpose.get():
+    if None in gathered or len(set(gathered)) == 1 or _alone_on_purpose.get():
         return True
     text = (
         f"the {process_set.size()} ranks began to train with different weights, so each of them "
@@ -211,7 +211,7 @@ def check_weights(
     )
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
-    if process_set.rank() == 0 and not _empty_broadcast:  # which has been told, with what to do
+    if process_set.rank() == 0 and not _empty_broadcast:  # which has been reported, with what to do
         if in_fit.get() and not _is_horovods:
             log.warn_once(text)
         else:
@@ -237,20 +237,20 @@ def check_values(values: "compare.Values", when: str) -> None:
         ValueError: (on every rank) they differ and ``HVD_STRICT`` is set.
     """
     global _empty_broadcast
-    told = values.told
+    reported = values.reported
     if when != "step":
         different = values.different(f"fit has {when}")  # all ranks wait for each other here
-    elif told:
+    elif reported:
         return
     else:
         different = values.different_after_step()
     if when == "begun":
         mark_synchronized(values.variables)  # so that the first step compares nothing again
         _empty_broadcast &= different is not None
-    values.told = told or different is not None  # as on all ranks
-    if told or different is None or _alone_on_purpose.get():
+    values.reported = reported or different is not None  # as on all ranks
+    if reported or different is None or _alone_on_purpose.get():
         return
-    if when == "begun" and _empty_broadcast:  # which has been told, with what to do
+    if when == "begun" and _empty_broadcast:  # which has been reported, with what to do
         return
     if any(variable in _told_alone for variable in values.variables):
         return
@@ -271,17 +271,17 @@ def check_values(values: "compare.Values", when: str) -> None:
     _tell(text, values.process_set)
 
 
-def check_rows(everyone: Sequence[Any], process_set: ProcessSet) -> None:
+def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
     """Tells that all ranks train on the same rows.
 
     Args:
-        everyone: what ``compare.of_rows`` returned, by rank.
+        gathered: what ``compare.of_rows`` returned, by rank.
         process_set: the ranks.
 
     Raises:
         ValueError: (on every rank) they do, and ``HVD_STRICT`` is set.
     """
-    first, *others = everyone
+    first, *others = gathered
     if first is None or any(theirs != first for theirs in others) or _alone_on_purpose.get():
         return
     _tell(

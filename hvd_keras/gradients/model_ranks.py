@@ -73,7 +73,7 @@ def reducers_of(model: Any) -> "list[GradientReducer]":
 _together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
 
-def mark_together(model: Any, process_set: ProcessSet) -> None:
+def register_training_ranks(model: Any, process_set: ProcessSet) -> None:
     """Records that a callback of hvd_keras takes part in this model's training on these ranks."""
     _together[model] = process_set
 

@@ -91,24 +91,24 @@ class Packed:
         for number, request in enumerate(self._requests):
             mine = tf.concat(_row(flat, request.rows[rank], request.length, dtype), 0)
             with tf.control_dependencies(after):
-                everyone = ops.allgather(
+                gathered = ops.allgather(
                     mine,
                     name=f"{self._name} values of owners {number}, {dtype.name}",
                     process_set=self._process_set,
                 )
             whole = tf.debugging.assert_equal(
-                tf.size(everyone),
+                tf.size(gathered),
                 request.length * self._process_set.size(),
                 "shard_state=True: a rank has joined (hvd.join), so nobody updates the variables "
                 "that it owns. Give all ranks the same number of batches, or leave shard_state out",
             )
             with tf.control_dependencies([] if whole is None else [whole]):
-                everyone = tf.identity(everyone)
-            after = [everyone]
+                gathered = tf.identity(gathered)
+            after = [gathered]
             for other, pieces in enumerate(request.rows):
                 if other != rank:
                     begin = other * request.length
-                    self._take(everyone[begin : begin + request.length], pieces, found)
+                    self._take(gathered[begin : begin + request.length], pieces, found)
         return self._joined(found), after
 
     def _take(self, row: Any, pieces: list[owners.Piece], found: dict[int, list[Any]]) -> None:

@@ -109,7 +109,7 @@ class GradientReducer:
         if self.process_set.size() == 1 or not gradients or building.is_building():
             return Step(self, None, gradients, variables, [], [], set())
         agreement.refuse_strategies()
-        divided = shards.places_in(variables, self.name, self.options.op, self.process_set)
+        divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
         if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):
             return Step(self, None, gradients, variables, [], [], divided)

@@ -161,15 +161,15 @@ def of(variable: Any) -> Shard | None:
     return found[1]
 
 
-def places_in(
+def sharded_indices(
     variables: Sequence[Any], name: str, op: ops.ReduceOp, process_set: ProcessSet
 ) -> set[int]:
-    """The places of the parts of tables among the variables of the optimizer ``name``.
+    """The indices of the parts of tables among the variables of the optimizer ``name``.
 
     Raises:
         ValueError: the options of the optimizer do not fit them.
     """
-    places = set()
+    indices = set()
     for i, variable in enumerate(variables):
         shard = of(variable)
         if shard is None:
@@ -185,8 +185,8 @@ def places_in(
                 f"{name}: {path} is divided between ranks, so op=hvd.Adasum is not possible. Use "
                 "hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
             )
-        places.add(i)
-    return places
+        indices.add(i)
+    return indices
 
 
 def without(variables: Iterable[Any]) -> list[Any]:

@@ -195,13 +195,13 @@ class State:
             for i in reversed(rest):  # as backpropagation produces them
                 if not isinstance(gradients[i], tf.IndexedSlices):
                     dense[gradients[i].dtype].append(i)
-            for dtype, places in dense.items():
-                packed = self._pack([variables[i] for i in places], dtype)
-                found, after = packed.reduce([gradients[i] for i in places], after, **how)
+            for dtype, indices in dense.items():
+                packed = self._pack([variables[i] for i in indices], dtype)
+                found, after = packed.reduce([gradients[i] for i in indices], after, **how)
                 for number, gradient in found.items():
-                    results[places[number]] = gradient
-                moved = set(range(len(places))) - set(packed.alone)
-                rest = [i for i in rest if i not in {places[number] for number in moved}]
+                    results[indices[number]] = gradient
+                moved = set(range(len(indices))) - set(packed.alone)
+                rest = [i for i in rest if i not in {indices[number] for number in moved}]
         if rest:
             chosen = set(rest)
             some = [g if i in chosen else None for i, g in enumerate(gradients)]
@@ -222,45 +222,45 @@ class State:
         Args:
             gradients: from ``reduce``, in the order of ``variables``.
             variables: that they belong to.
-            divided: the places of the gradients of parts of tables.
+            divided: the indices of the gradients of parts of tables.
             local: as in ``clipping.clip``.
         """
         optimizer = self._optimizer
         held = [i for i, variable in enumerate(variables) if self.holds(variable)]
         known: dict[int, Any] = {}
-        places = list(range(len(variables)))
+        indices = list(range(len(variables)))
         if clipping.clips_by_all(optimizer) and self.exchanges:
             known = self._squares(gradients, variables)
         else:
-            places, local = held, None
+            indices, local = held, None
         cut = clipping.clip(
             optimizer,
-            [gradients[i] for i in places],
-            {k for k, i in enumerate(places) if i in divided},
+            [gradients[i] for i in indices],
+            {k for k, i in enumerate(indices) if i in divided},
             self._name,
             self._process_set,
             known,
             local,
         )
         results = list(gradients)
-        for i, gradient in zip(places, cut, strict=True):
+        for i, gradient in zip(indices, cut, strict=True):
             results[i] = gradient
         return results
 
     def _squares(self, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, Any]:
         """The squared norms of the gradients of all variables that have owners, by place."""
-        places = [i for i, v in enumerate(variables) if self.owner_of(v) is not None]
+        indices = [i for i, v in enumerate(variables) if self.owner_of(v) is not None]
         mine = [
             keras.ops.sum(keras.ops.square(gradients[i]))
             if self.holds(variables[i])
             else tf.zeros([], gradients[i].dtype)
-            for i in places
+            for i in indices
         ]
         # Adding zeros changes no bit of them.
         sums = ops.reduce_tensors(
             mine, op=ops.Sum, name=f"{self._name} norms", process_set=self._process_set
         )
-        return dict(zip(places, sums, strict=True))
+        return dict(zip(indices, sums, strict=True))
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
         held = [variable for variable in variables if self.holds(variable)]

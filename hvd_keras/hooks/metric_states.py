@@ -122,7 +122,7 @@ def reduce_logs(
         prefix: [state for state in phase if any(prefix + key in logs for key in state.results)]
         for prefix, phase in phases.items()
     }
-    everyone = agree.gather_json(
+    gathered = agree.gather_json(
         "metrics",
         {
             "logs": mine,
@@ -131,17 +131,17 @@ def reduce_logs(
         },
         process_set,
     )
-    shapes = [{k: np.shape(v) for k, v in theirs["logs"].items()} for theirs in everyone]
-    for views in ([sorted(t["logs"]) for t in everyone], [t["states"] for t in everyone], shapes):
+    shapes = [{k: np.shape(v) for k, v in theirs["logs"].items()} for theirs in gathered]
+    for views in ([sorted(t["logs"]) for t in gathered], [t["states"] for t in gathered], shapes):
         _check_equal(dict(zip(process_set.ranks, views, strict=True)))
 
     for key in mine:
-        mean = np.sum([theirs["logs"][key] for theirs in everyone], axis=0) / len(everyone)
+        mean = np.sum([theirs["logs"][key] for theirs in gathered], axis=0) / len(gathered)
         logs[key] = mean if mean.shape else float(mean)
     reasons = {}
     summable = []
     for prefix, phase in used.items():
-        logged = all(prefix in theirs["logged"] for theirs in everyone)
+        logged = all(prefix in theirs["logged"] for theirs in gathered)
         for state in phase:
             if logged and state.sums is not None:
                 summable.append((prefix, state))

@@ -80,14 +80,14 @@ def check_equal_on_all_ranks(
     if len(set(agree.gather_json(name, whole, process_set))) == 1:
         return
     mine = [[layer.name, type(layer).__name__, part] for layer, part, _ in parts]
-    everyone = agree.gather_json(f"{name}.parts", [mine, digests], process_set)
-    if len({len(theirs) for theirs, _ in everyone}) > 1:
-        views = [", ".join(layer for layer, *_ in theirs) or "none" for theirs, _ in everyone]
+    gathered = agree.gather_json(f"{name}.parts", [mine, digests], process_set)
+    if len({len(theirs) for theirs, _ in gathered}) > 1:
+        views = [", ".join(layer for layer, *_ in theirs) or "none" for theirs, _ in gathered]
         raise ValueError(f"{_BEGIN}: {agree.by_rank(views, process_set)}. {_advice(root_rank)}")
     lines = []
-    for index, theirs in enumerate(zip(*(digests for _, digests in everyone), strict=True)):
+    for index, theirs in enumerate(zip(*(digests for _, digests in gathered), strict=True)):
         if len(set(theirs)) > 1:
-            layer, kind, part = everyone[0][0][index]
+            layer, kind, part = gathered[0][0][index]
             views = _views(parts[index][2], f"{name}.{index}", process_set)
             lines.append(f"{kind} '{layer}', {part}: {agree.by_rank(views, process_set)}")
     raise ValueError("\n  ".join([f"{_BEGIN}:", *lines, _advice(root_rank)]))
@@ -206,9 +206,9 @@ def _views(value: Any, name: str, process_set: ProcessSet) -> list[str]:
     entries = value if isinstance(value, list) else [value]
     hashes = np.array([zlib.crc32(repr(entry).encode()) for entry in entries], np.uint32)
     gathered = agree.gather_bytes(f"{name}.entries", hashes.tobytes(), process_set)
-    everyone = [np.frombuffer(data, np.uint32) for data in gathered]
-    shortest = min(map(len, everyone))
-    equal = np.all([theirs[:shortest] == everyone[0][:shortest] for theirs in everyone], axis=0)
+    words = [np.frombuffer(data, np.uint32) for data in gathered]
+    shortest = min(map(len, words))
+    equal = np.all([theirs[:shortest] == words[0][:shortest] for theirs in words], axis=0)
     first = shortest if equal.all() else int(np.argmin(equal))
     view = f"[{first}] is {entries[first]!r:.60}" if first < len(entries) else "no more"
     view = f"{len(entries)} entries, {view}" if isinstance(value, list) else f"{value!r:.60}"

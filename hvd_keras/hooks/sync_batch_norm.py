@@ -130,10 +130,10 @@ def _global_moments(
     shape = tf.shape(inputs)
     count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
     mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)
-    everyone = ops.allgather(mine[tf.newaxis], name=f"{path} moments", process_set=process_set)
+    gathered = ops.allgather(mine[tf.newaxis], name=f"{path} moments", process_set=process_set)
     size = (tf.shape(mine)[0] - 1) // 2
-    weights = everyone[:, :1] / tf.reduce_sum(everyone[:, :1])
-    means, variances = everyone[:, 1 : 1 + size], everyone[:, 1 + size :]
+    weights = gathered[:, :1] / tf.reduce_sum(gathered[:, :1])
+    means, variances = gathered[:, 1 : 1 + size], gathered[:, 1 + size :]
     total_mean = tf.reduce_sum(weights * means, axis=0)
     deviations = tf.math.squared_difference(means, total_mean)
     return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)

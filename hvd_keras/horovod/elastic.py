@@ -119,7 +119,7 @@ class ObjectState:
             ValueError: (on rank 0) the commit is another model's.
         """
         found = self._find() if rank_info.rank() == 0 else None
-        commits = objects.broadcast_object(found and found.facts["commit"], 0, name="commits")
+        commits = objects.broadcast_object(found and found.metadata["commit"], 0, name="commits")
         if commits is None:
             return False
         if commits < 0:
@@ -131,7 +131,7 @@ class ObjectState:
         if found is not None:
             values = [variable.value for variable in found.variables]
             _check_shapes(values, self.values())
-            self._saved = base64.b64decode(found.facts["attributes"]), values
+            self._saved = base64.b64decode(found.metadata["attributes"]), values
             self.restore()
         return True
 

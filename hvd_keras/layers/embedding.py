@@ -231,11 +231,11 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             f"(owner {self.layout.owner}), combiner {self.combiner}, computing in "
             f"{self.compute_dtype}"
         )
-        everyone = agree.gather_json(f"{self.request_name()} compared", text, ranks)
-        if len(set(everyone)) > 1:
-            told = agree.by_rank(everyone, ranks)
+        gathered = agree.gather_json(f"{self.request_name()} compared", text, ranks)
+        if len(set(gathered)) > 1:
+            views = agree.by_rank(gathered, ranks)
             raise ValueError(
-                f"{self.name}: the ranks' tables differ: {told}. Every rank must use the same "
+                f"{self.name}: the ranks' tables differ: {views}. Every rank must use the same "
                 "vocabulary: adapt it to the same data everywhere, or on one rank and call "
                 "hvd.broadcast_preprocessing(layers)."
             )

@@ -51,19 +51,19 @@ def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
         return {}
     # Parts of tables have files of their own, so they do not count as different.
     mine = b"".join(b"\0" * 8 if shards.of(v) else _digest(np.asarray(v)) for v in own)
-    everyone = agree.gather_bytes("checkpoint digests", mine, process_set)
-    if len({len(digests) for digests in everyone}) > 1:
-        counts = [len(digests) // 8 for digests in everyone]
+    gathered = agree.gather_bytes("checkpoint digests", mine, process_set)
+    if len({len(digests) for digests in gathered}) > 1:
+        counts = [len(digests) // 8 for digests in gathered]
         raise ValueError(f"Checkpoint: the ranks train different models, of {counts} variables.")
-    places = [
-        i for i in range(len(own)) if len({digests[8 * i : 8 * i + 8] for digests in everyone}) > 1
+    differing = [
+        i for i in range(len(own)) if len({digests[8 * i : 8 * i + 8] for digests in gathered}) > 1
     ]
-    apart = {}
-    for i in places:
+    found = {}
+    for i in differing:
         value = np.asarray(own[i])
         parts = agree.gather_bytes("checkpoint by rank", value.tobytes(), process_set)
-        apart[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
-    return apart
+        found[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
+    return found
 
 
 def _digest(value: Any) -> bytes:

@@ -26,7 +26,7 @@ _UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
 _BLOCK = 1 << 20  # values that are read at once
 
 
-def facts_of(own: list[Any]) -> dict[str, Any]:
+def describe(own: list[Any]) -> dict[str, Any]:
     """Describes the tables among some variables, by index, in a form that JSON can represent.
 
     Slots of optimizers whose state is in shares count as tables, of any shape.
@@ -39,8 +39,8 @@ def facts_of(own: list[Any]) -> dict[str, Any]:
     }
 
 
-def _layout(facts: dict[str, Any]) -> shards.Layout:
-    return shards.Layout(**{key: value for key, value in facts.items() if key != "shape"})
+def _layout(metadata: dict[str, Any]) -> shards.Layout:
+    return shards.Layout(**{key: value for key, value in metadata.items() if key != "shape"})
 
 
 def write(
@@ -51,7 +51,7 @@ def write(
     Args:
         path: of the checkpoint.
         own: the variables of the training.
-        tables: from ``facts_of``.
+        tables: from ``describe``.
         process_set: the ranks that write.
 
     Returns:
@@ -108,10 +108,10 @@ def remove_others(directory: pathlib.Path, path: pathlib.Path | None, names: lis
 
 
 def problem_of(
-    directory: pathlib.Path, facts: dict[str, Any], process_set: ProcessSet
+    directory: pathlib.Path, metadata: dict[str, Any], process_set: ProcessSet
 ) -> str | None:
     """Verifies the files of a checkpoint, each on one rank; returns what is wrong, on all ranks."""
-    names = facts.get("parts", {}).get("files", [])
+    names = metadata.get("parts", {}).get("files", [])
     if not names:
         return None
     problem = None
@@ -120,22 +120,22 @@ def problem_of(
             storage.verify(directory / name)
         except (storage.DamagedError, OSError) as error:
             problem = problem or f"{name}: {error}"
-    everyone = agree.gather_json("checkpoint parts are intact", problem, process_set)
-    return next((text for text in everyone if text is not None), None)
+    gathered = agree.gather_json("checkpoint parts are intact", problem, process_set)
+    return next((text for text in gathered if text is not None), None)
 
 
 def restore(
-    directory: pathlib.Path, facts: dict[str, Any], own: list[Any], process_set: ProcessSet
+    directory: pathlib.Path, metadata: dict[str, Any], own: list[Any], process_set: ProcessSet
 ) -> None:
     """Assigns what the files have, of any number of ranks, to parts and to whole variables.
 
     Raises:
         OSError: a file cannot be read.
     """
-    tables, names = facts["parts"]["tables"], facts["parts"]["files"]
-    for number, (index, told) in enumerate(tables.items()):
+    tables, names = metadata["parts"]["tables"], metadata["parts"]["files"]
+    for number, (index, table) in enumerate(tables.items()):
         variable = own[int(index)]
-        shard, before = shards.of(variable), _layout(told)
+        shard, before = shards.of(variable), _layout(table)
         mine = shards.Part(range(before.input_dim), range(before.output_dim))
         if shard is not None:
             mine = shard.part
@@ -179,13 +179,13 @@ def _is_part(own: list[Any], i: int) -> bool:
     return i < len(own) and shards.of(own[i]) is not None
 
 
-def differences(stored: list[Any], facts: dict[str, Any], own: list[Any]) -> list[str]:
+def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> list[str]:
     """Tells how the variables of a training differ from those of a checkpoint."""
-    tables = facts.get("parts", {}).get("tables", {})
+    tables = metadata.get("parts", {}).get("tables", {})
     there, here = [], []
     for i, (path, shape, dtype, by_rank) in enumerate(stored):
-        told = tables.get(str(i))
-        how = told["shape"] if told else list(shape)
+        table = tables.get(str(i))
+        how = table["shape"] if table else list(shape)
         there.append(f"{path} {dtype}{how}" + " of each rank" * (by_rank and _is_part(own, i)))
     for variable in own:
         shard = shards.of(variable)

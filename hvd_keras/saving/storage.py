@@ -56,11 +56,11 @@ class Content:
     """The content of a checkpoint.
 
     Attributes:
-        facts: values that JSON can represent.
+        metadata: values that JSON can represent.
         variables: in the order in which they were written.
     """
 
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     variables: list[Variable]
 
 
@@ -99,12 +99,12 @@ def remove_unfinished(directory: pathlib.Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def write(path: pathlib.Path, facts: dict[str, Any], variables: Iterable[Variable]) -> None:
+def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Variable]) -> None:
     """Writes a checkpoint atomically: a crash leaves either no file of this name or a complete one.
 
     Args:
         path: from ``path_of``. A file of this name is replaced.
-        facts, variables: as in ``Content``. Variables are consumed one by one.
+        metadata, variables: as in ``Content``. Variables are consumed one by one.
 
     Raises:
         OSError: the disk is full, or a permission is missing. No partial file is left.
@@ -113,7 +113,7 @@ def write(path: pathlib.Path, facts: dict[str, Any], variables: Iterable[Variabl
     def fill(temporary: pathlib.Path) -> None:
         with _Disk(temporary, "w+b") as disk:
             with h5py.File(disk, "w", userblock_size=_BLOCK) as file:
-                file["facts"] = json.dumps(facts)
+                file["facts"] = json.dumps(metadata)
                 group = file.create_group("variables")
                 for number, variable in enumerate(variables):
                     data = group.create_dataset(f"{number:06d}", data=_storable(variable.value))
@@ -182,12 +182,12 @@ def read(path: pathlib.Path) -> Content:
     """
     verify(path)
     with h5py.File(path, "r") as file:
-        facts = json.loads(file["facts"].asstr()[()])
+        metadata = json.loads(file["facts"].asstr()[()])
         variables = [
             Variable(data.attrs["path"], bool(data.attrs["by_rank"]), restored(data))
             for _, data in sorted(file["variables"].items())
         ]
-    return Content(facts, variables)
+    return Content(metadata, variables)
 
 
 def verify(path: pathlib.Path) -> None:
@@ -204,11 +204,11 @@ def verify(path: pathlib.Path) -> None:
             raise DamagedError("it is empty")
         if not found.startswith(_FIRST_LINE):
             raise DamagedError("it does not begin like a checkpoint of hvd_keras")
-        told = re.search(rb"\n(\d+) bytes of ([\x21-\x7e]+)\n", found)
-        if told and int(told[1]) != size:
-            raise DamagedError(f"it has {size} bytes, but {int(told[1])} were written")
-        if told and told[2].decode() != path.name:
-            raise DamagedError(f"it was written as {told[2].decode()}")
+        stated = re.search(rb"\n(\d+) bytes of ([\x21-\x7e]+)\n", found)
+        if stated and int(stated[1]) != size:
+            raise DamagedError(f"it has {size} bytes, but {int(stated[1])} were written")
+        if stated and stated[2].decode() != path.name:
+            raise DamagedError(f"it was written as {stated[2].decode()}")
         if found != _block(file, path.name):
             raise DamagedError("its content does not match its SHA-256")
 

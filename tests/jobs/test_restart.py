@@ -34,7 +34,7 @@ def save(number):
 def newest():
     path = storage.files(folder)[0]
     content = storage.read(path)
-    number = content.facts["number"]
+    number = content.metadata["number"]
     assert path == storage.path_of(folder, number, 0)
     assert len(content.variables) == 10
     assert all((v.value == number).all() for v in content.variables), "a mixture"
@@ -98,7 +98,7 @@ def same(path: pathlib.Path, values: list[np.ndarray]) -> bool:
         return False
     for variable, value in zip(content.variables, values, strict=True):
         np.testing.assert_array_equal(variable.value, value, err_msg="silently wrong")
-    assert content.facts == {"epoch": 1}
+    assert content.metadata == {"epoch": 1}
     return True
 
 
