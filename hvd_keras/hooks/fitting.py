@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import data, observe, ops
-from hvd_keras.gradients import agreement, building, compare, missing_calls, model_ranks
-from hvd_keras.hooks import embedding_lookup, keras_callbacks, losses, sync_batch_norm
+from hvd_keras.gradients import agreement, building, compare, losses, missing_calls, model_ranks
+from hvd_keras.hooks import embedding_lookup, keras_callbacks, sync_batch_norm
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet

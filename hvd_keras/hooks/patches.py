@@ -14,8 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.compat import legacy_keras
-from hvd_keras.gradients import clipping, missing_calls, reducer, shards, zero
-from hvd_keras.hooks import embedding_lookup, fitting, loss_scale, losses, sync_batch_norm
+from hvd_keras.gradients import clipping, losses, missing_calls, reducer, shards, zero
+from hvd_keras.hooks import embedding_lookup, fitting, loss_scale, sync_batch_norm
 from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.saving import storage
