@@ -10,7 +10,7 @@ Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientR
 
 import collections
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -174,6 +174,7 @@ class Step:
         gradients: in the order given; completed, those that travel not exchanged yet.
         exchanged: whether ``exchange`` was called.
         travels: whether there are other ranks to exchange anything with.
+        shared: whether the owners have given the new values to all ranks (``shard_state=True``).
         updated: the variables that the optimizer updates.
         divided: the places, among the gradients that the optimizer updates with, of those of tables
             that are divided between ranks.
@@ -202,6 +203,7 @@ class Step:
         self.updated = [variables[i] for i in self._updated]
         self.travels = plan is not None
         self.exchanged = not self.travels
+        self.shared = False
         self.divided = {place for place, i in enumerate(self._updated) if i in divided}
         self.local: set[int] | None = None
         if plan is not None and reducer.has_local:
@@ -344,19 +346,27 @@ class KerasReducer(GradientReducer):
         super().__init__(name, options, groups)
         self.optimizer = optimizer
         self._local_sum = local_sum
-        self._pending: Step | None = None
+        self.step: Step | None = None  # that apply is in
         self.ahead: Step | None = None  # that a LossScaleOptimizer exchanges
         self._applied = False
         optimizer._hvd_reducer = self
-        optimizer.apply = self._apply
-        optimizer.apply_gradients = self._apply_gradients
-        require(optimizer, "_clip_gradients", "to exchange and clip accumulated gradients")
-        optimizer._clip_gradients = self._clip_gradients
         outermost.register_local_var = self.register_local
+        # What Keras's methods become on this optimizer; the step that apply is in joins them.
+        hooks: dict[str, Callable[..., Any]] = {
+            "apply": self._apply,
+            "apply_gradients": self._apply_gradients,
+            "_clip_gradients": self._clip_gradients,
+        }
         self.state: zero.State | None = None
         if shard_state and self.process_set.size() > 1:
-            self.state = zero.State(optimizer, self.name, self.process_set, self._is_local)
+            self.state = zero.State(
+                optimizer, self.name, self.process_set, self._is_local, lambda: self.step
+            )
             self.takes_reduced = False  # their exchange prepares that of the values
+            hooks |= self.state.hooks()
+        for method, replacement in hooks.items():
+            require(optimizer, method, "to exchange, clip and apply gradients")
+            setattr(optimizer, method, replacement)
 
     def _is_local(self, variable: Any) -> bool:
         return agreement.variable_id(variable) in self.local
@@ -398,14 +408,12 @@ class KerasReducer(GradientReducer):
         self._applied = True
         step = self.ahead or self.begin_update(grads, trainable_variables)
         token = missing_calls.exchanged.set(True)
-        self._pending = step
-        if self.state is not None:
-            self.state.exchanges, self.state.shared = step.travels, False
+        self.step = step
         try:
             if not self.optimizer.gradient_accumulation_steps:
                 reduced = step.finish() if self.ahead is None else grads
                 keras_apply(self.optimizer, reduced, trainable_variables)
-                if self.state is not None and self.state.exchanges and not self.state.shared:
+                if self.state is not None and step.travels and not step.shared:
                     raise self._not_exchanged("it never calls _backend_update_step")
                 return
             keras_apply(self.optimizer, step.gradients, trainable_variables)
@@ -413,9 +421,7 @@ class KerasReducer(GradientReducer):
             if not step.exchanged and not tf.executing_eagerly():
                 raise self._not_exchanged("it never calls _clip_gradients")
         finally:
-            self._pending = None
-            if self.state is not None:
-                self.state.exchanges = False
+            self.step = None
             missing_calls.exchanged.reset(token)
 
     def begin_update(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
@@ -432,7 +438,7 @@ class KerasReducer(GradientReducer):
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""
-        step = self._pending
+        step = self.step
         if self.optimizer.gradient_accumulation_steps:
             if step is None:
                 raise self._not_exchanged("it calls _clip_gradients outside of apply")
@@ -443,7 +449,7 @@ class KerasReducer(GradientReducer):
         if step is None:
             return type(self.optimizer)._clip_gradients(self.optimizer, grads)
         if self.state is not None:
-            return self.state.clip(grads, step.updated, step.divided, step.local)
+            return self.state.clip(grads, step)
         of = self.optimizer, grads, step.divided, self.name, self.process_set
         return clipping.clip(*of, local=step.local)
 

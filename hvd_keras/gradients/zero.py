@@ -8,8 +8,8 @@ update is that of one process, bit for bit.
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -19,8 +19,11 @@ from hvd_keras.gradients import clipping, owners, shards
 from hvd_keras.gradients.packed import Packed
 from hvd_keras.ops.compression import Compression
 from hvd_keras.runtime import settings
-from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from hvd_keras.gradients import reducer
 
 _UNSUITABLE = {
     "Adafactor": "its slots are rows and columns, which are small already",
@@ -52,17 +55,14 @@ def check_suitable(optimizer: Any) -> None:
 class State:
     """The state of a Keras optimizer, of which this rank has a share.
 
-    It replaces methods of the optimizer, on the object, so the class stays.
+    ``hooks`` replace methods of the optimizer, on the object, so the class stays.
 
     Args:
         optimizer: not built yet.
         name: identifies the optimizer on all ranks.
         process_set: the ranks that train together; more than one.
         is_local: whether a variable belongs to this rank alone.
-
-    Attributes:
-        exchanges: whether the step that is running exchanges anything.
-        shared: whether it has given the new values to all ranks.
+        step: returns the step that ``apply`` is in; None outside of it.
     """
 
     def __init__(
@@ -71,31 +71,30 @@ class State:
         name: str,
         process_set: ProcessSet,
         is_local: Callable[[Any], bool],
+        step: "Callable[[], reducer.Step | None]",
     ) -> None:
         self._optimizer = optimizer
         self._name = name
         self._process_set = process_set
         self._is_local = is_local
+        self._step = step
         self._owners: dict[int, int] = {}
         self._variables: list[Any] = []  # keeps the ids
         self._noted: set[int] = set()
         self._packed: dict[Any, Packed] = {}
-        self.exchanges = self.shared = False
-        for method in (
-            "_apply_weight_decay",
-            "_backend_update_step",
-            "_update_model_variables_moving_average",
-            "_overwrite_model_variables_with_average_value",
-        ):
-            require(optimizer, method, "to update the variables of each rank (shard_state)")
         optimizer._hvd_state = self
-        optimizer.build = self._build
-        optimizer._apply_weight_decay = self._apply_weight_decay
-        optimizer._backend_update_step = self._update
-        optimizer._update_model_variables_moving_average = self._update_averages
-        optimizer._overwrite_model_variables_with_average_value = self._use_averages
-        optimizer.save_own_variables = functools.partial(_save, optimizer)
-        optimizer.load_own_variables = functools.partial(_load, optimizer)
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """What Keras's methods become on the optimizer."""
+        return {
+            "build": self._build,
+            "_apply_weight_decay": self._apply_weight_decay,
+            "_backend_update_step": self._update,
+            "_update_model_variables_moving_average": self._update_averages,
+            "_overwrite_model_variables_with_average_value": self._use_averages,
+            "save_own_variables": functools.partial(_save, self._optimizer),
+            "load_own_variables": functools.partial(_load, self._optimizer),
+        }
 
     # Owners and slots
 
@@ -210,33 +209,25 @@ class State:
                 results[i] = reduced[i]
         return results
 
-    def clip(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        divided: Set[int],
-        local: Set[int] | None,
-    ) -> Any:
+    def clip(self, gradients: Sequence[Any], step: "reducer.Step") -> Any:
         """Clips the gradients of the variables that this rank updates, as one process does.
 
         Args:
-            gradients: from ``reduce``, in the order of ``variables``.
-            variables: that they belong to.
-            divided: the indices of the gradients of parts of tables.
-            local: as in ``clipping.clip``.
+            gradients: from ``reduce``, in the order of ``step.updated``.
+            step: that they belong to.
         """
-        optimizer = self._optimizer
+        optimizer, variables, local = self._optimizer, step.updated, step.local
         held = [i for i, variable in enumerate(variables) if self.holds(variable)]
         known: dict[int, Any] = {}
         indices = list(range(len(variables)))
-        if clipping.clips_by_all(optimizer) and self.exchanges:
+        if clipping.clips_by_all(optimizer) and step.travels:
             known = self._squares(gradients, variables)
         else:
             indices, local = held, None
         cut = clipping.clip(
             optimizer,
             [gradients[i] for i in indices],
-            {k for k, i in enumerate(indices) if i in divided},
+            {k for k, i in enumerate(indices) if i in step.divided},
             self._name,
             self._process_set,
             known,
@@ -272,8 +263,9 @@ class State:
         type(self._optimizer)._backend_update_step(
             self._optimizer, [gradients[i] for i in held], [variables[i] for i in held], rate
         )
-        self._share(variables)
-        self.shared = True
+        if (step := self._step()) and step.travels:
+            self._share(variables)
+            step.shared = True
 
     def _update_averages(self, variables: Sequence[Any]) -> None:
         update = type(self._optimizer)._update_model_variables_moving_average
@@ -284,8 +276,10 @@ class State:
         use = type(self._optimizer)._overwrite_model_variables_with_average_value
         with self._held_averages(variables) as held:
             use(self._optimizer, held)
-        outside = not tf.inside_function() and not self.exchanges  # Keras's, at the end of fit
-        self._share(variables, outside)
+        step = self._step()
+        exchanges = step is not None and step.travels
+        if exchanges or not tf.inside_function():  # also Keras's call at the end of fit
+            self._share(variables)
 
     @contextlib.contextmanager
     def _held_averages(self, variables: Sequence[Any]) -> Iterator[list[Any]]:
@@ -305,10 +299,8 @@ class State:
         finally:
             object.__setattr__(optimizer, name, averages)
 
-    def _share(self, variables: Sequence[Any], always: bool = False) -> None:
+    def _share(self, variables: Sequence[Any]) -> None:
         """Gives all ranks the values of the variables that each updates, last variables first."""
-        if not (self.exchanges or always):
-            return
         rank = self._process_set.rank()
         by_dtype: dict[Any, list[Any]] = collections.defaultdict(list)
         for variable in reversed(variables):
