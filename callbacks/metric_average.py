@@ -44,6 +44,8 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         results = model.evaluate(x_test, y_test, callbacks=[average], return_dict=True)
     """
 
+    _hvd_averages = True
+
     def __init__(self) -> None:
         super().__init__()
         self._in_epoch = False

@@ -22,6 +22,7 @@ from hvd_keras.gradients import (
     building,
     clipping,
     compare,
+    losses,
     missing_calls,
     shards,
     zero,
@@ -109,6 +110,8 @@ class GradientReducer:
         if self.process_set.size() == 1 or not gradients or building.is_building():
             return Step(self, None, gradients, variables, [], [], set())
         agreement.refuse_strategies()
+        if self.options.op is ops.Average and not missing_calls.is_horovods([]):
+            losses.tell_of_loop()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
         if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):

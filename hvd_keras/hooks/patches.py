@@ -89,8 +89,7 @@ def _require_what_is_read() -> None:
     require(model, "_compile_metrics", "to compute metrics over all ranks")
     require(model, "_loss_tracker", "to count samples")
     require(model, "_get_metrics_result_or_logs", "to compute metrics over all ranks")
-    for name in ("_should_save_on_batch", "_save_model"):
-        require(keras.callbacks.ModelCheckpoint, name, "to write checkpoints on one rank")
+    require(keras.callbacks.ModelCheckpoint, "_save_model", "to write checkpoints on one rank")
 
 
 def _rows() -> list[Patch]:

@@ -36,7 +36,7 @@ Variable = () if is_legacy else keras.Variable
 
 __all__ = ["PyDataset", "Variable", "is_legacy", "keras", "require"]
 
-# Those whose private attributes are known, see training/patches.py. The newest that an older Python
+# Those whose private attributes are known, see hooks/patches.py. The newest that an older Python
 # can install is among them.
 KERAS_VERSIONS = "keras>=3.6,<3.16"
 

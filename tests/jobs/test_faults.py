@@ -276,6 +276,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     "name", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in ROWS]
 )
@@ -362,6 +363,7 @@ INSIDE_MPI = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("call", INSIDE_MPI)
 def test_a_rank_stops_while_the_others_are_inside_mpi(hvdrun: Launcher, call: str) -> None:
     code, summary, heard = INSIDE_MPI[call]

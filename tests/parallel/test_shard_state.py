@@ -127,6 +127,7 @@ def test_options_that_need_all_ranks() -> None:
             assert_bit_equal(made("Adam", **OPTIONS[option]), eagerly=True)
 
 
+@pytest.mark.cases(2)
 @two
 @pytest.mark.parametrize(
     "options",

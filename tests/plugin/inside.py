@@ -31,7 +31,7 @@ def pytest_addoption(parser) -> None:
     parser.addoption(
         "--fuzz-cases",
         type=int,
-        default=1000,
+        default=300,
         metavar="N",
         help="random collectives in test_fuzz.py (default: %(default)s)",
     )
