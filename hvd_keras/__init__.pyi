@@ -1,6 +1,7 @@
 """The public names and their modules, for type checkers, editors and ``__init__.py``."""
 
-from hvd_keras import callbacks as callbacks
+# Its folder is another one, which mypy finds in some orders of reading only.
+from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined,unused-ignore]
 from hvd_keras import data as data
 from hvd_keras import layers as layers
 from hvd_keras import ray as ray
