@@ -182,8 +182,8 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 def _validate(process_set: ProcessSet, steps: int | None) -> None:
     """Weighs the ranks' losses in validation, if each of their steps is one of all."""
-    everyone = agree.gather_json("steps of validation", steps, process_set)
-    losses.validate_together(steps is not None and len(set(everyone)) == 1)
+    gathered = agree.gather_json("steps of validation", steps, process_set)
+    losses.validate_together(steps is not None and len(set(gathered)) == 1)
 
 
 @contextlib.contextmanager
@@ -331,12 +331,12 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
         "validates every": _validates_every(own),
         **keras_callbacks.describe(own.callbacks),
     }
-    everyone = agree.gather_json("fit", mine, process_set)
-    own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in everyone], process_set)
-    own.common.agree(everyone)
-    if len({theirs["digest"] for theirs in everyone}) > 1:
+    gathered = agree.gather_json("fit", mine, process_set)
+    own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
+    own.common.agree(gathered)
+    if len({theirs["digest"] for theirs in gathered}) > 1:
         compare.check_difference("fit", description, process_set)
-    by_rank = [theirs["steps"] for theirs in everyone]
+    by_rank = [theirs["steps"] for theirs in gathered]
     if None not in by_rank and len(set(by_rank)) > 1:
         shown = zip(process_set.ranks, by_rank, strict=True)
         raise ValueError(
@@ -345,7 +345,7 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
             "all ranks. Give each rank the same number of batches: use hvd.data.shard, or "
             "steps_per_epoch."
         )
-    missing_calls.check_rows([theirs["rows"] for theirs in everyone], process_set)
+    missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
 
 
 def _validates_every(own: _Fit) -> Any:

@@ -52,16 +52,16 @@ class Common:
     validates: bool = False
     values: compare.Values | None = None
 
-    def agree(self, everyone: Sequence[dict[str, Any]]) -> None:
+    def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
         """Learns from what ``describe`` returned on all ranks."""
-        self.monitored = sorted({name for theirs in everyone for name in theirs["monitored"]})
-        self.ends_on_nan = any(theirs["ends on NaN"] for theirs in everyone)
+        self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
+        self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
         self.waits_for_checkpoints = all(
-            theirs["checkpoints"] == everyone[0]["checkpoints"] for theirs in everyone
+            theirs["checkpoints"] == gathered[0]["checkpoints"] for theirs in gathered
         )
-        self.looks_at_data = all(theirs["looks at data"] for theirs in everyone)
-        every = everyone[0]["validates every"]
-        self.validates = bool(every) and all(t["validates every"] == every for t in everyone)
+        self.looks_at_data = all(theirs["looks at data"] for theirs in gathered)
+        every = gathered[0]["validates every"]
+        self.validates = bool(every) and all(t["validates every"] == every for t in gathered)
 
 
 def _is_checkpoint(callback: Any) -> bool:
@@ -215,10 +215,10 @@ class _Agree(_Internal):
         logs = {} if logs is None else logs
         values = {name: logs.get(name) for name in self.common.monitored}
         mine = {name: None if v is None else float(v) for name, v in values.items()}
-        everyone = agree.gather_json("monitored", mine, self.common.process_set)
+        gathered = agree.gather_json("monitored", mine, self.common.process_set)
         for name, value in mine.items():
-            known = [theirs[name] for theirs in everyone if theirs[name] is not None]
-            if known and any(theirs[name] != value for theirs in everyone):
+            known = [theirs[name] for theirs in gathered if theirs[name] is not None]
+            if known and any(theirs[name] != value for theirs in gathered):
                 self.own[name] = logs.get(name)
                 logs[name] = sum(known) / len(known)
 
@@ -263,8 +263,8 @@ class _AtTheEnd(_Internal):
 
     def _check_rows(self, batch: Any) -> None:
         process_set = self.common.process_set
-        everyone = agree.gather_json("first rows", compare.of_rows(batch), process_set)
-        missing_calls.check_rows(everyone, process_set)
+        gathered = agree.gather_json("first rows", compare.of_rows(batch), process_set)
+        missing_calls.check_rows(gathered, process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Compares some values from time to time."""

@@ -236,9 +236,9 @@ def _of_all_ranks(
     if not arrays:
         return {}
     # In float64, so that counts and float32 sums are added almost without rounding.
-    together = np.concatenate([array.astype("float64").ravel() for array in arrays])
+    states = np.concatenate([array.astype("float64").ravel() for array in arrays])
     (total,) = ops.reduce_tensors(
-        [together], op=ops.Sum, name="metrics.states", process_set=process_set
+        [states], op=ops.Sum, name="metrics.states", process_set=process_set
     )
     ends = np.cumsum([array.size for array in arrays])
     totals = iter(np.split(total.numpy(), ends[:-1]))
