@@ -376,6 +376,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             storage.prune(path, self.keep)
             sharded_files.remove_others(self.directory, path, names)
 
+        # The other ranks wait here, so that an error ends them, too.
         agree.on_leader("Checkpoint: cannot write", write, self._hvd_process_set)
 
 

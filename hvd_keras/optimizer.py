@@ -106,6 +106,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         scale_local_gradients=scale_local_gradients,
         process_set=process_set,
     )
+    # Compiled models with mixed_float16 have a LossScaleOptimizer; what updates is the one in it.
     target = optimizer
     if not is_v1 and isinstance(optimizer, _loss_scale_class()):
         target = optimizer.inner_optimizer

@@ -20,6 +20,7 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
     def read(epoch: int, step: int) -> list[Any]:
         rows = min(global_batch, length - step * global_batch)
         count = rows // split.size if split.uneven == "share" else batch_size
+        # Rank r of N has rows r, r + N, r + 2N, … of the step; "pad" goes on at the first row.
         places = step * global_batch + np.arange(count) * split.size + split.rank
         order = _order(length, shuffle, seed, epoch)[places % length]
         weight = split.weight(rows, length, batch_size)
@@ -54,6 +55,7 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
         rows = min(global_batch, length - step * global_batch)
         if split.uneven == "share" and rows < global_batch:
             count = rows // split.size
+            # Whole batches are read, so rows that follow each other cost the fewest reads.
             start = step * global_batch + split.rank * count
             indices = range(start // batch_size, (start + count - 1) // batch_size + 1)
             batches = zip(*(batch(epoch, index) for index in indices), strict=True)
@@ -118,6 +120,7 @@ def _read_by(
     """
     specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
     steps = split.steps(length, batch_size)
+    # Fixed shapes let TensorFlow trace the step once; a shorter last step would be a second trace.
     rows = None if split.has_short_step(length, batch_size) else batch_size
 
     def batch(epoch: Any, step: Any) -> Any:

@@ -62,6 +62,7 @@ def clip(
         sums = ops.reduce_tensors(
             mine, op=ops.Sum, name=f"{name} norms of parts", process_set=process_set
         )
+    # strict=False: the sum of the local ones, if any, is one more.
     squares: dict[int, Any] = dict(zip(indices, sums, strict=False))
     if not by_variable:
         squares.update(known or {})

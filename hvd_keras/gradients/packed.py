@@ -60,6 +60,7 @@ class Packed:
         found: dict[int, list[Any]] = collections.defaultdict(list)
         for number, request in enumerate(self._requests):
             rows = (_row(flat, pieces, request.length, dtype) for pieces in request.rows)
+            # [ranks, length], row r for owner r; reducescatter leaves each rank its own row.
             packed = tf.reshape(tf.concat(list(itertools.chain(*rows)), 0), [ranks, request.length])
             with tf.control_dependencies(after):
                 mine = ops.reducescatter(
@@ -96,6 +97,7 @@ class Packed:
                     name=f"{self._name} values of owners {number}, {dtype.name}",
                     process_set=self._process_set,
                 )
+            # [ranks · length]: the owners' rows, one after another.
             whole = tf.debugging.assert_equal(
                 tf.size(gathered),
                 request.length * self._process_set.size(),

@@ -117,6 +117,7 @@ class GradientReducer:
         if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):
             return Step(self, None, gradients, variables, [], [], divided)
         gradients = self.options.densified(gradients)
+        # A divided table's gradient is the sum over all ranks already: its lookup has moved it.
         local_ids = {*self.local, *map(agreement.variable_id, local)}
         shared = [
             i
@@ -137,7 +138,7 @@ class GradientReducer:
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(agreement.spec_of(v) for v in variables)
         specs = self._agreed.get(mine)
-        if specs is None:
+        if specs is None:  # some small allgathers, once for each list of variables
             specs = agreement.check_specs(self.name, mine, self.process_set)
             optimizer = getattr(self, "optimizer", None)
             described = {} if optimizer is None else compare.of_optimizer(optimizer)
@@ -152,7 +153,8 @@ class GradientReducer:
         kinds = agreement.kinds_of(gradients)
         indices = agreement.group_indices(self.groups, variables)
         if tf.executing_eagerly():
-            # Which gradients exist may differ in each step and on each rank.
+            # Which gradients exist may differ in each step and on each rank: an allgather of one
+            # byte per variable.
             kinds = agreement.agree_on_kinds(self.name, kinds, self.process_set)
         # In a graph this is fixed now. A rank that traces the same function again does not ask the
         # others, which may not be tracing.
@@ -197,6 +199,8 @@ class Step:
         self.gradients = gradients
         self._reducer = reducer
         self._plan = plan
+        # Three numberings: of what was given (i), of what the optimizer updates (a place), and of
+        # what travels (a position in the plan).
         self._travelling = [variables[i] for i in shared]
         self._position = {i: p for p, i in enumerate(shared)}  # in the plan
         # What an optimizer sees of them: without Nones, and without what it overwrites.

@@ -104,6 +104,7 @@ class State:
         if not optimizer.built:
             self._variables = [v for v in variables if self._has_owner(v)]
             sizes = [_bytes(variable) for variable in self._variables]
+            # By size alone, so that all ranks choose alike without a message.
             owned_by = owners.owners(sizes, self._process_set.size())
             ids = map(_id, self._variables)
             self._owners = dict(zip(ids, owned_by, strict=True))
@@ -247,7 +248,7 @@ class State:
             else tf.zeros([], gradients[i].dtype)
             for i in indices
         ]
-        # Adding zeros changes no bit of them.
+        # One allreduce of a number per variable. Adding zeros changes no bit of them.
         sums = ops.reduce_tensors(
             mine, op=ops.Sum, name=f"{self._name} norms", process_set=self._process_set
         )

@@ -129,9 +129,10 @@ def _global_moments(
     mean, variance = tf.nn.moments(inputs, axes)
     shape = tf.shape(inputs)
     count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
+    # [1 + 2·channels] of each rank: one allgather per layer and step.
     mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)
     gathered = ops.allgather(mine[tf.newaxis], name=f"{path} moments", process_set=process_set)
-    size = (tf.shape(mine)[0] - 1) // 2
+    size = (tf.shape(mine)[0] - 1) // 2  # channels; gathered is [ranks, 1 + 2·channels]
     weights = gathered[:, :1] / tf.reduce_sum(gathered[:, :1])
     means, variances = gathered[:, 1 : 1 + size], gathered[:, 1 + size :]
     total_mean = tf.reduce_sum(weights * means, axis=0)

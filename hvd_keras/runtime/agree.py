@@ -77,6 +77,7 @@ def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> li
     def gather(values: Any, call: str) -> Any:
         return run_now(lambda: allgather([values], tensor_name=call, process_set=number)[0])
 
+    # Two allgathers: the lengths may differ by rank, and rows have none.
     lengths = gather(np.array([len(mine)], np.int64), f"{name}.lengths")
     joined = gather(np.frombuffer(mine, np.uint8), name).tobytes()
     ends = np.cumsum(lengths)

@@ -52,6 +52,7 @@ def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
     # Parts of tables have files of their own, so they do not count as different.
     mine = b"".join(b"\0" * 8 if shards.of(v) else _digest(np.asarray(v)) for v in own)
     gathered = agree.gather_bytes("checkpoint digests", mine, process_set)
+    # Eight bytes per variable; only values that differ travel.
     if len({len(digests) for digests in gathered}) > 1:
         counts = [len(digests) // 8 for digests in gathered]
         raise ValueError(f"Checkpoint: the ranks train different models, of {counts} variables.")
