@@ -10,7 +10,7 @@ Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientR
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -64,6 +64,7 @@ class GradientReducer:
         self._agreed: dict[Any, tuple[agreement.VariableSpec, ...]] = {}
         self.has_local = False  # whether any rank has variables of its own
         self.takes_reduced = True  # whether gradients of a distributed tape may stay as they are
+        self.state: zero.State | None = None  # with shard_state=True
 
     @property
     def process_set(self) -> ProcessSet:
@@ -89,8 +90,7 @@ class GradientReducer:
         Raises:
             ValueError: (on every rank) the ranks' variables differ.
         """
-        step: Step = self.begin(gradients, variables, local)
-        reduced: list[Any] = step.finish()
+        reduced: list[Any] = self.begin(gradients, variables, local).finish()
         return reduced
 
     # A script's tf.function would convert this code and what it calls, and convert it wrongly.
@@ -108,14 +108,14 @@ class GradientReducer:
         if rank_info.size() > 1 and not building.is_building():
             missing_calls.mark_reduced(variables)
         if self.process_set.size() == 1 or not gradients or building.is_building():
-            return Step(self, None, gradients, variables, [], [], set())
+            return Step(self, None, gradients, variables)
         agreement.refuse_strategies()
         if self.options.op is ops.Average and not missing_calls.is_horovods([]):
             losses.tell_of_loop()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
         if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):
-            return Step(self, None, gradients, variables, [], [], divided)
+            return Step(self, None, gradients, variables, divided=divided)
         gradients = self.options.densified(gradients)
         # A divided table's gradient is the sum over all ranks already: its lookup has moved it.
         local_ids = {*self.local, *map(agreement.variable_id, local)}
@@ -128,12 +128,15 @@ class GradientReducer:
         for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
             gradients[i] = gradient
         overwritten = agreement.overwrite(gradients, variables, self.name, self.process_set)
-        return Step(self, plan, gradients, variables, shared, overwritten, divided)
+        return Step(self, plan, gradients, variables, divided, shared, overwritten)
 
     def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Exchanges the gradients that travel, in the order of the plan."""
-        del variables
-        return plan.exchange(gradients, self.options)
+        if self.state is None:
+            return plan.exchange(gradients, self.options)
+        return self.state.reduce(
+            gradients, variables, lambda g, after: plan.exchange(g, self.options, after)
+        )
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(agreement.spec_of(v) for v in variables)
@@ -192,9 +195,9 @@ class Step:
         plan: "Plan | None",
         gradients: list[Any],
         variables: Sequence[Any],
-        shared: list[int],
-        overwritten: list[int],
-        divided: set[int],
+        divided: Collection[int] = (),
+        shared: Sequence[int] = (),
+        overwritten: Sequence[int] = (),
     ) -> None:
         self.gradients = gradients
         self._reducer = reducer
@@ -364,19 +367,13 @@ class KerasReducer(GradientReducer):
             "apply_gradients": self._apply_gradients,
             "_clip_gradients": self._clip_gradients,
         }
-        self.state: zero.State | None = None
         if shard_state and self.process_set.size() > 1:
-            self.state = zero.State(
-                optimizer, self.name, self.process_set, self._is_local, lambda: self.step
-            )
+            self.state = zero.State(self)
             self.takes_reduced = False  # their exchange prepares that of the values
             hooks |= self.state.hooks()
         for method, replacement in hooks.items():
             require(optimizer, method, "to exchange, clip and apply gradients")
             setattr(optimizer, method, replacement)
-
-    def _is_local(self, variable: Any) -> bool:
-        return agreement.variable_id(variable) in self.local
 
     def register_local(self, variable: Any) -> None:
         """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
@@ -386,18 +383,6 @@ class KerasReducer(GradientReducer):
                 "Register variables before the optimizer is built."
             )
         super().register_local(variable)
-
-    def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Exchanges the gradients that travel, in the order of the plan."""
-        if self.state is None:
-            return super().exchange(plan, gradients, variables)
-        options = self.options
-        return self.state.reduce(
-            gradients,
-            variables,
-            options.of_dense(),
-            lambda g, after: plan.exchange(g, options, after),
-        )
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
         """Replaces ``Optimizer.apply_gradients``, which calls ``apply``."""

@@ -8,7 +8,7 @@ update is that of one process, bit for bit.
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from hvd_keras.gradients.packed import Packed
 from hvd_keras.ops.compression import Compression
 from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import keras
-from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
     from hvd_keras.gradients import reducer
@@ -58,31 +57,18 @@ class State:
     ``hooks`` replace methods of the optimizer, on the object, so the class stays.
 
     Args:
-        optimizer: not built yet.
-        name: identifies the optimizer on all ranks.
-        process_set: the ranks that train together; more than one.
-        is_local: whether a variable belongs to this rank alone.
-        step: returns the step that ``apply`` is in; None outside of it.
+        owner: has the optimizer, which is not built yet, and the ranks that train together.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        name: str,
-        process_set: ProcessSet,
-        is_local: Callable[[Any], bool],
-        step: "Callable[[], reducer.Step | None]",
-    ) -> None:
-        self._optimizer = optimizer
-        self._name = name
-        self._process_set = process_set
-        self._is_local = is_local
-        self._step = step
+    def __init__(self, owner: "reducer.KerasReducer") -> None:
+        self._reducer = owner
+        self._optimizer: Any = owner.optimizer
+        self._name, self._process_set = owner.name, owner.process_set
         self._owners: dict[int, int] = {}
         self._variables: list[Any] = []  # keeps the ids
         self._noted: set[int] = set()
         self._packed: dict[Any, Packed] = {}
-        optimizer._hvd_state = self
+        self._optimizer._hvd_state = self
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
         """What Keras's methods become on the optimizer."""
@@ -128,7 +114,7 @@ class State:
         # Keras overwrites variables such as the scales of float8 on each rank.
         is_overwritten = getattr(variable, "overwrite_with_gradient", False)
         is_part = shards.of(variable) is not None
-        return not (is_overwritten or is_part or self._is_local(variable))
+        return not (is_overwritten or is_part or _id(variable) in self._reducer.local)
 
     def owner_of(self, variable: Any) -> int | None:
         """The rank of the process set that updates a variable; None if all do."""
@@ -173,7 +159,6 @@ class State:
         self,
         gradients: Sequence[Any],
         variables: Sequence[Any],
-        how: Mapping[str, Any],
         allreduce: Callable[[list[Any], list[Any]], list[Any]],
     ) -> list[Any]:
         """Returns the reduced gradients of the variables that this rank updates.
@@ -181,13 +166,13 @@ class State:
         Args:
             gradients: of this rank: dense, sparse or None; None and sparse alike on all ranks.
             variables: that they belong to.
-            how: arguments for ``ops.reducescatter``.
             allreduce: reduces gradients on all ranks, after some tensors; keeps Nones.
 
         Returns:
             In the same order; of variables that others update, this rank's own gradients.
         """
         results = list(gradients)
+        how = self._reducer.options.of_dense()
         rest = [i for i, gradient in enumerate(gradients) if gradient is not None]
         after: list[Any] = []
         if how["compression"] in (Compression.none, Compression.fp16, Compression.bf16):
@@ -264,7 +249,7 @@ class State:
         type(self._optimizer)._backend_update_step(
             self._optimizer, [gradients[i] for i in held], [variables[i] for i in held], rate
         )
-        if (step := self._step()) and step.travels:
+        if (step := self._reducer.step) and step.travels:
             self._share(variables)
             step.shared = True
 
@@ -277,7 +262,7 @@ class State:
         use = type(self._optimizer)._overwrite_model_variables_with_average_value
         with self._held_averages(variables) as held:
             use(self._optimizer, held)
-        step = self._step()
+        step = self._reducer.step
         exchanges = step is not None and step.travels
         if exchanges or not tf.inside_function():  # also Keras's call at the end of fit
             self._share(variables)
