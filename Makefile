@@ -45,7 +45,7 @@ $(EXTRAS): pyproject.toml | .venv/installed
 setup: .venv/installed .venv/test,lint  ## Install the project from source into .venv (again, if C++ sources have changed).
 	@:
 
-test: setup  ## Run the tests, without the slow ones and those of Spark, Ray and Kubernetes.
+test: setup  ## Run the tests, without the slow ones, most repetitions, and Spark, Ray and Kubernetes.
 	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(PLATFORMS))
 
 platforms-test: .venv/platforms  ## Run the tests of Spark, Ray and Kubernetes, without the slow ones.

@@ -5,7 +5,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras._keras import is_legacy
+from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.training import metrics
 
 # The model's method that gives what fit and evaluate log.
@@ -43,6 +43,8 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         model.fit(x, y, validation_data=(x_val, y_val), callbacks=[average, stop])
         results = model.evaluate(x_test, y_test, callbacks=[average], return_dict=True)
     """
+
+    _hvd_averages = True
 
     def __init__(self) -> None:
         super().__init__()

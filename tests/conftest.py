@@ -1,9 +1,11 @@
 """Settings of all tests."""
 
+import collections
 import os
 import pathlib
 import re
 import signal
+from collections.abc import Iterator
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -30,8 +32,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What takes minutes runs first, so that none of it runs alone at the end.
-LONG = ["2-ranks", "test_soak.py", "3-ranks", "test_core.py", "test_faults.py", "1-ranks"]
-LONG += ["test_restarts.py", "test_forgotten.py", "test_examples.py", "4-ranks"]
+LONG = ["2-ranks", "test_core.py", "test_examples.py", "test_several_hosts.py", "test_soak.py"]
+LONG += ["3-ranks", "test_restarts.py", "test_faults.py", "test_restart.py", "1-ranks", "4-ranks"]
 
 
 def _scope(nodeid: str) -> str:
@@ -40,11 +42,27 @@ def _scope(nodeid: str) -> str:
     return ranks[1] if ranks else nodeid.partition("::")[0]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort the tests."""
+def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
+    """Leave out most cases of tests that are marked so, and sort the tests."""
+    if config.option.markexpr == "not slow":
+        left_out = {item for group in _cases(items) for item in group}
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     scopes = [*LONG, *dict.fromkeys(_scope(item.nodeid) for item in items)]
     names = [pathlib.Path(scope).name for scope in scopes]
     items.sort(key=lambda item: names.index(pathlib.Path(_scope(item.nodeid)).name))
+
+
+def _cases(items: list[pytest.Item]) -> Iterator[list[pytest.Item]]:
+    """For each test with ``pytest.mark.cases(n)``, all but n of its cases, which lie far apart."""
+    tests = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        number = cases[0].get_closest_marker("cases").args[0]
+        kept = {(2 * i + 1) * len(cases) // (2 * number) for i in range(number)}
+        yield [case for i, case in enumerate(cases) if i not in kept]
 
 
 class _Scheduling(LoadScopeScheduling):

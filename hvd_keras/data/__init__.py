@@ -5,11 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, log
-from hvd_keras._keras import PyDataset, keras
 from hvd_keras.data import arrays, datasets
 from hvd_keras.data.split import MODES, Passes, Source, Split
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.keras import PyDataset, keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
 def shard(

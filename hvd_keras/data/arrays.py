@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras._keras import keras
 from hvd_keras.data.split import Source, Split
+from hvd_keras.runtime.keras import keras
 
 
 def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split) -> Source:

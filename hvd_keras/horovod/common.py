@@ -9,9 +9,9 @@ import tensorflow as tf
 from packaging import version
 
 import hvd_keras
-from hvd_keras import settings
 from hvd_keras.ops import ReduceOp
 from hvd_keras.ops.reduce_op import chosen
+from hvd_keras.runtime import settings
 
 _Result = TypeVar("_Result")
 

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import hvd_keras
-from hvd_keras import settings
 from hvd_keras.horovod import names
+from hvd_keras.runtime import settings
 
 
 class _Finder:

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, settings, shards
-from hvd_keras._keras import keras, require
+from hvd_keras import ops, shards
 from hvd_keras.ops.compression import Compression
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime import settings
+from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.shards import clipping, owners
 from hvd_keras.shards.packed import Packed
 

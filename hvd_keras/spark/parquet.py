@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras._keras import keras
+from hvd_keras.runtime.keras import keras
 
 
 class Batches(keras.utils.PyDataset):  # type: ignore[misc]

@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops, shards
+from hvd_keras import ops, shards
 from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 Kind = Literal["dense", "sparse"]
 

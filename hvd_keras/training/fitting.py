@@ -14,9 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, data, observe, ops, rank_info, settings
-from hvd_keras._keras import KERAS_VERSIONS, is_legacy, keras, require
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import data, observe, ops
+from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import (
     building,
     compare,
@@ -83,12 +84,9 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             if own is not None and several:
                 runs = keras_callbacks.edited(callbacks, own.common)
                 process_set = own.common.process_set
-                stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
-                reducers = together.reducers_of(self)
-                reductions = {reducer.options.op for reducer in reducers}
-                if ops.Adasum not in reductions and not forgotten.is_horovods(reducers):
-                    averages = reductions == {ops.Average}
-                    stack.enter_context(losses.weighed(self, process_set, averages))
+                _weigh(stack, self, process_set, "train_step")
+                leader = keras_callbacks.on_leader_alone(callbacks, process_set, own.common)
+                stack.enter_context(leader)
             if observe.is_publishing():
                 runs = [*runs, observe.Progress()]
             if given is not None and hasattr(given, "callbacks"):  # a CallbackList
@@ -104,6 +102,15 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             return history
 
     return fit_together
+
+
+def _weigh(stack: contextlib.ExitStack, model: Any, process_set: ProcessSet, method: str) -> None:
+    """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
+    reducers = together.reducers_of(model)
+    reductions = {reducer.options.op for reducer in reducers}
+    if ops.Adasum not in reductions and not forgotten.is_horovods(reducers):
+        averages = reductions <= {ops.Average}  # so does a tape, if it is not told otherwise
+        stack.enter_context(losses.weighed(model, process_set, averages, method))
 
 
 def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> _Fit | None:
@@ -137,8 +144,17 @@ def _end(own: _Fit) -> None:
         forgotten.check_values(own.common.values, "ended")
 
 
+# The model that all ranks validate together, and these ranks, if any.
+_validating: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "validating", default=(None, None)
+)
+
+
 def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``keras.Model.evaluate`` and ``predict``: callbacks write on the first rank only."""
+    """Wraps ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
+
+    Callbacks write on the first rank only.
+    """
     signature = inspect.signature(evaluate)
 
     @functools.wraps(evaluate)
@@ -147,17 +163,36 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
         if given is None and args:
             with contextlib.suppress(TypeError):  # which evaluate raises, too
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
-        if given is None or hasattr(given, "callbacks") or not rank_info.is_initialized():
+        if not rank_info.is_initialized():
             return evaluate(self, *args, **kwargs)
-        callbacks = _flat(given)
+        callbacks, fits = _flat(given), hasattr(given, "callbacks")
         process_set = _process_set(self, callbacks)
         if process_set is None or process_set.size() == 1:
             return evaluate(self, *args, **kwargs)
-        keras_callbacks.refuse(callbacks, self, process_set)
-        with keras_callbacks.on_leader_alone(callbacks, process_set):
+        with contextlib.ExitStack() as stack:
+            if callbacks and not fits:
+                keras_callbacks.refuse(callbacks, self, process_set)
+                stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
+            if "return_dict" not in signature.parameters or not tf.executing_eagerly():  # predict
+                return evaluate(self, *args, **kwargs)
+            _weigh(stack, self, process_set, "test_step")
+            own = _current.get()
+            validates = keras_callbacks.averages(callbacks)
+            if fits and own is not None and own.model is self:
+                validates = own.common.validates
+            if validates and not is_legacy:
+                stack.callback(losses.validate_together, False)
+                stack.enter_context(_set(_validating, (self, process_set)))
+                stack.callback(losses.tell_of_validation, self)
             return evaluate(self, *args, **kwargs)
 
     return evaluate_together
+
+
+def _validate(process_set: ProcessSet, steps: int | None) -> None:
+    """Weighs the ranks' losses in validation, if each of their steps is one of all."""
+    everyone = agree.gather_json("steps of validation", steps, process_set)
+    losses.validate_together(steps is not None and len(set(everyone)) == 1)
 
 
 @contextlib.contextmanager
@@ -182,6 +217,9 @@ def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., No
             require(iterator, "_distributed_dataset", "to make variables before the first step")
             require(iterator, "num_batches", "to compare the numbers of steps")
             _begin(own, iterator._distributed_dataset, iterator.num_batches)
+        model, process_set = _validating.get()
+        if model is self:
+            _validate(process_set, iterator.num_batches)
         symbolic_build(self, iterator=iterator, data_batch=data_batch)
 
     return build
@@ -297,6 +335,7 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
         "looks at data": not is_arrays
         and isinstance(dataset, tf.data.Dataset)
         and compare.can_be_passed(dataset.element_spec),
+        "validates every": _validates_every(own),
         **keras_callbacks.describe(own.callbacks),
     }
     everyone = agree.gather_json("fit", mine, process_set)
@@ -314,6 +353,14 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
             "steps_per_epoch."
         )
     forgotten.check_rows([theirs["rows"] for theirs in everyone], process_set)
+
+
+def _validates_every(own: _Fit) -> Any:
+    """After which epochs the ranks validate together; None if they do not."""
+    given = own.arguments
+    validates = given["validation_data"] is not None or given["validation_split"]
+    averages = validates and not is_legacy and keras_callbacks.averages(own.callbacks)
+    return repr(given["validation_freq"]) if averages else None
 
 
 def _described(arguments: dict[str, Any]) -> compare.Description:

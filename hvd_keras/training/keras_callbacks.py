@@ -8,20 +8,21 @@ gradients. The list of callbacks is edited; the classes stay as they are.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops
-from hvd_keras._keras import keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import compare, forgotten, together, variables
 
 _WRITERS = tuple(
     getattr(keras.callbacks, name)
-    for name in ("CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
+    for name in ("CSVLogger", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
     if hasattr(keras.callbacks, name)  # tf_keras has no OrbaxCheckpoint
 )
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
@@ -35,9 +36,10 @@ class Common:
         process_set: the ranks that train the model.
         monitored: what callbacks of any rank decide by.
         ends_on_nan: a rank has ``TerminateOnNaN``.
-        waits_for_checkpoints: all ranks have equally many ``ModelCheckpoint``, and so can wait for
-            each other there.
+        waits_for_checkpoints: all ranks have the same ``ModelCheckpoint``, and so can wait for each
+            other there.
         looks_at_data: the first batch of each rank can be compared.
+        validates: all ranks validate after the same epochs, and average their metrics.
         values: of the model, to be compared.
     """
 
@@ -46,14 +48,28 @@ class Common:
     ends_on_nan: bool = False
     waits_for_checkpoints: bool = False
     looks_at_data: bool = False
+    validates: bool = False
     values: compare.Values | None = None
 
     def agree(self, everyone: Sequence[dict[str, Any]]) -> None:
         """Learns from what ``describe`` returned on all ranks."""
         self.monitored = sorted({name for theirs in everyone for name in theirs["monitored"]})
         self.ends_on_nan = any(theirs["ends on NaN"] for theirs in everyone)
-        self.waits_for_checkpoints = len({theirs["checkpoints"] for theirs in everyone}) == 1
+        self.waits_for_checkpoints = all(
+            theirs["checkpoints"] == everyone[0]["checkpoints"] for theirs in everyone
+        )
         self.looks_at_data = all(theirs["looks at data"] for theirs in everyone)
+        every = everyone[0]["validates every"]
+        self.validates = bool(every) and all(t["validates every"] == every for t in everyone)
+
+
+def _is_checkpoint(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.ModelCheckpoint)
+
+
+def averages(callbacks: Sequence[Any]) -> bool:
+    """Whether the ranks average their metrics."""
+    return any(getattr(callback, "_hvd_averages", False) for callback in callbacks)
 
 
 def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
@@ -61,17 +77,13 @@ def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
     return {
         "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
         "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
-        "checkpoints": sum(isinstance(c, keras.callbacks.ModelCheckpoint) for c in callbacks),
+        "checkpoints": [c.save_freq for c in callbacks if _is_checkpoint(c)],
     }
 
 
 def edited(callbacks: Sequence[Any], common: Common) -> list[Any]:
     """The callbacks of this rank, with those that make ranks decide alike between them."""
-    found = []
-    for callback in callbacks:
-        found.append(callback)
-        if isinstance(callback, keras.callbacks.ModelCheckpoint):
-            found.append(_Wait(common))
+    found = list(callbacks)
     deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
     places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
     places = places or [len(found)]
@@ -82,11 +94,17 @@ def edited(callbacks: Sequence[Any], common: Common) -> list[Any]:
 
 
 @contextlib.contextmanager
-def on_leader_alone(callbacks: Sequence[Any], process_set: ProcessSet) -> Iterator[None]:
+def on_leader_alone(
+    callbacks: Sequence[Any], process_set: ProcessSet, common: Common | None = None
+) -> Iterator[None]:
     """Silences the callbacks that write files, except on the first rank.
 
-    What a class that derives from one of Keras's adds to it runs on all ranks.
+    What a class that derives from one of Keras's adds to it runs on all ranks. All ranks wait until
+    a ``ModelCheckpoint`` is written, and raise its error.
     """
+    saving = [(c, c._save_model) for c in callbacks if common is not None and _is_checkpoint(c)]
+    for callback, save in saving:
+        callback._save_model = functools.partial(_save, common, save)
     silenced: list[tuple[Any, Any]] = []
     if process_set.rank() != 0:
         silenced = [(c, type(c)) for c in callbacks if isinstance(c, _WRITERS)]
@@ -97,6 +115,16 @@ def on_leader_alone(callbacks: Sequence[Any], process_set: ProcessSet) -> Iterat
     finally:
         for callback, cls in silenced:
             callback.__class__ = cls
+        for callback, save in saving:
+            callback._save_model = save
+
+
+def _save(common: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Replaces ``ModelCheckpoint._save_model``."""
+    if common.waits_for_checkpoints:
+        agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
+    elif common.process_set.rank() == 0:
+        save(*args, **kwargs)
 
 
 def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:
@@ -149,14 +177,6 @@ class _Internal(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, common: Common) -> None:
         super().__init__()
         self.common = common
-
-
-class _Wait(_Internal):
-    """Waits until a checkpoint is written, if all ranks have the callback before this one."""
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self.common.waits_for_checkpoints:
-            agree.gather_json("checkpoint is written", None, self.common.process_set)
 
 
 class _Agree(_Internal):

@@ -4,22 +4,25 @@ Most losses are means over the rows of a batch, and the mean of the ranks' means
 rows. Keras divides a masked loss by the number of valid entries, though, and one with
 ``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers that differ by rank. The
 loss of all ranks is sum(n_r * loss_r) / sum(n_r), so each rank's is multiplied by
-N * n_r / sum(n_r). Losses that are summed are multiplied by N.
+N * n_r / sum(n_r). Losses that are summed are multiplied by N. Validation weighs alike if all ranks
+validate together and average their metrics. In custom loops nothing is weighed, which is told.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log, ops, settings
-from hvd_keras._keras import is_legacy
-from hvd_keras.process_sets import ProcessSet
-from hvd_keras.training import building, exchange
+from hvd_keras import ops
+from hvd_keras.runtime import log, rank_info, settings
+from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.training import building, exchange, forgotten
 
 
 @dataclasses.dataclass
@@ -27,47 +30,112 @@ class Weighing:
     """The losses of a model that several ranks train.
 
     Attributes:
+        model: the model.
         process_set: the ranks.
         averages: whether gradients are averaged, not summed.
+        is_together: in validation, whether all ranks take this step, as a variable.
         calls: how many losses this step has computed.
     """
 
+    model: Any
     process_set: ProcessSet
     averages: bool
+    is_together: Any = None
     calls: int = 0
+
+    def factor(self, of_all: Callable[[], Any], dtype: Any) -> Any:
+        """What a loss is multiplied by: 1 in a validation of one rank."""
+        if self.is_together is None:
+            return of_all()
+        return tf.cond(self.is_together, of_all, lambda: tf.ones([], dtype))
 
 
 _weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
 
 
+# In custom loops: the last loss whose mean over the ranks is not that of one process, and the graph
+# that it is in.
+_unweighed: list[tuple[str, int]] = []
+
+# Models whose validation needs the numbers of all ranks.
+_validated: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@functools.cache
+def _together() -> Any:
+    """Whether all ranks take the present step of validation."""
+    with tf.init_scope():
+        return tf.Variable(False, trainable=False, name="hvd_validates_together")
+
+
+def validate_together(everywhere: bool) -> None:
+    """Sets whether all ranks take the next steps of validation."""
+    _together().assign(everywhere)
+
+
 @contextlib.contextmanager
-def weighed(model: Any, process_set: ProcessSet, averages: bool) -> Iterator[None]:
-    """Weighs the losses of the model's training steps.
+def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) -> Iterator[None]:
+    """Weighs the losses of the model's steps.
 
     Args:
         model: a ``keras.Model``.
         process_set: the ranks that train it.
         averages: whether their gradients are averaged, not summed.
+        method: "train_step" or "test_step".
     """
-    train_step = model.train_step
+    one_step = getattr(model, method)
+    is_together = _together() if method == "test_step" else None
 
-    @functools.wraps(train_step)
+    @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
-        token = _weighing.set(Weighing(process_set, averages))
+        token = _weighing.set(Weighing(model, process_set, averages, is_together))
         try:
-            return train_step(*args, **kwargs)
+            return one_step(*args, **kwargs)
         finally:
             _weighing.reset(token)
 
-    before = vars(model).get("train_step")
-    model.train_step = step
+    before = vars(model).get(method)
+    setattr(model, method, step)
     try:
         yield
     finally:
-        del model.train_step
+        delattr(model, method)
         if before is not None:
-            model.train_step = before
+            setattr(model, method, before)
+
+
+def tell_of_validation(model: Any) -> None:
+    """Tells that ranks have validated in different numbers of steps, if that makes a difference."""
+    if model in _validated and not _together():
+        log.warn_once(
+            "the ranks validate in different numbers of batches, or in an unknown number, so the "
+            "validation loss is weighed by rows, not by the numbers of valid entries as on one "
+            "process. Give all ranks the same number of validation batches."
+        )
+
+
+def _graph() -> int:
+    """Identifies the function that is traced; 0 in eager code."""
+    return 0 if tf.executing_eagerly() else id(tf.compat.v1.get_default_graph())
+
+
+def tell_of_loop() -> None:
+    """Tells of a custom loop whose loss does not have the mean that one process has.
+
+    Raises:
+        ValueError: it does not, and ``HVD_STRICT`` is set.
+    """
+    for name, graph in _unweighed:
+        if graph != _graph():
+            return
+        _unweighed.clear()
+        _tell(
+            f"the loss {name} is divided by a number that differs by rank, such as "
+            "that of the entries that a mask leaves, so the mean of the ranks' gradients is not "
+            'that of one process. fit weighs it; in a custom loop use reduction="sum", and divide '
+            "by the ranks' mean of these numbers: hvd.allreduce(number)."
+        )
 
 
 def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +144,8 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         own = _weighing.get()
-        if own is None or building.is_building():
+        is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
+        if (own is None and (not is_loop or forgotten.in_fit.get())) or building.is_building():
             return loss_call(self, y_true, y_pred, sample_weight)
         seen: list[Any] = []
         local = self.call
@@ -93,6 +162,10 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             vars(self).pop("call", None)
             _weighing.reset(token)
+        if own is None:
+            if _weights(self, seen[0] if seen else None, y_pred, sample_weight):
+                _unweighed[:] = [(self.name, _graph())]
+            return value
         own.calls += 1
         return _weigh(own, self, value, seen[0] if seen else None, y_pred, sample_weight)
 
@@ -106,29 +179,43 @@ def _weigh(
 ) -> Any:
     reduction = getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
-    if reduction in (None, "none") and own.averages:
+    if reduction in (None, "none") and own.averages and own.is_together is None:
         # The gradient of a vector is that of its sum; the vector itself is logged.
         return size * value - tf.stop_gradient((size - 1) * value)
     if reduction == "sum":
-        return size * value if own.averages else value
+        return value * own.factor(lambda: size, value.dtype) if own.averages else value
     if values is not None and not tuple(values.shape):
         _tell_of_ratio(loss, values)
         return value
-    mask = _both(getattr(y_pred, "_keras_mask", None), getattr(values, "_keras_mask", None))
-    if reduction != "mean_with_sample_weight":
-        sample_weight = None
-    if mask is None and sample_weight is None:
+    weights = _weights(loss, values, y_pred, sample_weight)
+    if not weights:
         return value
-    weights = [tf.cast(w, value.dtype) for w in (mask, sample_weight) if w is not None]
-    own_weight = tf.stop_gradient(tf.reduce_sum(functools.reduce(_product, weights)))
-    (total,) = ops.reduce_tensors(
-        [tf.cast(own_weight, tf.float64)],
-        op=ops.Sum,
-        name=f"weight of loss {own.calls}, {exchange.common_path(loss.name)}",
-        process_set=own.process_set,
-    )
-    factor = own.process_set.size() * tf.math.divide_no_nan(tf.cast(own_weight, tf.float64), total)
-    return value * tf.stop_gradient(tf.cast(factor, value.dtype))
+    if own.is_together is not None:
+        _validated.add(own.model)
+    calls, path = own.calls, exchange.common_path(loss.name)
+
+    def factor() -> Any:
+        product = functools.reduce(_product, [tf.cast(w, value.dtype) for w in weights])
+        # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
+        rows = 1 if own.is_together is None else tf.shape(tf.nest.flatten(y_pred)[0])[0]
+        mine = tf.stack([tf.cast(tf.reduce_sum(product), tf.float64), tf.cast(rows, tf.float64)])
+        (total,) = ops.reduce_tensors(
+            [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
+        )
+        ratio = tf.math.divide_no_nan(mine, total)
+        return tf.cast(tf.math.divide_no_nan(ratio[0], ratio[1]), value.dtype)
+
+    return value * tf.stop_gradient(own.factor(factor, value.dtype))
+
+
+def _weights(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
+    """What a loss divides by the sum of: its mask and weights; none of a fixed number of terms."""
+    reduction = getattr(loss, "reduction", None)
+    if reduction in (None, "none", "sum"):
+        return []
+    mask = _both(getattr(y_pred, "_keras_mask", None), getattr(values, "_keras_mask", None))
+    given = sample_weight if reduction == "mean_with_sample_weight" else None
+    return [weight for weight in (mask, given) if weight is not None]
 
 
 def _both(one: Any, other: Any) -> Any:
@@ -161,6 +248,10 @@ def _tell_of_ratio(loss: Any, value: Any) -> None:
         "losses is not the loss that one process has for all rows. Return one value per row, with "
         "a mask or sample_weight, which hvd_keras weighs; for Dice and Tversky, give axis."
     )
+    _tell(text)
+
+
+def _tell(text: str) -> None:
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
     log.warn_once(text)

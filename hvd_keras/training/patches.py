@@ -13,9 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log, shards
-from hvd_keras._keras import is_legacy, keras, require
+from hvd_keras import shards
 from hvd_keras.compat import legacy_keras
+from hvd_keras.runtime import log
+from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.shards import clipping, state
 from hvd_keras.training import (
     checkpoint,
@@ -97,8 +98,7 @@ def _require_what_is_read() -> None:
     require(model, "_compile_metrics", "to compute metrics over all ranks")
     require(model, "_loss_tracker", "to count samples")
     require(model, "_get_metrics_result_or_logs", "to compute metrics over all ranks")
-    for name in ("_should_save_on_batch", "_save_model"):
-        require(keras.callbacks.ModelCheckpoint, name, "to write checkpoints on one rank")
+    require(keras.callbacks.ModelCheckpoint, "_save_model", "to write checkpoints on one rank")
 
 
 def _rows() -> list[Patch]:

@@ -15,12 +15,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, log, ops, rank_info, settings, shards
-from hvd_keras._keras import keras, require
+from hvd_keras import ops, shards
 from hvd_keras.ops import buckets
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime import agree, log, rank_info, settings
+from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.shards import clipping, state
-from hvd_keras.training import building, compare, exchange, forgotten
+from hvd_keras.training import building, compare, exchange, forgotten, losses
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -101,6 +102,8 @@ class GradientReducer:
         if self.process_set.size() == 1 or not gradients or building.is_building():
             return Step(self, None, gradients, variables, [], [], set())
         exchange.refuse_strategies()
+        if self.options.op is ops.Average and not forgotten.is_horovods([]):
+            losses.tell_of_loop()
         divided = shards.places_in(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
         if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):

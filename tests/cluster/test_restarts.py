@@ -142,6 +142,7 @@ def chain(
 FAST = ["SIGKILL", "SIGSTOP", "cut"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "row", [pytest.param(row, marks=[pytest.mark.slow] * (row not in FAST)) for row in ROWS]
 )
@@ -167,6 +168,7 @@ def test_a_fault_is_reported_and_a_restart_recovers(chain: Chain, row: str) -> N
     assert f"begins with epoch {number} " in chain.said(number + 1)
 
 
+@pytest.mark.slow
 def test_an_interruption_of_five_seconds_is_tolerated_and_the_result_is_right(
     chain: Chain, tmp_path: Path
 ) -> None:
@@ -193,6 +195,7 @@ def job_folder(tmp_path: Path) -> Iterator[Path]:
     print((tmp_path / "output.txt").read_text(errors="replace")[-6000:])
 
 
+@pytest.mark.slow
 def test_training_continues_on_the_remaining_hosts(hosts: Hosts, job_folder: Path) -> None:
     """One of three is lost for good: learning rate and rows are right for two."""
     command = [*SCRIPT, "checkpoints", str(EPOCHS), str(PAUSE)]

@@ -160,6 +160,7 @@ def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(
         clean(hosts)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_before_init_is_named(hosts: Hosts, tmp_path: Path) -> None:
     """The others wait inside MPI, where ranks cannot notify each other."""
     code = """

@@ -3,6 +3,8 @@
 import pathlib
 import sys
 
+import pytest
+
 from tests.harness.launcher import Launcher
 
 LOOP = """
@@ -97,6 +99,7 @@ def run(hvdrun: Launcher, text: str, *options: str, size: int = 2, status: int =
     return sorted(done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_from_the_last_commit(hvdrun) -> None:
     lines = run(hvdrun, LOOP, "--max-restarts", "2")
     assert lines[2:] == ["from 0", "from 0", "from 4", "from 4", "reset at 4", "reset at 4"]
@@ -106,6 +109,7 @@ def test_a_loop_goes_on_from_the_last_commit(hvdrun) -> None:
     assert lines[0].startswith("ended [2, 2, 2, 2, 2, 2] ")
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_with_fewer_ranks(hvdrun) -> None:
     folder = hvdrun.folder / "commits"
     hvdrun.environment["HVD_COMMITS"] = str(folder)

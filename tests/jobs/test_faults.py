@@ -276,6 +276,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     "name", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in ROWS]
 )
@@ -344,7 +345,7 @@ INSIDE_MPI = {
         """
         rank = find_rank(os.environ)
         if rank == 1:
-            _library.core().hvd_init = lambda *_: stop()
+            libraries.core().hvd_init = lambda *_: stop()
         hvd.init()
         """,
         r"rank 1 has not returned from hvd.init\(\)$",
@@ -354,7 +355,7 @@ INSIDE_MPI = {
         """
         hvd.init()
         if hvd.rank() == 1:
-            _library.core().hvd_finalize = stop
+            libraries.core().hvd_finalize = stop
         """,
         "rank 1 has not returned from MPI_Finalize$",
         "MPI_Finalize waits for another rank",
@@ -362,13 +363,14 @@ INSIDE_MPI = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("call", INSIDE_MPI)
 def test_a_rank_stops_while_the_others_are_inside_mpi(hvdrun: Launcher, call: str) -> None:
     code, summary, heard = INSIDE_MPI[call]
     head = """
 import os, pathlib, signal, time
 import hvd_keras as hvd
-from hvd_keras import _library
+from hvd_keras.runtime import libraries
 from hvd_keras.launch.onhost.worker import find_rank
 here = pathlib.Path(__file__).parent
 

@@ -228,6 +228,7 @@ except ValueError:
 """
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("options", "text", "status"),
     [

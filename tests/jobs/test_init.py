@@ -1,6 +1,9 @@
 """hvd.init: the ranks of the job, and its initial process sets."""
 
+import os
 import pathlib
+import subprocess
+import sys
 
 from tests.harness import ranks
 
@@ -145,3 +148,15 @@ def test_what_mpi_refuses_is_no_wrong_value(tmp_path: pathlib.Path) -> None:
     job = ranks.run_script(tmp_path, 1, script)
     assert job.status == 0, job.output
     assert job.output.count("True") == 1, job.output
+
+
+def test_another_backend_of_keras_is_named() -> None:
+    job = subprocess.run(
+        [sys.executable, "-c", "import hvd_keras as hvd; hvd.init()"],
+        env={**os.environ, "KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert job.returncode != 0
+    assert "hvd_keras needs the TensorFlow backend of Keras, and one that needs" in job.stderr

@@ -5,6 +5,8 @@ In separate jobs, because a process has one Keras, and runs either eagerly or no
 
 import pathlib
 
+import pytest
+
 from tests.harness.ranks import run_script
 
 # Like the scripts in the literature, with other data. Each rank uses its rows of each batch, and
@@ -449,6 +451,7 @@ def test_a_rank_that_ends_early_ends_a_monitored_session(tmp_path: pathlib.Path)
     assert "another rank has left the job" in job.output
 
 
+@pytest.mark.slow
 def test_scripts_of_tf_keras(tmp_path: pathlib.Path) -> None:
     job = run_script(tmp_path, 2, TF_KERAS, TF_USE_LEGACY_KERAS="1")
     assert job.status == 0, job.output

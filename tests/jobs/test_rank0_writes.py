@@ -22,6 +22,7 @@ print("both went on", flush=True)
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("callback", "epochs"),
     [

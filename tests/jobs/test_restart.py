@@ -68,6 +68,7 @@ print(f"{kills} kills, {torn} in mid write, none lost")
 """
 
 
+@pytest.mark.slow
 def test_killed_writers_lose_no_checkpoint(tmp_path: pathlib.Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", KILL_LOOP, str(tmp_path), str(KILLS)],

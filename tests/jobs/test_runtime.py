@@ -155,6 +155,7 @@ def test_rank_that_ends_early_fails_the_others(tmp_path: pathlib.Path, end: str)
     assert "allreduce 'gradient' cannot run: rank 1 has left the job" in job.output
 
 
+@pytest.mark.slow
 def test_ranks_may_end_at_different_times(tmp_path: pathlib.Path) -> None:
     script = HEAD + textwrap.dedent("""
         hvd.init()
@@ -219,6 +220,7 @@ def test_bad_settings(tmp_path: pathlib.Path, name: str, value: str, expected: s
     assert expected in result.stderr
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("breaks", "expected"),
     [
@@ -257,9 +259,9 @@ def test_open_mpi_does_not_look_for_networks_unless_told_to(
     script = """
         import os
         import hvd_keras as hvd
-        from hvd_keras import _library
+        from hvd_keras.runtime import libraries
         hvd.init()
-        is_open_mpi_5 = _library.mpi_version().startswith("Open MPI v5")
+        is_open_mpi_5 = libraries.mpi_version().startswith("Open MPI v5")
         setting = os.environ.get("OMPI_MCA_btl")
         print(is_open_mpi_5, setting)
         # Of this process, while others come and go.

@@ -25,6 +25,7 @@ except tf.errors.OpError as error:
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("fault", "texts"),
     [

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree
+from hvd_keras.runtime import agree
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -179,6 +179,7 @@ def ramp(steps: int, batches: range) -> list[float]:
     return [0.3 / SIZE * (1 + (SIZE - 1) * min(1.0, (i + 1) / steps)) for i in batches]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("accumulated", [None, 4])
 @pytest.mark.parametrize("known", [True, False])
 def test_warmup_over_steps_ends_within_an_epoch(known: bool, accumulated: int | None) -> None:
@@ -328,13 +329,29 @@ def test_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path)
         np.testing.assert_array_equal(training.flat(saved), training.flat(model))
 
 
+@pytest.mark.parametrize("cls", [hvd.callbacks.ModelCheckpoint, keras.callbacks.ModelCheckpoint])
+@pytest.mark.parametrize("save_freq", ["epoch", 2])
 def test_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(
-    directory: pathlib.Path,
+    directory: pathlib.Path, cls, save_freq
 ) -> None:
     (directory / "file").write_text("in the way")
-    checkpoint = hvd.callbacks.ModelCheckpoint(directory / "file" / "model.keras")
-    with pytest.raises(OSError, match=r"ModelCheckpoint: .*file"):
+    checkpoint = cls(directory / "file" / "model.keras", save_freq=save_freq)
+    with pytest.raises(OSError, match=r".*file"):
         fit(compiled(training.dense_model()), [checkpoint])
+
+
+def test_the_best_checkpoint_of_some_batches(directory: pathlib.Path) -> None:
+    model = compiled(training.dense_model())
+    path = directory / "best.keras"
+    best = hvd.callbacks.ModelCheckpoint(
+        path,
+        "loss",
+        save_best_only=True,
+        save_freq=training.STEPS,
+    )
+    fit(model, [best], epochs=2)
+    assert path.exists()
+    assert isinstance(best, keras.callbacks.ModelCheckpoint)
 
 
 def test_saved_model_loads_and_goes_on_without_hvd_keras(directory: pathlib.Path) -> None:

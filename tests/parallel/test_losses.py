@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import log
+from hvd_keras.runtime import log
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -157,6 +157,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str) -> None:
     alone, together = train(**CASES[name])
@@ -236,3 +237,94 @@ def test_what_cannot_be_weighed_is_told(loss, told: str | None, monkeypatch) -> 
     model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
     assert len(warnings) == (told is not None), warnings
     assert told is None or told in warnings[0]
+
+
+def validate(validation, batch: int, jit: bool = False):
+    """Returns what one process with all rows, and each rank, logs for validation and evaluates."""
+    shown = []
+    for together in (False, True):
+        model = masked()
+        random = np.random.default_rng(3)
+        model.set_weights([random.normal(size=w.shape) for w in model.get_weights()])
+        optimizer = hvd.DistributedOptimizer(SGD(0.01)) if together else SGD(0.01)
+        model.compile(optimizer, loss="mse", jit_compile=jit)
+        own = [hvd.callbacks.MetricAverageCallback()] if together else []
+        part = mine if together else lambda a: a
+        x, y, _ = rows()
+        factor = 1 if together else SIZE
+        history = model.fit(
+            part(x),
+            part(y),
+            batch_size=ROWS * factor,
+            shuffle=False,
+            verbose=0,
+            callbacks=own,
+            validation_data=validation(part, batch * factor),
+        ).history
+        arguments = {"batch_size": batch * factor, "verbose": 0, "callbacks": own}
+        shown += [history["val_loss"][0], model.evaluate(part(x), part(y), **arguments)]
+    return shown
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_validation_as_on_one_process(jit: bool) -> None:
+    def batches(part, batch):
+        x, y, _ = rows()
+        return tf.data.Dataset.from_tensor_slices((part(x), part(y))).batch(batch)
+
+    alone, evaluated, together, average = validate(batches, ROWS, jit)
+    np.testing.assert_allclose([together, average], [alone, evaluated], rtol=1e-4)
+
+
+def test_validation_in_unknown_numbers_of_steps_is_told(monkeypatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
+
+    def generated(part, batch):
+        x, y, _ = rows()
+        more = RANK * batch if batch == ROWS else 0
+        x, y = (np.concatenate([part(a), part(a)[:more]]) for a in (x, y))
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+        return data.filter(lambda x, y: tf.size(x) > 0)
+
+    validate(generated, ROWS)
+    assert sum("validate in different numbers" in text for text in warnings) == (SIZE > 1)
+
+
+def test_each_rank_may_still_validate_alone() -> None:
+    x, y, _ = rows()
+    model = masked()
+    model.compile(hvd.DistributedOptimizer(SGD(0.0)), loss="mse")
+    average = hvd.callbacks.MetricAverageCallback()
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    data = {"x": mine(x), "y": mine(y), "batch_size": ROWS, "verbose": 0}
+    logs = model.fit(**data, callbacks=[broadcast, average], validation_data=(x, y)).history
+    if RANK == SIZE - 1:
+        plain = masked()
+        plain.set_weights(model.get_weights())
+        plain.compile(loss="mse")
+        alone = plain.evaluate(mine(x), mine(y), batch_size=ROWS, verbose=0)
+        np.testing.assert_allclose(model.evaluate(**data), alone, rtol=1e-5)
+    assert len(logs["val_loss"]) == 1
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("kind", ["masked", "summed", "without a mask"])
+def test_a_loop_is_told(kind: str, eager: bool, monkeypatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
+    x, y, _ = rows()
+    model = masked(mask_zero=kind != "without a mask")
+    loss_of = losses.MeanSquaredError(reduction="sum" if kind == "summed" else NONE)
+    optimizer = hvd.DistributedOptimizer(SGD(0.01))
+    hvd.broadcast_variables(model.variables, 0)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    (step if eager else tf.function(step))(mine(x)[:ROWS], mine(y)[:ROWS])
+    told = [text for text in warnings if "in a custom loop" in text]
+    assert len(told) == (kind == "masked"), warnings

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import log, settings
+from hvd_keras.runtime import log, settings
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -206,6 +206,7 @@ class Batches(keras.utils.PyDataset):
         return self.x[4 * i : 4 * i + 4], self.y[4 * i : 4 * i + 4]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", range(4), ids=["arrays", "dataset", "shuffled", "PyDataset"])
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_all_ranks_train_on_the_same_rows(kind: int, at_once: int, told) -> None:

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree
+from hvd_keras.runtime import agree
 from hvd_keras.training import checkpoint
 from tests.harness import training
 
@@ -109,6 +109,7 @@ def interrupt(model: keras.Model, saved: hvd.callbacks.Checkpoint, after: int, *
         train(model, saved, Interrupt(after), **options)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("make_optimizer", "save_freq", "after", "last"),
     [
@@ -145,6 +146,7 @@ def test_restart_ends_as_if_undisturbed(directory, make_optimizer, save_freq, af
     training.assert_bit_identical_on_all_ranks(keras.Sequential(again.layers[-1:]))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("after", [2, STEPS + 3, 2 * STEPS, 2 * STEPS + 4, 4 * STEPS])
 @pytest.mark.parametrize("numbers", [((0, 2), (2, 4)), ((0, 2), (0, 2))], ids=["on", "again"])
 def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
@@ -211,6 +213,7 @@ def test_restart_with_several_steps_per_execution(directory) -> None:
         train(undivided, hvd.callbacks.Checkpoint(directory))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", ["arrays", "repeated", "length unknown"])
 def test_restart_with_other_data(directory, kind: str) -> None:
     """Interrupts at the end of an epoch, before on_epoch_end, and in the middle of one."""
@@ -416,6 +419,7 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(directory)
         train(build(adam), hvd.callbacks.Checkpoint(directory / "deep"))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("part", [0.1, 0.6, 0.95, 0.99])
 def test_a_full_disk_can_be_caught_on_all_ranks(directory, part: float) -> None:
     """Wherever the file ends, in a value or in what HDF5 writes when it closes the file."""

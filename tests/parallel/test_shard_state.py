@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import settings, shards
+from hvd_keras import shards
+from hvd_keras.runtime import settings
 from tests.parallel.test_training import EVERY, OPTIONS, RATES, Own
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -126,6 +127,7 @@ def test_options_that_need_all_ranks() -> None:
             assert_bit_equal(made("Adam", **OPTIONS[option]), eagerly=True)
 
 
+@pytest.mark.cases(2)
 @two
 @pytest.mark.parametrize(
     "options",

@@ -27,6 +27,7 @@ def reads_of_table(model: keras.Model) -> list[str]:
     return [op.type for op in graph.get_operations() if any(i is table for i in op.inputs)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("optimizer", UPDATES_ROWS)
 def test_only_rows_are_read(optimizer: str) -> None:
     model = training.assert_trains_like_one_process(
@@ -44,6 +45,7 @@ def test_options_of_sgd(options: dict[str, float]) -> None:
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "make_optimizer",
     [

@@ -72,6 +72,7 @@ class Own(optimizers.Optimizer):
 MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", MAIN)
@@ -90,6 +91,7 @@ def test_every_optimizer_with_every_option(optimizer: str, option: str) -> None:
     training.assert_trains_like_one_process(training.dense_model, make, atol=1e-4)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("optimizer", SPECIAL)
 def test_other_optimizers(optimizer: str) -> None:
     training.assert_trains_like_one_process(training.dense_model, SPECIAL[optimizer], atol=1e-4)
@@ -103,7 +105,7 @@ def test_several_steps_per_execution() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_buckets_smaller_than_a_gradient(model: str, monkeypatch) -> None:
-    from hvd_keras import settings
+    from hvd_keras.runtime import settings
 
     monkeypatch.setattr(settings, "read", lambda: settings.Settings(bucket_bytes=16))
     training.assert_trains_like_one_process(MODELS[model], MAIN["adam"])

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras._keras import require
+from hvd_keras.runtime.keras import require
 from hvd_keras.training import building, patches
 from tests.harness import training
 
@@ -120,6 +120,7 @@ class AtBegin(keras.callbacks.Callback):
         self.rates = [float(v) for v in self.model.optimizer.variables if v.name == "learning_rate"]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("make", "form", "feed", "options"),
     [

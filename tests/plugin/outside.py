@@ -32,11 +32,14 @@ class ParallelFile(pytest.File):
         default = _sizes(n for n in module.body if isinstance(n, ast.Assign)) or [2]
         for node in module.body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                for size in _sizes(node.decorator_list) or default:
+                sizes = _sizes(node.decorator_list) or default
+                for size in sizes:
                     item = ParallelItem.from_parent(
                         self, name=f"{node.name}[{size}-ranks]", test=node.name, size=size
                     )
-                    if "pytest.mark.slow" in map(ast.unparse, node.decorator_list):
+                    marks = set(map(ast.unparse, node.decorator_list))
+                    # make test runs each test on one number of ranks, make test-all on all.
+                    if "pytest.mark.slow" in marks or (size != 2 and 2 in sizes):
                         item.add_marker("slow")
                     item.line = node.lineno - 1
                     yield item
@@ -83,6 +86,8 @@ class _Job:
         arguments = self._folder / "arguments"
         arguments.write_text("".join(f"{item.key}\n" for item in items))
         self._output = self._folder / "output"
+        self._lines: list[list[dict[str, str]]] = [[] for _ in range(self._size)]
+        self._read_to = [0] * self._size
         self._process = ranks.start(
             self._size,
             *(sys.executable, "-m", "pytest", f"@{arguments}"),
@@ -130,17 +135,23 @@ class _Job:
         """The reports about an item, by rank; of all ranks, unless the job has ended."""
         while True:
             over = self.is_over()
-            all_lines = [self._read(rank) for rank in range(self._size)]
-            if over or all({"done": item.key} in lines for lines in all_lines):
+            for rank, lines in enumerate(self._lines):
+                self._read(rank, lines)
+            if over or all({"done": item.key} in lines for lines in self._lines):
                 return [
-                    [line for line in lines if line.get("key") == item.key] for lines in all_lines
+                    [line for line in lines if line.get("key") == item.key] for lines in self._lines
                 ]
             time.sleep(0.05)
 
-    def _read(self, rank: int) -> list[dict[str, str]]:
-        file = self._folder / f"rank-{rank}"
-        text = file.read_text() if file.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+    def _read(self, rank: int, lines: list[dict[str, str]]) -> None:
+        """Add what a rank has written since."""
+        path = self._folder / f"rank-{rank}"
+        if path.exists():
+            with path.open() as file:
+                file.seek(self._read_to[rank])
+                while (line := file.readline()).endswith("\n"):
+                    lines.append(json.loads(line))
+                    self._read_to[rank] = file.tell()
 
 
 _jobs: dict[int, _Job] = {}

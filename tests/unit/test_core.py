@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from hvd_keras import exit_codes
+from hvd_keras.runtime import exit_codes
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,16 +42,21 @@ def run(*command: str, timeout: float) -> str:
     return result.stdout
 
 
-@pytest.fixture(scope="module")
-def binaries() -> pathlib.Path:
-    """Builds the test programs and returns their folder."""
+def build(target: str) -> pathlib.Path:
+    """Builds test programs and returns their folder."""
     ninja = program("ninja")
     configure = ["-S", str(ROOT / "native"), "-B", str(BUILD), "-G", "Ninja"]
     configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
     configure += ["-DHVD_TENSORFLOW=ON", "-DHVD_BUILD_TESTS=ON", "-DHVD_WERROR=ON"]
     run(program("cmake"), *configure, timeout=120)
-    run(ninja, "-C", str(BUILD), "-j", str(os.cpu_count()), "tests/all", timeout=400)
+    run(ninja, "-C", str(BUILD), "-j", str(os.cpu_count()), target, timeout=500)
     return BUILD / "tests"
+
+
+@pytest.fixture(scope="module")
+def binaries() -> pathlib.Path:
+    """Builds the programs without TensorFlow and returns their folder."""
+    return build("programs")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,7 @@ def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) 
         assert all(re.search(r"(baseline|avx2)_loops", symbol) for symbol in symbols), symbols
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("size", "transport"),
     [*TRANSPORTS, (4, "grid"), (3, "reduction")],
@@ -113,6 +119,7 @@ def test_edges(binaries: pathlib.Path, size: int, transport: str) -> None:
     assert job.output.count("signals do not take memory away") == size, job.output
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("size", "transport"), TRANSPORTS)
 def test_exchange(binaries: pathlib.Path, size: int, transport: str) -> None:
     job = ranks.mpirun(size, str(binaries / "exchange_test"), transport, timeout=120)
@@ -120,6 +127,7 @@ def test_exchange(binaries: pathlib.Path, size: int, transport: str) -> None:
     assert job.output.count("beyond two gibibytes") == size, job.output
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("size", "transport"),
     [
@@ -144,6 +152,7 @@ def test_shared_memory(binaries: pathlib.Path, size: int) -> None:
     assert job.output.count("little is committed") == size, job.output
 
 
+@pytest.mark.cases(1)
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a /dev/shm of its own, and so root")
 @pytest.mark.parametrize(("size", "transport"), [(2, "host"), (3, "cluster")])
 def test_a_full_dev_shm(
@@ -193,6 +202,7 @@ def test_faults_of_gpus(
     assert "ok  " in run(str(binaries / "gpu_faults_test"), *which, timeout=600)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["engine_test", "exchange_test"])
 def test_collectives_through_nccl(
@@ -224,8 +234,10 @@ def test_gpu(
         assert job.output.count("since rank 0 has no NCCL") == 1, job.output
 
 
-def test_xla_on_gpus(binaries: pathlib.Path, fake_cuda: dict[str, str]) -> None:
-    command = [sys.executable, "-u", "-m", "tests.gpu.xla", str(binaries / "libhvd_xla_gpu.so")]
+@pytest.mark.slow
+def test_xla_on_gpus(fake_cuda: dict[str, str]) -> None:
+    library = build("hvd_xla_gpu") / "libhvd_xla_gpu.so"
+    command = [sys.executable, "-u", "-m", "tests.gpu.xla", str(library)]
     places = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
     job = ranks.mpirun(2, *command, timeout=120, env={**fake_cuda, "PYTHONPATH": places})
     assert job.status == 0, job.output

@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree, data
+from hvd_keras import data
+from hvd_keras.runtime import agree
 from tests.harness import training
 from tests.harness.shards import (
     BATCH,
@@ -39,6 +40,7 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to differ fr
 LENGTHS = sorted({1, TOGETHER - 1, TOGETHER + 1, 2 * TOGETHER, 3 * TOGETHER - BATCH})
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pad_uses_each_row_once_and_all_batches_have_one_shape(kind: str, shuffle: bool) -> None:
@@ -58,6 +60,7 @@ def test_pad_uses_each_row_once_and_all_batches_have_one_shape(kind: str, shuffl
         assert {tuple(spec.shape) for spec in dataset.element_spec} == {(BATCH,)}
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_share_gives_ranks_equally_many_rows_and_keeps_the_structure(
@@ -197,6 +200,7 @@ def test_own_sample_weights_are_scaled_not_replaced() -> None:
     np.testing.assert_allclose(weights["b"], np.stack([expected, 2 * expected], axis=1))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("rest", "weighted"), [(1, False), (TOGETHER - 2, True)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_job_trains_like_one_process(kind: str, rest: int, weighted: bool) -> None:
@@ -215,6 +219,7 @@ def test_padded_job_trains_like_one_process(kind: str, rest: int, weighted: bool
     training.assert_bit_identical_on_all_ranks(together)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_last_step_trains_like_the_short_batch_of_one_process(kind: str) -> None:
     x, y, _ = samples(2 * TOGETHER + 3 * SIZE)
@@ -249,6 +254,7 @@ def test_shuffled_epochs_of_fit_are_those_of_one_process_and_can_be_resumed() ->
     np.testing.assert_array_equal(training.flat(resumed), training.flat(together))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluate_gives_the_mean_over_all_rows(kind: str) -> None:
     for length in (BATCH, 2 * TOGETHER + 1):

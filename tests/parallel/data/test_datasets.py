@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_keras import agree, data, log
+from hvd_keras import data
 from hvd_keras.data import datasets
+from hvd_keras.runtime import agree, log
 from tests.harness import training
 from tests.harness.shards import (
     BATCH,
@@ -35,6 +36,7 @@ def no_global_seed() -> None:
     tf.random.set_seed(None)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "make",
     [
@@ -125,6 +127,7 @@ UNKNOWN = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("make", UNKNOWN)
 def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -> None:
     dataset = data.shard(make(), batch_size=BATCH)

@@ -177,8 +177,8 @@ RULES = [
     ),
     *_rules(
         "≠",
-        "validation does not communicate: each batch of a rank counts by its rows",
-        "masked loss + evaluate and predict",
+        "tf_keras's validation does not communicate: each batch of a rank counts by its rows",
+        "tf_keras + masked loss + evaluate and predict",
     ),
     *_rules(
         "≠",

@@ -396,6 +396,7 @@ def test_dropout() -> None:
     assert len(np.unique(masks, axis=0)) == SIZE
 
 
+@pytest.mark.slow
 def test_recurrent_text_model_with_several_steps_at_once() -> None:
     assert_trains_as_without_xla(text_model, lambda: optimizers.Adam(0.01), steps_per_execution=2)
 
