@@ -121,8 +121,8 @@ def shard(
         )
     if rows.left_out and (uneven or mode) != "trim" and shuffle is False and not split.rank:
         log.logger.warning(
-            "hvd.data.shard leaves out %s of %s rows, so that each of the %s ranks gets equally "
-            "many. uneven='pad' includes them, with sample weights.",
+            "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "
+            "uneven='pad' includes them, with sample weights.",
             *(rows.left_out, rows.length, split.size),
         )
     if mode == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:

@@ -30,7 +30,7 @@ def check(kind: str) -> None:
     if why and is_compiling():
         raise NotImplementedError(
             f"XLA cannot compile hvd.{kind} here: {why}. Use jit_compile=False. In model.fit, "
-            "hvd.callbacks.BroadcastGlobalVariablesCallback turns XLA off by itself."
+            "hvd.callbacks.BroadcastGlobalVariablesCallback turns XLA off."
         )
 
 

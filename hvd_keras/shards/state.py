@@ -113,8 +113,8 @@ class State:
             type(optimizer).build(optimizer, variables)
         except Exception as error:
             raise ValueError(
-                f"shard_state=True: {name} cannot be built with slots of no values, which other "
-                f"ranks have: {error}. Leave shard_state out."
+                f"shard_state=True: {name} fails when it is built with empty slots, which ranks "
+                f"have for variables that they do not own: {error}. Leave shard_state out."
             ) from error
         for variable in optimizer.variables:
             if len(variable.shape) and _id(variable) not in before | self._noted:

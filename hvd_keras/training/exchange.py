@@ -293,7 +293,7 @@ def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Gro
     if isinstance(chosen, int):
         if chosen < 0:
             raise ValueError(
-                f"groups is {chosen}, expected a number of requests, or 0 for by size."
+                f"groups is {chosen}, expected the number of groups, or 0 to group by size."
             )
         return chosen
     if not all(isinstance(group, Sequence) for group in chosen):
