@@ -35,6 +35,7 @@ class Weighing:
         averages: whether gradients are averaged, not summed.
         is_together: in validation, whether all ranks take this step, as a variable.
         calls: how many losses this step has computed.
+        summed: the name of one that is a sum.
     """
 
     model: Any
@@ -42,6 +43,7 @@ class Weighing:
     averages: bool
     is_together: Any = None
     calls: int = 0
+    summed: str = ""
 
     def factor(self, of_all: Callable[[], Any], dtype: Any) -> Any:
         """What a loss is multiplied by: 1 in a validation of one rank."""
@@ -120,12 +122,21 @@ def _graph() -> int:
     return 0 if tf.executing_eagerly() else id(tf.compat.v1.get_default_graph())
 
 
-def tell_of_loop() -> None:
-    """Tells of a custom loop whose loss does not have the mean that one process has.
+def tell_of_averages() -> None:
+    """Tells of a loss that averaging its gradients does not make that of one process.
+
+    Called where gradients are averaged: in a custom loop, or by a tape in ``fit``.
 
     Raises:
         ValueError: it does not, and ``HVD_STRICT`` is set.
     """
+    own = _weighing.get()
+    if own is not None and own.summed and not own.averages:
+        _tell(
+            f"the loss {own.summed} is a sum, and hvd.DistributedGradientTape averages its "
+            "gradients over the ranks, so they are smaller than those of one process. Use "
+            "op=hvd.Sum, or another reduction."
+        )
     for name, graph in _unweighed:
         if graph != _graph():
             return
@@ -179,6 +190,8 @@ def _weigh(
 ) -> Any:
     reduction = getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
+    if reduction in (None, "none", "sum"):
+        own.summed = loss.name
     if reduction in (None, "none") and own.averages and own.is_together is None:
         # The gradient of a vector is that of its sum; the vector itself is logged.
         return size * value - tf.stop_gradient((size - 1) * value)

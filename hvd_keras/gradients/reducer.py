@@ -111,7 +111,7 @@ class GradientReducer:
             return Step(self, None, gradients, variables)
         agreement.refuse_strategies()
         if self.options.op is ops.Average and not missing_calls.is_horovods([]):
-            losses.tell_of_loop()
+            losses.tell_of_averages()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
         if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):

@@ -100,7 +100,7 @@ def _weigh(stack: contextlib.ExitStack, model: Any, process_set: ProcessSet, met
     reducers = model_ranks.reducers_of(model)
     reductions = {reducer.options.op for reducer in reducers}
     if ops.Adasum not in reductions and not missing_calls.is_horovods(reducers):
-        averages = reductions <= {ops.Average}  # so does a tape, if it is not told otherwise
+        averages = reductions == {ops.Average}  # a tape is not known yet
         stack.enter_context(losses.weighed(model, process_set, averages, method))
 
 

@@ -154,7 +154,10 @@ def reduce_logs(
             )
             reasons.update({prefix + key: reason for key in state.results if prefix + key in logs})
     exact = _of_all_ranks(summable, process_set)
-    logs.update({k: value for k, value in exact.items() if k in logs and k not in reasons})
+    for key, value in exact.items():
+        if key in logs and key not in reasons:
+            # Newer NumPy does not let Keras convert arrays of one number to floats.
+            logs[key] = np.reshape(value, np.shape(logs[key])) if np.shape(logs[key]) else value
     return reasons
 
 
@@ -212,8 +215,9 @@ def _was_logged(phase: list[MetricState], prefix: str, logs: dict[str, Any]) -> 
 def _close(logged: Any, value: Any) -> bool:
     """Whether two values are equal, up to rounding differences between graph and eager code."""
     try:
-        return np.shape(logged) == np.shape(value) and np.allclose(
-            logged, value, rtol=1e-5, atol=1e-7, equal_nan=True
+        one, other = np.squeeze(logged), np.squeeze(value)
+        return one.shape == other.shape and np.allclose(
+            one, other, rtol=1e-5, atol=1e-7, equal_nan=True
         )
     except TypeError:  # text
         return False

@@ -1,5 +1,7 @@
 """Losses that do not divide by a fixed number: N ranks train as one process does."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -71,6 +73,50 @@ class OwnStep(keras.Model):
             tape.gradient(loss, self.trainable_variables), self.trainable_variables
         )
         return {"loss": loss}
+
+
+class OwnTape(keras.Model):
+    op = hvd.Average
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        if not hasattr(self.optimizer, "alone"):
+            tape = hvd.DistributedGradientTape(tape, op=self.op)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(("reduction", "op"), [("sum", hvd.Sum), (NONE, hvd.Average)])
+def test_a_tape_in_fit(reduction: str, op, monkeypatch) -> None:
+    x, y, _ = rows()
+    weights = []
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    for alone in (True, False):
+        model = masked()
+        model = OwnTape(model.inputs, model.outputs[0])
+        model.set_weights([np.full(w.shape, 0.1) for w in model.get_weights()])
+        model.op = op
+        optimizer = SGD(0.001)
+        if alone:
+            optimizer.alone = True
+        model.compile(optimizer, loss=losses.MeanSquaredError(reduction=reduction))
+        part, batch = (np.asarray, SIZE * ROWS) if alone else (mine, ROWS)
+        arguments = {"batch_size": batch, "shuffle": False, "verbose": 0}
+        with hvd.local_fit() if alone else contextlib.nullcontext():
+            model.fit(part(x), part(y), callbacks=[] if alone else [broadcast], **arguments)
+        weights.append(training.flat(model))
+    if reduction == NONE:  # a sum has the regularizers of all ranks, too
+        np.testing.assert_allclose(weights[1], weights[0], rtol=1e-4, atol=1e-6)
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
+    model.op = hvd.Average
+    model.compile(SGD(0.001), loss=losses.MeanSquaredError(reduction=reduction))
+    model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
+    told = [text for text in warnings if "is a sum, and hvd.DistributedGradientTape" in text]
+    assert len(told) == (reduction == "sum" and SIZE > 1), warnings
 
 
 def own_step() -> keras.Model:

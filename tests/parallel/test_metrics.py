@@ -110,10 +110,10 @@ def binary_metrics() -> list:
         keras.metrics.PrecisionAtRecall(0.6, name="precision_at"),
         keras.metrics.RecallAtPrecision(0.7, name="recall_at"),
         keras.metrics.FalsePositives(name="false_positives"),
-        keras.metrics.TrueNegatives(name="true_negatives"),
         keras.metrics.BinaryIoU(name="iou"),
         keras.metrics.RootMeanSquaredError(name="rmse"),
         keras.metrics.R2Score(name="r2"),
+        keras.metrics.F1Score(threshold=0.5, name="f1_of_one_class"),
         Overshoot(name="overshoot"),
     ]
 
