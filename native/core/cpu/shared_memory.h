@@ -36,6 +36,12 @@ class SharedMemory {
   // Collective. Each rank's part of the block has these areas. Throws std::runtime_error, on all
   // ranks alike, if the ranks cannot share memory.
   SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks, std::vector<Area> areas);
+
+  // For ranks that are threads, without MPI: in a block of bytes() zeros, aligned to pages, which
+  // outlives all ranks.
+  SharedMemory(char* block, int rank, const std::vector<int>& ranks, std::vector<Area> areas);
+  static int64_t bytes(int ranks, const std::vector<Area>& areas);
+
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
 
