@@ -30,7 +30,7 @@ import report
 from layers import Network, network
 
 from hvd_keras.ops import buckets
-from hvd_keras.settings import Settings
+from hvd_keras.runtime.settings import Settings
 
 HERE = Path(__file__).parent
 
@@ -68,7 +68,7 @@ FUSION_BYTES, CYCLE = 64 << 20, 5e-3
 # Multiplications occur once forward, and once each for the gradients of inputs and weights.
 FORWARD = 1 / 3
 
-# As in hvd_keras/settings.py, native/core/cpu/cluster_transport.cc and mpi_transport.h.
+# As in hvd_keras/runtime/settings.py, native/core/cpu/cluster_transport.cc and mpi_transport.h.
 BUCKET_BYTES = Settings().bucket_bytes
 MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
 WINDOW, FEW_RANKS, MANY_HOSTS = 8, 16, 32

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from hvd_keras import process_sets
-from hvd_keras._keras import keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime import process_sets
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import together
 
 

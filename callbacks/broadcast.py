@@ -6,8 +6,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import log, rank_info, xla
 from hvd_keras.ops.broadcast import check_root
+from hvd_keras.runtime import log, rank_info, xla
 from hvd_keras.training import building, exchange, fitting, preprocessing, together, variables
 
 

@@ -2,7 +2,7 @@
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras._keras import keras
+from hvd_keras.runtime.keras import keras
 
 
 class ModelCheckpoint(Callback, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]

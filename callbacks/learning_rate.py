@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras._keras import is_legacy, require
+from hvd_keras.runtime.keras import is_legacy, require
 from hvd_keras.training import exchange, together
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"

@@ -5,7 +5,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras._keras import is_legacy
+from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.training import metrics
 
 # The model's method that gives what fit and evaluate log.

@@ -16,8 +16,9 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, shards
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import shards
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import checkpoint
 
 _NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")

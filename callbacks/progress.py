@@ -8,7 +8,7 @@ import numpy as np
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras import observe, ops
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras.runtime.keras import is_legacy, keras
 
 
 class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[misc]

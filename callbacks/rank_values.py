@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops, shards
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops, shards
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import variables
 
 # Of the digests: words that are added up, and the factor by which sums are shifted.

@@ -12,10 +12,11 @@ import tensorflow as tf
 from hvd_keras.callbacks import parts, rank_values
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import agree, data, shards
-from hvd_keras._keras import is_legacy
+from hvd_keras import data, shards
 from hvd_keras.ops import objects
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.shards import state
 from hvd_keras.training import checkpoint, fitting, preprocessing, variables
 

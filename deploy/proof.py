@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import _library
-from hvd_keras._keras import keras
+from hvd_keras.runtime import libraries
+from hvd_keras.runtime.keras import keras
 
 begin = time.perf_counter()
 hvd.init()
@@ -26,7 +26,7 @@ y = (x.mean(axis=(1, 2)) > 0).astype("int32")
 # The ranks' batches together are the batch of one process.
 x, y = x[hvd.rank() :: size], y[hvd.rank() :: size]
 
-compiled = not _library.why_no_xla()
+compiled = not libraries.why_no_xla()
 for jit_compile in (False, True) if compiled else (False,):
     keras.utils.set_random_seed(2 + hvd.rank())  # the broadcast makes the weights equal
     layers = [keras.Input((8, 8, 1)), keras.layers.Conv2D(4, 3, activation="relu")]
@@ -43,10 +43,10 @@ for jit_compile in (False, True) if compiled else (False,):
     np.testing.assert_allclose(weights, np.load(file), rtol=0, atol=1e-4)
 
 if hvd.rank() == 0:
-    mpi = _library.mpi_version().splitlines()[0].split(",")[0].strip()
+    mpi = libraries.mpi_version().splitlines()[0].split(",")[0].strip()
     print(
         f"proof: {size} as one: TensorFlow {tf.__version__}, Keras {keras.__version__}, {mpi}, "
-        f"XLA {'too' if compiled else 'not: ' + _library.why_no_xla()[:200]}, "
+        f"XLA {'too' if compiled else 'not: ' + libraries.why_no_xla()[:200]}, "
         f"{time.perf_counter() - begin:.1f} s",
         flush=True,
     )

@@ -46,7 +46,7 @@ def _step_aside() -> None:
 if importlib.util.find_spec("hvd_keras.callbacks") is None:
     _step_aside()
 
-from hvd_keras import settings  # noqa: E402
+from hvd_keras.runtime import settings  # noqa: E402
 
 TENSORFLOW_VERSIONS = ">=2.16,<2.23"
 

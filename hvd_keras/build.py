@@ -13,7 +13,7 @@ import sys
 import tempfile
 
 import hvd_keras
-from hvd_keras import _library
+from hvd_keras.runtime import libraries
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
         raise SystemExit(f"hvd_keras.build: {sys.executable} has no TensorFlow to compile for.")
     folder = core.parents[1]
     if not os.access(folder, os.W_OK):
-        folder = _library.user_folder()
+        folder = libraries.user_folder()
     with tempfile.TemporaryDirectory() as work:
         cmake = _program("cmake")
         configure = [cmake, "-S", str(source.parent), "-B", work, f"-DHVD_CORE={core}"]

@@ -36,8 +36,8 @@ with _held_back():  # what TensorFlow says at its start about CUDA, oneDNN and t
     import tensorflow as tf
 
     import hvd_keras as hvd
-    from hvd_keras import _library, gpu, xla
     from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
+    from hvd_keras.runtime import gpu, libraries, xla
 
     _DTYPES = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
     for _dtype in _DTYPES:
@@ -48,7 +48,7 @@ _SELF_TEST_SECONDS = 2.0
 
 def facts() -> dict[str, str]:
     """Returns what hvd_keras was built with and runs on, as text. Works before ``init()``."""
-    core = _library.core()
+    core = libraries.core()
     gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
     for_gpus = gpu.facts()
     if not gpus and not usable_gpus({}):  # what is found begins with its version
@@ -56,9 +56,9 @@ def facts() -> dict[str, str]:
     return {
         "hvd_keras": f"{hvd.__version__}, in {os.path.dirname(hvd.__file__)}",
         "Python": f"{platform.python_version()}, {sys.executable}",
-        "TensorFlow": f"{tf.__version__}, built for {', '.join(_library.tensorflow_folders())}",
+        "TensorFlow": f"{tf.__version__}, built for {', '.join(libraries.tensorflow_folders())}",
         "Keras": keras.__version__,
-        "MPI": _library.mpi_version().splitlines()[0],
+        "MPI": libraries.mpi_version().splitlines()[0],
         "MPI library": core.hvd_mpi_file().decode(),
         "Cores": f"{usable_cores()} usable on this host",
         "GPUs": ", ".join(gpus) if gpus else "none",

@@ -15,10 +15,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import _library, _mpi, exit_codes, gpu, log, observe, rank_info, settings
+from hvd_keras import observe
 from hvd_keras.ops import gradients
 from hvd_keras.postmortem import flight
-from hvd_keras.process_sets import (
+from hvd_keras.runtime import exit_codes, gpu, libraries, log, mpi_library, rank_info, settings
+from hvd_keras.runtime.process_sets import (
     ProcessSet,
     add_process_set,
     added,
@@ -98,7 +99,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
             f"hvd.init: process_sets is {process_sets!r}, expected hvd.ProcessSet objects or lists "
             'of ranks, or "dynamic".'
         )
-    core = _library.core()
+    core = libraries.core()
     if rank_info.has_left_alone():
         raise RuntimeError(
             "hvd.init: this process left the job while other ranks waited for it, or it waited for "
@@ -108,16 +109,16 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         _add_process_sets(process_sets)
         return
     settings.read()  # raises if a variable has a wrong value
-    _library.tensorflow_ops()
-    _mpi.refuse_two()
+    libraries.tensorflow_ops()
+    mpi_library.refuse_two()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
-    settings.choose_transports(_library.mpi_version())
+    settings.choose_transports(libraries.mpi_version())
     array = (ctypes.c_int * len(ranks))(*ranks)
     settings.tell_hvdrun(mark=settings.ARRIVED)
     _flush()  # hvd_init ends the process if another rank does not come
     if code := core.hvd_init(array, len(ranks), communicator):
-        kind = ValueError if code == _library.INVALID_ARGUMENT else RuntimeError
+        kind = ValueError if code == libraries.INVALID_ARGUMENT else RuntimeError
         raise kind(core.hvd_error().decode())
     if comm is None:
         _refuse_lonely_world()
@@ -132,7 +133,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     log.logger.info(
         "local rank %d of %d, rank %d of %d; %s",
         *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
-        _library.mpi_version().splitlines()[0],
+        libraries.mpi_version().splitlines()[0],
     )
     patches.install()
     flight.start()
@@ -171,7 +172,7 @@ def end(error: str, seconds: float) -> None:
 
 def _finalize() -> None:
     settings.tell_hvdrun(mark=settings.LEAVING)
-    _library.core().hvd_finalize()  # ends the process if another rank does not come
+    libraries.core().hvd_finalize()  # ends the process if another rank does not come
     settings.tell_hvdrun(mark=settings.ENDED)
 
 
@@ -224,7 +225,7 @@ def _refuse_lonely_world() -> None:
     launcher, variable, count = settings.launched()
     if count == 1 or rank_info.size() > 1:
         return
-    mpi = _library.core().hvd_mpi_file().decode()
+    mpi = libraries.core().hvd_mpi_file().decode()
     _leave("it is alone in its MPI's world", _ERROR_SECONDS)
     raise RuntimeError(
         f"hvd.init: {launcher} started {count} processes, but each is alone in its MPI's world, "
@@ -256,7 +257,7 @@ def _install_guards() -> None:
             else:
                 previous_hook(kind, value, traceback)
         finally:  # even if the hook fails
-            core = _library.core()
+            core = libraries.core()
             others = rank_info.has_left_alone() or (
                 rank_info.is_initialized() and rank_info.size() > 1
             )
@@ -321,7 +322,7 @@ def _flush() -> None:
 
 
 def _leave(reason: str, seconds: float) -> LeaveResult:
-    left = LeaveResult(_library.core().hvd_leave(reason.encode(), seconds))
+    left = LeaveResult(libraries.core().hvd_leave(reason.encode(), seconds))
     if left is LeaveResult.AWAITED:
         log.logger.error("left while others waited for it, so the job ends: %s", reason)
         _flush()

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, agree, log, ops, rank_info, settings
-from hvd_keras._keras import keras
+from hvd_keras import ops
+from hvd_keras.runtime import agree, libraries, log, rank_info, settings
+from hvd_keras.runtime.keras import keras
 
 # Seconds between two looks at the training step, and two versions of the file.
 _PERIOD = 1.0
@@ -40,7 +41,7 @@ def stats() -> dict[str, Any]:
         ValueError: ``init()`` was not called.
     """
     rank_info.rank()  # raises if init() was not called
-    counters: dict[str, Any] = json.loads(_library.core().hvd_stats())
+    counters: dict[str, Any] = json.loads(libraries.core().hvd_stats())
     return counters
 
 
@@ -62,7 +63,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     del mark_cycles
 
     def start() -> None:
-        core = _library.core()
+        core = libraries.core()
         if rank_info.rank() == 0 and core.hvd_start_timeline(os.fsencode(file_path)) != 0:
             raise ValueError(core.hvd_error().decode())
 
@@ -78,7 +79,7 @@ def stop_timeline() -> None:
         ValueError: ``init()`` was not called.
     """
     ops.barrier()  # the ranks' latest times are exchanged with the next request
-    _library.core().hvd_stop_timeline()
+    libraries.core().hvd_stop_timeline()
     ops.barrier()  # after this, any rank may read the file
 
 
@@ -176,7 +177,7 @@ class _Publisher:
                 self._write()
 
     def _write(self) -> None:
-        numbers = json.loads(_library.core().hvd_stats()) | {"training": dict(_training)}
+        numbers = json.loads(libraries.core().hvd_stats()) | {"training": dict(_training)}
         if self._path is None:
             numbers["late"] = numbers.pop("ranks")[self._rank]  # grows with the job otherwise
             settings.tell_hvdrun(statistics=numbers)

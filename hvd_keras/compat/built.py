@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from hvd_keras import _library, gpu
+from hvd_keras.runtime import gpu, libraries
 
 
 def mpi_built() -> bool:
@@ -23,7 +23,7 @@ def mpi_threads_supported() -> bool:
 def nccl_built() -> int:
     """The version of the NCCL that was found, in NCCL's format (22703 is 2.27.3); 0: none."""
     gpu.find_libraries()
-    return int(_library.core().hvd_nccl_version())
+    return int(libraries.core().hvd_nccl_version())
 
 
 def cuda_built() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras._keras import keras
+from hvd_keras.runtime.keras import keras
 from hvd_keras.training import exchange, forgotten, reducer
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops, rank_info, settings
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras import ops
+from hvd_keras.runtime import rank_info, settings
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import exchange, reducer
 
 

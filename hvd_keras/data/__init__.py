@@ -5,11 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, log
-from hvd_keras._keras import PyDataset, keras
 from hvd_keras.data import arrays, datasets
 from hvd_keras.data.split import MODES, Passes, Source, Split
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.keras import PyDataset, keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
 def shard(
@@ -121,8 +121,8 @@ def shard(
         )
     if rows.left_out and (uneven or mode) != "trim" and shuffle is False and not split.rank:
         log.logger.warning(
-            "hvd.data.shard leaves out %s of %s rows, so that each of the %s ranks gets equally "
-            "many. uneven='pad' includes them, with sample weights.",
+            "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "
+            "uneven='pad' includes them, with sample weights.",
             *(rows.left_out, rows.length, split.size),
         )
     if mode == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras._keras import keras
 from hvd_keras.data.split import Source, Split
+from hvd_keras.runtime.keras import keras
 
 
 def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split) -> Source:
@@ -47,7 +47,7 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
         parts, _, rows = _look_into(source[index])
         if rows != min(batch_size, length - index * batch_size):
             text = f"batch {index} of the PyDataset has {rows} rows, the first had {batch_size}."
-            raise ValueError(f"{text} Only the last may have fewer, and always equally many.")
+            raise ValueError(f"{text} Only the last may have fewer, the same number each time.")
         return parts
 
     def read(epoch: int, step: int) -> list[Any]:
@@ -157,7 +157,9 @@ def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any, int]:
             "Convert a list of numbers to an array: np.asarray(x)."
         )
     if len({len(part) for part in parts}) > 1:
-        raise ValueError(f"arrays of {[len(part) for part in parts]} rows, expected equally many.")
+        raise ValueError(
+            f"got arrays of {[len(part) for part in parts]} rows, expected one length."
+        )
     for part in parts:
         if part.dtype == object and not isinstance(part.flat[0] if part.size else "", str | bytes):
             raise ValueError(

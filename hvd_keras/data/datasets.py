@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log
 from hvd_keras.data import arrays
 from hvd_keras.data.split import Source, Split
+from hvd_keras.runtime import log
 
 # Datasets that yield one element per element of their input, in the same order.
 _ELEMENTWISE = {"AssertCardinality", "Cache", "Map", "Options", "ParallelMap", "Prefetch"}

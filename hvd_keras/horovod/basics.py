@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import hvd_keras
-from hvd_keras import ops, rank_info
-from hvd_keras import process_sets as own
+from hvd_keras import ops
 from hvd_keras.horovod import lifecycle, process_sets
+from hvd_keras.runtime import process_sets as own
+from hvd_keras.runtime import rank_info
 
 
 class HorovodBasics:

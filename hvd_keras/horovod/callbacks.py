@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hvd_keras import callbacks
-from hvd_keras._keras import keras
+from hvd_keras.runtime.keras import keras
 from hvd_keras.training import exchange
 
 

@@ -14,7 +14,7 @@ from hvd_keras import ops
 from hvd_keras.ops import validate
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import chosen
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training.variables import broadcast_variables
 
 

@@ -9,9 +9,9 @@ import tensorflow as tf
 from packaging import version
 
 import hvd_keras
-from hvd_keras import settings
 from hvd_keras.ops import ReduceOp
 from hvd_keras.ops.reduce_op import chosen
+from hvd_keras.runtime import settings
 
 _Result = TypeVar("_Result")
 
@@ -44,7 +44,9 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) 
         ext_env_var, pkg_path, args: not needed.
     """
     if not extension_available(ext_name.rpartition(".")[2]):
-        raise ImportError(f"{ext_name} is not there: hvd_keras has horovod.tensorflow and .keras.")
+        raise ImportError(
+            f"{ext_name} is not available: hvd_keras has horovod.tensorflow and .keras."
+        )
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:

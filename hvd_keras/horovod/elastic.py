@@ -15,10 +15,10 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import log, rank_info, settings
-from hvd_keras._keras import keras
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.ops import objects
+from hvd_keras.runtime import log, rank_info, settings
+from hvd_keras.runtime.keras import keras
 from hvd_keras.training import checkpoint, together
 from hvd_keras.training.variables import broadcast_variables, of_training
 

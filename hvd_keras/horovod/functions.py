@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from hvd_keras.horovod.collectives import check_included
 from hvd_keras.ops import barrier_join, objects
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import variables
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -9,10 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras._keras import is_legacy
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.horovod import collectives
 from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.runtime.keras import is_legacy
 
 
 def allreduce(

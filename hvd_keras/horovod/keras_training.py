@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import forgotten, together
 from hvd_keras.training import optimizer as distributed
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import hvd_keras
-from hvd_keras import lifecycle, log, rank_info
+from hvd_keras import lifecycle
 from hvd_keras.horovod.process_sets import as_process_set, global_process_set
+from hvd_keras.runtime import log, rank_info
 from hvd_keras.training import forgotten
 
 

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import hvd_keras
-from hvd_keras import settings
 from hvd_keras.horovod import names
+from hvd_keras.runtime import settings
 
 
 class _Finder:
@@ -30,7 +30,7 @@ class _Finder:
     def exec_module(module: ModuleType) -> None:
         name = module.__name__
         if name in names.ABSENT:
-            raise ImportError(f"{name} is not there: {names.ABSENT[name]}", name=name)
+            raise ImportError(f"{name} is not available: {names.ABSENT[name]}", name=name)
         module.__doc__ = f"What Horovod has in ``{name}``, from hvd_keras."
         fill(module)
 

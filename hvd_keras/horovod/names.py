@@ -50,23 +50,23 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "the job": (
         Row(
             "init",
-            note="processes that `comm` does not list get an error; a second call adds process "
-            "sets; never raises `ImportError`",
+            note="ranks outside of `comm` get an error; a second call adds process sets; never "
+            "raises `ImportError`",
             home="horovod.lifecycle",
         ),
         Row(
             "shutdown is_initialized",
-            note="after a `shutdown` while others waited for this rank, `init` raises",
+            note="`init` raises after a `shutdown` while others waited for this rank",
         ),
         Row("rank size local_rank local_size cross_rank cross_size"),
         Row(
             "is_homogeneous mpi_threads_supported mpi_enabled mpi_built nccl_built cuda_built "
             "rocm_built",
-            note="`nccl_built`, `cuda_built`: what is found at run time; ROCm: always False",
+            note="NCCL, CUDA: found at run time; ROCm: always False",
         ),
         Row(
             "gloo_built gloo_enabled ddl_built ccl_built",
-            note="always False: MPI and shared memory are used instead",
+            note="always False",
         ),
         Row(
             "sycl_built",
@@ -86,33 +86,31 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("size_op process_set_included_op", home=_SETS),
         Row(
             "start_timeline stop_timeline",
-            note="there are no cycles to mark; see also `hvd.stats()`",
+            note="`mark_cycles` has no effect; see also `hvd.stats()`",
         ),
     ),
     "collectives": (
         Row("Average Sum Min Max Product", note="members of `hvd.ReduceOp`"),
         Row(
             "Adasum",
-            note="any number of ranks and any optimizer (sparse gradients need "
-            "`sparse_as_dense`); has no gradient",
+            note="any number of ranks and any optimizer; sparse gradients need "
+            "`sparse_as_dense`; has no gradient",
         ),
         Row(
             "allreduce grouped_allreduce",
-            note="a group may mix dtypes and slices; averages and scale factors of integers are "
-            "refused",
-            horovod="a group may mix dtypes and slices",
+            note="groups may mix dtypes and slices; refuses averages and scale factors of integers",
+            horovod="groups may mix dtypes and slices",
             home=_COLLECTIVES,
         ),
         Row(
             "allgather grouped_allgather broadcast",
-            note="their [gradients](#gradients-through-collectives) are scaled differently",
+            note="other [gradients](#gradients-through-collectives)",
             horovod="",
             home=_COLLECTIVES,
         ),
         Row(
             "reducescatter grouped_reducescatter",
-            note="their [gradients](#gradients-through-collectives) are scaled differently; "
-            "averages of integers are refused",
+            note="other [gradients](#gradients-through-collectives); refuses averages of integers",
             horovod="",
             home=_COLLECTIVES,
         ),
@@ -120,8 +118,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row("barrier", home=_FUNCTIONS),
         Row(
             "join",
-            note="returns a tensor; meanwhile other ranks may call anything but `alltoall`, also "
-            "with sparse gradients",
+            note="returns a tensor; other ranks may then call anything but `alltoall`, also with "
+            "sparse gradients",
         ),
         Row(
             "broadcast_",
@@ -147,8 +145,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "ProcessSet add_process_set global_process_set",
-            note="can be added at any time; ids are not reused; `size()` of a set that was not "
-            "added is its number of ranks",
+            note="can be added at any time; ids are not reused; `size()` of a set not yet added is "
+            "its number of ranks",
             horovod="can be added at any time",
             home=_SETS,
         ),
@@ -171,21 +169,20 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "training": (
         Row(
             "SyncBatchNormalization",
-            note="weighted by the ranks' counts; `BatchNormalization(synchronized=True)` does the "
-            "same",
+            note="weighted by the ranks' counts, as `BatchNormalization(synchronized=True)`",
         ),
         Row(
             "DistributedOptimizer",
-            note="no `use_locking`; modifies and returns its argument; `op=Sum` sums; a rank "
-            "outside of `process_set` gets an error",
+            note="no `use_locking`; modifies and returns its argument; `op=Sum` sums; raises on "
+            "ranks outside of `process_set`",
             horovod="modifies and returns its argument; `op=Sum` sums",
             home=_TRAINING,
         ),
         Row("….register_local_var", home=None),
         Row(
             "DistributedGradientTape",
-            note="names are always generic, so `.gradient` has no `use_generic_names`; a rank "
-            "outside of `process_set` gets an error",
+            note="names are always generic, without `use_generic_names`; raises on ranks outside "
+            "of `process_set`",
             horovod="names are always generic",
             home=_TRAINING,
         ),
@@ -240,30 +237,27 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "callbacks": (
         Row(
             "callbacks.BroadcastGlobalVariablesCallback",
-            note="no `device`; `local_variables` is not needed: variables registered as local are "
-            "skipped; runs before the first step of each `fit`, includes the optimizer's state",
-            horovod="runs before the first step of each `fit`, includes the optimizer's state",
+            note="no `device`; `local_variables` is not needed; runs before the first step of each "
+            "`fit`, with the optimizer's state",
+            horovod="runs before the first step of each `fit`, with the optimizer's state",
             home="horovod.callbacks",
         ),
         Row(
             "callbacks.MetricAverageCallback",
-            note="no `device`; exact: the metrics' states are summed, also for AUC, Precision "
-            "or unequal batch counts",
-            horovod="exact: the metrics' states are summed, also for AUC, Precision or unequal "
-            "batch counts",
+            note="no `device`; exact, also for AUC, Precision or unequal batch counts",
+            horovod="exact, also for AUC, Precision or unequal batch counts",
             home="horovod.callbacks",
         ),
         Row(
             "callbacks.LearningRateWarmupCallback callbacks.LearningRateScheduleCallback",
-            note="momentum correction scales the momentum buffers, which has the same effect and "
-            "works in compiled steps",
+            note="momentum correction scales the buffers, which also works in compiled steps",
             home="callbacks",
         ),
         Row(
             "callbacks.BestModelCheckpoint",
             "renamed",
             "`callbacks.ModelCheckpoint(path, monitor=…, save_best_only=True)`",
-            horovod="its `filepath`, which Spark estimators set there, must be set before `fit`",
+            horovod="set its `filepath`, as Spark estimators do, before `fit`",
             home="horovod.callbacks",
         ),
     ),
@@ -281,7 +275,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "elastic.UpdateEpochStateCallback",
             "renamed",
             "`callbacks.Checkpoint`",
-            horovod="`state.batch` counts completed batches; `state.epoch` is also correct with "
+            horovod="`state.batch` counts completed batches; `state.epoch` respects "
             "`initial_epoch`",
             home=_ELASTIC,
         ),
@@ -307,16 +301,16 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "horovod.common.util.* horovod.common.exceptions.*",
             "gone",
             "not needed",
-            horovod="what programs and tests import: `check_extension`, `gpu_available`, "
-            "`nccl_built`, `is_version_greater_equal_than`, `split_list` and the like; the "
-            "exceptions are never raised",
+            horovod="what programs import: `check_extension`, `gpu_available`, `nccl_built`, "
+            "`is_version_greater_equal_than`, `split_list` and the like; the exceptions are never "
+            "raised",
             home=None,
         ),
         Row(
             "mpi_ops._basics mpi_ops._allreduce util._executing_eagerly",
             "gone",
             "`allreduce(tensor, op=hvd.Sum)`, `tf.executing_eagerly`",
-            horovod="private, but there: programs reach for them",
+            horovod="kept, although private",
             home=None,
         ),
     ),
@@ -340,8 +334,8 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "horovod.ray.RayExecutor",
             "renamed",
             "`hvd_keras.ray.run`, or `hvd_keras.ray.TrainConfig` for Ray Train",
-            horovod="each call starts ranks of its own; arguments that `hvd_keras.ray.run` does "
-            "not have are refused, and so is an `executable_cls`",
+            horovod="each call starts new ranks; arguments that `hvd_keras.ray.run` does not have, "
+            "and an `executable_cls`, are refused",
             home="horovod.ray",
         ),
         Row(

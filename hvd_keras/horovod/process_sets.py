@@ -6,8 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import process_sets, rank_info
 from hvd_keras.ops import rank_ops
+from hvd_keras.runtime import process_sets, rank_info
 
 
 class ProcessSet(process_sets.ProcessSet):

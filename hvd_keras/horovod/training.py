@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvd_keras.horovod import keras_training
 from hvd_keras.layers import saving
 from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.process_sets import global_process_set
+from hvd_keras.runtime.process_sets import global_process_set
 from hvd_keras.training import exchange, forgotten, tape
 from hvd_keras.training.optimizer import local_variables
 

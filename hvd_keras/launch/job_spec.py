@@ -180,7 +180,7 @@ def _engine(
         if len(wanted) > 1:
             names = " and ".join(host.name for host in wanted)
             raise UsageError(
-                f"got the hosts {names}, which are all this host; expected one of them"
+                f"the hosts {names} are all this host; name it once, with all its ranks"
             )
         slots = wanted[0].slots or given.per_host
         size = size or slots or (usable_gpus(os.environ) * is_auto) or usable_cores()

@@ -73,7 +73,7 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
     elif len(spec.jobs) > 1:  # what the first has lost may be there again
         await _sweep_lost(spec, signals, 0.0)
     if verdict.status != 0 and commits.exists():
-        _say(f"to go on from the last commit, start the job again with HVD_COMMITS={commits}")
+        _say(f"to continue from the last commit, start the job again with HVD_COMMITS={commits}")
     # Programs that do not use hvd_keras never call hvd.init().
     options = spec.options
     if verdict.apart and not options.separate and (verdict.asked or options.horovod):
@@ -93,7 +93,7 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
         if time.monotonic() >= limit or not await signals.sleep(1.0):
             break
     for name in sorted(lost):
-        _say(f"{name} cannot be reached; processes or files of the job may be left there")
+        _say(f"{name} cannot be reached; processes or files of the job may remain there")
 
 
 async def _wait_for_hosts(spec: JobSpec, signals: Signals) -> None:

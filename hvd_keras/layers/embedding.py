@@ -5,12 +5,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, rank_info, shards
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras import shards
 from hvd_keras.layers import plan
 from hvd_keras.layers.initial import Initializer
 from hvd_keras.layers.lookup import Table, lookup
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import building, exchange
 
 _COMBINERS = (None, "sum", "mean", "sqrtn")

@@ -5,10 +5,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras._keras import keras
 from hvd_keras.layers.embedding import Embedding
 from hvd_keras.layers.lookup import lookup
 from hvd_keras.layers.plan import TableSize, as_text, layouts
+from hvd_keras.runtime.keras import keras
 
 
 @keras.saving.register_keras_serializable(package="hvd_keras")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras._keras import keras
+from hvd_keras.runtime.keras import keras
 from hvd_keras.shards import Part
 
 _BLOCK = 1 << 22  # values; a multiple of 4, which a generator draws at once

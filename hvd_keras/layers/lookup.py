@@ -16,8 +16,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops, rank_info, xla
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops
+from hvd_keras.runtime import rank_info, xla
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.shards import Layout
 
 

@@ -16,11 +16,12 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops, shards
-from hvd_keras._keras import is_legacy, keras, require
+from hvd_keras import ops, shards
 from hvd_keras.layers.embedding import BLOCK, Embedding
 from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import checkpoint, optimizer
 
 _WEIGHTS, _CONFIG, _METADATA, _ASSETS = (

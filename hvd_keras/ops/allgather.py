@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
 def allgather(

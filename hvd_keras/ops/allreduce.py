@@ -11,7 +11,7 @@ from hvd_keras.ops import validate
 from hvd_keras.ops.compression import Compression, Compressor, wire_dtype
 from hvd_keras.ops.reduce_op import Adasum, Average, ReduceOp, Sum, check_reducible, chosen
 from hvd_keras.ops.slices import name_of_slices, reduce_slices
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 # The functions that the script reduces tensors in.
 _reducing: weakref.WeakSet[Any] = weakref.WeakSet()

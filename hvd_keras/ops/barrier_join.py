@@ -2,9 +2,9 @@
 
 import tensorflow as tf
 
-from hvd_keras import rank_info, xla
 from hvd_keras.ops import validate
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import rank_info, xla
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

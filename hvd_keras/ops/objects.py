@@ -7,9 +7,9 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvd_keras import agree, rank_info
 from hvd_keras.ops.broadcast import broadcast
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
 def broadcast_object(

@@ -56,13 +56,13 @@ def check_reducible(
     if not dtype.is_floating:
         if op in (Average, Adasum):
             raise ValueError(
-                f"{got}, which would have to round. Use op=hvd.Sum and divide by hvd.size(), or "
-                "cast it to float32."
+                f"{got}, whose result would be rounded. Use op=hvd.Sum and divide by hvd.size(), "
+                "or cast it to float32."
             )
         if prescale != 1.0 or postscale != 1.0:
             raise ValueError(
-                f"{got} and prescale_factor={prescale}, postscale_factor={postscale}, which would "
-                "have to round. Cast it to float32."
+                f"{got} and prescale_factor={prescale}, postscale_factor={postscale}, whose "
+                "result would be rounded. Cast it to float32."
             )
     if isinstance(tensor, tf.IndexedSlices) and op not in (Average, Sum):
         raise ValueError(

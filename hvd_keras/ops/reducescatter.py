@@ -8,7 +8,7 @@ import tensorflow as tf
 from hvd_keras.ops import validate
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import Average, ReduceOp, Sum, check_reducible
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
 def reducescatter(

@@ -5,7 +5,7 @@ import tensorflow as tf
 from hvd_keras.ops import validate
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import Average, ReduceOp
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime.process_sets import ProcessSet
 
 
 def name_of_slices(name: str) -> str:

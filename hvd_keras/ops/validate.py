@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, xla
 from hvd_keras.postmortem import flight
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime import libraries, xla
+from hvd_keras.runtime.process_sets import ProcessSet
 
-raw = _library.tensorflow_ops()
+raw = libraries.tensorflow_ops()
 
 DTYPES = {
     tf.bool,

@@ -24,7 +24,8 @@ import traceback
 from types import CodeType, FrameType, TracebackType
 from typing import BinaryIO
 
-from hvd_keras import _library, log, postmortem, rank_info, settings
+from hvd_keras import postmortem
+from hvd_keras.runtime import libraries, log, rank_info, settings
 
 # The latest calls: how many (by request, in a table with a place for each hash).
 CALLS = 64
@@ -69,8 +70,8 @@ class _Recorder:
             faulthandler.enable(self._stacks)
         self._own, self._core = socket.socketpair()
         path = os.fsencode(self._paths[0])
-        if _library.core().hvd_record_requests(path, self._core.fileno()) != 0:
-            raise ValueError(f"HVD_POSTMORTEM: {_library.core().hvd_error().decode()}")
+        if libraries.core().hvd_record_requests(path, self._core.fileno()) != 0:
+            raise ValueError(f"HVD_POSTMORTEM: {libraries.core().hvd_error().decode()}")
         threading.Thread(target=self._listen, name="hvd_postmortem", daemon=True).start()
 
     def _make_calls(self) -> mmap.mmap:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_keras import settings
 from hvd_keras.launch import agents
 from hvd_keras.launch.onhost.channel import new_secret
+from hvd_keras.runtime import settings
 
 # Seconds between two looks at the actors.
 LOOK = 1.0

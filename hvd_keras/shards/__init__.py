@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from hvd_keras import ops
-from hvd_keras._keras import Variable, keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime.keras import Variable, keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.shards.layout import Layout, Part
 
 __all__ = [

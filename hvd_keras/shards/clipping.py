@@ -6,8 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops, shards
-from hvd_keras._keras import keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
 
 
 def clips_by_variable(optimizer: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.shards import owners
 
 

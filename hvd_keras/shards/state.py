@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, settings, shards
-from hvd_keras._keras import keras, require
+from hvd_keras import ops, shards
 from hvd_keras.ops.compression import Compression
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime import settings
+from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.shards import clipping, owners
 from hvd_keras.shards.packed import Packed
 
@@ -112,8 +113,8 @@ class State:
             type(optimizer).build(optimizer, variables)
         except Exception as error:
             raise ValueError(
-                f"shard_state=True: {name} cannot be built with slots of no values, which other "
-                f"ranks have: {error}. Leave shard_state out."
+                f"shard_state=True: {name} fails when it is built with empty slots, which ranks "
+                f"have for variables that they do not own: {error}. Leave shard_state out."
             ) from error
         for variable in optimizer.variables:
             if len(variable.shape) and _id(variable) not in before | self._noted:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras._keras import keras
+from hvd_keras.runtime.keras import keras
 
 
 class Batches(keras.utils.PyDataset):  # type: ignore[misc]
@@ -26,9 +26,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
         try:
             from pyarrow import fs, parquet
         except ImportError as error:
-            text = (
-                "there is no pyarrow here; expected `pip install 'hvd_keras[spark]'` on all hosts"
-            )
+            text = "pyarrow is missing; run: pip install 'hvd_keras[spark]' on all hosts"
             raise ValueError(text) from error
         system, folder = fs.FileSystem.from_uri(path if "://" in path else f"file://{path}")
         there = system.get_file_info(fs.FileSelector(folder, allow_not_found=True))
@@ -86,7 +84,7 @@ def _array(name: str, column: Any) -> Any:
     if len(lengths) > 1:
         raise ValueError(
             f"column {name!r} has arrays of {lengths.min()} to {lengths.max()} values; expected "
-            "equally many in each row"
+            "the same number in each row"
         )
     values = _array(name, column.flatten())
     return values.reshape(len(column), int(lengths[0]), *values.shape[1:])

@@ -160,7 +160,7 @@ def _active_context() -> Any:
         from pyspark import SparkContext
     except ImportError as error:
         raise ValueError(
-            "hvd.spark.run: there is no pyspark here; expected `pip install 'hvd_keras[spark]'`"
+            "hvd.spark.run needs pyspark; run: pip install 'hvd_keras[spark]'"
         ) from error
     context = SparkContext._active_spark_context
     if context is None or _is_stopped(context):
@@ -183,7 +183,7 @@ def _check_settings(context: Any, allow_unencrypted: bool) -> None:
     if encrypted and not allow_unencrypted:
         told = "; ".join(f"{name} encrypts {ENCRYPTION[name]}" for name in encrypted)
         raise ValueError(
-            f"hvd.spark.run: {told}. Expected a network and disks that nobody else can read, and "
+            f"hvd.spark.run: {told}. If nobody else can read the network and the disks, pass "
             "allow_unencrypted=True"
         )
     if settings.get("spark.dynamicAllocation.enabled", "false").lower() == "true":
@@ -211,8 +211,8 @@ def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
         if waited > timeout:
             raise ValueError(
                 f"hvd.spark.run: {least} ranks need as many slots, but Spark's executors have "
-                f"{slots} after {timeout:.0f} s (start_timeout); expected at most so many ranks, "
-                "or more executors or cores, or fewer spark.task.cpus"
+                f"{slots} after {timeout:.0f} s (start_timeout). Use fewer ranks, add executors or "
+                "cores, or lower spark.task.cpus"
             )
         if waited > PATIENCE and not told:
             told = True

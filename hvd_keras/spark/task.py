@@ -89,7 +89,7 @@ def work(call: Call) -> list[tuple[str, Any]]:
     except (OSError, ProtocolError) as error:
         raise RuntimeError(
             f"{socket.gethostname()} cannot connect to the driver at {call.driver[0]}: {error}; "
-            "expected that no firewall blocks its ports, and the right spark.driver.host"
+            "check that no firewall blocks its ports and that spark.driver.host is right"
         ) from error
     try:
         link.send(task=number, host=socket.gethostname())

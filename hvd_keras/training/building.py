@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras.runtime import log
+from hvd_keras.runtime.keras import is_legacy, keras
 
 _building = contextvars.ContextVar("hvd_keras is building a model", default=False)
 

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops
-from hvd_keras._keras import is_legacy, keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import exchange, together
 
 # Entries of configurations that may differ: names have counters, seeds differ by rank on purpose,

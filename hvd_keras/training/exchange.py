@@ -17,9 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops, shards
+from hvd_keras import ops, shards
 from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 Kind = Literal["dense", "sparse"]
 
@@ -292,7 +293,7 @@ def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Gro
     if isinstance(chosen, int):
         if chosen < 0:
             raise ValueError(
-                f"groups is {chosen}, expected a number of requests, or 0 for by size."
+                f"groups is {chosen}, expected the number of groups, or 0 to group by size."
             )
         return chosen
     if not all(isinstance(group, Sequence) for group in chosen):

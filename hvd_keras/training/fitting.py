@@ -14,9 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, data, observe, ops, rank_info, settings
-from hvd_keras._keras import KERAS_VERSIONS, is_legacy, keras, require
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import data, observe, ops
+from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import (
     building,
     compare,

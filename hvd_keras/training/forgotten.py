@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, agree, log, ops, rank_info, settings, shards
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops, shards
+from hvd_keras.runtime import agree, libraries, log, rank_info, settings
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import building, exchange
 
 if TYPE_CHECKING:
@@ -332,7 +333,7 @@ def _digest(variables: Sequence[Any]) -> str | None:
 
 def _count_requests() -> int:
     """How many requests this process has made that may be for gradients."""
-    counters = json.loads(_library.core().hvd_stats())["collectives"]
+    counters = json.loads(libraries.core().hvd_stats())["collectives"]
     kinds = ("allreduce", "allgather")
     return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops
-from hvd_keras._keras import keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import compare, forgotten, together, variables
 
 _WRITERS = tuple(
@@ -135,7 +136,7 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
-                "keras.callbacks.BackupAndRestore restores each process by itself, but this model "
+                "keras.callbacks.BackupAndRestore restores each process separately, but this model "
                 f"trains on {process_set.size()}: a rank that finds another state, or none, would "
                 f"differ from the rest. Use hvd.callbacks.Checkpoint({str(callback.backup_dir)!r})"
                 ", which writes on one rank and restores all."

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import shards
-from hvd_keras._keras import keras
+from hvd_keras.runtime.keras import keras
 from hvd_keras.training import exchange, together
 
 _tables = exchange.VariableSet()

@@ -18,9 +18,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log, ops, rank_info, settings
-from hvd_keras._keras import is_legacy
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops
+from hvd_keras.runtime import log, rank_info, settings
+from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training import building, exchange, forgotten
 
 

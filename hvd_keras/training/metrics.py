@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, ops
-from hvd_keras._keras import Variable, is_legacy, keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras import ops
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import Variable, is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet
 
 _COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negatives")
 

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, rank_info, shards
-from hvd_keras._keras import is_legacy, keras
+from hvd_keras import ops, shards
 from hvd_keras.compat import legacy_keras, tensorflow_v1
 from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import rank_info
+from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.shards import state
 from hvd_keras.training import exchange, reducer
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import log, shards
-from hvd_keras._keras import is_legacy, keras, require
+from hvd_keras import shards
 from hvd_keras.compat import legacy_keras
+from hvd_keras.runtime import log
+from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.shards import clipping, state
 from hvd_keras.training import (
     checkpoint,

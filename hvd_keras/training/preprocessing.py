@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import agree, rank_info
-from hvd_keras._keras import keras, require
 from hvd_keras.ops import objects
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 # Arguments of preprocessing layers that a script may compute from its data.
 _ARGUMENTS = {

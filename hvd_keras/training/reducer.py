@@ -15,10 +15,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import agree, log, ops, rank_info, settings, shards
-from hvd_keras._keras import keras, require
+from hvd_keras import ops, shards
 from hvd_keras.ops import buckets
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime import agree, log, rank_info, settings
+from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.shards import clipping, state
 from hvd_keras.training import building, compare, exchange, forgotten, losses
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops, rank_info
-from hvd_keras._keras import keras
+from hvd_keras import ops
 from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import rank_info
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import exchange, reducer
 from hvd_keras.training.optimizer import local_variables
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from hvd_keras import shards
-from hvd_keras._keras import is_legacy, keras
-from hvd_keras.process_sets import ProcessSet
+from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.training.exchange import variable_id
 
 if TYPE_CHECKING:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops, settings, shards
-from hvd_keras._keras import is_legacy, keras, require
+from hvd_keras import ops, shards
 from hvd_keras.compat import tensorflow_v1
-from hvd_keras.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime import settings
+from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.training import exchange, forgotten, together
 
 

@@ -1,4 +1,5 @@
-// An MPI of one process, for a job of one rank where no MPI is installed (hvd_keras/_library.py):
+// An MPI of one process, for a job of one rank where no MPI is installed
+// (hvd_keras/runtime/libraries.py):
 // what the core calls when it is alone. Communicators, groups, types and requests are never looked
 // at.
 #include <mpi.h>

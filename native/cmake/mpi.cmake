@@ -1,5 +1,5 @@
 # The MPI to build for. All that the core needs is its header: the library is found and loaded at run time
-# (hvd_keras/_mpi.py). There are two binary interfaces: Open MPI's, and that of MPICH, Intel MPI and their kin.
+# (hvd_keras/runtime/mpi_library.py). There are two binary interfaces: Open MPI's, and that of MPICH, Intel MPI and their kin.
 #
 # Sets HVD_MPI_HEADERS (folders with an mpi.h) if it is empty, then also MPI::MPI_CXX, which tests link,
 # and HVD_MPI_LIBRARY if the user asked for an MPI.

@@ -348,8 +348,8 @@ class Build:
         other.unlink(missing_ok=True)
         other.symlink_to(target.parent / other.name)
         program = f"import sys, runpy, hvd_keras; hvd_keras.__path__.insert(0, {str(folder)!r}); "
-        program += "from hvd_keras import _library; "
-        program += f"_library._tensorflow_folder().samefile({str(place)!r}) or sys.exit(0); "
+        program += "from hvd_keras.runtime import libraries; "
+        program += f"libraries._tensorflow_folder().samefile({str(place)!r}) or sys.exit(0); "
         program += f"sys.argv[1:] = [{str(self.folder / 'tests' / 'libhvd_xla_gpu.so')!r}]; "
         program += "runpy.run_module('tests.gpu.xla', run_name='__main__')"
         command = f"{ranks.MPIRUN} --allow-run-as-root -np 2 --bind-to none "

@@ -34,7 +34,7 @@ TENSORFLOW = """
 import faulthandler, sys
 faulthandler.dump_traceback_later(100)  # what it does if it is about to be ended
 import numpy as np, tensorflow as tf, keras, hvd_keras as hvd
-from hvd_keras import gpu as of_gpus
+from hvd_keras.runtime import gpu as of_gpus
 device = sys.argv[1]
 gpus = tf.config.list_physical_devices("GPU")
 if "GPU" in device and not gpus:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree, log
+from hvd_keras.runtime import agree, log
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,10 +21,12 @@ def table_of_names() -> str:
     for section, rows in names.TABLE.items():
         lines.append(f"|**{section}**||||")
         for row in rows:
+            if not row.note:  # no difference
+                continue
             listed = ", ".join(f"`{name}`" for name in row.names.split())
-            horovod = row.horovod if row.note or row.horovod != names.LIKEWISE else ""
+            horovod = row.horovod
             if row.home is None and row.state != "same" and row.horovod == names.LIKEWISE:
-                horovod = "not there"
+                horovod = "not available"
             state = "" if row.state == "same" else row.state
             lines.append(f"|{listed}|{state}|{row.note}|{horovod}|")
     return "\n".join(lines)

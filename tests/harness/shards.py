@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree, data
+from hvd_keras import data
+from hvd_keras.runtime import agree
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -345,7 +345,7 @@ INSIDE_MPI = {
         """
         rank = find_rank(os.environ)
         if rank == 1:
-            _library.core().hvd_init = lambda *_: stop()
+            libraries.core().hvd_init = lambda *_: stop()
         hvd.init()
         """,
         r"rank 1 has not returned from hvd.init\(\)$",
@@ -355,7 +355,7 @@ INSIDE_MPI = {
         """
         hvd.init()
         if hvd.rank() == 1:
-            _library.core().hvd_finalize = stop
+            libraries.core().hvd_finalize = stop
         """,
         "rank 1 has not returned from MPI_Finalize$",
         "MPI_Finalize waits for another rank",
@@ -370,7 +370,7 @@ def test_a_rank_stops_while_the_others_are_inside_mpi(hvdrun: Launcher, call: st
     head = """
 import os, pathlib, signal, time
 import hvd_keras as hvd
-from hvd_keras import _library
+from hvd_keras.runtime import libraries
 from hvd_keras.launch.onhost.worker import find_rank
 here = pathlib.Path(__file__).parent
 

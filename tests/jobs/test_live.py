@@ -198,5 +198,5 @@ def test_a_missing_package(hvdrun: launcher.Launcher, option: str, package: str)
     environment = hvdrun.environment | {"PYTHONPATH": str(hidden)}
     done = hvdrun.run("-np", "1", option, "touch", "begun", env=environment)
     assert done.returncode == 2
-    assert f"expected: pip install {package}" in done.stderr
+    assert f"run: pip install {package}" in done.stderr
     assert not (hvdrun.folder / "begun").exists()

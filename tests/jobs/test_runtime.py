@@ -259,9 +259,9 @@ def test_open_mpi_does_not_look_for_networks_unless_told_to(
     script = """
         import os
         import hvd_keras as hvd
-        from hvd_keras import _library
+        from hvd_keras.runtime import libraries
         hvd.init()
-        is_open_mpi_5 = _library.mpi_version().startswith("Open MPI v5")
+        is_open_mpi_5 = libraries.mpi_version().startswith("Open MPI v5")
         setting = os.environ.get("OMPI_MCA_btl")
         print(is_open_mpi_5, setting)
         # Of this process, while others come and go.

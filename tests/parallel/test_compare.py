@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import log, settings
+from hvd_keras.runtime import log, settings
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

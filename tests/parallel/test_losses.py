@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import log
+from hvd_keras.runtime import log
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree
+from hvd_keras.runtime import agree
 from hvd_keras.training import checkpoint
 from tests.harness import training
 

@@ -105,7 +105,7 @@ def test_several_steps_per_execution() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_buckets_smaller_than_a_gradient(model: str, monkeypatch) -> None:
-    from hvd_keras import settings
+    from hvd_keras.runtime import settings
 
     monkeypatch.setattr(settings, "read", lambda: settings.Settings(bucket_bytes=16))
     training.assert_trains_like_one_process(MODELS[model], MAIN["adam"])

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras._keras import require
+from hvd_keras.runtime.keras import require
 from hvd_keras.training import building, patches
 from tests.harness import training
 

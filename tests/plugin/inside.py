@@ -13,7 +13,7 @@ import tempfile
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras import _library, agree
+from hvd_keras.runtime import agree, libraries
 
 hvd.init()
 _FOLDER = pathlib.Path(os.environ["HVD_TEST_PARALLEL"])
@@ -76,7 +76,7 @@ def pytest_runtest_logreport(report) -> None:
         sys.stdout.flush()
         sys.stderr.write(f"\n{text}")
         sys.stderr.flush()
-        _library.core().hvd_abort(1)
+        libraries.core().hvd_abort(1)
 
 
 def _key(nodeid: str) -> str:

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from hvd_keras import exit_codes
+from hvd_keras.runtime import exit_codes
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]

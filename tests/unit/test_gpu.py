@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import kernels
 
-from hvd_keras import _library, gpu
-from hvd_keras.settings import Settings
+from hvd_keras.runtime import gpu, libraries
+from hvd_keras.runtime.settings import Settings
 
 
 def test_each_process_of_a_host_gets_its_own_gpu() -> None:
@@ -32,8 +32,11 @@ def test_fewer_gpus_than_processes() -> None:
 def test_what_is_missing_or_wrong_is_told(tmp_path: pathlib.Path) -> None:
     text = tmp_path / "libnccl.so.2"
     text.write_text("no library")
+    code = (
+        "import hvd_keras as hvd\nfrom hvd_keras.runtime import gpu\nprint(gpu.facts())\nhvd.init()"
+    )
     result = subprocess.run(
-        [sys.executable, "-c", "from hvd_keras import gpu, init; print(gpu.facts()); init()"],
+        [sys.executable, "-c", code],
         env={
             "PATH": "",
             "HVD_NCCL_LIBRARY": str(text),
@@ -52,9 +55,9 @@ def test_what_is_missing_or_wrong_is_told(tmp_path: pathlib.Path) -> None:
 
 def test_the_gpu_kernels_load_into_the_tensorflow_that_has_gpus() -> None:
     assert tf.test.is_built_with_cuda()
-    _library.tensorflow_ops()
+    libraries.tensorflow_ops()
     # Missing functions must be detected now, not at their first call.
-    library = _library._tensorflow_folder() / "libhvd_tensorflow.so"
+    library = libraries._tensorflow_folder() / "libhvd_tensorflow.so"
     ctypes.CDLL(str(library), mode=ctypes.RTLD_LOCAL | 2)  # RTLD_NOW
     on_host = {"HvdAlltoall": ["splits", "received_splits"], "HvdJoin": ["last"]}
     for name in ("Allreduce", "Allgather", "Broadcast", "Alltoall", "Reducescatter", "Barrier"):

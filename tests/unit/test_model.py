@@ -125,7 +125,7 @@ def test_the_settings_are_those_of_the_project():
 
     transport = "native/core/cpu/cluster_transport.cc"
     assert number("FIRST_BYTES", "hvd_keras/ops/buckets.py") == buckets.FIRST_BYTES
-    assert number("bucket_bytes", "hvd_keras/settings.py") == model.BUCKET_BYTES
+    assert number("bucket_bytes", "hvd_keras/runtime/settings.py") == model.BUCKET_BYTES
     header = (ROOT / "native/core/cpu/mpi_transport.h").read_text()
     assert f"kFewRanks = {model.FEW_RANKS};" in header
     assert number("kMessageBytes", transport) == model.MESSAGE_BYTES

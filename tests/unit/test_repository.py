@@ -40,7 +40,7 @@ def test_only_settings_and_the_launcher_read_the_environment() -> None:
         if re.search(r"\b(secure_)?getenv|os\.environ", path.read_text())
         and path.parts[len(ROOT.parts)] in ("hvd_keras", "callbacks", "native")
     ]
-    allowed = {"hvd_keras/settings.py", "native/core/base/settings.cc"}
+    allowed = {"hvd_keras/runtime/settings.py", "native/core/base/settings.cc"}
     assert {r for r in readers if not r.startswith("hvd_keras/launch/")} <= allowed
 
 
@@ -123,7 +123,7 @@ def test_the_ways_to_leave_a_job_are_documented() -> None:
 
 
 def settings() -> set[str]:
-    sources = (ROOT / "hvd_keras" / "settings.py", ROOT / "native/core/base/settings.cc")
+    sources = (ROOT / "hvd_keras/runtime/settings.py", ROOT / "native/core/base/settings.cc")
     return {n for path in sources for n in re.findall(r'"(HVD_[A-Z_]+)"', path.read_text())}
 
 

@@ -86,7 +86,7 @@ def serve(text: str, statistics: Statistics) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
         raise UsageError(
-            "--metrics needs the package prometheus_client; expected: pip install prometheus_client"
+            "--metrics needs the package prometheus_client; run: pip install prometheus_client"
         ) from error
     registry = CollectorRegistry()
     registry.register(Collector(statistics))

@@ -87,8 +87,8 @@ def _listen_in(directory: Path) -> socket.socket:
             listener.bind(f"{folder}/{SOCKET}")
     except OSError as error:
         raise UsageError(
-            f"cannot make a socket in {directory}: {error.strerror}; set TMPDIR to a folder of a "
-            "file system that takes them"
+            f"cannot make a socket in {directory}: {error.strerror}; set TMPDIR to a folder on "
+            "another file system"
         ) from error
     listener.listen(socket.SOMAXCONN)
     return listener

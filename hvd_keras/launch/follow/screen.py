@@ -34,7 +34,7 @@ def wanted() -> bool:
         import rich  # noqa: F401
     except ImportError as error:
         raise UsageError(
-            "--stats in a terminal needs the package rich; expected: pip install rich "
+            "--stats in a terminal needs the package rich; run: pip install rich "
             "(or redirect stderr)"
         ) from error
     return True

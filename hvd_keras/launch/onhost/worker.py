@@ -4,7 +4,7 @@ mpirun or srun starts a worker once per rank, on every host (see `start_worker.p
 hvdrun, learns the command, and passes the command's input, its output and the report of its end
 through that connection: mpirun would join pieces of lines, mix in messages of its own, and its exit
 status can be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended. What
-hvd_keras tells of a rank comes over a datagram socket (see `hvd_keras.settings`).
+hvd_keras tells of a rank comes over a datagram socket (see `hvd_keras.runtime.settings`).
 """
 
 from __future__ import annotations

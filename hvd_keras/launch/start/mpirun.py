@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
 from hvd_keras.launch.start.hosts import Host
+from hvd_keras.runtime import mpi_library
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Mpirun:
     major: int = 0
     library: str = ""  # for the ranks, if they would take another MPI by themselves
 
-    def fits(self, library: _mpi.Library) -> bool:
+    def fits(self, library: mpi_library.Library) -> bool:
         """Whether ranks with this MPI library can be its ranks."""
         return (library.abi == "openmpi") == (self.kind == "Open MPI")
 
-    def for_(self, library: _mpi.Library, *first: _mpi.Library) -> Mpirun:
+    def for_(self, library: mpi_library.Library, *first: mpi_library.Library) -> Mpirun:
         """The same, for ranks that use this MPI library, and by themselves would take `first`."""
         same = os.path.realpath(library.path) in [os.path.realpath(one.path) for one in first]
         return self if same else replace(self, library=library.path)
@@ -147,7 +147,7 @@ class Mpirun:
 
 def find_mpirun(requested: str | None) -> Mpirun:
     """Find the requested mpirun; else that of the MPI that the ranks will use, or one on PATH."""
-    there = list(_mpi.candidates())
+    there = list(mpi_library.candidates())
     if requested is not None:
         path = shutil.which(requested)
         if path is None:
@@ -158,7 +158,9 @@ def find_mpirun(requested: str | None) -> Mpirun:
         found = _identify(path)
         if there and there[0].is_chosen:
             return found
-        fitting = [library for library in [*_mpi.beside(path), *there] if found.fits(library)]
+        fitting = [
+            library for library in [*mpi_library.beside(path), *there] if found.fits(library)
+        ]
         return found.for_(fitting[0], *there[:1]) if fitting else found
     for library in there:
         for path in _beside(library.path):

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_keras import _mpi
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import NODE_TIMEOUT
 from hvd_keras.launch.start import remote_shell as reach
 from hvd_keras.launch.start.hosts import Host
+from hvd_keras.runtime import mpi_library
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def find(environment: Mapping[str, str]) -> Srun | None:
     path = shutil.which("srun", path=environment.get("PATH"))
     if path is None:
         return None
-    library = next(_mpi.candidates(), None)  # mpirun is not needed, and may not be there
+    library = next(mpi_library.candidates(), None)  # mpirun is not needed, and may not be there
     return Srun(path, "pmix" if library is not None and library.abi == "openmpi" else "pmi2")
 
 

@@ -1,4 +1,4 @@
-// Log messages on stderr, in the format of hvd_keras/log.py:
+// Log messages on stderr, in the format of hvd_keras/runtime/log.py:
 // "hvd_keras WARNING rank 1: text".
 #pragma once
 

@@ -14,10 +14,19 @@
 // own slot. As with MPI each element is summed once, by one rank, in rank order, so all ranks
 // hold the same bits, and the same as over MPI.
 //
+// A rank's part of the shared memory (shared_memory.h), by words:
+//
+//   small slot   areas 0 and 1, in turn by step: a proposal, then up to 16 KiB of tensors
+//   slot         areas 2 to 5, in turn by chunk: a rank's bytes of one chunk, at most 512 KiB
+//   chunk        what all ranks move at once: the same bytes of the request, from each rank's slot
+//   slice        of a chunk: the bytes that one rank reduces, for all ranks
+//   block        of a slice: 32 KiB that are reduced at once, and stay in the first-level cache
+//   place        of the slots: up to 64 KiB that travel with a proposal, 32 places in turn by step
+//
 // The tensors of a small allreduce travel with the ranks' proposals, and every rank sums all of
-// them into its output. Other small allreduces and the other collectives alternate between two
-// places per rank and wait at barriers: what is written before a barrier stays until after the next
-// one.
+// them into its output. Other small allreduces and the other collectives use the small slots, or
+// the slots, in turn by step, with a barrier after each: what is written before a barrier stays
+// until after the next one.
 #pragma once
 
 #include <memory>

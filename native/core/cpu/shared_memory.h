@@ -1,5 +1,9 @@
 // A block of memory that the ranks of one host share, with counters and a barrier in it.
 //
+//   block = counters | part of rank 0 | part of rank 1 | ...
+//   part  = what one rank writes and all ranks read: area 0 | area 1 | ...
+//   area  = bytes for one purpose, which the transport chooses (host_transport.h)
+//
 // At first only the beginning of each area is committed, so that a process set that moves little or
 // nothing takes little of /dev/shm. commit() commits the rest.
 //

@@ -7,6 +7,16 @@
 // If nothing is queued, the thread that submits a small request serves it itself, if the other
 // ranks come within microseconds. Otherwise the engine's thread goes on with it.
 //
+// One thread at a time uses the transport, the one that has set in_use_:
+//
+//   idle  (queue empty, in_use_ false)
+//     │ submit() of a small request: the submitting thread sets in_use_
+//     ├──> at once ──> run, done() ──> idle;  not all came in time: queue ──> serving
+//     │ submit() of another, or a leave: the engine's thread sets in_use_
+//     └──> serving ──> run, done() ──> serving, while the queue has requests ──> idle
+//            │ not all ranks propose the same: negotiate, and go on as that says
+//            └──> stopped (all ranks leave, or the job aborts): every request fails with the reason
+//
 // There is no coordinator and no cycle: ranks that submit in the same order, as TensorFlow's
 // functions do, never negotiate. docs/protocol.md describes the protocol.
 #pragma once

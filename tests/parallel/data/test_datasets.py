@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_keras import agree, data, log
+from hvd_keras import data
 from hvd_keras.data import datasets
+from hvd_keras.runtime import agree, log
 from tests.harness import training
 from tests.harness.shards import (
     BATCH,

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree
+from hvd_keras.runtime import agree
 from hvd_keras.training import preprocessing
 from tests.harness import training
 

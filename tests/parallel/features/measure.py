@@ -50,7 +50,7 @@ def verdict(case: table.Case, result: str, text: str) -> str:
 def _inside(cases: list[table.Case], until: float) -> None:
     """The program of each rank."""
     import hvd_keras as hvd
-    from hvd_keras import agree
+    from hvd_keras.runtime import agree
 
     hvd.init()
     with RESULTS.open("a") as file:

@@ -13,8 +13,9 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import process_sets, shards
-from hvd_keras._keras import keras
+from hvd_keras import shards
+from hvd_keras.runtime import process_sets
+from hvd_keras.runtime.keras import keras
 from tests.parallel.features import table
 
 BATCH, STEPS, LENGTH, WORDS = 4, 4, 3, 12

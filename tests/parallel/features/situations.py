@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree
-from hvd_keras._keras import keras
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras
 from tests.parallel.features import table
 from tests.parallel.features.sides import (
     Side,

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import settings
 from hvd_keras.horovod import elastic
+from hvd_keras.runtime import settings
 
 RANK, SIZE = hvd.rank(), hvd.size()
 BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback

@@ -19,7 +19,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import hvd_keras as hvd
-from hvd_keras import _library
+from hvd_keras.runtime import libraries
 
 RANK, SIZE = hvd.rank(), hvd.size()
 pytestmark = pytest.mark.ranks(2, 3)
@@ -305,7 +305,7 @@ def test_random_collectives(process_sets, request, capfd) -> None:
                     f"\nrank {RANK} failed {mode} in {example}:\n{traceback.format_exc()}",
                     flush=True,
                 )
-            _library.core().hvd_abort(1)
+            libraries.core().hvd_abort(1)
 
     with pool:
         fuzz()

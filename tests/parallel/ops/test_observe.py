@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import agree
+from hvd_keras.runtime import agree
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -11,8 +11,8 @@ except ImportError as error:
 
 import sys
 
-from hvd_keras import settings
 from hvd_keras.horovod import modules, names
+from hvd_keras.runtime import settings
 
 __version__ = names.VERSION
 settings.set_horovods_ranks()

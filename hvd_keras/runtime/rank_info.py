@@ -3,11 +3,11 @@
 import ctypes
 from typing import NamedTuple
 
-from hvd_keras import _library, settings
+from hvd_keras.runtime import libraries, settings
 
 # mpi4py loads the first MPI library that it finds. It must find the one of hvd_keras, even if it is
 # imported before hvd.init().
-settings.point_mpi4py_at(_library.mpi_file())
+settings.point_mpi4py_at(libraries.mpi_file())
 
 
 class RankInfo(NamedTuple):
@@ -63,7 +63,7 @@ def has_left_alone() -> bool:
 
 def is_initialized() -> bool:
     """Whether ``hvd.init()`` was called, and ``hvd.shutdown()`` not since then."""
-    return bool(_library.core().hvd_initialized()) and not _left_alone
+    return bool(libraries.core().hvd_initialized()) and not _left_alone
 
 
 def rank() -> int:
@@ -108,5 +108,5 @@ def _read() -> RankInfo:
             "top of the script."
         )
     numbers = (ctypes.c_int * len(RankInfo._fields))()
-    _library.core().hvd_rank_info(numbers)
+    libraries.core().hvd_rank_info(numbers)
     return RankInfo(*numbers)

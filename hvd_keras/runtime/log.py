@@ -3,7 +3,7 @@
 import functools
 import logging
 
-from hvd_keras import settings
+from hvd_keras.runtime import settings
 
 logger = logging.getLogger("hvd_keras")
 

@@ -5,12 +5,12 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
-from hvd_keras import _library
+from hvd_keras.runtime import libraries
 
 
 def problem() -> str:
     """Returns why XLA cannot compile collectives here, or "" if it can."""
-    return _library.why_no_xla()
+    return libraries.why_no_xla()
 
 
 def is_compiling() -> bool:
@@ -26,11 +26,11 @@ def is_compiling() -> bool:
 
 def check(kind: str) -> None:
     """Raises NotImplementedError if the collective that is being traced cannot be compiled."""
-    why = _library.why_no_xla()
+    why = libraries.why_no_xla()
     if why and is_compiling():
         raise NotImplementedError(
             f"XLA cannot compile hvd.{kind} here: {why}. Use jit_compile=False. In model.fit, "
-            "hvd.callbacks.BroadcastGlobalVariablesCallback turns XLA off by itself."
+            "hvd.callbacks.BroadcastGlobalVariablesCallback turns XLA off."
         )
 
 

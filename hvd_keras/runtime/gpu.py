@@ -5,7 +5,7 @@ import sys
 
 import tensorflow as tf
 
-from hvd_keras import _library, settings
+from hvd_keras.runtime import libraries, settings
 
 
 def find_libraries() -> None:
@@ -16,7 +16,7 @@ def find_libraries() -> None:
         for kind in ("cuda_runtime", "nccl", "cu13")
         if (folder := pathlib.Path(path) / "nvidia" / kind / "lib").is_dir()
     }
-    _library.core().hvd_gpu_folders(":".join(sorted(folders)).encode())
+    libraries.core().hvd_gpu_folders(":".join(sorted(folders)).encode())
 
 
 def pin(local_rank: int, local_size: int) -> None:
@@ -49,7 +49,7 @@ def pin(local_rank: int, local_size: int) -> None:
                 ) from error
         visible = [gpu]
     if visible:
-        _library.core().hvd_use_gpu(gpus.index(visible[0]))
+        libraries.core().hvd_use_gpu(gpus.index(visible[0]))
 
 
 def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Settings) -> int:
@@ -80,5 +80,5 @@ def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Setting
 def facts() -> dict[str, str]:
     """Describes the CUDA and NCCL libraries that were found, or what is missing."""
     find_libraries()
-    core = _library.core()
+    core = libraries.core()
     return {"CUDA": core.hvd_cuda().decode(), "NCCL": core.hvd_nccl().decode()}

@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 import hvd_keras
-from hvd_keras import _mpi, settings
+from hvd_keras.runtime import mpi_library, settings
 
 try:
     import hvd_keras._build_info
@@ -51,11 +51,11 @@ def core() -> ctypes.CDLL:
         RuntimeError: no usable MPI library was found.
     """
     try:
-        abi, mpi = _mpi.load()
-    except _mpi.NotFoundError as error:
+        abi, mpi = mpi_library.load()
+    except mpi_library.NotFoundError as error:
         if settings.is_launched():
             raise RuntimeError(str(error)) from None
-        mpi = _mpi.Library(_find("native/alone/libmpi.so.*"), "for one process")
+        mpi = mpi_library.Library(_find("native/alone/libmpi.so.*"), "for one process")
         abi = mpi.abi
         ctypes.CDLL(mpi.path)
     if abi == "mpich" and not os.path.basename(mpi.path).startswith("libmpi.so"):

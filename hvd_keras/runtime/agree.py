@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import _library, rank_info
+from hvd_keras.runtime import libraries, rank_info
 
 _Result = TypeVar("_Result")
 
@@ -72,7 +72,7 @@ def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> li
     if process_set is not None:
         process_set.check_included(name)
     number = 0 if process_set is None else process_set.id()
-    allgather = _library.tensorflow_ops().hvd_allgather
+    allgather = libraries.tensorflow_ops().hvd_allgather
 
     def gather(values: Any, call: str) -> Any:
         return run_now(lambda: allgather([values], tensor_name=call, process_set=number)[0])

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-from hvd_keras import _library, agree, rank_info
+from hvd_keras.runtime import agree, libraries, rank_info
 
 
 class ProcessSet:
@@ -149,11 +149,11 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set} has been added already.")
     # Before the ranks agree: what follows on any GPU is in an order that both sets keep.
-    _library.core().hvd_expect_process_sets(1)
+    libraries.core().hvd_expect_process_sets(1)
     try:
         return _add(process_set)
     finally:
-        _library.core().hvd_expect_process_sets(-1)
+        libraries.core().hvd_expect_process_sets(-1)
 
 
 def _add(process_set: ProcessSet) -> ProcessSet:
@@ -238,7 +238,7 @@ def _begin(process_set: ProcessSet, process_set_id: int) -> None:
     _next_number = process_set_id + 1
     ranks = process_set.ranks
     array = (ctypes.c_int * len(ranks))(*ranks)
-    core = _library.core()
+    core = libraries.core()
     if core.hvd_add_process_set(process_set_id, array, len(ranks)) != 0:
         raise RuntimeError(core.hvd_error().decode())
     process_set.process_set_id = process_set_id
@@ -247,7 +247,7 @@ def _begin(process_set: ProcessSet, process_set_id: int) -> None:
 
 def _end(process_set: ProcessSet) -> None:
     number = process_set.id()
-    _library.core().hvd_remove_process_set(number)
+    libraries.core().hvd_remove_process_set(number)
     del _added[number]
     process_set.process_set_id = None
 

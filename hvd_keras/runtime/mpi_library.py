@@ -16,7 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 
-from hvd_keras import settings
+from hvd_keras.runtime import settings
 
 # Open MPI; MPICH, Intel MPI and compatible libraries, which share an ABI; Debian's MPICH.
 _NAMES = ("libmpi.so.40", "libmpi.so.12", "libmpich.so.12")
