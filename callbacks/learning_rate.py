@@ -59,8 +59,8 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
             ) from error
         except AttributeError as error:
             raise ValueError(
-                f"{type(self).__name__}: a {type(optimizer).__name__} has no learning rate of its "
-                "own. Set the rates of its optimizers, or remove this callback."
+                f"{type(self).__name__}: a {type(optimizer).__name__} has no learning rate. Set "
+                "the rates of its optimizers, or remove this callback."
             ) from error
         if self.momentum_correction and old > 0 and new != old:
             buffers = _momentum_buffers(together.innermost(optimizer))

@@ -6,7 +6,6 @@ import sys
 import warnings
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 from hvd_keras.callbacks import parts, rank_values
@@ -15,7 +14,7 @@ from hvd_keras.callbacks.base import Callback
 from hvd_keras import data, shards
 from hvd_keras.ops import objects
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.keras import Variable, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.shards import state
 from hvd_keras.training import checkpoint, fitting, preprocessing, variables
@@ -444,7 +443,7 @@ def _rate(optimizer: Any) -> float | None:
         rate = optimizer.learning_rate
     except AttributeError:  # a MultiOptimizer has none of its own
         return None
-    return float(rate) if isinstance(rate, keras.Variable) else None
+    return float(rate) if isinstance(rate, Variable) else None
 
 
 def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) -> None:

@@ -27,6 +27,8 @@ def serve(file: Path) -> None:
     fetched = False
 
     class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = 1.0  # seconds; a browser may connect in advance, and send nothing
+
         def do_GET(self) -> None:
             nonlocal fetched
             if self.path != path:

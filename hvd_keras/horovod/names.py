@@ -130,7 +130,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "broadcast_variables",
-            note="an op in TensorFlow 1 graphs; warns if there are no variables",
+            note="an op in TensorFlow 1 graphs; warns without variables",
             home=_FUNCTIONS,
         ),
         Row(

@@ -7,12 +7,11 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_keras.launch import job_spec, options, plan, restarts
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow import metrics
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals, raise_open_files
@@ -25,10 +24,9 @@ def _launch(arguments: Sequence[str] | None) -> int:
         die_with_parent(int(given.call[0]), signal.SIGTERM)
     asked = job_spec.build(given)
     if asked.options.dry_run:
-        placement = restarts.place(asked, look=False)
-        names = {"job": "JOB", "secret": plan.HIDDEN, "addresses": "HVDRUN_ADDRESS"}
-        directory = Path("JOB_DIRECTORY")
-        print(plan.plan(asked, placement, directory=directory, **names).describe())
+        placement = asyncio.run(restarts.place(asked, look=False))
+        names = (Path("JOB_DIRECTORY"), "JOB", plan.HIDDEN, "HVDRUN_ADDRESS")
+        print(plan.plan(asked, placement, *names).describe())
         print(f"each rank: {shlex.join(asked.command)}")
         return 0
     raise_open_files()
@@ -67,9 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_folder()
         return _launch(arguments)
     except KeyboardInterrupt:  # before `Signals` listens
-        print("hvdrun: SIGINT received before the start", file=sys.stderr)
+        say("SIGINT received before the start")
         return 128 + signal.SIGINT
     except UsageError as error:
         for line in str(error).splitlines():
-            print(f"hvdrun: {line}", file=sys.stderr)
+            say(line)
         return 2

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, say
 
 
 def _bytes_of_megabytes(text: str) -> str:
@@ -86,7 +85,7 @@ class _NoCounterpart(argparse.Action):
         if option_string in REFUSED:
             text = f"{option_string} is an option of horovodrun; {REFUSED[option_string]}"
             raise UsageError(text)
-        _say(f"{option_string} of horovodrun has no effect here")
+        say(f"{option_string} of horovodrun has no effect here")
 
 
 # Horovod's settings that have a counterpart.
@@ -100,6 +99,9 @@ SETTINGS: dict[str, tuple[str, Callable[[str], str]]] = {
 
 # For an elastic job, in which horovodrun replaces ranks as often as needed.
 _ELASTIC_RESTARTS = 10
+
+
+_say_once = functools.cache(say)
 
 
 def translated(environment: Mapping[str, str]) -> dict[str, str]:
@@ -117,7 +119,7 @@ def restarts(given: argparse.Namespace) -> int:
     is_elastic = given.min_np is not None or given.host_discovery_script is not None
     if not given.horovod or not is_elastic:
         return 0
-    _say(f"an elastic job restarts up to {_ELASTIC_RESTARTS} times; --reset-limit N changes that")
+    say(f"an elastic job restarts up to {_ELASTIC_RESTARTS} times; --reset-limit N changes that")
     return _ELASTIC_RESTARTS
 
 
@@ -136,12 +138,3 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def _pair(name: str, convert: Callable[[str], str], text: str) -> tuple[str, str]:
     return name, convert(text)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    _say(text)
-
-
-def _say(text: str) -> None:
-    print(f"hvdrun: {text}", file=sys.stderr, flush=True)

@@ -10,34 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch import command_check, horovod, options
-from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow import metrics, screen
+from hvd_keras.launch import command_check, options
+from hvd_keras.launch.errors import UsageError, say
+from hvd_keras.launch.follow import metrics
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.start import hosts, slurm
+from hvd_keras.launch.start.dialects import Dialect
 from hvd_keras.launch.start.hosts import Host
-from hvd_keras.launch.start.mpirun import Mpirun, find_mpirun
-from hvd_keras.launch.start.remote_shell import Reach, RemoteShell, kubectl_exec
+from hvd_keras.launch.start.mpirun import find_mpirun
+from hvd_keras.launch.start.remote_shell import Reach, RemoteShell, kubectl_exec, ssh
 from hvd_keras.launch.start.slurm import Srun
-from hvd_keras.launch.start.ssh import ssh
-
-# The variables of hvdrun's environment that ranks on other hosts get; --env adds further ones.
-PASSED = ("PATH", "LD_LIBRARY_PATH")
-PASSED_PREFIXES = (
-    *("HVD_", "TF_", "KERAS_", "PYTHON", "OMP_", "XLA_", "CUDA_", "NCCL_"),
-    *("OMPI_MCA_", "UCX_", "FI_", "I_MPI_", "MPICH_"),
-)
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job. `hosts` is None for a job on this host, and with srun where SLURM places the ranks."""
+    """A job. `hosts` is None if a script or SLURM names them, before each start."""
 
     options: argparse.Namespace
     command: Sequence[str]
-    engine: Mpirun | Srun
+    dialect: Dialect
     hosts: Sequence[Host] | None
+    is_local: bool  # on this host alone, without SLURM
     size: int | None  # None: all slots of the hosts
     shell: RemoteShell
     jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
@@ -45,40 +39,16 @@ class JobSpec:
     lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
 
     @property
-    def is_local(self) -> bool:
-        """Whether the job runs on this host alone, without SLURM."""
-        return self.hosts is None and isinstance(self.engine, Mpirun)
-
-    @property
     def reach(self) -> Reach:
         """How commands reach the hosts."""
-        return self.engine if isinstance(self.engine, Srun) else self.shell
+        return self.dialect if isinstance(self.dialect, Srun) else self.shell
 
-    def wanted(self) -> Sequence[Host]:
+    async def wanted(self) -> Sequence[Host]:
         """Return the hosts that the job may use at this moment. Raises UsageError."""
-        if self.options.host_discovery_script is not None:
-            return hosts.discover(self.options.host_discovery_script)
-        return slurm.nodes(os.environ) if self.hosts is None else self.hosts
-
-    def environment(self) -> dict[str, str]:
-        """Return the part of our environment that ranks on other hosts get."""
-        return {
-            name: value
-            for name, value in os.environ.items()
-            if name in PASSED or name.startswith(PASSED_PREFIXES) or name in self.options.env
-        }
-
-    def option_settings(self) -> dict[str, str]:
-        """Return the environment settings of hvd_keras that options stand for."""
-        settings = horovod.settings(os.environ) if self.options.horovod else {}
-        settings |= self.options.settings
-        if isinstance(self.engine, Mpirun) and self.engine.library:
-            settings["HVD_MPI_LIBRARY"] = self.engine.library
-        if self.options.timeline is not None:
-            settings["HVD_TIMELINE"] = str(Path(self.options.timeline).absolute())
-        if self.options.strict:
-            settings["HVD_STRICT"] = "1"
-        return settings
+        if self.hosts is not None:
+            return self.hosts
+        script = self.options.host_discovery_script
+        return await (slurm.nodes(os.environ) if script is None else hosts.discover(script))
 
 
 def build(given: argparse.Namespace) -> JobSpec:
@@ -95,9 +65,16 @@ def build(given: argparse.Namespace) -> JobSpec:
         if given.size is None and not (given.hosts or given.hostfile):
             given.size = min(2, usable_cores())
     wanted = _hosts(given)
-    engine, wanted, size = _engine(given, wanted, given.size)
+    srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
+    dialect = srun or find_mpirun(given.mpirun)
+    if given.per_host and wanted is None and (srun is not None or given.size):
+        what = "-np" if srun is None else "a SLURM allocation"
+        raise UsageError(f"got --nproc-per-node with {what} and no hosts; expected -np alone")
+    is_local = srun is None and _is_local(given, wanted)
+    if is_local:
+        wanted = [_this_host(given, wanted)]
     if given.check:
-        words.append(engine.path)
+        words.append(dialect.path)
     if not words:
         raise UsageError(
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"
@@ -111,9 +88,10 @@ def build(given: argparse.Namespace) -> JobSpec:
     return JobSpec(
         options=given,
         command=command_check.resolve(words),
-        engine=engine,
+        dialect=dialect,
         hosts=wanted,
-        size=size,
+        is_local=is_local,
+        size=given.size,
         shell=_shell(given),
     )
 
@@ -154,56 +132,40 @@ def _hosts(given: argparse.Namespace) -> list[Host] | None:
         return hosts.parse(given.hosts)
     if given.hostfile is not None:
         return hosts.read(given.hostfile)
-    if given.host_discovery_script is not None:
-        return hosts.discover(given.host_discovery_script)
     return None
 
 
-def _engine(
-    given: argparse.Namespace, wanted: list[Host] | None, size: int | None
-) -> tuple[Mpirun | Srun, list[Host] | None, int | None]:
-    """Choose what starts the ranks. A job on this host alone gets a size, but no hosts."""
-    srun = None if given.mpirun or given.remote_shell else slurm.find(os.environ)
-    is_auto = size == options.AUTO
-    if wanted is None and given.per_host is not None:
-        if srun is not None or size:
-            what = "a SLURM allocation" if srun is not None else "-np"
-            raise UsageError(f"got --nproc-per-node with {what} and no hosts; expected -np alone")
-        size = given.per_host
-    if srun is not None:
-        return srun, wanted, size or (None if wanted else slurm.size(os.environ))
-    if (
-        wanted is not None
-        and given.host_discovery_script is None
-        and all(hosts.is_here(host.name) for host in wanted)
-    ):
-        if len(wanted) > 1:
-            names = " and ".join(host.name for host in wanted)
-            raise UsageError(
-                f"the hosts {names} are all this host; name it once, with all its ranks"
-            )
-        slots = wanted[0].slots or given.per_host
-        size = size or slots or (usable_gpus(os.environ) * is_auto) or usable_cores()
-        if slots is not None and size > slots and not given.oversubscribe:
-            raise _too_many(size, slots, "slot")
-        given.oversubscribe = given.oversubscribe or slots is not None
-        wanted = None
+def _is_local(given: argparse.Namespace, wanted: list[Host] | None) -> bool:
     if wanted is None:
-        if is_auto:
-            size = size or usable_gpus(os.environ) or usable_cores()
-        if size is None:
+        return given.host_discovery_script is None
+    if not all(hosts.is_here(host.name) for host in wanted):
+        return False
+    if len(wanted) > 1:
+        names = " and ".join(host.name for host in wanted)
+        raise UsageError(f"the hosts {names} are all this host; name it once, with all its ranks")
+    return True
+
+
+def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
+    """Return this host with the number of ranks that it gets."""
+    slots = (wanted[0].slots or given.per_host) if wanted else None
+    size = given.size or slots or given.per_host
+    if size is None:
+        if wanted is None and given.size is None:
             raise UsageError(
                 "-np is missing; expected the number of ranks, or auto for all cores or GPUs, for "
                 f"example: {options.EXAMPLE}"
             )
-        if size > usable_cores() and not given.oversubscribe:
-            if not given.horovod:
-                raise _too_many(size, usable_cores(), "core")
-            given.oversubscribe = True  # horovodrun never refuses
-            print(
-                f"hvdrun: {size} ranks share {usable_cores()} cores, which is slow", file=sys.stderr
-            )
-    return find_mpirun(given.mpirun), wanted, size
+        gpus = usable_gpus(os.environ) if given.size == options.AUTO else 0
+        size = gpus or usable_cores()
+    there, what = (usable_cores(), "core") if slots is None else (slots, "slot")
+    if size > there and not given.oversubscribe:
+        if not given.horovod or slots is not None:
+            raise _too_many(size, there, what)
+        given.oversubscribe = True  # horovodrun never refuses
+        say(f"{size} ranks share {there} cores, which is slow")
+    given.oversubscribe = given.oversubscribe or slots is not None
+    return Host("localhost", size)
 
 
 def _too_many(size: int, there: int, what: str) -> UsageError:
@@ -215,7 +177,7 @@ def _too_many(size: int, there: int, what: str) -> UsageError:
 
 
 def _check_observers(given: argparse.Namespace) -> None:
-    given.screen = given.stats and screen.wanted()
+    given.screen = given.stats and sys.stderr.isatty()
     if given.metrics is not None:
         metrics.parse(given.metrics)
     if given.timeline is not None:

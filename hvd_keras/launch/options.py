@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -18,6 +17,13 @@ EXAMPLE = "hvdrun -np 2 train.py"
 
 # What -np says for as many ranks as the hosts have GPUs, or cores without GPUs.
 AUTO = 0
+
+# The variables of hvdrun's environment that ranks on other hosts get; --env adds further ones.
+PASSED = ("PATH", "LD_LIBRARY_PATH")
+PASSED_PREFIXES = (
+    *("HVD_", "TF_", "KERAS_", "PYTHON", "OMP_", "XLA_", "CUDA_", "NCCL_"),
+    *("OMPI_MCA_", "UCX_", "FI_", "I_MPI_", "MPICH_"),
+)
 
 DESCRIPTION = """\
 Starts N processes (ranks) of a program, on this host or on several, for data-parallel training with
@@ -111,6 +117,224 @@ class _Completion(argparse.Action):
         parser.exit()
 
 
+def _option(spec: str, text: str, **kwargs: Any) -> tuple[list[str], dict[str, Any]]:
+    """Describe an option: "--flag --other METAVAR" and its help; without METAVAR it is on or off.
+
+    `least` makes it an integer.
+    """
+    *flags, last = spec.split()
+    if last.startswith("-"):
+        flags.append(last)
+        kwargs.setdefault("action", "store_true")
+    else:
+        kwargs["metavar"] = last
+    if "least" in kwargs:
+        kwargs["type"] = _at_least(kwargs.pop("least"), flags[0])
+    return flags, {**kwargs, "help": text}
+
+
+_GROUPS = {
+    "usual options": [
+        _option(
+            "-np -n --num-proc N",
+            "number of ranks, or auto: all slots of the hosts, where a host without a number has "
+            "one for each GPU, or for each usable core without GPUs (default: all slots, one for "
+            "each usable core; required on this host alone)",
+            dest="size",
+            type=_size,
+        ),
+        _option(
+            "-H --hosts HOSTS",
+            "server1:4,server2:4: hosts and the number of ranks on each; without a number, one "
+            "rank per usable core (default: this host)",
+        ),
+        _option("--oversubscribe", "allow more ranks than usable cores or slots (default: off)"),
+        _option(
+            "-m MODULE",
+            "run a Python module, as `python -m MODULE` does; all that follows are its arguments "
+            "(default: none)",
+            dest="module",
+            nargs=argparse.REMAINDER,
+        ),
+        _option(
+            "--max-restarts N",
+            "maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
+            "resume (default: 0; 10 for elastic training with --horovod)",
+            least=0,
+        ),
+        _option(
+            "--output-dir FOLDER",
+            "also write each rank's stdout and stderr to rank-N.txt in this folder (default: none)",
+        ),
+        _option(
+            "--stats",
+            "show in a terminal how fast the ranks train and which one the others wait for; at "
+            "the end, print to stderr how long they waited and the bytes exchanged (default: off)",
+        ),
+        _option(
+            "--verbose",
+            "print mpirun's command and its own messages to stderr (default: off)",
+        ),
+        _option(
+            "--check",
+            "print the installation and run a self-test of every collective for two seconds, by "
+            "default on two ranks; takes no command (default: off)",
+        ),
+        _option("-h --help", "print this text and exit", action="help"),
+    ],
+    "output": [
+        _option(
+            "--prefix",
+            "prefix each line of output with its rank, as in '[0] text' (default: on)",
+            action=argparse.BooleanOptionalAction,
+            default=True,
+        ),
+        _option(
+            "--metrics PORT",
+            "serve the numbers of --stats for Prometheus at this port of 127.0.0.1, or at "
+            "ADDRESS:PORT (default: none)",
+        ),
+        _option(
+            "--postmortem FOLDER",
+            "after a failure, keep each rank's last requests and stacks in this folder, and say "
+            "which rank did something else first (default: none)",
+        ),
+        _option(
+            "--timeline FILE",
+            "record a timeline of all ranks in FILE, for https://ui.perfetto.dev or "
+            "chrome://tracing (default: none)",
+        ),
+    ],
+    "several hosts": [
+        _option(
+            "--nproc-per-node --nproc_per_node N",
+            "number of ranks on each host that is named without a number (default: one per usable "
+            "core)",
+            dest="per_host",
+            least=1,
+        ),
+        _option(
+            "--hostfile FILE",
+            "file with one host per line: server1:4 or server1 slots=4 (default: none)",
+        ),
+        _option(
+            "--host-discovery-script COMMAND",
+            "a program that prints such lines; run at the start and before each restart "
+            "(default: none)",
+            type=_words("--host-discovery-script"),
+        ),
+        _option("--ssh-port PORT", "ssh port of the hosts (default: ssh's own)", least=1),
+        _option("--ssh-identity-file FILE", "key for ssh (default: ssh's own)"),
+        _option(
+            "--remote-shell PROGRAM",
+            "the program by which hosts are reached, with its options in one string: it is called "
+            "as ssh is, and exits with 255 if it cannot reach the host; or 'kubectl exec', with "
+            "hosts that are pods (default: ssh)",
+            type=_words("--remote-shell"),
+            default="",
+        ),
+        _option(
+            "--env NAME",
+            "pass this environment variable to ranks on other hosts; may be repeated (default: "
+            f"{', '.join(PASSED)}, and variables that begin with "
+            f"{', '.join(PASSED_PREFIXES[:-1])} or {PASSED_PREFIXES[-1]})",
+            action="append",
+            default=[],
+        ),
+        _option(
+            "--network-interface NAME",
+            "network between the hosts: an interface, such as eth0, or an address range, such as "
+            "10.0.0.0/24 (default: the network through which all hosts are reached, if there is "
+            "only one)",
+            type=_one_interface,
+        ),
+        _option(
+            "--wait-for-hosts SECONDS",
+            "how long to wait before the first start for hosts that cannot be reached yet, such "
+            "as containers that are starting (default: %(default)s)",
+            least=0,
+            default=0,
+        ),
+        _option(
+            "--start-timeout SECONDS",
+            "time limit for starting ranks on several hosts (default: %(default)s)",
+            least=1,
+            default=120,
+        ),
+    ],
+    "restarts and the end": [
+        _option(
+            "--min-np K",
+            "minimum number of ranks for a restart on the hosts that answer; hvdrun waits until "
+            "there are enough slots (default: as many as at the start)",
+            least=1,
+        ),
+        _option(
+            "--restart-timeout SECONDS",
+            "how long to wait for enough slots before a restart (default: %(default)s)",
+            least=0,
+            default=600,
+        ),
+        _option(
+            "--stop-timeout SECONDS",
+            "how long ranks may take to save their work when a signal asks hvdrun to end, until "
+            "they are killed; a second Ctrl-C does not wait (default: %(default)s)",
+            least=0,
+            default=20,
+        ),
+    ],
+    "programs": [
+        _option(
+            "--horovod",
+            "let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)",
+        ),
+        _option(
+            "--strict",
+            "turn hvd_keras's warnings about ranks that train separate models into errors; sets "
+            "HVD_STRICT=1 for the ranks (default: off)",
+        ),
+        _option(
+            "--separate",
+            "allow that ranks of a program that uses hvd_keras end without having completed "
+            "hvd.init() (default: off: exit status 1)",
+        ),
+    ],
+    "MPI": [
+        _option(
+            "--mpirun PATH",
+            "the mpirun to use (default: srun in a SLURM allocation, else that of the build, else "
+            "the one beside this Python, else the one on PATH)",
+        ),
+        _option(
+            "--mpi-args ARGS",
+            "further arguments for mpirun or srun, in one string, quoted as in a shell; add "
+            "--verbose to see mpirun's own messages (default: empty)",
+            type=_words("--mpi-args"),
+            default="",
+        ),
+    ],
+    "hvdrun itself": [
+        _option(
+            "--dry-run",
+            "print the environment settings and mpirun's command, and stop (default: off)",
+        ),
+        _option(
+            "--completion",
+            "print a script that completes options in bash and zsh, and exit; use it by "
+            'eval "$(hvdrun --completion)" (default: off)',
+            action=_Completion,
+            nargs=0,
+        ),
+        _option(
+            "--version",
+            "print the version and exit (default: off)",
+            action="version",
+            version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
+        ),
+    ],
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hvdrun",
@@ -120,274 +344,18 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    _add_usual(parser.add_argument_group("usual options"))
-    _add_output(parser.add_argument_group("output"))
-    _add_hosts(parser.add_argument_group("several hosts"))
-    _add_restarts(parser.add_argument_group("restarts and the end"))
-    _add_programs(parser.add_argument_group("programs"))
-    _add_mpi(parser.add_argument_group("MPI"))
-    _add_itself(parser.add_argument_group("hvdrun itself"))
+    for title, described in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flags, kwargs in described:
+            action = group.add_argument(*flags, **kwargs)
+            if names := horovodrun.ALIASES.get(flags[0]):
+                hidden = {"dest": action.dest, "help": argparse.SUPPRESS}
+                group.add_argument(*names, **{**kwargs, **hidden})
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
     parser.add_argument("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
     horovodrun.add_to(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _add(group: argparse._ArgumentGroup, *flags: str, **kwargs: Any) -> None:
-    """Add an option, and horovodrun's names for it, which --help does not list."""
-    action = group.add_argument(*flags, **kwargs)
-    if names := horovodrun.ALIASES.get(flags[0]):
-        group.add_argument(*names, **{**kwargs, "dest": action.dest, "help": argparse.SUPPRESS})
-
-
-def _add_usual(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        *("-np", "-n", "--num-proc"),
-        metavar="N",
-        dest="size",
-        type=_size,
-        help="number of ranks, or auto: all slots of the hosts, where a host without a number has "
-        "one for each GPU, or for each usable core without GPUs (default: all slots, one for each "
-        "usable core; required on this host alone)",
-    )
-    add(
-        *("-H", "--hosts"),
-        metavar="HOSTS",
-        help="server1:4,server2:4: hosts and the number of ranks on each; without a number, one "
-        "rank per usable core (default: this host)",
-    )
-    add(
-        "--oversubscribe",
-        action="store_true",
-        help="allow more ranks than usable cores or slots (default: off)",
-    )
-    add(
-        "-m",
-        metavar="MODULE",
-        dest="module",
-        nargs=argparse.REMAINDER,
-        help="run a Python module, as `python -m MODULE` does; all that follows are its arguments "
-        "(default: none)",
-    )
-    add(
-        "--max-restarts",
-        metavar="N",
-        type=_at_least(0, "--max-restarts"),
-        help="maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
-        "resume (default: 0; 10 for elastic training with --horovod)",
-    )
-    add(
-        "--output-dir",
-        metavar="FOLDER",
-        help="also write each rank's stdout and stderr to rank-N.txt in this folder "
-        "(default: none)",
-    )
-    add(
-        "--stats",
-        action="store_true",
-        help="show in a terminal how fast the ranks train and which one the others wait for; at "
-        "the end, print to stderr how long they waited and the bytes exchanged (default: off)",
-    )
-    add(
-        "--verbose",
-        action="store_true",
-        help="print mpirun's command and its own messages to stderr (default: off)",
-    )
-    add(
-        "--check",
-        action="store_true",
-        help="print the installation and run a self-test of every collective for two seconds, by "
-        "default on two ranks; takes no command (default: off)",
-    )
-    add("-h", "--help", action="help", help="print this text and exit")
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        "--prefix",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="prefix each line of output with its rank, as in '[0] text' (default: on)",
-    )
-    add(
-        "--metrics",
-        metavar="PORT",
-        help="serve the numbers of --stats for Prometheus at this port of 127.0.0.1, or at "
-        "ADDRESS:PORT (default: none)",
-    )
-    add(
-        "--postmortem",
-        metavar="FOLDER",
-        help="after a failure, keep each rank's last requests and stacks in this folder, and say "
-        "which rank did something else first (default: none)",
-    )
-    add(
-        "--timeline",
-        metavar="FILE",
-        help="record a timeline of all ranks in FILE, for https://ui.perfetto.dev or "
-        "chrome://tracing (default: none)",
-    )
-
-
-def _add_hosts(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        *("--nproc-per-node", "--nproc_per_node"),
-        metavar="N",
-        dest="per_host",
-        type=_at_least(1, "--nproc-per-node"),
-        help="number of ranks on each host that is named without a number (default: one per usable "
-        "core)",
-    )
-    add(
-        "--hostfile",
-        metavar="FILE",
-        help="file with one host per line: server1:4 or server1 slots=4 (default: none)",
-    )
-    add(
-        "--host-discovery-script",
-        metavar="COMMAND",
-        help="a program that prints such lines; run at the start and before each restart "
-        "(default: none)",
-    )
-    add(
-        "--ssh-port",
-        metavar="PORT",
-        type=_at_least(1, "--ssh-port"),
-        help="ssh port of the hosts (default: ssh's own)",
-    )
-    add("--ssh-identity-file", metavar="FILE", help="key for ssh (default: ssh's own)")
-    add(
-        "--remote-shell",
-        metavar="PROGRAM",
-        type=_words("--remote-shell"),
-        default="",
-        help="the program by which hosts are reached, with its options in one string: it is called "
-        "as ssh is, and exits with 255 if it cannot reach the host; or 'kubectl exec', with hosts "
-        "that are pods (default: ssh)",
-    )
-    add(
-        "--env",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="pass this environment variable to ranks on other hosts; may be repeated "
-        "(default: PATH, LD_LIBRARY_PATH, and variables that begin with HVD_, TF_, KERAS_, PYTHON, "
-        "OMP_, XLA_, CUDA_, NCCL_, OMPI_MCA_, UCX_, FI_, I_MPI_ or MPICH_)",
-    )
-    add(
-        "--network-interface",
-        metavar="NAME",
-        type=_one_interface,
-        help="network between the hosts: an interface, such as eth0, or an address range, such as "
-        "10.0.0.0/24 (default: the network through which all hosts are reached, if there is only "
-        "one)",
-    )
-    add(
-        "--wait-for-hosts",
-        metavar="SECONDS",
-        type=_at_least(0, "--wait-for-hosts"),
-        default=0,
-        help="how long to wait before the first start for hosts that cannot be reached yet, such "
-        "as containers that are starting (default: %(default)s)",
-    )
-    add(
-        "--start-timeout",
-        metavar="SECONDS",
-        type=_at_least(1, "--start-timeout"),
-        default=120,
-        help="time limit for starting ranks on several hosts (default: %(default)s)",
-    )
-
-
-def _add_restarts(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        "--min-np",
-        metavar="K",
-        type=_at_least(1, "--min-np"),
-        help="minimum number of ranks for a restart on the hosts that answer; hvdrun waits until "
-        "there are enough slots (default: as many as at the start)",
-    )
-    add(
-        "--restart-timeout",
-        metavar="SECONDS",
-        type=_at_least(0, "--restart-timeout"),
-        default=600,
-        help="how long to wait for enough slots before a restart (default: %(default)s)",
-    )
-    add(
-        "--stop-timeout",
-        metavar="SECONDS",
-        type=_at_least(0, "--stop-timeout"),
-        default=20,
-        help="how long ranks may take to save their work when a signal asks hvdrun to end, until "
-        "they are killed; a second Ctrl-C does not wait (default: %(default)s)",
-    )
-
-
-def _add_programs(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        "--horovod",
-        action="store_true",
-        help="let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)",
-    )
-    add(
-        "--strict",
-        action="store_true",
-        help="turn hvd_keras's warnings about ranks that train separate models into errors; sets "
-        "HVD_STRICT=1 for the ranks (default: off)",
-    )
-    add(
-        "--separate",
-        action="store_true",
-        help="allow that ranks of a program that uses hvd_keras end without having completed "
-        "hvd.init() (default: off: exit status 1)",
-    )
-
-
-def _add_itself(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print the environment settings and mpirun's command, and stop (default: off)",
-    )
-    add(
-        "--completion",
-        action=_Completion,
-        nargs=0,
-        help="print a script that completes options in bash and zsh, and exit; use it by "
-        'eval "$(hvdrun --completion)" (default: off)',
-    )
-    add(
-        "--version",
-        action="version",
-        version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
-        help="print the version and exit (default: off)",
-    )
-
-
-def _add_mpi(group: argparse._ArgumentGroup) -> None:
-    add = functools.partial(_add, group)
-    add(
-        "--mpirun",
-        metavar="PATH",
-        help="the mpirun to use (default: srun in a SLURM allocation, else that of the build, "
-        "else the one beside this Python, else the one on PATH)",
-    )
-    add(
-        "--mpi-args",
-        metavar="ARGS",
-        type=_words("--mpi-args"),
-        default="",
-        help="further arguments for mpirun or srun, in one string, quoted as in a shell; add "
-        "--verbose to see mpirun's own messages (default: empty)",
-    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

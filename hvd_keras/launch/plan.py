@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvd_keras.launch import horovod, options
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
-from hvd_keras.launch.start.hosts import Host
-from hvd_keras.launch.start.mpirun import Mpirun, Remote
+from hvd_keras.launch.start.dialects import Start
+from hvd_keras.launch.start.hosts import Host, count, describe
 from hvd_keras.launch.start.network import common_network
-from hvd_keras.launch.start.slurm import Srun
 
 PROGRAM = [sys.executable, "-I", "-S", str(Path(worker.__file__).with_name("start_worker.py"))]
 
@@ -25,23 +25,25 @@ HIDDEN = "SECRET"
 
 @dataclass(frozen=True)
 class Placement:
-    """The hosts of one start, with the ranks of each.
+    """The hosts of one start, with the number of ranks of each.
 
     `names` maps the hosts' own names to the names that the user gave; in a job on this host alone,
-    to "". `hosts` is None in such a job, and if SLURM places the ranks.
+    to "".
     """
 
-    size: int
-    hosts: Sequence[Host] | None
+    hosts: Sequence[Host]
     names: Mapping[str, str]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return count(self.hosts)
 
     def describe(self) -> str:
         """Describe it in words, such as "2 ranks on this host, 1 core each"."""
         ranks = f"{self.size} rank{'s' * (self.size != 1)}"
-        if self.hosts is not None:
-            return f"{ranks} on {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
         if "" not in self.names.values():
-            return f"{ranks} where SLURM places them"
+            return f"{ranks} on {describe(self.hosts)}"
         cores = max(1, usable_cores() // self.size)
         each = " each" * (self.size != 1)
         return f"{ranks} on this host, {cores} core{'s' * (cores != 1)}{each}"
@@ -77,61 +79,49 @@ def memory_folder(job: str) -> str:
     return f"/dev/shm/hvdrun-{job}"
 
 
-def _environment(spec: JobSpec, placement: Placement, job: str) -> dict[str, str]:
-    settings = spec.option_settings()
-    if isinstance(spec.engine, Mpirun):
-        settings |= spec.engine.memory_settings(memory_folder(job))
-    else:
-        settings |= spec.engine.rank_settings()
-    if spec.is_local:  # the rest is inherited
-        return settings | thread_settings(placement.size, os.environ, usable_cores())
-    return spec.environment() | settings | {worker.JOB: job}
+def rank_environment(spec: JobSpec, size: int, job: str) -> dict[str, str]:
+    """Return what each rank's command gets: on this host, besides hvdrun's own environment.
+
+    Workers add what depends on their host (see `Worker`), and hvdrun the threads of each rank.
+    """
+    given, own = spec.options, os.environ
+    settings = horovod.settings(own) if given.horovod else {}
+    settings |= given.settings | spec.dialect.rank_settings(memory_folder(job))
+    if spec.dialect.library:
+        settings["HVD_MPI_LIBRARY"] = spec.dialect.library
+    if given.timeline is not None:
+        settings["HVD_TIMELINE"] = str(Path(given.timeline).absolute())
+    if given.strict:
+        settings["HVD_STRICT"] = "1"
+    if spec.is_local:
+        return settings | thread_settings(size, own, usable_cores())
+    names = {name for name in own if name.startswith(options.PASSED_PREFIXES)}
+    names |= {*options.PASSED, *given.env} & own.keys()
+    return {name: own[name] for name in sorted(names)} | settings | {worker.JOB: job}
 
 
 def plan(
-    spec: JobSpec,
-    placement: Placement,
-    *,
-    directory: Path,
-    job: str,
-    secret: str,
-    addresses: str,
+    spec: JobSpec, placement: Placement, directory: Path, job: str, secret: str, addresses: str
 ) -> Plan:
     """Plan how to start the ranks' workers."""
     variables = {worker.JOB: job, worker.ADDRESSES: addresses, worker.SECRET: secret}
-    machines = directory / "machines"
-    agent = directory / "ssh"
-    files = {}
-    options = spec.options
-    engine = spec.engine
-    if isinstance(engine, Srun):
-        if placement.hosts is not None:
-            lines = [host.name for host in placement.hosts for _ in range(host.slots or 0)]
-            files[machines] = "\n".join(lines) + "\n"
-        settings = engine.settings(placement.hosts, machines)
-        command = engine.command(
-            placement.size,
-            oversubscribe=options.oversubscribe,
-            extra=options.mpi_args,
-            program=PROGRAM,
-            hosts=placement.hosts,
-        )
-    else:
-        remote = None
-        if placement.hosts is not None:
-            network = options.network_interface or common_network(placement.hosts)
-            remote = Remote(placement.hosts, agent, machines, network)
-            files[agent] = spec.shell.agent(job)
-            if engine.kind == "Intel MPI":
-                files[machines] = "".join(f"{host.name}:{host.slots}\n" for host in placement.hosts)
-        settings = engine.settings(directory)
-        command = engine.command(
-            placement.size,
-            oversubscribe=options.oversubscribe,
-            variables=variables,
-            extra=options.mpi_args,
-            program=PROGRAM,
-            remote=remote,
-        )
-    environment = _environment(spec, placement, job)
-    return Plan(variables | settings, command, files, environment, spec.is_local)
+    given, dialect = spec.options, spec.dialect
+    interface = given.network_interface
+    start = Start(
+        placement.hosts,
+        spec.is_local,
+        directory,
+        PROGRAM,
+        variables,
+        agent=spec.shell.agent(job, dialect.kills_workers),
+        network=None if spec.is_local else interface or common_network(placement.hosts),
+        oversubscribe=given.oversubscribe,
+        extra=given.mpi_args,
+    )
+    return Plan(
+        {**variables, **dialect.settings(start)},
+        dialect.command(start),
+        dialect.files(start),
+        rank_environment(spec, placement.size, job),
+        spec.is_local,
+    )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import secrets
 import shutil
 import signal
 import socket
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hvd_keras.launch import options, run_job
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
@@ -31,15 +31,16 @@ from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.start import clean_up, hosts, preflight
 from hvd_keras.launch.start.hosts import Host
 
+T = TypeVar("T")
+
 
 async def run(spec: JobSpec, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
-    if spec.options.wait_for_hosts and not spec.is_local:
-        await _wait_for_hosts(spec, signals)
-        if signals.stop is not None:
-            _say(f"{signal.Signals(signals.stop).name} received before the start")
-            return Verdict(128 + signals.stop, [], True)
-    placement = place(spec)
+    placement = await _heed(signals, _first(spec, signals))
+    if placement is None:
+        assert signals.stop is not None
+        say(f"{signal.Signals(signals.stop).name} received before the start")
+        return Verdict(128 + signals.stop, [], True)
     size = placement.size
     least = spec.options.min_np or size
     if least > size:
@@ -54,15 +55,12 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
         if verdict.status == 0 or not await signals.sleep(pause):
             break
         if not spec.is_local:
-            found = await _replace(spec, size, least, signals)
-            if found is None:
+            placement = await _heed(signals, _replace(spec, size, least, signals))
+            if placement is None:
                 break
-            placement = found
-        where = ""
-        if placement.hosts is not None:
-            where = " on " + ", ".join(f"{host.name}:{host.slots}" for host in placement.hosts)
         ranks = placement.size
-        _say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        where = "" if spec.is_local else f" on {hosts.describe(placement.hosts)}"
+        say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
         verdict = await run_job.run(spec, placement, signals, first=False)
         is_quick = time.monotonic() < start + QUICK
@@ -73,11 +71,11 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
     elif len(spec.jobs) > 1:  # what the first has lost may be there again
         await _sweep_lost(spec, signals, 0.0)
     if verdict.status != 0 and commits.exists():
-        _say(f"to continue from the last commit, start the job again with HVD_COMMITS={commits}")
+        say(f"to continue from the last commit, start the job again with HVD_COMMITS={commits}")
     # Programs that do not use hvd_keras never call hvd.init().
     options = spec.options
     if verdict.apart and not options.separate and (verdict.asked or options.horovod):
-        _say(
+        say(
             f"{verdict.apart}. Call hvd.init() first, on every rank, and end if it fails; or use "
             "--separate if it is intended"
         )
@@ -85,66 +83,73 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
     return verdict
 
 
+async def _heed(signals: Signals, work: Coroutine[None, None, T]) -> T | None:
+    """Do this work; returns None as soon as a signal asks hvdrun to end."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda _: signals.changed.set())
+    while not task.done() and signals.stop is None:
+        await signals.wait(LOOK_AGAIN)
+    if task.done():
+        return task.result()
+    task.cancel()
+    await asyncio.wait([task])
+    return None
+
+
 async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
     """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + timeout
     lost = spec.lost
-    while lost := clean_up.sweep_hosts(lost, spec.reach, spec.jobs, 0.0):
+    while lost:
+        found = await _heed(signals, clean_up.sweep_hosts(lost, spec.reach, spec.jobs, 0.0))
+        lost = lost if found is None else found
         if time.monotonic() >= limit or not await signals.sleep(1.0):
             break
     for name in sorted(lost):
-        _say(f"{name} cannot be reached; processes or files of the job may remain there")
+        say(f"{name} cannot be reached; processes or files of the job may remain there")
 
 
-async def _wait_for_hosts(spec: JobSpec, signals: Signals) -> None:
-    """Wait until all hosts can be reached, or the time for it is over."""
+async def _first(spec: JobSpec, signals: Signals) -> Placement:
+    """Place the ranks for the first start, when all hosts can be reached or have had their time."""
     limit = time.monotonic() + spec.options.wait_for_hosts
     told = False
-    while away := _look(spec, spec.wanted()).away:
-        if not told:
-            _say(f"waiting for {', '.join(sorted(away))} (--wait-for-hosts)")
-            told = True
-        if time.monotonic() >= limit or not await signals.sleep(WAIT_AGAIN):
+    while time.monotonic() < limit and not spec.is_local:
+        away = (await _look(spec, await spec.wanted())).away
+        if not away:
             break
+        if not told:
+            say(f"waiting for {', '.join(sorted(away))} (--wait-for-hosts)")
+            told = True
+        await signals.sleep(WAIT_AGAIN)
+    return await place(spec)
 
 
-def place(spec: JobSpec, look: bool = True) -> Placement:
+async def place(spec: JobSpec, look: bool = True) -> Placement:
     """Place the ranks for the first start. Raises UsageError if any host has a problem.
 
     `look=False` asks the hosts only where nothing else tells how many ranks they take.
     """
+    found = await spec.wanted()
     if spec.is_local:
-        assert spec.size is not None
-        return Placement(spec.size, None, {socket.gethostname(): ""})
-    if spec.hosts is None and not look:
-        assert spec.size is not None
-        return Placement(spec.size, None, {})
-    found = spec.wanted() if spec.hosts is None else spec.hosts
+        return Placement(found, {socket.gethostname(): ""})
     names = {host.name: host.name for host in found}
     if look or any(host.slots is None for host in found):
-        seen = _look(spec, found)
+        seen = await _look(spec, found)
         if seen.problems:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
-        found = _with_slots(spec, found, seen)
-        names = _names(seen)
-    if spec.hosts is None:
-        assert spec.size is not None
-        return Placement(spec.size, None, names)
-    slots = sum(host.slots or 0 for host in found)
+        found, names = _with_slots(spec, found, seen), _names(seen)
+    slots = hosts.count(found)
     size = spec.size or slots
-    if size > slots:
-        if not spec.options.oversubscribe:
-            told = ", ".join(f"{host.name}:{host.slots}" for host in found)
-            raise UsageError(
-                f"-np got {size}, but the hosts have {slots} slots ({told}); expected at most "
-                f"{slots}, more slots with -H, or --oversubscribe"
-            )
-        found = _stretched(found, size)
-    return Placement(size, hosts.share(found, size), names)
+    if size > slots and not spec.options.oversubscribe:
+        raise UsageError(
+            f"-np got {size}, but the hosts have {slots} slots ({hosts.describe(found)}); expected "
+            f"at most {slots}, more slots with -H, or --oversubscribe"
+        )
+    return Placement(hosts.share(found, size), names)
 
 
-def _look(spec: JobSpec, wanted: Sequence[Host]) -> preflight.Look:
-    return preflight.look(wanted, spec.reach, os.getcwd(), spec.command[0])
+async def _look(spec: JobSpec, wanted: Sequence[Host]) -> preflight.Look:
+    return await preflight.look(wanted, spec.reach, os.getcwd(), spec.command[0])
 
 
 def _names(seen: preflight.Look) -> dict[str, str]:
@@ -167,48 +172,34 @@ def _with_slots(spec: JobSpec, wanted: Sequence[Host], seen: preflight.Look) -> 
     ]
 
 
-def _stretched(found: Sequence[Host], size: int) -> list[Host]:
-    """Scale up the hosts' slots in proportion until all ranks fit."""
-    slots = sum(host.slots or 0 for host in found)
-    return [Host(host.name, -(-(host.slots or 0) * size // slots)) for host in found]
-
-
 async def _replace(spec: JobSpec, size: int, least: int, signals: Signals) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
     limit = time.monotonic() + spec.options.restart_timeout
     told: dict[str, str] = {}
     while True:
         try:
-            wanted = spec.wanted()
+            wanted = await spec.wanted()
         except UsageError as error:  # the hosts' list may be there again soon
             wanted = []
             if told.get("") != str(error):
                 told[""] = str(error)
-                _say(f"no hosts: {error}")
-        seen = _look(spec, wanted)
+                say(f"no hosts: {error}")
+        seen = await _look(spec, wanted)
         # Processes may still run on a host that was lost.
-        clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
+        await clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
         for name, text in seen.problems.items():
             if told.get(name) != text:
                 told[name] = text
-                _say(f"left out: {name} {text}")
-        if spec.hosts is None and wanted and not seen.problems:
-            return Placement(size, None, _names(seen))
+                say(f"left out: {name} {text}")
         found = _with_slots(spec, wanted, seen)
-        slots = sum(host.slots or 0 for host in found)
-        if found and spec.options.oversubscribe and slots < size:
-            found, slots = _stretched(found, size), size
-        if slots >= least:
-            return Placement(min(size, slots), hosts.share(found, min(size, slots)), _names(seen))
+        slots = hosts.count(found)
+        if slots >= least or (found and spec.options.oversubscribe):
+            ranks = size if spec.options.oversubscribe else min(size, slots)
+            return Placement(hosts.share(found, ranks), _names(seen))
         if time.monotonic() >= limit:
-            _say(
+            say(
                 f"no restart: the hosts that answer have {slots} slots, and {least} are needed "
                 "(--min-np)"
             )
             return None
-        if not await signals.sleep(LOOK_AGAIN):
-            return None
-
-
-def _say(text: str) -> None:
-    print(f"hvdrun: {text}", file=sys.stderr, flush=True)
+        await signals.sleep(LOOK_AGAIN)

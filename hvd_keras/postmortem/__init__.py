@@ -218,7 +218,7 @@ def find(ranks: dict[int, Rank]) -> Finding:
     if absent:
         return Finding(
             absent,
-            "has left no files: its host was lost or has a folder of its own, or its disk was full",
+            "has left no files: its host was lost or has a separate folder, or its disk was full",
         )
     by_set: dict[int, dict[int, list[Request]]] = collections.defaultdict(dict)
     for rank in ranks.values():

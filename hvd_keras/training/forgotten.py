@@ -167,8 +167,8 @@ def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
     _empty_broadcast = True
     if process_set.rank() == 0:
         log.warn_once(
-            "hvd.broadcast_variables got no variables, so the ranks keep their own. If the model "
-            "is not built yet, call it once on a batch of data first, or use "
+            "hvd.broadcast_variables got no variables, so the ranks keep different values. If the "
+            "model is not built yet, call it once on a batch of data first, or use "
             "hvd.callbacks.BroadcastGlobalVariablesCallback in fit()."
         )
 

@@ -153,7 +153,9 @@ def test_a_fault_is_reported_and_a_restart_recovers(
                 "hvdrun: ranks 0, 1, 2 were killed at the same moment, before they could report"
             )
             assert told in job.output or unknown in job.output
-            assert "hvdrun: restart 1 of 1: 3 ranks\n" in job.output
+            assert (
+                "hvdrun: restart 1 of 1: 3 ranks on server1:1, server2:1, server3:1\n" in job.output
+            )
             assert end(job.output) == end(calm.stdout)
         else:
             assert "hvdrun: lost server2 with rank 1: the network or the host" in job.output

@@ -13,24 +13,23 @@ _CELL = re.compile(r"::test_every_optimizer_with_every_option\[(\w+)-(\w+)\]$")
 _INTRODUCTION = """\
 # Optimizers compared with one process
 
-This table shows that two ranks train as one process does, for each optimizer of Keras and each
-option that all of them have. Two ranks with a batch of 4 each and one process with a batch of 8
-train the same model for 12 steps. "=": the final weights are equal to rounding (absolute 1e-4,
-relative 1e-4), they have changed in training, and both ranks' weights are equal bit for bit.
+Two ranks with a batch of 4 each and one process with a batch of 8 train the same model for 12
+steps, with each optimizer of Keras and each option that all of them have. "=": the final weights
+have changed, are equal to rounding (absolute 1e-4, relative 1e-4), and on both ranks bit for bit.
 
 The tests write this page. `tests/parallel/test_training.py` also covers sparse gradients,
-schedules, wrapped and combined optimizers, and optimizers of the user's own.
+schedules, and wrapped, combined and custom optimizers.
 
 """
 _SHARES = re.compile(r"::test_shares_of_every_optimizer_with_every_option\[(\w+)-(\w+)\]$")
 _ABOUT_SHARES = """
 ## State in shares
 
-The same for `hvd.DistributedOptimizer(optimizer, shard_state=True)`, compared with a training
-without, on two ranks. "≡": the final weights are equal bit for bit. "refused": an error on every
-rank, because Adafactor's slots are rows and columns, which are small already, and those of
-ScheduleFreeAdamW begin as copies of the weights. `tests/parallel/test_shard_state.py` also covers
-compression, sparse gradients, loss scaling, process sets, XLA, and what else is refused.
+`hvd.DistributedOptimizer(optimizer, shard_state=True)` is compared with a training without, on two
+ranks. "≡": the final weights are equal bit for bit. "refused": an error on every rank, because
+Adafactor's slots are small already (rows and columns), and those of ScheduleFreeAdamW begin as
+copies of the weights. `tests/parallel/test_shard_state.py` also covers compression, sparse
+gradients, loss scaling, process sets, XLA, and what else is refused.
 
 """
 _shares: dict[tuple[str, str], str] = {}

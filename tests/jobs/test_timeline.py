@@ -156,8 +156,9 @@ def test_a_link_opens_the_timeline_in_perfetto(tmp_path) -> None:
     link = server.stdout.readline().strip()
     page, _, url = link.partition("/#!/?url=")
     assert page == "https://ui.perfetto.dev"
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(url.rpartition("/")[0] + "/other.json")
+    idle = socket.create_connection(("127.0.0.1", timeline.PORT))  # of a browser, in advance
+    with idle, pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(url.rpartition("/")[0] + "/other.json", timeout=30)
     with urllib.request.urlopen(url) as answer:
         assert answer.headers["Access-Control-Allow-Origin"] == page
         assert answer.read() == b"[]"

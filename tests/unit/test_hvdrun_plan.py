@@ -1,9 +1,13 @@
 """The commands that hvdrun makes for every engine, and what it refuses of hosts and files."""
 
+import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +15,14 @@ import pytest
 from hvd_keras.launch import onhost
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
+from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.onhost.rsh_agent import ssh_command
-from hvd_keras.launch.start import clean_up, hosts, preflight, slurm
+from hvd_keras.launch.start import clean_up, command, hosts, preflight, slurm
 from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.mpirun import find_mpirun
 from hvd_keras.launch.start.remote_shell import RemoteShell
+from tests.harness.launcher import FOREVER, wait_until
 
 VERSIONS = {
     "Open MPI 4": "mpirun (Open MPI) 4.1.4",
@@ -23,7 +30,7 @@ VERSIONS = {
     "MPICH": "HYDRA build details:\n    Version: 5.0.2",
     "Intel MPI": "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240701",
 }
-AGENT = "--{0} {1}_agent JOB_DIRECTORY/ssh --{0} {1}_no_tree_spawn 1 "
+AGENT = "--{0} {1}_agent '/bin/sh JOB_DIRECTORY/ssh' --{0} {1}_no_tree_spawn 1 "
 KEEPALIVE = (
     "--{0} oob_tcp_keepalive_time 4 --{0} oob_tcp_keepalive_intvl 2 --{0} "
     "oob_tcp_keepalive_probes 4 --{0} {1} eth7 --mca btl_tcp_if_include eth7 "
@@ -39,7 +46,7 @@ COMMANDS = {
     + AGENT.format("mca", "plm_rsh")
     + KEEPALIVE.format("mca", "oob_tcp_if_include")
     + EXPORT,
-    "Open MPI 5": "--bind-to none --map-by slot:HWTCPUS:OVERSUBSCRIBE ROOT"
+    "Open MPI 5": "--map-by slot:HWTCPUS:OVERSUBSCRIBE --bind-to none ROOT"
     + OPEN_MPI
     + AGENT.format("prtemca", "plm_ssh")
     + KEEPALIVE.format("prtemca", "prte_if_include")
@@ -74,7 +81,7 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert program == f"each rank: {sys.executable} -c 'print(1)'"
     ssh = (
         f"JOB_DIRECTORY/ssh: exec {sys.executable} -I -S {ONHOST}/rsh_agent.py "
-        "JOB ssh -x "
+        f"{'cleans' if engine in ('MPICH', 'Intel MPI') else 'passes'} JOB ssh -x "
         "-o BatchMode=yes -o ConnectTimeout=5 -o ServerAliveInterval=4 -o ServerAliveCountMax=3 "
         f"-o ControlMaster=no -p 2222 -i '{hvdrun.folder}/my key' -- \"$@\""
     )
@@ -86,24 +93,26 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
+    """No mpirun is needed."""
     srun = fake(hvdrun, "srun", "slurm 23.11.4")
-    environment = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6", "SLURM_JOB_NODELIST": "n[1-3]"}
-    environment["PATH"] = f"{hvdrun.folder}:{hvdrun.environment['PATH']}"
+    fake(hvdrun, "scontrol", "n1\nn2\nn3")
+    environment = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "1,3(x2)"}
+    environment["PATH"] = f"{hvdrun.folder}:/usr/bin:/bin"
     chosen = ["-H", "n1:2,n2:1"] if given else []
     done = hvdrun.run(
         *chosen, "--dry-run", sys.executable, "-V", env={**hvdrun.environment, **environment}
     )
     assert (done.returncode, done.stderr) == (0, "")
     *settings, command, _ = done.stdout.splitlines()
-    places = "--distribution=arbitrary " if given else ""
-    interface = "pmix" if "OMPI" in hvdrun.run("-n", "1", "--dry-run", "python").stdout else "pmi2"
+    interface = "pmix" if find_mpirun(None).abi == "openmpi" else "pmi2"
     assert command == (
-        f"{srun} -n {3 if given else 6} --mpi={interface} --export=ALL --kill-on-bad-exit=1 "
-        f"--no-kill --cpu-bind=none --overlap {places}{PROGRAM.replace('PYTHON', sys.executable)}"
+        f"{srun} -n {3 if given else 7} --mpi={interface} --export=ALL --kill-on-bad-exit=1 "
+        "--no-kill --cpu-bind=none --overlap --distribution=arbitrary "
+        + PROGRAM.replace("PYTHON", sys.executable)
     )
-    assert ("SLURM_HOSTFILE=JOB_DIRECTORY/machines" in settings) == given
+    assert "SLURM_HOSTFILE=JOB_DIRECTORY/machines" in settings
     names = [line.split()[-1] for line in settings if line.startswith("JOB_DIRECTORY/machines:")]
-    assert names == (["n1", "n1", "n2"] if given else [])
+    assert names == (["n1"] * 2 + ["n2"] if given else ["n1"] + ["n2"] * 3 + ["n3"] * 3)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +190,7 @@ def test_a_range_of_hosts() -> None:
 
 def test_the_options_of_ssh_are_not_taken_for_the_host() -> None:
     given = ["-x", "-o", "ConnectionAttempts=10", "-p2222", "server2", "prted", "-x"]
-    *ssh, host, text = ssh_command("7", ["ssh", "-x"], given)
+    *ssh, host, text = ssh_command("passes", "7", ["ssh", "-x"], given)
     assert (ssh, host) == (["ssh", "-x"], "server2")
     assert "prted -x" in text
 
@@ -215,6 +224,7 @@ def test_ranks_fill_the_first_hosts_first() -> None:
     three = [Host("a", 2), Host("b", 4), Host("c", 1)]
     assert hosts.share(three, 3) == [Host("a", 2), Host("b", 1)]
     assert hosts.share(three, 7) == three
+    assert hosts.share([Host("a", 2), Host("b", 4)], 9) == [Host("a", 3), Host("b", 6)]
 
 
 def test_ways_to_say_how_many_ranks(hvdrun) -> None:
@@ -347,7 +357,7 @@ def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stderr.splitlines() if "failed first" not in line]
     assert said == [
-        f"hvdrun: no hosts: --host-discovery-script {str(script)!r} ended with exit status 3: ; "
+        f"hvdrun: no hosts: --host-discovery-script {script} ended with exit status 3: ; "
         "expected lines such as server1:4 and exit status 0",
         f"hvdrun: no hosts: --host-discovery-script {script} lists no host; expected for example "
         "server1:4,server2:4",
@@ -361,7 +371,76 @@ def test_no_answer_of_slurm_is_told(hvdrun, monkeypatch) -> None:
     path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{hvdrun.folder}:{os.environ['PATH']}")
     with pytest.raises(UsageError, match=r"`scontrol .*` ended .* 1: Unable to contact slurm"):
-        slurm.nodes({"SLURM_JOB_NODELIST": "n[1-3]"})
+        asyncio.run(slurm.nodes({"SLURM_JOB_NODELIST": "n[1-3]"}))
+
+
+def test_all_hosts_are_cleaned_up_at_once(hvdrun) -> None:
+    """Each of 150 waits until all have had their input, and answers then."""
+    os.mkfifo(hvdrun.folder / "gate")
+    reach = hvdrun.folder / "reach"
+    text = f"cat > /dev/null; touch here-$1; read x < gate; echo {sweep.MARK}"
+    reach.write_text(f"#!/bin/sh\ncd {hvdrun.folder}; {text}\n")
+    reach.chmod(0o755)
+    names = [f"n{number}" for number in range(150)]
+
+    def open_gate() -> None:
+        wait_until(lambda: len([*hvdrun.folder.glob("here-*")]) == len(names), "all hosts")
+        time.sleep(1)  # until the last ones wait at the gate
+        (hvdrun.folder / "gate").write_text("")
+
+    opener = threading.Thread(target=open_gate)
+    opener.start()
+    assert asyncio.run(clean_up.sweep_hosts(names, RemoteShell([str(reach)]), [], 0.0)) == set()
+    opener.join()
+
+
+def test_the_limit_is_that_of_each_host(hvdrun, monkeypatch) -> None:
+    """Another process of a program that is called as ssh holds its output open."""
+    monkeypatch.setattr(command, "ANSWER_TIMEOUT", 2.0)
+    reach = hvdrun.folder / "reach"
+    reach.write_text(
+        f"#!/bin/sh\n[ $1 = n1 ] && echo {sweep.MARK} && exit\nsleep {FOREVER} &\nsleep {FOREVER}\n"
+    )
+    reach.chmod(0o755)
+    shell = RemoteShell([str(reach)])
+    assert asyncio.run(clean_up.sweep_hosts(["n2", "n1", "n3"], shell, [], 0.0)) == {"n2", "n3"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["-H", "n1:1", "--remote-shell", "./slow"],
+        ["--host-discovery-script", "./slow", "-np", "1"],
+    ],
+)
+def test_signals_are_heard_while_hosts_are_asked(hvdrun, options: list[str]) -> None:
+    slow = hvdrun.folder / "slow"
+    slow.write_text(f"#!/bin/sh\ntouch asked\nsleep {FOREVER}\n")
+    slow.chmod(0o755)
+    process = subprocess.Popen(
+        hvdrun.command(*options, "true"),
+        cwd=hvdrun.folder,
+        env=hvdrun.environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until((hvdrun.folder / "asked").exists, "the question")
+    process.send_signal(signal.SIGTERM)
+    _, told = process.communicate(timeout=30)  # hosts have 60 s
+    assert (process.returncode, told) == (143, "hvdrun: SIGTERM received before the start\n")
+    wait_until(lambda: not hvdrun.processes(), "the end of the question")
+
+
+def test_a_question_is_ended_at_any_moment_of_its_start() -> None:
+    async def cancel_after(turns: int) -> None:
+        task = asyncio.create_task(command.run(["sh", "-c", f"sleep {FOREVER}; true"]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        assert await asyncio.wait([task], timeout=30) == ({task}, set())
+
+    for turns in range(8):
+        asyncio.run(cancel_after(turns))
 
 
 def test_a_greeting_of_the_hosts_shell_is_no_answer(hvdrun, capsys) -> None:
@@ -370,6 +449,7 @@ def test_a_greeting_of_the_hosts_shell_is_no_answer(hvdrun, capsys) -> None:
     reach.write_text('#!/bin/sh\necho Welcome to $1\n[ "$1" = n1 ] && exec sh -c "$2"\nexit 3\n')
     reach.chmod(0o755)
     shell = RemoteShell([str(reach)])
-    assert clean_up.sweep_hosts(["n1", "n2"], shell, ["0"], 0.0) == set()
+    lost = asyncio.run(clean_up.sweep_hosts(["n1", "n2"], shell, ["0"], 0.0))
+    assert lost == set()
     told = "hvdrun: n2: the clean-up failed: exit status 3: no output\n"
     assert capsys.readouterr().err == told

@@ -143,3 +143,17 @@ def test_ranks_that_have_not_joined_are_named_if_they_have_ended_well() -> None:
     # hvd.init(comm=[0, 1]): the script has chosen.
     chosen = {rank: ended("joined", "chosen") for rank in range(2)}
     assert describe_apart(chosen | {2: ended()}, 3) == ""
+
+
+def test_a_reported_failure_comes_before_a_host_that_only_the_clean_up_has_missed() -> None:
+    """The ranks there may have been killed because of it; not if the host was silent before."""
+    reports = {0: Report(3, 10.0, False, host="a"), 1: Report(None, 11.0, False, host="b")}
+    verdict = judge(reports, 2, 1, ["b"])
+    assert verdict.lines[0] == "rank 0 on a failed first: exit status 3"
+    assert (verdict.status, verdict.culprit) == (3, 0)
+    reports[1].lost = "silent"
+    assert judge(reports, 2, 1, ["b"]).lines[0].startswith("lost b with rank 1: the network")
+    assert judge(reports, 2, 1).lines[0] == "rank 0 on a failed first: exit status 3"
+    reports[0].status = None
+    reports[1].lost = ""
+    assert judge(reports, 2, 1, ["b"]).lines[0].startswith("lost b with rank 1: the network")

@@ -23,30 +23,18 @@ _FOLLOWED = {
 
 @dataclass
 class Report:
-    """The state of one rank.
+    """The state of one rank."""
 
-    Attributes:
-        status: its exit status, as in `subprocess`; None while it is unknown.
-        time: when that was last reported.
-        stopped: it was asked to end.
-        marks: what `settings.tell_hvdrun` has marked.
-        phase: the latest of these that is one of PHASES.
-        by_signal: a signal to its worker was the first to ask.
-        host: its host, in a job on several.
-        gone: its worker has ended.
-        lost: how the connection was lost, as text.
-        orphaned: when mpirun's daemon there was found dead, before the rank was asked to end.
-    """
-
-    status: int | None
-    time: float
-    stopped: bool
-    marks: set[str] = field(default_factory=set)
-    phase: str = ""
-    by_signal: bool = False
-    host: str = ""
-    gone: bool = False
-    lost: str = ""
+    status: int | None  # its exit status, as in `subprocess`; None while it is unknown
+    time: float  # when that was last reported
+    stopped: bool  # it was asked to end
+    marks: set[str] = field(default_factory=set)  # what `settings.tell_hvdrun` has marked
+    phase: str = ""  # the latest of these that is one of PHASES
+    by_signal: bool = False  # a signal to its worker was the first to ask
+    host: str = ""  # in a job on several
+    gone: bool = False  # its worker has ended
+    lost: str = ""  # how the connection was lost, as text
+    # When mpirun's daemon there was found dead, before the rank was asked to end.
     orphaned: float = float("inf")
 
     def note(self, mark: str) -> None:
@@ -87,25 +75,15 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The exit status of hvdrun and its last lines.
-
-    Attributes:
-        status: the exit status.
-        lines: the summary; the first line names the cause.
-        explained: whether the summary names a cause.
-        culprit: the rank that failed first, if one did.
-        waiting: a rank whose last traceback says more.
-        apart: which ranks have ended well without having joined the job, as text.
-        asked: a rank has used hvd_keras.
-    """
+    """The exit status of hvdrun and its last lines."""
 
     status: int
-    lines: Sequence[str]
-    explained: bool
-    culprit: int | None = None
-    waiting: int | None = None
-    apart: str = ""
-    asked: bool = False
+    lines: Sequence[str]  # the summary; the first line names the cause
+    explained: bool  # whether the summary names a cause
+    culprit: int | None = None  # the rank that failed first, if one did
+    waiting: int | None = None  # a rank whose last traceback says more
+    apart: str = ""  # which ranks have ended well without having joined the job, as text
+    asked: bool = False  # a rank has used hvd_keras
 
 
 def first_failure(reports: dict[int, Report]) -> int | None:
@@ -184,7 +162,8 @@ def judge(
     """Judge a job of `size` ranks that ended without a request from outside.
 
     The reports decide; mpirun's own status (as in `subprocess`) counts only if they do not.
-    `lost_hosts` could not be reached at the end; failures of other ranks are then consequences.
+    `lost_hosts` could not be reached at the end. If one was silent before, failures of other ranks
+    are consequences.
     """
     if len(reports) == size and all(
         # A script that was asked to end may save its work and exit with 0; it has not finished.
@@ -192,11 +171,18 @@ def judge(
         for report in reports.values()
     ):
         return Verdict(0, [], True)
-    if on_lost := [rank for rank, report in reports.items() if report.host in lost_hosts]:
+    culprit = first_failure(reports)
+    # A rank that has reported its failure comes before a host that only the clean-up has missed.
+    is_known = culprit is not None and reports[culprit].status is not None
+    on_lost = [
+        rank
+        for rank, report in reports.items()
+        if report.host in lost_hosts and (report.lost or not is_known)
+    ]
+    if on_lost:
         hosts = sorted({reports[rank].host for rank in on_lost})
         cause = f"lost {' and '.join(hosts)} with {names(on_lost)}: the network or the host failed"
         return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
-    culprit = first_failure(reports)
     others = _describe_others(reports, size, culprit)
     orphan = min(reports, key=lambda rank: reports[rank].orphaned, default=None)
     if orphan is not None and reports[orphan].orphaned < (

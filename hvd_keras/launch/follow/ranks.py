@@ -11,6 +11,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -94,37 +95,29 @@ def _listen_in(directory: Path) -> socket.socket:
     return listener
 
 
+@dataclass
 class Ranks:
     """The ranks of a job.
 
-    Until all ranks have connected, listens on the given addresses of this host, on a port that the
-    system chooses; without addresses, on a Unix socket in the directory, where only this user can
-    connect. A connection that does not prove knowledge of the secret is closed. `names` maps host
-    names to the names that the user gave; `here` are the names of this host.
+    Until all ranks have connected, listens on addresses of this host, on a port that the system
+    chooses; without addresses, on a Unix socket in the directory, where only this user can connect.
+    A connection that does not prove knowledge of the secret is closed.
     """
 
-    def __init__(
-        self,
-        size: int,
-        addresses: Sequence[str],
-        secret: str,
-        start_timeout: float,
-        directory: Path,
-        names: Mapping[str, str],
-        here: Collection[str],
-    ) -> None:
-        self.size = size
-        self.problem = ""  # why the job cannot go on, if the reports do not tell
-        self.reports: dict[int, Report] = {}  # what is known of each rank whose worker was there
-        self._secret = secret
-        self._addresses = addresses
-        self._start_timeout = start_timeout
-        self._directory = directory
-        self._names = names
-        self._here = here
-        self._listeners = [socket.create_server((address, 0)) for address in addresses]
-        if not addresses:
-            self._listeners.append(_listen_in(directory))
+    size: int
+    listen_at: Sequence[str]
+    secret: str
+    start_timeout: float  # seconds
+    directory: Path
+    names: Mapping[str, str]  # the user's names of the hosts, by their own
+    here: Collection[str]  # names of this host
+    problem: str = ""  # why the job cannot go on, if the reports do not tell
+    reports: dict[int, Report] = field(default_factory=dict)  # of each rank whose worker was there
+
+    def __post_init__(self) -> None:
+        self._listeners = [socket.create_server((address, 0)) for address in self.listen_at]
+        if not self.listen_at:
+            self._listeners.append(_listen_in(self.directory))
         self._peers: dict[int, _Peer] = {}
         self._gone: set[int] = set()
         self._accepting: list[asyncio.Task[None]] = []
@@ -135,7 +128,7 @@ class Ranks:
         """Where the workers reach us, in the form that `worker.connect` takes."""
         names = [listener.getsockname() for listener in self._listeners]
         if isinstance(names[0], str):
-            return str(self._directory / SOCKET)
+            return str(self.directory / SOCKET)
         return ",".join(f"{host}:{port}" for host, port in names)
 
     def open(
@@ -163,7 +156,7 @@ class Ranks:
             for path in call.glob(f"{RESULT}-*"):  # of an earlier start
                 path.unlink()
         self._checked = time.monotonic()
-        self._limit = self._checked + self._start_timeout
+        self._limit = self._checked + self.start_timeout
         self._input_was_read: asyncio.Queue[bool] = asyncio.Queue()
         self._places = asyncio.Semaphore(UNPROVEN)
         for listener in self._listeners:
@@ -211,7 +204,7 @@ class Ranks:
         peer, why = None, ""
         reader, writer = await asyncio.open_connection(sock=connection)
         try:
-            channel = Channel(self._secret, is_hvdrun=True)
+            channel = Channel(self.secret, is_hvdrun=True)
             try:
                 proof = self._prove(channel, reader, writer)
                 messages = await asyncio.wait_for(proof, PROOF_TIMEOUT)
@@ -254,7 +247,7 @@ class Ranks:
         if report.status is None:
             report.time, report.gone = time.monotonic(), True
             # A killed worker here may have left something unread, which breaks it as well.
-            report.lost = "" if peer.host in self._here else why
+            report.lost = "" if peer.host in self.here else why
         if peer.rank == 0:
             self._input_was_read.put_nowait(False)
 
@@ -279,7 +272,7 @@ class Ranks:
         elif "input_was_read" in message:
             self._input_was_read.put_nowait(message["input_was_read"])
         elif "orphan" in message:
-            if peer.host not in self._here:  # here the daemon is mpirun itself, which we watch
+            if peer.host not in self.here:  # here the daemon is mpirun itself, which we watch
                 report.orphaned = time.monotonic()
         elif "result" in message:
             assert self._call is not None
@@ -296,7 +289,7 @@ class Ranks:
             report.by_signal = message["report"]["by_signal"]
             if report.status == 0 and not report.phase:
                 # mpirun may know that it has left MPI without a word.
-                peer.send(end="watch" if self._addresses else "now")
+                peer.send(end="watch" if self.listen_at else "now")
             self._changed()
 
     def release(self) -> None:
@@ -315,7 +308,7 @@ class Ranks:
         rank, host = hello["rank"], hello["host"]
         if rank in self._peers or not 0 <= rank < self.size:
             raise ProtocolError(f"rank {rank} is not expected")
-        peer = _Peer(hello, self._names.get(host, host), channel, writer)
+        peer = _Peer(hello, self.names.get(host, host), channel, writer)
         watch_liveness(peer.connection)
         writer.write(channel.take())
         self._peers[rank] = peer
@@ -378,7 +371,7 @@ class Ranks:
             self._limit = float("inf")
             missing = [str(rank) for rank in range(self.size) if rank not in self._peers]
             self.problem = (
-                f"rank {', '.join(missing)} did not connect within {self._start_timeout:.0f} s "
+                f"rank {', '.join(missing)} did not connect within {self.start_timeout:.0f} s "
                 "(--start-timeout)"
             )
         return bool(self.problem) or any(
@@ -409,12 +402,8 @@ class Ranks:
             for rank, peer in self._peers.items()
         )
 
-    def silent_hosts(self) -> set[str]:
-        """Hosts that are silent, or whose connections have broken."""
-        broken = {report.host for report in self.reports.values() if report.lost}
-        silent = {
-            peer.host
-            for rank, peer in self._peers.items()
-            if rank not in self._gone and silence(peer.connection) >= SILENCE / 3
-        }
-        return broken | silent
+    def note_silence(self) -> None:
+        """Note at the end which hosts are silent; the clean-up shows whether they are lost."""
+        for rank, peer in self._peers.items():
+            if rank not in self._gone and silence(peer.connection) >= SILENCE / 3:
+                self.reports[rank].lost = "silent"

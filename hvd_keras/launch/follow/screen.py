@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Sequence
 
-from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.statistics import Recent, Statistics
 from hvd_keras.launch.onhost.limits import SCREEN_REFRESH
 
@@ -24,20 +22,6 @@ OUTPUT_LINES = 8
 
 # Length of the bar for the straggler score.
 BAR = 10
-
-
-def wanted() -> bool:
-    """Whether there is a terminal. Raises UsageError if its lines cannot be made."""
-    if not sys.stderr.isatty():
-        return False
-    try:
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            "--stats in a terminal needs the package rich; run: pip install rich "
-            "(or redirect stderr)"
-        ) from error
-    return True
 
 
 class Screen:

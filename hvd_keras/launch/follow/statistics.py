@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # A rank is worth a sentence if the others waited for it for this part of the time, and this many
@@ -42,7 +42,6 @@ class Statistics:
         self.starts = 0
         self.latest: dict[int, Any] = {}
         self.hosts: dict[int, str] = {}
-        self.changed: Callable[[], None] = lambda: None  # called with each message
         self._past: dict[int, collections.deque[Any]] = {}
 
     def start(self, size: int) -> None:
@@ -55,7 +54,6 @@ class Statistics:
         self.hosts[rank] = host
         self._past.setdefault(rank, collections.deque(maxlen=WINDOW)).append(numbers)
         self.latest[rank] = numbers
-        self.changed()
 
     def recent(self) -> list[Recent]:
         """How each rank fares, by rank."""
@@ -100,12 +98,12 @@ def table(statistics: Mapping[int, Any], size: int) -> str:
     """What the ranks have sent last (see docs/observing.md), in words."""
     stats = dict(sorted(statistics.items()))
     if not stats:
-        return "hvdrun: no statistics: no rank has called hvd.init()"
+        return "no statistics: no rank has called hvd.init()"
     missing = [str(rank) for rank in range(size) if rank not in stats]
     paragraphs = [_of_ranks(stats), _of_collectives(list(stats.values())), _conclusion(stats)]
     if missing:
         paragraphs.append(f"No statistics of rank {', '.join(missing)}.")
-    return "hvdrun: statistics\n\n" + "\n\n".join(text for text in paragraphs if text)
+    return "statistics\n\n" + "\n\n".join(text for text in paragraphs if text)
 
 
 def _of_ranks(stats: dict[int, Any]) -> str:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any
 
+from hvd_keras.launch.onhost.channel import PIECE
 from hvd_keras.launch.onhost.limits import BACKGROUND_WAIT
-
-PIECE = 1 << 16
 
 
 def forward(send: Callable[[bytes], Coroutine[Any, Any, bool]]) -> None:

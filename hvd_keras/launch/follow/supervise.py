@@ -90,10 +90,7 @@ class Signals:
     def __enter__(self) -> Signals:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self.changed.set)
-        for number in FORWARDED:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, self._forward, number)
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, *FORWARDED):
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take, number)
         return self
@@ -102,10 +99,10 @@ class Signals:
         for number in (*STOP_SIGNALS, *FORWARDED, signal.SIGCHLD):
             asyncio.get_running_loop().remove_signal_handler(number)
 
-    def _forward(self, number: int) -> None:
-        self.forward(number)
-
     def _take(self, number: int) -> None:
+        if number in FORWARDED:
+            self.forward(number)
+            return
         self.hurry = self.hurry or (self.stop is not None and number == signal.SIGINT)
         self.stop = number if self.stop is None else self.stop
         self.changed.set()
@@ -126,14 +123,7 @@ class Signals:
 
 @dataclass
 class Job:
-    """One run of mpirun, whose workers report through `ranks`.
-
-    `sweep`, called when mpirun has ended, kills what is left of the job on its hosts after so many
-    seconds, removes its files, and returns the hosts that are lost. `ended` is called when
-    the ranks write nothing more. `stop_timeout` is how many seconds the ranks may take to end when
-    a signal has asked hvdrun to end. `repeats_traceback` adds the culprit's to the last lines, even
-    if it has been printed just before.
-    """
+    """One run of mpirun, whose workers report through `ranks`."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -141,10 +131,12 @@ class Job:
     output: Output
     signals: Signals
     verbose: bool
-    stop_timeout: float
-    repeats_traceback: bool
+    stop_timeout: float  # seconds that ranks may take to end after a signal to hvdrun
+    repeats_traceback: bool  # the culprit's is added, even if it has been printed just before
+    # When mpirun has ended: kills what is left on the job's hosts after so many seconds, removes
+    # its files, and returns the hosts that are lost.
     sweep: Callable[[float], Awaitable[Collection[str]]]
-    ended: Callable[[], None]
+    ended: Callable[[], None]  # called when the ranks write nothing more
     _mpirun_text: bytes = b""
     _stopping: bool = False
     _reader_limit: float = INFINITY  # when to stop being patient with who reads our output

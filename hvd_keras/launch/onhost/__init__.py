@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+# The status with which ssh itself fails, and what is called as ssh is.
+FAILED = 255
+
 
 def program(module: str) -> list[str]:
     """The command of a module of this package, without what Python otherwise loads at its start."""

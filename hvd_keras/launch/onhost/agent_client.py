@@ -14,12 +14,10 @@ import sys
 import threading
 from pathlib import Path
 
+from . import FAILED
 from .channel import PIECE, ProtocolError
 from .limits import CONNECT_TIMEOUT
 from .link import Link
-
-# The status with which ssh itself fails, which callers expect.
-FAILED = 255
 
 
 def _forward_input(link: Link) -> None:

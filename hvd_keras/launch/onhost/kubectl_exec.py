@@ -10,10 +10,8 @@ import re
 import subprocess
 import sys
 
+from . import FAILED
 from .process import die_with_parent
-
-# The status with which ssh itself fails, which callers expect; kubectl has none of its own.
-FAILED = 255
 
 # What kubectl says when it has run the command, and this has failed.
 ENDED = re.compile(rb"command terminated with exit code \d+")

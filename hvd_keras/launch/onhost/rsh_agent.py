@@ -1,4 +1,4 @@
-"""What mpirun runs as its ssh: `rsh_agent.py JOB SSH … -- [OPTION …] HOST COMMAND …`.
+"""What mpirun runs as its ssh: `rsh_agent.py MODE JOB SSH … -- [OPTION …] HOST COMMAND …`.
 
 On the other host the command gets the job's number, by which it and all that it starts can be
 found, and a folder for temporary files that goes with the job.
@@ -17,8 +17,12 @@ DAEMON = "HVDRUN_DAEMON_OF"
 # The options of ssh that take a value, which may be the next word.
 WITH_VALUE = {f"-{letter}" for letter in "BbcDEeFIiJLlmOoPpQRSWw"}
 
+# The modes: remove the job's files when the command has ended, or leave them to its workers.
+CLEANS = "cleans"
+PASSES = "passes"
 
-def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
+
+def ssh_command(mode: str, job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """The command of ssh that does it."""
     # mpirun takes us for ssh and adds -x, which `ssh` has already, and the user's own options for
     # ssh, which hvdrun takes by --ssh-port and --ssh-identity-file.
@@ -31,8 +35,7 @@ def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[
     # What another user has made there first is refused.
     prepare += 'mkdir -m 700 "$d" || { [ -O "$d" ] && [ ! -L "$d" ]; } || exit; '
     run = f'env {DAEMON}={job} TMPDIR="$d" "${{SHELL:-/bin/sh}}" -c "$0"'
-    if "hydra" in words[0]:
-        # Without mpirun it kills the workers before these can do anything. Others daemonize.
+    if mode == CLEANS:
         prepare += f'{run}; status=$?; rm -rf "$d" /dev/shm/hvdrun-{job}; exit $status'
     else:
         prepare += f"exec {run}"
@@ -42,5 +45,5 @@ def ssh_command(job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[
 
 if __name__ == "__main__":
     own, theirs = sys.argv[1:], sys.argv[sys.argv.index("--") + 1 :]
-    command = ssh_command(own[0], own[1 : own.index("--")], theirs)
+    command = ssh_command(own[0], own[1], own[2 : own.index("--")], theirs)
     os.execvp(command[0], command)

@@ -6,14 +6,13 @@ import errno
 import re
 import shlex
 import socket
-import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
+from hvd_keras.launch.start.command import ask
 
 # A host name or an IPv4 address; it cannot be taken for an option of ssh. DNS allows 63 characters
 # between two dots.
@@ -112,25 +111,10 @@ def read(path: str) -> list[Host]:
     return parse_lines(text, f"--hostfile {path}")
 
 
-def discover(command: str) -> list[Host]:
+async def discover(script: Sequence[str]) -> list[Host]:
     """Run the host discovery script and return the hosts that it prints."""
-    try:
-        words = shlex.split(command)
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=ANSWER_TIMEOUT,
-        )
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"--host-discovery-script {command!r} failed: {error}") from error
-    if done.returncode != 0:
-        raise UsageError(
-            f"--host-discovery-script {command!r} ended with exit status {done.returncode}: "
-            f"{done.stderr.strip()}; expected lines such as server1:4 and exit status 0"
-        )
-    return parse_lines(done.stdout, f"--host-discovery-script {command}")
+    name = f"--host-discovery-script {shlex.join(script)}"
+    return parse_lines(await ask(script, name, "lines such as server1:4"), name)
 
 
 def is_here(name: str) -> bool:
@@ -151,13 +135,26 @@ def is_here(name: str) -> bool:
     return True
 
 
+def count(hosts: Sequence[Host]) -> int:
+    """Return the number of slots, where that of each host is known."""
+    return sum(host.slots or 0 for host in hosts)
+
+
+def describe(hosts: Sequence[Host]) -> str:
+    """Return the hosts in the form of `-H`."""
+    return ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
 def share(hosts: Sequence[Host], size: int) -> list[Host]:
-    """Return the hosts with the number of ranks that each gets; the first are filled first."""
-    shared = []
+    """Return the hosts with the number of ranks that each gets; the first are filled first.
+
+    If there are more ranks than slots, all hosts get more in proportion.
+    """
+    slots, shared = count(hosts), []
+    room_needed = max(size, slots)
     for host in hosts:
-        assert host.slots is not None
+        room = -(-(host.slots or 0) * room_needed // slots)
         if size > 0:
-            shared.append(replace(host, slots=min(host.slots, size)))
-            size -= host.slots
-    assert size <= 0, "more ranks than slots"
+            shared.append(Host(host.name, min(room, size)))
+            size -= room
     return shared

@@ -30,7 +30,7 @@ class Look:
     away: Set[str]
 
 
-def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> Look:
+async def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> Look:
     """Ask each host for its facts and compare them with ours."""
     text = Path(probe.__file__).read_text()
     command = [sys.executable, "-I", "-", directory, program]
@@ -39,7 +39,7 @@ def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> L
     away: set[str] = set()
     own = probe.look(directory, program)
     names = [host.name for host in hosts]
-    for name, done in run_on_all(names, reach, command, text, ANSWER_TIMEOUT).items():
+    for name, done in (await run_on_all(names, reach, command, text)).items():
         if done is None:
             problems[name] = f"did not answer within {ANSWER_TIMEOUT:.0f} s"
             away.add(name)

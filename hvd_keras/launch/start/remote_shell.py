@@ -15,27 +15,29 @@ methods, and starts the ranks itself.
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hvd_keras.launch.onhost import program, rsh_agent
+from hvd_keras.launch.onhost import FAILED, program, rsh_agent
+from hvd_keras.launch.onhost.limits import ALIVE_COUNT, ALIVE_INTERVAL, CONNECT_TIMEOUT
+from hvd_keras.launch.start.command import run
 from hvd_keras.launch.start.hosts import is_here
 
-# The status with which such a program itself fails.
-FAILED = 255
+# Hosts that are asked at once: each takes a process and three descriptors here.
+AT_ONCE = 200
 
 
 class Reach(Protocol):
     """Runs commands on other hosts."""
 
-    def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command on a host (None: this host) with pipes for stdin, stdout and stderr."""
+    def reach(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return what runs a command on a host, with its own standard streams."""
 
     def failure(self, status: int, err: str) -> str | None:
         """Return why the host could not be reached, or None if the command itself failed."""
@@ -53,9 +55,9 @@ class RemoteShell:
     advice: str = ""
     test: str = ""
 
-    def start(self, host: str | None, command: Sequence[str]) -> subprocess.Popen[str]:
-        """Start a command on a host (None: this host) with pipes for stdin, stdout and stderr."""
-        return start(command if host is None else [*self.words, host, shlex.join(command)])
+    def reach(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return what runs a command on a host, with its own standard streams."""
+        return [*self.words, host, shlex.join(command)]
 
     def failure(self, status: int, err: str) -> str | None:
         """Return why the host could not be reached, or None if the command itself failed."""
@@ -66,10 +68,35 @@ class RemoteShell:
         reason = last_line(err).removeprefix(f"{name}: ")
         return f"cannot be reached by {name}: {reason}; expected that `{test}` works{self.advice}"
 
-    def agent(self, job: str) -> str:
-        """A shell script that mpirun calls instead of ssh: [OPTION …] HOST COMMAND …"""
-        words = [sys.executable, "-I", "-S", rsh_agent.__file__, job, *self.words, "--"]
+    def agent(self, job: str, cleans: bool) -> str:
+        """A shell script that mpirun calls instead of ssh: [OPTION …] HOST COMMAND …
+
+        `cleans` tells that it removes the job's files when the command there has ended.
+        """
+        mode = rsh_agent.CLEANS if cleans else rsh_agent.PASSES
+        words = [sys.executable, "-I", "-S", rsh_agent.__file__, mode, job, *self.words, "--"]
         return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
+
+
+def ssh(port: int | None, identity: str | None) -> RemoteShell:
+    """ssh in batch mode, with keep-alives; None leaves the choice to ssh's configuration."""
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(CONNECT_TIMEOUT),
+        "ServerAliveInterval": str(ALIVE_INTERVAL),
+        "ServerAliveCountMax": str(ALIVE_COUNT),
+        # An existing master is used, but none of ours: another shell would end with the job.
+        "ControlMaster": "no",
+    }
+    words = ["ssh", "-x"]
+    for name, value in options.items():
+        words += ["-o", f"{name}={value}"]
+    if port is not None:
+        words += ["-p", str(port)]
+    if identity is not None:
+        words += ["-i", identity]
+    advice = " without a prompt (a key without a passphrase or in an agent, a known host)"
+    return RemoteShell(words, advice)
 
 
 def kubectl_exec(words: Sequence[str]) -> RemoteShell:
@@ -78,36 +105,23 @@ def kubectl_exec(words: Sequence[str]) -> RemoteShell:
     return RemoteShell([*program("kubectl_exec"), *words], ", where HOST is POD or POD.…", test)
 
 
-def start(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Start a command with pipes for stdin, stdout and stderr."""
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # Ctrl-C is for hvdrun alone
-    )
-
-
-def run_on_all(
-    names: Iterable[str], reach: Reach, command: Sequence[str], text: str, seconds: float
+async def run_on_all(
+    names: Collection[str], reach: Reach, command: Sequence[str], text: str
 ) -> dict[str, subprocess.CompletedProcess[str] | None]:
-    """Run a command with this input on all hosts at once; a result is None after `seconds`."""
-    running = {name: reach.start(None if is_here(name) else name, command) for name in names}
-    limit = time.monotonic() + seconds
-    done: dict[str, subprocess.CompletedProcess[str] | None] = {}
-    for name, process in running.items():
-        try:
-            out, err = process.communicate(text, timeout=max(0.0, limit - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            done[name] = None
-        else:
-            done[name] = subprocess.CompletedProcess(command, process.returncode, out, err)
-    return done
+    """Run a command with this input on all hosts at once; None: a host did not answer in time."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(name: str) -> subprocess.CompletedProcess[str] | None:
+        async with places:
+            is_own = await asyncio.to_thread(is_here, name)
+            try:
+                return await run(command if is_own else reach.reach(name, command), text)
+            except TimeoutError:
+                return None
+            except OSError as error:  # no ssh here, or too many processes
+                return subprocess.CompletedProcess(command, FAILED, "", str(error))
+
+    return dict(zip(names, await asyncio.gather(*map(ask, names)), strict=True))
 
 
 def answer(out: str, mark: str) -> str | None:

@@ -188,7 +188,7 @@ RULES = [
     *_rules("no", "the other number of ranks is a process set", "process set + fewer ranks"),
     *_rules(
         "error",
-        "a MultiOptimizer has no slots of its own",
+        "a MultiOptimizer has no slots",
         "shard_state + MultiOptimizer",
         text="not possible for MultiOptimizer",
     ),
@@ -298,17 +298,17 @@ _INTRODUCTION = """\
 Each cell is a measurement: two ranks train with the feature of the row in the situation of the
 column, or with the features of row and column, and one process trains with the rows of both.
 
-- "=": the weights (or predictions), and the logs of `fit`, are equal to rounding (relative 1e-3,
-  with compression 2e-2), and what the ranks share is equal bit for bit.
-- "error": an error on each rank. The number is that of the reason below.
-- "≠": another result than that of one process, for the reason below.
-- "no": does not exist, for the reason below. An empty cell was not measured yet.
+- "=": weights (or predictions) and the logs of `fit` are equal to rounding (relative 1e-3, with
+  compression 2e-2), and what the ranks share is equal bit for bit.
+- "error": an error on each rank, for the reason with this number.
+- "≠": another result than that of one process. "no": does not exist.
+- An empty cell was not measured yet.
 
-`make matrix` measures all cells and writes this page. `make test` repeats a sample. "process set"
-is one of two ranks beside a third; "fewer ranks" continues a checkpoint of two ranks on one;
-"frozen layer" compiles the model again for a second `fit` with a layer that is not trainable;
-"short" and "padded last batch" are the last steps of `hvd.data.shard` with `uneven="share"` and
-`"pad"`; the latter's logs are not compared, because Keras counts the padding's rows, too.
+`make matrix` measures all cells and writes this page; `make test` repeats a sample. "process set":
+two ranks beside a third. "fewer ranks": one rank continues a checkpoint of two. "frozen layer": a
+second `compile` and `fit` with a layer that is not trainable. "short" and "padded last batch":
+`hvd.data.shard` with `uneven="share"` and `"pad"`; the logs of `"pad"` are not compared, because
+Keras counts the padding's rows, too.
 
 """
 

@@ -1,0 +1,214 @@
+"""How each MPI's mpirun is told to start a job: one class for each MPI, and `slurm.Srun`.
+
+A dialect has all in which the MPIs differ. What it returns depends on its arguments and on the
+user's own settings for MPI alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.start.hosts import Host
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a job, as a dialect needs it."""
+
+    hosts: Sequence[Host]  # with the number of ranks of each
+    is_local: bool  # they are this host alone
+    directory: Path  # for the job's files
+    program: Sequence[str]  # what is started for each rank
+    variables: Iterable[str] = ()  # the names of the environment variables that it must get
+    agent: str = ""  # the script that mpirun calls as it would call ssh
+    network: str | None = None  # the interface or the network between the hosts, if it is known
+    oversubscribe: bool = False  # there may be more ranks than cores or slots
+    extra: Sequence[str] = ()  # the user's own arguments
+
+    @property
+    def size(self) -> str:
+        """The number of ranks."""
+        return str(sum(host.slots or 0 for host in self.hosts))
+
+    @property
+    def slots(self) -> list[str]:
+        """The hosts as "server1:4"."""
+        return [f"{host.name}:{host.slots}" for host in self.hosts]
+
+    @property
+    def ssh(self) -> Path:
+        """Where the agent is."""
+        return self.directory / "ssh"
+
+    @property
+    def machines(self) -> Path:
+        """A file of the hosts, for the dialects that want one."""
+        return self.directory / "machines"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An installed mpirun, or srun."""
+
+    path: str
+    library: str = field(default="", kw_only=True)  # for the ranks, if they would take another one
+    kind: ClassVar[str]  # the name of the MPI
+    abi: ClassVar[str] = "mpich"  # see `mpi_library.Library`
+    # Its daemons on other hosts kill the workers, so that nothing but the agent can remove their
+    # files when mpirun has died.
+    kills_workers: ClassVar[bool] = False
+    # The variables of our environment that the program must not get, on several hosts.
+    withheld: ClassVar[Sequence[str]] = ()
+
+    def command(self, start: Start) -> list[str]:
+        """The command line that starts the ranks."""
+        raise NotImplementedError
+
+    def files(self, start: Start) -> dict[Path, str]:
+        """The files that the command needs."""
+        return {} if start.is_local else {start.ssh: start.agent}
+
+    def settings(self, start: Start) -> Mapping[str, str]:
+        """Environment settings for the program itself."""
+        return {}
+
+    def rank_settings(self, memory: str) -> Mapping[str, str]:
+        """Environment settings for ranks, whose shared memory should be in this folder."""
+        return {}
+
+
+class OpenMpi(Dialect):
+    """What Open MPI 4 and 5 have in common."""
+
+    kind = "Open MPI"
+    abi = "openmpi"
+    memory: ClassVar[str]  # the component for shared memory
+    option: ClassVar[str]  # how mpirun's own parameters are given
+    ssh: ClassVar[str]  # the component that calls ssh
+    networks: ClassVar[str]  # the parameter for the daemons' networks
+
+    def policy(self, start: Start, oversubscribe: bool) -> list[str]:
+        """How cores are counted."""
+        raise NotImplementedError
+
+    def command(self, start: Start) -> list[str]:
+        # Hardware threads count as cores, as in the affinity mask that hvdrun checks against. On
+        # several hosts the slots are the user's wish or were counted by hvdrun.
+        words = self.policy(start, start.oversubscribe or not start.is_local)
+        if "--bind-to" not in start.extra:  # mpirun refuses to get it twice
+            words += ["--bind-to", "none"]
+        if os.geteuid() == 0:
+            words.append("--allow-run-as-root")
+        if not start.is_local:
+            words += self._hosts(start)
+        for name in start.variables:
+            words += ["-x", name]
+        return [self.path, "-n", start.size, *words, *start.extra, *start.program]
+
+    def _hosts(self, start: Start) -> list[str]:
+        if " " in str(start.ssh):
+            raise UsageError(
+                f"got the temporary folder {str(start.directory.parent)!r}, in whose name Open MPI "
+                "takes no blank; set TMPDIR to another folder"
+            )
+        parameters = {
+            # By sh, because programs in the folder for temporary files may be forbidden.
+            f"{self.ssh}_agent": f"/bin/sh {start.ssh}",
+            f"{self.ssh}_no_tree_spawn": "1",  # the agent is on this host only
+            # Daemons of a host that is cut off end by themselves. Five seconds are survived.
+            "oob_tcp_keepalive_time": "4",
+            "oob_tcp_keepalive_intvl": "2",
+            "oob_tcp_keepalive_probes": "4",
+        }
+        words = ["-H", ",".join(start.slots)]
+        if start.network is not None:
+            parameters[self.networks] = start.network
+        for name, value in parameters.items():
+            words += [self.option, name, value]
+        if start.network is not None:
+            words += ["--mca", "btl_tcp_if_include", start.network]
+        return words
+
+    def rank_settings(self, memory: str) -> Mapping[str, str]:
+        return {f"OMPI_MCA_btl_{self.memory}_backing_directory": memory}
+
+
+class OpenMpi4(OpenMpi):
+    """Open MPI 4, whose daemons are ORTE's."""
+
+    memory, option, ssh, networks = "vader", "--mca", "plm_rsh", "oob_tcp_if_include"
+
+    def policy(self, start: Start, oversubscribe: bool) -> list[str]:
+        return ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
+
+    def settings(self, start: Start) -> Mapping[str, str]:
+        """From Dialect: what it leaves behind when it is killed goes with the job's own files."""
+        return {"OMPI_MCA_orte_tmpdir_base": str(start.directory)}
+
+
+class OpenMpi5(OpenMpi):
+    """Open MPI 5, whose daemons are PRRTE's."""
+
+    memory, option, ssh, networks = "sm", "--prtemca", "plm_ssh", "prte_if_include"
+
+    def policy(self, start: Start, oversubscribe: bool) -> list[str]:
+        if "--map-by" in start.extra:
+            return []
+        policy = "" if start.is_local else "slot"
+        return ["--map-by", policy + ":HWTCPUS" + ":OVERSUBSCRIBE" * oversubscribe]
+
+    def settings(self, start: Start) -> Mapping[str, str]:
+        """From Dialect: the same, and no search for networks, which takes a second."""
+        settings = {"PRTE_MCA_prte_local_tmpdir_base": str(start.directory)}
+        return settings if "OMPI_MCA_btl" in os.environ else settings | {"OMPI_MCA_btl": "^ofi"}
+
+
+class Mpich(Dialect):
+    """MPICH, whose mpirun is hydra.
+
+    It passes on its whole environment (with -genvlist it loses a variable now and then), counts no
+    cores and does not bind.
+    """
+
+    kind = "MPICH"
+    kills_workers = True
+    withheld = ("TMPDIR",)  # it would replace the one that the agent sets on each host
+
+    def command(self, start: Start) -> list[str]:
+        words = [] if start.is_local else self.hosts(start)
+        if words and start.network is not None and "/" not in start.network:
+            words += ["-iface", start.network]
+        return [self.path, "-n", start.size, *words, *start.extra, *start.program]
+
+    def hosts(self, start: Start) -> list[str]:
+        """The options that name the hosts and the agent."""
+        hosts = ["-hosts", ",".join(start.slots)]
+        return [*hosts, "-launcher", "ssh", "-launcher-exec", str(start.ssh)]
+
+
+class IntelMpi(Mpich):
+    """Intel MPI, whose hydra has other options."""
+
+    kind = "Intel MPI"
+
+    def hosts(self, start: Start) -> list[str]:
+        hosts = ["-machinefile", str(start.machines)]
+        return [*hosts, "-bootstrap", "ssh", "-bootstrap-exec", str(start.ssh)]
+
+    def files(self, start: Start) -> dict[Path, str]:
+        files = super().files(start)
+        return files and {**files, start.machines: "\n".join([*start.slots, ""])}
+
+    def settings(self, start: Start) -> Mapping[str, str]:
+        """From Dialect: mpirun is a script that needs the programs beside it."""
+        return {"PATH": path_beside(self.path)}
+
+
+def path_beside(path: str) -> str:
+    """Return PATH with the folder of this program first."""
+    return os.pathsep.join([str(Path(path).parent), os.environ.get("PATH", os.defpath)])
