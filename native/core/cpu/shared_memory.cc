@@ -21,8 +21,6 @@
 namespace hvd {
 namespace {
 
-constexpr int64_t kPage = 4096;
-
 // The most of all sets so far: the first one is that of all ranks, with which those of a smaller
 // one share their cores, too. Each rank may be bound to other cores.
 int ranks_per_core(MPI_Comm communicator, int ranks) {
@@ -47,14 +45,6 @@ std::string new_name() {
     name += digits;
   }
   return name;
-}
-
-int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-
-int64_t part_bytes(const std::vector<SharedMemory::Area>& areas) {
-  int64_t sum = 0;
-  for (const SharedMemory::Area& area : areas) sum += area.bytes;
-  return sum;
 }
 
 }  // namespace
@@ -104,22 +94,6 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
   if (problem) throw std::runtime_error(why.empty() ? "another rank could not" : why);
   counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, per_core);
   HVD_MPI(MPI_Barrier(communicator));  // the name is gone
-}
-
-SharedMemory::SharedMemory(char* block, int rank, const std::vector<int>& ranks,
-                           std::vector<Area> areas)
-    : areas_(std::move(areas)),
-      size_(static_cast<int>(ranks.size())),
-      rank_(rank),
-      front_bytes_(whole_pages(HostCounters::bytes(size_))),
-      part_bytes_(part_bytes(areas_)),
-      block_(block),
-      block_bytes_(bytes(size_, areas_)) {
-  if (block_) counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, size_);
-}
-
-int64_t SharedMemory::bytes(int ranks, const std::vector<Area>& areas) {
-  return whole_pages(HostCounters::bytes(ranks)) + part_bytes(areas) * ranks;
 }
 
 SharedMemory::~SharedMemory() {
