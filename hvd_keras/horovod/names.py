@@ -39,7 +39,7 @@ class Row:
 
 
 _COLLECTIVES = "horovod.collectives"
-_KERAS = "horovod.keras_collectives"
+_KERAS = "horovod.of_keras"
 _SETS = "horovod.process_sets"
 _TRAINING = "horovod.training"
 _ELASTIC = "horovod.elastic"
@@ -194,7 +194,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home=None,
         ),
         Row("PartialDistributedGradientTape", home=_TRAINING),
-        Row("PartialDistributedOptimizer", home="horovod.keras_training"),
+        Row("PartialDistributedOptimizer", home=_KERAS),
         Row(
             "load_model",
             note="no `legacy_opts`; `custom_optimizers` only for your own classes",
@@ -231,7 +231,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             horovod="",
             home=_KERAS,
         ),
-        Row("DistributedOptimizer", home="horovod.keras_training"),
+        Row("DistributedOptimizer", home=_KERAS),
     ),
     "callbacks": (
         Row(

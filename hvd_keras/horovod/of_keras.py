@@ -1,6 +1,8 @@
-"""``DistributedOptimizer`` as ``horovod.keras`` and ``horovod.tensorflow.keras`` have it.
+"""What ``horovod.keras`` and ``horovod.tensorflow.keras`` have: optimizers and collectives.
 
-One script runs on all ranks there: on a rank outside of the process set they do nothing.
+One script runs on all ranks there: on a rank outside of the process set optimizers do nothing. The
+collectives' arguments differ from those of ``horovod.tensorflow``; in a TensorFlow 1 graph they
+return values, not tensors of the graph.
 """
 
 import functools
@@ -8,8 +10,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from hvd_keras import optimizer as distributed
+from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import missing_calls, model_ranks
+from hvd_keras.horovod import collectives
+from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
@@ -80,3 +87,51 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
 def is_outside(process_set: ProcessSet) -> bool:
     """Whether the set has taken effect, and this rank is not in it."""
     return process_set.process_set_id is not None and not process_set.included()
+
+
+def _value(result: Any) -> Any:
+    """In a TensorFlow 1 graph what the session makes of a result."""
+    if tf.executing_eagerly() or tf.inside_function():
+        return result
+    if is_legacy:
+        return tf.compat.v1.keras.backend.get_session().run(result)
+    session = tf.compat.v1.get_default_session()
+    if session is not None:
+        return session.run(result)
+    with tf.compat.v1.Session() as own:
+        return own.run(result)
+
+
+def _on_values(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+    """The function with these arguments, in this order, after ``value``, the tensor."""
+    known = inspect.signature(function).parameters
+    value = inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([value, *(known[name] for name in names.split())])
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return _value(function(given.pop("value"), **given))
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+allreduce = _on_values(
+    collectives.allreduce, "name average prescale_factor postscale_factor op compression"
+)
+allgather = _on_values(collectives.allgather, "name")
+broadcast = _on_values(collectives.broadcast, "root_rank name")
+reducescatter = _on_values(collectives.reducescatter, "name op")
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Assigns the root's values to all global variables of the graph, at once.
+
+    Args:
+        root_rank: the rank whose values all get.
+
+    Raises:
+        As ``hvd_keras.broadcast_global_variables``.
+    """
+    return _value(tensorflow_v1.broadcast_global_variables(root_rank))
