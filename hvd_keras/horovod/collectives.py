@@ -71,6 +71,30 @@ def _adapted(function: _Function, gradient: Callable[[int], float] | None = None
     return call  # type: ignore[return-value]
 
 
+def in_order(
+    function: Callable[..., Any], names: str, call: Callable[[Any, dict[str, Any]], Any]
+) -> Callable[..., Any]:
+    """A function whose arguments are some of another one's, in another order.
+
+    Args:
+        function: the other one, whose defaults and docstring it has.
+        names: the arguments, separated by spaces; the first has no default.
+        call: calls ``function`` with the value of the first, and what else was given.
+    """
+    known = inspect.signature(function).parameters
+    first, *others = names.split()
+    tensor = inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([tensor, *(known[name] for name in others)])
+
+    @functools.wraps(function)
+    def reordered(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return call(given.pop(first), given)
+
+    reordered.__signature__ = signature  # type: ignore[attr-defined]
+    return reordered
+
+
 def _mean(size: int) -> float:
     """The factor that makes of the sum of the ranks' losses their mean."""
     return 1 / size
@@ -100,41 +124,6 @@ def broadcast_object_fn(
     return functools.partial(
         broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set
     )
-
-
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    op: ops.ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
-) -> Any:
-    """``hvd_keras.allreduce``; averages and scaled sums of integers are truncated.
-
-    Raises:
-        NotImplementedError: ``tf.IndexedSlices`` with another op than Average or Sum.
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.allreduce`` besides.
-    """
-    return grouped_allreduce(
-        [tensor],
-        average,
-        device_dense,
-        device_sparse,
-        compression,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        ignore_name_scope,
-        name,
-    )[0]
 
 
 def _allreduce(
@@ -171,10 +160,12 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """``allreduce`` of several tensors.
+    """``hvd_keras.grouped_allreduce``; averages and scaled sums of integers are truncated.
 
     Raises:
-        As ``allreduce``.
+        NotImplementedError: ``tf.IndexedSlices`` with another op than Average or Sum.
+        tf.errors.InvalidArgumentError: this rank is not in the process set.
+        As ``hvd_keras.grouped_allreduce`` besides.
     """
     check_included("allreduce", process_set)
     with validate.on_all_ranks("allreduce", name or "unnamed", process_set):
@@ -225,6 +216,14 @@ def grouped_allreduce(
     return results
 
 
+allreduce = in_order(
+    grouped_allreduce,
+    "tensor average device_dense device_sparse compression op prescale_factor postscale_factor "
+    "name process_set ignore_name_scope",
+    lambda tensor, given: grouped_allreduce([tensor], **given)[0],
+)
+
+
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -250,35 +249,6 @@ def broadcast_(
     assignment = _broadcast_variables(variables, root_rank, process_set)
     with tf.control_dependencies([] if assignment is None else [assignment]):
         return [tf.identity(variable) for variable in variables]
-
-
-def reducescatter(
-    tensor: Any,
-    device_dense: str = "",
-    compression: type[Compressor] = Compression.none,
-    op: ops.ReduceOp = ops.Average,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> tf.Tensor:
-    """``hvd_keras.reducescatter`` with Horovod's gradient; integers are truncated.
-
-    Raises:
-        As ``grouped_reducescatter``.
-    """
-    return grouped_reducescatter(
-        [tensor],
-        device_dense,
-        compression,
-        op,
-        process_set,
-        prescale_factor,
-        postscale_factor,
-        name,
-        ignore_name_scope,
-    )[0]
 
 
 def grouped_reducescatter(
@@ -327,6 +297,14 @@ def grouped_reducescatter(
     )
     divisor = size if op is ops.Average else 1
     return [_with_gradient_times(size, _truncated(x, postscale_factor, divisor)) for x in sums]
+
+
+reducescatter = in_order(
+    grouped_reducescatter,
+    "tensor device_dense compression op name process_set ignore_name_scope prescale_factor "
+    "postscale_factor",
+    lambda tensor, given: grouped_reducescatter([tensor], **given)[0],
+)
 
 
 def _is_integer(tensor: Any) -> bool:

@@ -103,18 +103,9 @@ def _value(result: Any) -> Any:
 
 
 def _on_values(function: Callable[..., Any], names: str) -> Callable[..., Any]:
-    """The function with these arguments, in this order, after ``value``, the tensor."""
-    known = inspect.signature(function).parameters
-    value = inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = inspect.Signature([value, *(known[name] for name in names.split())])
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        return _value(function(given.pop("value"), **given))
-
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    return call
+    return collectives.in_order(
+        function, f"value {names}", lambda value, given: _value(function(value, **given))
+    )
 
 
 allreduce = _on_values(
