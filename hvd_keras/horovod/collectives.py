@@ -1,21 +1,105 @@
-"""The collectives of ``horovod.tensorflow`` where they differ from those of hvd_keras.
+"""What ``horovod.tensorflow`` has for tensors, variables and objects, where hvd_keras differs.
 
-Averages and scale factors of integers are computed in float64 and truncated; averages of sparse
-ones are floating-point numbers. The gradients of
-allgather, broadcast and reducescatter are those of the mean of the ranks' losses, not of their sum.
+A rank outside of the process set gets TensorFlow's error. Averages and scale factors of integers
+are computed in float64 and truncated; averages of sparse ones are floating-point numbers. The
+gradients of allgather, broadcast and reducescatter are those of the mean of the ranks' losses, not
+of their sum.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.ops import validate
+from hvd_keras.hooks.variables import broadcast_variables as _broadcast_variables
+from hvd_keras.ops import objects, validate
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import chosen
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training.variables import broadcast_variables
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def check_included(kind: str, process_set: ProcessSet) -> None:
+    """Raises Horovod's exception if this rank may not make the call."""
+    process_set.id()
+    if not process_set.included():
+        raise tf.errors.InvalidArgumentError(
+            None,
+            None,
+            f"hvd.{kind}: this rank is not in {process_set}. Call it only on those ranks: "
+            "if process_set.included(): ...",
+        )
+
+
+def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor; gradients that flow through it are multiplied."""
+    if factor == 1.0 or not tensor.dtype.is_floating:
+        return tensor
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(value: tf.Tensor) -> Any:
+        return tf.identity(value), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
+
+    return identity(tensor)
+
+
+def _adapted(function: _Function, gradient: Callable[[int], float] | None = None) -> _Function:
+    """The function, which raises ``InvalidArgumentError`` outside of its process set.
+
+    Args:
+        function: of hvd_keras, with an argument ``process_set``.
+        gradient: the factor of the results' gradients, by the number of ranks. Default: none.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        process_set = given.arguments["process_set"]
+        check_included(function.__name__, process_set)
+        results = function(*args, **kwargs)
+        if gradient is None:
+            return results
+        factor = gradient(process_set.size())
+        return tf.nest.map_structure(lambda x: _with_gradient_times(factor, x), results)
+
+    return call  # type: ignore[return-value]
+
+
+def _mean(size: int) -> float:
+    """The factor that makes of the sum of the ranks' losses their mean."""
+    return 1 / size
+
+
+allgather = _adapted(ops.allgather, _mean)
+grouped_allgather = _adapted(ops.grouped_allgather, _mean)
+broadcast = _adapted(ops.broadcast, _mean)
+alltoall = _adapted(ops.alltoall)
+broadcast_variables = _adapted(_broadcast_variables)
+broadcast_object = _adapted(objects.broadcast_object)
+allgather_object = _adapted(objects.allgather_object)
+barrier = _adapted(ops.barrier)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """``broadcast_object`` with all arguments except the object.
+
+    Raises:
+        As ``broadcast_object``, when it is called.
+    """
+    return functools.partial(
+        broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set
+    )
 
 
 def allreduce(
@@ -141,55 +225,6 @@ def grouped_allreduce(
     return results
 
 
-def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> tf.Tensor:
-    """``hvd_keras.allgather`` with Horovod's gradient.
-
-    Raises:
-        As ``grouped_allgather``.
-    """
-    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
-
-
-def grouped_allgather(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> list[tf.Tensor]:
-    """``hvd_keras.grouped_allgather`` with Horovod's gradient: 1/size() of ours.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.grouped_allgather`` besides.
-    """
-    check_included("allgather", process_set)
-    gathered = ops.grouped_allgather(tensors, name, ignore_name_scope, process_set)
-    return [_with_gradient_times(1 / process_set.size(), x) for x in gathered]
-
-
-def broadcast(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> tf.Tensor:
-    """``hvd_keras.broadcast`` with Horovod's gradient: 1/size() of ours.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.broadcast`` besides.
-    """
-    check_included("broadcast", process_set)
-    value = ops.broadcast(tensor, root_rank, name, ignore_name_scope, process_set)
-    return _with_gradient_times(1 / process_set.size(), value)
-
-
 def broadcast_(
     variables: Sequence[Any],
     root_rank: int,
@@ -212,26 +247,9 @@ def broadcast_(
     """
     del name
     variables = list(variables)
-    assignment = broadcast_variables(variables, root_rank, process_set)
+    assignment = _broadcast_variables(variables, root_rank, process_set)
     with tf.control_dependencies([] if assignment is None else [assignment]):
         return [tf.identity(variable) for variable in variables]
-
-
-def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """``hvd_keras.alltoall``.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.alltoall`` besides.
-    """
-    check_included("alltoall", process_set)
-    return ops.alltoall(tensor, splits, name, ignore_name_scope, process_set)
 
 
 def reducescatter(
@@ -311,18 +329,6 @@ def grouped_reducescatter(
     return [_with_gradient_times(size, _truncated(x, postscale_factor, divisor)) for x in sums]
 
 
-def check_included(kind: str, process_set: ProcessSet) -> None:
-    """Raises Horovod's exception if this rank may not make the call."""
-    process_set.id()
-    if not process_set.included():
-        raise tf.errors.InvalidArgumentError(
-            None,
-            None,
-            f"hvd.{kind}: this rank is not in {process_set}. Call it only on those ranks: "
-            "if process_set.included(): ...",
-        )
-
-
 def _is_integer(tensor: Any) -> bool:
     if isinstance(tensor, tf.IndexedSlices):
         return bool(tensor.values.dtype.is_integer)
@@ -338,15 +344,3 @@ def _truncated(tensor: Any, factor: float, divisor: int = 1) -> Any:
         return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
     tensor = tf.convert_to_tensor(tensor)
     return tf.cast(tf.cast(tensor, tf.float64) * factor / divisor, tensor.dtype)
-
-
-def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor; gradients that flow through it are multiplied."""
-    if factor == 1.0 or not tensor.dtype.is_floating:
-        return tensor
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def identity(value: tf.Tensor) -> Any:
-        return tf.identity(value), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
-
-    return identity(tensor)

@@ -4,100 +4,16 @@ Their arguments differ from those of ``horovod.tensorflow``. In a TensorFlow 1 g
 values, not tensors of the graph.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.horovod import collectives
-from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.runtime.keras import is_legacy
-
-
-def allreduce(
-    value: Any,
-    name: str | None = None,
-    average: bool | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    op: ops.ReduceOp | None = None,
-    compression: type[Compressor] = Compression.none,
-) -> Any:
-    """Combines a tensor over all ranks.
-
-    Args:
-        value: what ``tf.constant`` takes, of the same dtype and shape on all ranks.
-        name: identifies the call on all ranks.
-        average, prescale_factor, postscale_factor, op, compression: as in ``hvd_keras.allreduce``.
-
-    Raises:
-        As ``hvd_keras.allreduce``.
-    """
-    return _value(
-        collectives.allreduce(
-            value,
-            average,
-            compression=compression,
-            op=op,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
-            name=name,
-        )
-    )
-
-
-def allgather(value: Any, name: str | None = None) -> Any:
-    """Concatenates all ranks' tensors along the first dimension.
-
-    Args:
-        value: a tensor with at least one dimension; the first one may differ by rank.
-        name: identifies the call on all ranks.
-
-    Raises:
-        As ``hvd_keras.allgather``.
-    """
-    return _value(collectives.allgather(value, name))
-
-
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Gives every rank the tensor of one.
-
-    Args:
-        value: a tensor of the same dtype and shape on all ranks.
-        root_rank: the rank whose values all get.
-        name: identifies the call on all ranks.
-
-    Raises:
-        As ``hvd_keras.broadcast``.
-    """
-    return _value(collectives.broadcast(value, root_rank, name))
-
-
-def reducescatter(value: Any, name: str | None = None, op: ops.ReduceOp = ops.Average) -> Any:
-    """``allreduce`` of which each rank gets only its share of the rows.
-
-    Args:
-        value: a tensor with at least one dimension, of the same shape on all ranks.
-        name: identifies the call on all ranks.
-        op: ``hvd.Average`` or ``hvd.Sum``.
-
-    Raises:
-        As ``hvd_keras.reducescatter``.
-    """
-    return _value(collectives.reducescatter(value, op=op, name=name))
-
-
-def broadcast_global_variables(root_rank: int) -> Any:
-    """Assigns the root's values to all global variables of the graph, at once.
-
-    Args:
-        root_rank: the rank whose values all get.
-
-    Raises:
-        As ``hvd_keras.broadcast_global_variables``.
-    """
-    return _value(tensorflow_v1.broadcast_global_variables(root_rank))
 
 
 def _value(result: Any) -> Any:
@@ -111,3 +27,38 @@ def _value(result: Any) -> Any:
         return session.run(result)
     with tf.compat.v1.Session() as own:
         return own.run(result)
+
+
+def _on_values(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+    """The function with these arguments, in this order, after ``value``, the tensor."""
+    known = inspect.signature(function).parameters
+    value = inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([value, *(known[name] for name in names.split())])
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return _value(function(given.pop("value"), **given))
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+allreduce = _on_values(
+    collectives.allreduce, "name average prescale_factor postscale_factor op compression"
+)
+allgather = _on_values(collectives.allgather, "name")
+broadcast = _on_values(collectives.broadcast, "root_rank name")
+reducescatter = _on_values(collectives.reducescatter, "name op")
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Assigns the root's values to all global variables of the graph, at once.
+
+    Args:
+        root_rank: the rank whose values all get.
+
+    Raises:
+        As ``hvd_keras.broadcast_global_variables``.
+    """
+    return _value(tensorflow_v1.broadcast_global_variables(root_rank))

@@ -8,9 +8,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from hvd_keras import optimizer as distributed
+from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import forgotten, together
-from hvd_keras.training import optimizer as distributed
 
 _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
 
@@ -50,11 +50,11 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
         optimizer = type(optimizer).from_config(optimizer.get_config())
     if not is_outside(given.get("process_set", global_process_set)):
         optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
-        if reducer := together.of_optimizer(optimizer):
+        if reducer := model_ranks.of_optimizer(optimizer):
             reducer.is_horovods = True
         return optimizer
     optimizer.register_local_var = lambda variable: None  # all are local
-    forgotten.mark_alone(optimizer)
+    missing_calls.mark_alone(optimizer)
     return optimizer
 
 

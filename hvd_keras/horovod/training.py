@@ -8,12 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_keras import tape
+from hvd_keras.gradients import agreement, missing_calls
 from hvd_keras.horovod import keras_training
-from hvd_keras.layers import saving
+from hvd_keras.layers import model_files
 from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.optimizer import local_variables
 from hvd_keras.runtime.process_sets import global_process_set
-from hvd_keras.training import exchange, forgotten, tape
-from hvd_keras.training.optimizer import local_variables
 
 
 @keras_training.in_order(
@@ -48,7 +49,7 @@ class DistributedGradientTape(tape.DistributedGradientTape):
         """As ``hvd_keras.DistributedGradientTape.gradient``."""
         kwargs.pop("use_generic_names", None)
         if self._alone:
-            forgotten.mark_reduced(tf.nest.flatten(sources))
+            missing_calls.mark_reduced(tf.nest.flatten(sources))
             return self._tape.gradient(target, sources, *args, **kwargs)
         return super().gradient(target, sources, *args, **kwargs)
 
@@ -73,10 +74,10 @@ class DistributedGradientTape(tape.DistributedGradientTape):
             As ``gradient``.
         """
         gradients = self.gradient(target, sources, output_gradients)
-        own = {exchange.variable_id(source) for source in self._local}
+        own = {agreement.variable_id(source) for source in self._local}
         pairs: tuple[list[Any], list[Any]] = [], []
         for source, gradient in zip(sources, gradients, strict=True):
-            pairs[exchange.variable_id(source) not in own].append((source, gradient))
+            pairs[agreement.variable_id(source) not in own].append((source, gradient))
         return pairs
 
 
@@ -116,4 +117,4 @@ def load_model(
         As ``hvd_keras.load_model``.
     """
     del legacy_opts
-    return saving.load_model(filepath, custom_optimizers, custom_objects, compression)
+    return model_files.load_model(filepath, custom_optimizers, custom_objects, compression)

@@ -37,7 +37,7 @@ Variable = () if is_legacy else keras.Variable.__bases__[0]
 
 __all__ = ["PyDataset", "Variable", "is_legacy", "keras", "require"]
 
-# Those whose private attributes are known, see training/patches.py. The newest that an older Python
+# Those whose private attributes are known, see hooks/patches.py. The newest that an older Python
 # can install is among them.
 KERAS_VERSIONS = "keras>=3.6,<3.16"
 
