@@ -214,7 +214,8 @@ class _Agree(_Internal):
             return
         logs = {} if logs is None else logs
         values = {name: logs.get(name) for name in self.common.monitored}
-        mine = {name: None if v is None else float(v) for name, v in values.items()}
+        # Keras logs F1Score of one class as an array of one number.
+        mine = {k: None if v is None else float(np.squeeze(v)) for k, v in values.items()}
         gathered = agree.gather_json("monitored", mine, self.common.process_set)
         for name, value in mine.items():
             known = [theirs[name] for theirs in gathered if theirs[name] is not None]
