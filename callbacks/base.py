@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from hvd_keras.gradients import model_ranks
 from hvd_keras.runtime import process_sets
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.training import together
 
 
 class Callback(keras.callbacks.Callback):  # type: ignore[misc]
@@ -18,11 +18,11 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras; registers the process set of a model without one."""
         super().set_model(model)
         if model is not None:
-            together.mark_together(model, self._hvd_process_set)
+            model_ranks.register_training_ranks(model, self._hvd_process_set)
 
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that train the model."""
         if self.model is None:
             return self._hvd_process_set
-        return together.process_set_of(self.model) or self._hvd_process_set
+        return model_ranks.process_set_of(self.model) or self._hvd_process_set

@@ -6,9 +6,10 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
+from hvd_keras.gradients import agreement, building, model_ranks
+from hvd_keras.hooks import fitting, preprocessing, variables
 from hvd_keras.ops.broadcast import check_root
 from hvd_keras.runtime import log, rank_info, xla
-from hvd_keras.training import building, exchange, fitting, preprocessing, together, variables
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -85,8 +86,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         # Not the optimizer's variables: Keras's counters occur elsewhere in their names.
-        specs = map(exchange.spec_of, self.shared(self.model.variables))
-        exchange.check_specs("broadcast", list(specs), process_set)
+        specs = map(agreement.spec_of, self.shared(self.model.variables))
+        agreement.check_specs("broadcast", list(specs), process_set)
         shared = self.shared(variables.of_training(self.model))
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
@@ -120,7 +121,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     def shared(self, variables: Iterable[Any]) -> list[Any]:
         """Those of some variables that do not belong to one rank alone."""
-        return together.without_local(self.model, variables)
+        return model_ranks.without_local(self.model, variables)
 
 
 @functools.cache

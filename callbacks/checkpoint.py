@@ -1,30 +1,482 @@
-"""``ModelCheckpoint``: rank 0 writes, and an error reaches all ranks."""
+"""``Checkpoint``: saves the whole state of a training, and restores it after a restart."""
 
+import os
+import pathlib
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.runtime.keras import keras
+from hvd_keras import data
+from hvd_keras.gradients import shards, zero
+from hvd_keras.hooks import fitting, preprocessing, variables
+from hvd_keras.ops import objects
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import Variable, is_legacy
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.saving import rank_values, sharded_files, storage
 
 
-class ModelCheckpoint(Callback, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """``keras.callbacks.ModelCheckpoint``; in ``fit`` on several ranks, the first one writes.
+class Checkpoint(Callback):  # type: ignore[misc]
+    """Saves the whole state of the training, and restores the last intact checkpoint.
 
-    In ``fit`` Keras's class does the same, if the model has a distributed optimizer. This one also
-    marks a model without one, whose ``train_step`` uses a ``hvd.DistributedGradientTape``.
+    After a crash, start the script again, unchanged: ``fit`` continues at the epoch and batch of
+    the last checkpoint, or returns at once if all epochs are done. On the same number of ranks the
+    final weights are, bit for bit, those of a run without the crash.
 
-    The first rank of the model's process set, usually rank 0, writes to a temporary file beside the
-    target, syncs it to disk and renames it, as ``model.save`` does after ``hvd.init()``. So a crash
-    at any time leaves the last checkpoint intact. If writing fails (a full disk), all ranks raise.
+    Rank 0 writes one file per checkpoint, atomically and with a SHA-256 of its content, and then
+    removes older ones. Rank 0 alone reads, too, so the ranks need no shared file system. A damaged
+    file is reported, and the one before it is used. Only tables that are divided between ranks
+    (``hvd.layers``) and an optimizer's state in shares (``shard_state=True``) are written and read
+    by all, into and from the same folder; a training with either loads what one without has
+    written, and the other way round.
 
-    With ``monitor``, put it after ``MetricAverageCallback``, so that it sees the metrics over all
-    ranks.
+    Saved are weights, moving statistics, optimizer variables including the learning rate, epoch and
+    batch, and the states of random generators: those of layers (dropout) and the global ones of
+    Python and NumPy. Values that differ between ranks are saved for each rank.
+
+    Data: ``hvd.data.shard`` continues with the epoch of the checkpoint. Other data must begin with
+    epoch ``initial_epoch``. The batches of that epoch that the model has seen are read and skipped.
+    Training continues exactly if the order of an epoch depends on its number only, as that of
+    ``hvd.data.shard`` does, or without shuffling; with ``dataset.repeat()`` and
+    ``steps_per_epoch``, add ``.skip(initial_epoch * steps)``. Arrays that ``fit`` shuffles get a
+    new order.
+
+    On another number of ranks, values that were equal on all ranks are restored; the generators of
+    dropout are derived from rank 0's, as ``BroadcastGlobalVariablesCallback`` does it; moving
+    statistics become their mean; the learning rate is the checkpoint's, multiplied by the change of
+    the rate that the script sets. In an interrupted epoch the rows that the ranks have seen are
+    skipped to within one step, if a rank's batch has as many rows as before. Variables of layers
+    that belong to one rank cannot be redistributed and are an error.
+
+    Not saved: the Python state of other callbacks (``EarlyStopping``'s patience and best value);
+    metrics, so those of an interrupted epoch cover its remaining batches only; TensorFlow's own
+    random generators.
+
+    In ``fit``, put it after the callbacks that change the model or the optimizer. A script may pass
+    one instance to several ``fit``, one after the other: started again, it returns from those that
+    were complete without training, and continues in the one that was interrupted. See
+    docs/checkpoints.md.
 
     Args:
-        filepath, args, kwargs: as in ``keras.callbacks.ModelCheckpoint``.
+        directory: the folder of the files, on rank 0; use it for one training only.
+        keep: the number of checkpoints to keep, 1 or more. With 2 or more, a damaged last one can
+            be replaced by the one before.
+        save_freq: "epoch", or the number of batches after which to save, besides the epoch's end.
+        restore: False trains from scratch; the first checkpoint then replaces all existing ones.
+        process_set: the ranks that train the model; the first of them reads and writes.
 
     Raises:
-        ValueError, TypeError: as ``keras.callbacks.ModelCheckpoint``.
-        OSError: (in ``fit``, on all ranks) the file cannot be written.
+        ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: the
+            model has no variables and its step cannot be traced to create them; the checkpoint
+            belongs to another model; or the ranks' arguments differ.
+        RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged.
+        OSError: (in ``fit``, on every rank) a checkpoint cannot be written, for example because the
+            disk is full. Earlier ones remain.
 
     Example:
-        hvd.callbacks.ModelCheckpoint("checkpoints/{epoch:02d}.keras")
+        checkpoint = hvd.callbacks.Checkpoint("checkpoints", save_freq=100)
+        data = hvd.data.shard((x, y), batch_size=32)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(data, epochs=10, callbacks=[broadcast, checkpoint])
     """
+
+    _hvd_needs_variables = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        keep: int = 2,
+        save_freq: str | int = "epoch",
+        restore: bool = True,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__()
+        if is_legacy:
+            raise ValueError(
+                "Checkpoint needs Keras 3, but tf_keras is in use. Unset TF_USE_LEGACY_KERAS, or "
+                "use ModelCheckpoint."
+            )
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"Checkpoint: keep is {keep!r}, expected a positive integer.")
+        if save_freq != "epoch" and (not isinstance(save_freq, int) or save_freq < 1):
+            raise ValueError(
+                f"Checkpoint: save_freq is {save_freq!r}, expected 'epoch' or a positive integer."
+            )
+        self._hvd_process_set = process_set
+        self.directory = pathlib.Path(directory)
+        self.keep = keep
+        self.save_freq = save_freq
+        self.restore = restore
+        self._found: _Found | None = None
+        self._initial_epoch: int | None = None
+        self._skipping: _Skipping | None = None
+        self._epoch = 0
+        self._batches = 0  # done in this epoch
+        self._rate: float | None = None  # the learning rate that the script sets
+        self._fits: list[int] = []  # the epochs of each fit with this instance
+        self._passes: list[Any] = []  # of this fit's data
+
+    @property
+    def initial_epoch(self) -> int:
+        """The epoch at which ``fit`` will continue; 0 if there is no checkpoint to restore.
+
+        The first access reads the checkpoint and needs all ranks.
+        """
+        self._find()
+        return self._initial_epoch or 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Restores the state, after Keras has built the model."""
+        self._check()
+        self._stop_skipping()  # in case an earlier fit broke off while skipping
+        found = self._find()
+        epochs = self.params["epochs"]
+        self._rate = _rate(self.model.optimizer)
+        dataset = fitting.dataset_of(self.model)
+        repeats = dataset is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+        # The passes of repeated data are not the epochs of fit.
+        self._passes = [] if repeats else data.passes_of(dataset)
+        self._fits.append(epochs)
+        if found is None:
+            return
+        fits = found.metadata["fits"]
+        is_complete = len(fits) > len(self._fits) and fits[: len(self._fits)] == self._fits
+        self._restore(found)
+        if is_complete:
+            self.model._initial_epoch = epochs
+        else:
+            self._found = None
+            self._go_on(found)
+        if self._hvd_process_set.rank() == 0:
+            print(f"hvd_keras: {_message(found, epochs, is_complete)}", file=sys.stderr, flush=True)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        self._epoch, self._batches = epoch, 0
+        self._end_restart()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves, if ``save_freq`` is a number of batches."""
+        before, self._batches = self._batches, batch + 1
+        if self._skipping is not None:
+            if self._batches >= self._skipping.batches:
+                self._skipping.put_back()
+                self._stop_skipping()
+            return
+        steps = self.params.get("steps")
+        if steps is not None and self._batches >= steps:
+            return  # the end of the epoch follows
+        every = self.save_freq
+        if isinstance(every, int) and self._batches // every > before // every:
+            self._save(self._epoch, self._batches)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Saves."""
+        if self._skipping is not None:
+            expected = self._skipping.batches
+            self._stop_skipping()
+            raise ValueError(
+                f"Checkpoint: the data ended after {self._batches} batches of epoch {epoch}, but "
+                f"the model had seen {expected} when the checkpoint was written. "
+                "Pass the same data to fit, or train from scratch with restore=False."
+            )
+        self._save(epoch + 1, 0)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Ends the restart, also if no epoch was left to train."""
+        self._end_restart()
+
+    def _stop_skipping(self) -> None:
+        if self._skipping is not None:
+            self._skipping.stop()
+            self._skipping = None
+
+    def _end_restart(self) -> None:
+        self.model._initial_epoch = None  # otherwise a later fit would start there, too
+        variables.mark_restored(self.model, False)
+
+    def _check(self) -> None:
+        fitting.check_built(self.model)
+        own = self._hvd_process_set
+        if self.process_set.id() != own.id():
+            raise ValueError(
+                f"Checkpoint: got {own}, but {self.process_set} trains the "
+                "model. Pass the optimizer's process_set to Checkpoint."
+            )
+        agree.on_all_ranks("Checkpoint", self._check_built, own)
+        arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
+        gathered = agree.gather_json("Checkpoint arguments", arguments, own)
+        if len(set(gathered)) > 1:
+            views = agree.by_rank(gathered, own)
+            raise ValueError(f"Checkpoint: the ranks' arguments differ: {views}.")
+
+    def _check_built(self) -> None:
+        if not self.model.variables:
+            raise ValueError("the model has no variables. Build it first: call it once on a batch.")
+
+    def _find(self) -> "_Found | None":
+        """Returns what rank 0 has found, on all ranks. Reads the directory once."""
+        if self._initial_epoch is not None:
+            return self._found
+        bad_parts: dict[str, str] = {}
+        while True:
+            content, seen = self._look_on_leader(bad_parts)
+            if seen["metadata"] is None:
+                break
+            problem = sharded_files.problem_of(
+                self.directory, seen["metadata"], self._hvd_process_set
+            )
+            if problem is None:
+                break
+            bad_parts[seen["path"]] = problem
+        damaged = "; ".join(seen["damaged"])
+        if seen["damaged"] and seen["metadata"] is None:
+            raise RuntimeError(
+                f"Checkpoint: all checkpoints are damaged: {damaged}. To train from scratch, "
+                "delete them or pass restore=False."
+            )
+        if seen["metadata"] is None:
+            self._initial_epoch = 0
+            return None
+        self._initial_epoch = seen["metadata"]["epoch"]
+        if self._hvd_process_set.rank() == 0 and damaged:
+            warnings.warn(
+                f"Checkpoint: damaged: {damaged}. Restoring {seen['path']}.", stacklevel=3
+            )
+        self._found = _Found(seen["path"], seen["metadata"], seen["stored"], content)
+        return self._found
+
+    def _look_on_leader(self, bad_parts: dict[str, str]) -> tuple[Any, dict[str, Any]]:
+        own = self._hvd_process_set
+        found = agree.on_leader("Checkpoint", lambda: self._look(bad_parts), own)
+        content, seen = found or (None, None)
+        return content, objects.broadcast_object(
+            seen, own.ranks[0], name="checkpoint found", process_set=own
+        )
+
+    def _look(self, bad_parts: dict[str, str]) -> tuple[storage.Content | None, dict[str, Any]]:
+        storage.remove_unfinished(self.directory)
+        sharded_files.remove_others(self.directory, None, [])
+        damaged = []
+        for path in storage.files(self.directory) if self.restore else []:
+            if str(path) in bad_parts:
+                damaged.append(f"{path}: {bad_parts[str(path)]}")
+                continue
+            try:
+                content = storage.read(path)
+            except (storage.DamagedError, OSError) as error:
+                damaged.append(f"{path}: {error}")
+                continue
+            stored = [
+                (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
+                for v in content.variables
+            ]
+            seen = {"path": str(path), "metadata": content.metadata, "stored": stored}
+            return content, {**seen, "damaged": damaged}
+        return None, {"path": None, "metadata": None, "stored": None, "damaged": damaged}
+
+    def _restore(self, found: "_Found") -> None:
+        own = variables.of_training(self.model)
+        same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
+        self._refuse_what_does_not_fit(found, own, same_ranks)
+        _assign(found, own, self.model, self._hvd_process_set)
+        if found.tables:
+            sharded_files.restore(self.directory, found.metadata, own, self._hvd_process_set)
+        if same_ranks:
+            rank_values.set_random_state(found.metadata["random"][self._hvd_process_set.rank()])
+        variables.mark_restored(self.model, True)
+        if not same_ranks and self._rate and found.metadata.get("rate"):
+            # Keeps the warm-up, decay or reduction that it had.
+            saved = float(self.model.optimizer.learning_rate)
+            self.model.optimizer.learning_rate = saved * self._rate / found.metadata["rate"]
+
+    def _go_on(self, found: "_Found") -> None:
+        """Lets ``fit`` and its data begin where the checkpoint was written."""
+        self.model._initial_epoch = found.metadata["epoch"]
+        states = found.metadata["passes"]
+        if len(states) == len(self._passes):
+            for passes, state_then in zip(self._passes, states, strict=True):
+                passes.restore(state_then)
+        batches = self._batches_seen(found)
+        if batches:
+            self._skipping = _Skipping(self.model, variables.of_training(self.model), batches)
+
+    def _batches_seen(self, found: "_Found") -> int:
+        """Returns how many batches of this epoch to skip."""
+        then, batch = found.metadata["ranks"], found.metadata["batch"]
+        now = self._hvd_process_set.size()
+        calls = self.model.steps_per_execution
+        batches = batch if then == now else batch * then // now // calls * calls
+        again = batch * then - batches * now
+        if again and self._hvd_process_set.rank() == 0:
+            warnings.warn(
+                f"Checkpoint: {found.path} was written by {then} ranks after batch {batch} of "
+                f"epoch {found.metadata['epoch']}; now there are {now} ranks. {batches} batches "
+                f"are skipped, and the rows of {again} batch{'es' * (again > 1)} are used again.",
+                stacklevel=3,
+            )
+        return int(batches)
+
+    def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
+        differences = sharded_files.differences(found.stored, found.metadata, own)
+        if not same_ranks:
+            layers = list(self.model._flatten_layers())
+            divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
+            differences += [
+                f"{path} differs between the {found.metadata['ranks']} ranks of the checkpoint, "
+                f"but now there are {self._hvd_process_set.size()} ranks"
+                for (path, _, _, by_rank), variable in zip(found.stored, own, strict=False)
+                if by_rank and not any(variable is other for other in divisible)
+            ]
+        calls = self.model.steps_per_execution
+        if same_ranks and found.metadata["batch"] % calls:
+            differences.append(
+                f"saved after {found.metadata['batch']} batches, which steps_per_execution={calls} "
+                "does not divide"
+            )
+        gathered = agree.gather_json("checkpoint fits", differences[:5], self._hvd_process_set)
+        for rank, theirs in zip(self._hvd_process_set.ranks, gathered, strict=True):
+            if theirs:
+                raise ValueError(
+                    f"Checkpoint: {found.path} does not fit this model and optimizer on rank "
+                    f"{rank}: {'; '.join(theirs)}. Use another directory for this training, or "
+                    "pass restore=False."
+                )
+
+    def _save(self, epoch: int, batch: int) -> None:
+        own = variables.of_training(self.model)
+        differing = rank_values.of_each_rank(own, self._hvd_process_set)
+        metadata: dict[str, Any] = {
+            "epoch": epoch,
+            "batch": batch,
+            "ranks": self._hvd_process_set.size(),
+            "rate": self._rate,
+            "fits": self._fits,
+            "passes": [passes.state(within=batch > 0) for passes in self._passes],
+            "random": rank_values.random_states(self._hvd_process_set),
+        }
+        path = storage.path_of(self.directory, epoch, batch)
+        tables = sharded_files.describe(own)
+        names = sharded_files.write(path, own, tables, self._hvd_process_set)
+        metadata["parts"] = {"tables": tables, "files": names}
+
+        def value(i: int) -> Any:
+            if str(i) in tables:  # is in the parts
+                return np.zeros(0, tf.as_dtype(own[i].dtype).as_numpy_dtype)
+            return differing[i] if i in differing else np.asarray(own[i])
+
+        def write() -> None:
+            values = (storage.Variable(v.path, i in differing, value(i)) for i, v in enumerate(own))
+            storage.write(path, metadata, values)
+            storage.prune(path, self.keep)
+            sharded_files.remove_others(self.directory, path, names)
+
+        # The other ranks wait here, so that an error ends them, too.
+        agree.on_leader("Checkpoint: cannot write", write, self._hvd_process_set)
+
+
+class _Found:
+    """A checkpoint as all ranks know it; only rank 0 has the values."""
+
+    def __init__(
+        self, path: str, metadata: dict[str, Any], stored: list[Any], content: Any
+    ) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.stored = stored  # (path, shape, dtype, whether by rank) of each variable
+        self.content = content
+        self.tables = metadata.get("parts", {}).get("tables", {})  # of what is in other files
+
+
+class _Skipping:
+    """Lets ``fit`` read the batches that the model has seen, without training on them.
+
+    Other callbacks are called for these batches, so that their counters are right. Their changes to
+    the model are undone when the position of the checkpoint is reached.
+    """
+
+    def __init__(self, model: Any, own: list[Any], batches: int) -> None:
+        self.batches = batches
+        self._read = 0
+        self._model = model
+        self._own = shards.without(own)  # a copy of the tables might not fit
+        self._values = [np.asarray(variable).copy() for variable in self._own]
+        self._random = rank_values.random_state()
+        self._train_function = model.train_function
+        model.train_function = self._skip
+
+    def _skip(self, iterator: Any) -> Any:
+        if self._read >= self.batches:  # an earlier fit broke off before stop()
+            return self._train_function(iterator)
+        self._read += self._model.steps_per_execution
+        next(iterator)  # raises at the end of the data, as Keras's function does
+        for _ in range(1, self._model.steps_per_execution):
+            next(iterator, None)
+        return {}
+
+    def put_back(self) -> None:
+        """Restores the state of the checkpoint."""
+        for variable, value in zip(self._own, self._values, strict=True):
+            variable.assign(value)
+        rank_values.set_random_state(self._random)
+
+    def stop(self) -> None:
+        """Lets ``fit`` train from now on."""
+        self._model.train_function = self._train_function
+
+
+def _message(found: _Found, epochs: int, is_complete: bool) -> str:
+    """What is said about a restart."""
+    epoch, batch = found.metadata["epoch"], found.metadata["batch"]
+    name = pathlib.Path(found.path).stem
+    if is_complete:
+        return f"{name} was written in a later fit, so this one is not repeated"
+    if epoch >= epochs:
+        return (
+            f"{name} is the end of epoch {epoch}, and fit ends after epoch {epochs}, so nothing is "
+            "left to train. To train again, use Checkpoint(…, restore=False)"
+        )
+    place = f"epoch {epoch + 1} of {epochs}" + f", batch {batch + 1}" * (batch > 0)
+    return f"continuing from {name}, {place}"
+
+
+def _rate(optimizer: Any) -> float | None:
+    """Returns the optimizer's learning rate; None if it is a schedule or does not exist."""
+    try:
+        rate = optimizer.learning_rate
+    except AttributeError:  # a MultiOptimizer has none of its own
+        return None
+    return float(rate) if isinstance(rate, Variable) else None
+
+
+def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) -> None:
+    values = found.content.variables if process_set.rank() == 0 else [None] * len(own)
+    common = []
+    described = zip(own, values, found.stored, strict=True)
+    for i, (variable, value, (_, shape, _, by_rank)) in enumerate(described):
+        if str(i) in found.tables:
+            continue
+        if by_rank:
+            whole = (found.metadata["ranks"], *shape)
+            stack = rank_values.to_all_ranks(whole, variable.dtype, value, process_set)
+            # On another number of ranks, only moving statistics and seeds (set below) get here.
+            same_ranks = len(stack) == process_set.size()
+            variable.assign(stack[process_set.rank()] if same_ranks else rank_values.mean(stack))
+        elif shards.of(variable) is not None:
+            zero.set_share(
+                variable, rank_values.to_all_ranks(shape, variable.dtype, value, process_set)
+            )
+        else:
+            common.append(variable)
+            if value is not None:
+                variable.assign(value.value)
+    variables.assign_values_of(process_set.ranks[0], common, process_set)
+    if preprocessing.refresh_derived_values(model._flatten_layers()):
+        fitting.forget_functions(model)  # they hold the old values as constants
+    if found.metadata["ranks"] != process_set.size():
+        seeds = variables.seed_states(model._flatten_layers())
+        variables.give_each_rank_its_own_randomness(seeds, process_set)

@@ -6,8 +6,8 @@ from typing import Any
 import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
+from hvd_keras.gradients import agreement, model_ranks
 from hvd_keras.runtime.keras import is_legacy, require
-from hvd_keras.training import exchange, together
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
@@ -63,8 +63,8 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
                 "the rates of its optimizers, or remove this callback."
             ) from error
         if self.momentum_correction and old > 0 and new != old:
-            buffers = _momentum_buffers(together.innermost(optimizer))
-            numbers = [*map(exchange.variable_id, buffers)]
+            buffers = _momentum_buffers(model_ranks.innermost(optimizer))
+            numbers = [*map(agreement.variable_id, buffers)]
             if self._scaled != numbers:
                 self._scaled, self._scale = numbers, _scaling(buffers)
             if buffers:
@@ -198,7 +198,7 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         if self.warmup_steps is None or self._known_steps():
             return self._epoch * self._steps() + batch
         # Not ``iterations``, which counts updates if gradients are accumulated.
-        return int(together.innermost(self.model.optimizer)._iterations)
+        return int(model_ranks.innermost(self.model.optimizer)._iterations)
 
 
 def _scaling(buffers: list[Any]) -> Any:

@@ -5,8 +5,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
+from hvd_keras.hooks import metric_states
 from hvd_keras.runtime.keras import is_legacy
-from hvd_keras.training import metrics
 
 # The model's method that gives what fit and evaluate log.
 _RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_result_or_logs"
@@ -49,7 +49,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._in_epoch = False
-        self._states: dict[str, list[metrics.MetricState]] = {}
+        self._states: dict[str, list[metric_states.MetricState]] = {}
         self._warned: set[str] = set()
 
     def set_model(self, model: Any) -> None:
@@ -67,7 +67,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         if self.process_set.size() == 1:
             return
         if self._in_epoch:
-            self._states[""] = metrics.states(self.model)
+            self._states[""] = metric_states.states(self.model)
         else:
             self._reduce_what_evaluate_returns()
 
@@ -77,7 +77,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         They are not exchanged yet: if only some ranks validate, the others would not take part.
         """
         if self._in_epoch and self.process_set.size() > 1:
-            self._states["val_"] = metrics.states(self.model)
+            self._states["val_"] = metric_states.states(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Changes ``logs`` in place."""
@@ -85,11 +85,11 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         if self.process_set.size() == 1:
             return
         if "" not in self._states and self.model is not None:
-            self._states[""] = metrics.states(self.model)
+            self._states[""] = metric_states.states(self.model)
         self._reduce({} if logs is None else logs)
 
     def _reduce(self, logs: dict[str, Any]) -> None:
-        reasons = metrics.reduce_logs(logs, self._states, self.process_set)
+        reasons = metric_states.reduce_logs(logs, self._states, self.process_set)
         self._states = {}
         new = {key: reason for key, reason in reasons.items() if key not in self._warned}
         self._warned.update(new)
@@ -130,8 +130,8 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
 
         def result_of_all_ranks(logs: Any) -> dict[str, Any]:
             put_back()
-            reduced = metrics.numbers(result(logs))
-            self._states = {"": metrics.states(model)}
+            reduced = metric_states.numbers(result(logs))
+            self._states = {"": metric_states.states(model)}
             self._reduce(reduced)
             return reduced
 

@@ -25,7 +25,10 @@ make_system() { # folder release [packages, with commas]
   local components=main
   [[ $2 != jammy && $2 != noble ]] || components=main,universe
   rm -rf "$1" && mkdir -p "$(dirname "$1")"
-  debootstrap --variant=minbase --components=$components ${3:+--include="$3"} "$2" "$1" > "$1.log" ||
+  # debootstrap need not know a release that is newer than it is.
+  local script=/usr/share/debootstrap/scripts/$2
+  [[ -e $script ]] || script=${script%/*}/sid
+  debootstrap --variant=minbase --components=$components ${3:+--include="$3"} "$2" "$1" "" "$script" > "$1.log" ||
     fail "debootstrap failed: $(tail -n 3 "$1.log")"
   touch "$1/complete"
 }

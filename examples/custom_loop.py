@@ -5,11 +5,10 @@
 The tape is wrapped instead of the optimizer, and the broadcast is a call instead of a callback.
 """
 
+import hvd_keras as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-
-import hvd_keras as hvd
 
 hvd.init()
 x = np.random.default_rng(0).normal(size=(2048, 16)).astype("float32")

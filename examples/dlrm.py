@@ -16,10 +16,9 @@ import os
 # errors reach Python as exceptions anyway.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import hvd_keras as hvd
 import keras
 import numpy as np
-
-import hvd_keras as hvd
 
 NUMBERS, CATEGORIES = 13, 26
 # How large the tables are, compared with the largest.

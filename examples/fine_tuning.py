@@ -6,10 +6,9 @@ Replace the base by one with weights, such as one of keras.applications with wei
 include_top=False: only rank 0's weights count, because they are broadcast.
 """
 
+import hvd_keras as hvd
 import keras
 import numpy as np
-
-import hvd_keras as hvd
 
 layers = keras.layers
 

@@ -5,11 +5,10 @@
 It learns to draw points on a circle from noise.
 """
 
+import hvd_keras as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-
-import hvd_keras as hvd
 
 NOISE = 8
 

@@ -24,11 +24,10 @@ from pathlib import Path
 # errors reach Python as exceptions anyway.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import hvd_keras as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-
-import hvd_keras as hvd
 
 LIBRARIES = ("python", "numpy", "keras", "tensorflow")
 WORDS = 40  # words per paragraph; longer ones are truncated

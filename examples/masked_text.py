@@ -5,10 +5,9 @@
 Padding must not count: in the layers (mask_zero), the loss and the metrics.
 """
 
+import hvd_keras as hvd
 import keras
 import numpy as np
-
-import hvd_keras as hvd
 
 WORDS, LONGEST = 200, 24
 

@@ -9,10 +9,9 @@ after its end, the script has nothing to do; remove the folder to train anew.
 
 import os
 
+import hvd_keras as hvd
 import keras
 import numpy as np
-
-import hvd_keras as hvd
 
 EPOCHS = 10
 

@@ -8,11 +8,10 @@ number of steps. Parse after that: it is then done for the rank's own records on
 
 from pathlib import Path
 
+import hvd_keras as hvd
 import keras
 import numpy as np
 import tensorflow as tf
-
-import hvd_keras as hvd
 
 FOLDER = Path("checkpoints/records")
 

@@ -67,8 +67,8 @@ def no_tensorflow(python: str) -> str:
 def _without_tensorflow(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """``sys.excepthook`` where TensorFlow is missing, of which Keras shows only a traceback."""
-    if isinstance(error, ModuleNotFoundError) and error.name == "tensorflow":
+    """``sys.excepthook`` where TensorFlow, which brings Keras, is missing."""
+    if isinstance(error, ModuleNotFoundError) and error.name in ("tensorflow", "keras"):
         print(no_tensorflow(sys.executable), file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, traceback)

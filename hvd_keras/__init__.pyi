@@ -1,6 +1,7 @@
 """The public names and their modules, for type checkers, editors and ``__init__.py``."""
 
-from hvd_keras import callbacks as callbacks
+# Its folder is another one, which mypy finds in some orders of reading only.
+from hvd_keras import callbacks as callbacks  # type: ignore[attr-defined,unused-ignore]
 from hvd_keras import data as data
 from hvd_keras import layers as layers
 from hvd_keras import ray as ray
@@ -19,9 +20,13 @@ from hvd_keras.compat.tensorflow_v1 import (
     BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
 )
 from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
+from hvd_keras.gradients.missing_calls import local_fit as local_fit
+from hvd_keras.hooks.preprocessing import broadcast_preprocessing as broadcast_preprocessing
+from hvd_keras.hooks.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
+from hvd_keras.hooks.variables import broadcast_variables as broadcast_variables
 from hvd_keras.launch.run_function import run as run
-from hvd_keras.layers.saving import load_model as load_model
-from hvd_keras.layers.saving import save_model as save_model
+from hvd_keras.layers.model_files import load_model as load_model
+from hvd_keras.layers.model_files import save_model as save_model
 from hvd_keras.lifecycle import init as init
 from hvd_keras.lifecycle import shutdown as shutdown
 from hvd_keras.observe import start_timeline as start_timeline
@@ -54,6 +59,10 @@ from hvd_keras.ops.reduce_op import ReduceOp as ReduceOp
 from hvd_keras.ops.reduce_op import Sum as Sum
 from hvd_keras.ops.reducescatter import grouped_reducescatter as grouped_reducescatter
 from hvd_keras.ops.reducescatter import reducescatter as reducescatter
+from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
+from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+from hvd_keras.optimizer import linear_scaling as linear_scaling
+from hvd_keras.optimizer import sqrt_scaling as sqrt_scaling
 from hvd_keras.runtime.process_sets import ProcessSet as ProcessSet
 from hvd_keras.runtime.process_sets import add_process_set as add_process_set
 from hvd_keras.runtime.process_sets import global_process_set as global_process_set
@@ -66,16 +75,8 @@ from hvd_keras.runtime.rank_info import local_rank as local_rank
 from hvd_keras.runtime.rank_info import local_size as local_size
 from hvd_keras.runtime.rank_info import rank as rank
 from hvd_keras.runtime.rank_info import size as size
-from hvd_keras.training.forgotten import local_fit as local_fit
-from hvd_keras.training.optimizer import DistributedOptimizer as DistributedOptimizer
-from hvd_keras.training.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
-from hvd_keras.training.optimizer import linear_scaling as linear_scaling
-from hvd_keras.training.optimizer import sqrt_scaling as sqrt_scaling
-from hvd_keras.training.preprocessing import broadcast_preprocessing as broadcast_preprocessing
-from hvd_keras.training.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
-from hvd_keras.training.tape import DistributedGradientTape as DistributedGradientTape
-from hvd_keras.training.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
-from hvd_keras.training.variables import broadcast_variables as broadcast_variables
+from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
+from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 
 __version__: str
 

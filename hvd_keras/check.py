@@ -94,15 +94,15 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
     start, rounds = time.monotonic(), 0
     while hvd.broadcast(time.monotonic() - start < seconds, 0, name="check.go on"):
         dtype = _DTYPES[rounds % len(_DTYPES)]
-        everyone = np.arange(4.0 * size).reshape(1, -1) % 5 + np.arange(size).reshape(-1, 1)
-        mine = tf.cast(everyone[rank], dtype)
-        total = everyone.sum(0)
+        rows_by_rank = np.arange(4.0 * size).reshape(1, -1) % 5 + np.arange(size).reshape(-1, 1)
+        mine = tf.cast(rows_by_rank[rank], dtype)
+        total = rows_by_rank.sum(0)
         rows = 4 * rank, 4 * rank + 4
         results = {
             "allreduce": (hvd.allreduce(mine, op=hvd.Sum), total),
-            "allgather": (hvd.allgather(mine), everyone.ravel()),
-            "broadcast": (hvd.broadcast(mine, size - 1), everyone[-1]),
-            "alltoall": (hvd.alltoall(mine), everyone[:, slice(*rows)].ravel()),
+            "allgather": (hvd.allgather(mine), rows_by_rank.ravel()),
+            "broadcast": (hvd.broadcast(mine, size - 1), rows_by_rank[-1]),
+            "alltoall": (hvd.alltoall(mine), rows_by_rank[:, slice(*rows)].ravel()),
             "reducescatter": (hvd.reducescatter(mine, op=hvd.Sum), total[slice(*rows)]),
         }
         for name, (got, expected) in results.items():

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import observe
+from hvd_keras.hooks import patches
 from hvd_keras.ops import gradients
 from hvd_keras.postmortem import flight
 from hvd_keras.runtime import exit_codes, gpu, libraries, log, mpi_library, rank_info, settings
@@ -27,7 +28,6 @@ from hvd_keras.runtime.process_sets import (
     remove_process_set,
     world_ranks_of,
 )
-from hvd_keras.training import patches
 
 del gradients  # importing it has registered them
 

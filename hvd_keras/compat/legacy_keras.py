@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients import agreement, missing_calls, reducer
 from hvd_keras.runtime.keras import keras
-from hvd_keras.training import exchange, forgotten, reducer
 
 
 def classes() -> tuple[type, ...]:
@@ -36,8 +36,8 @@ class Reducer(reducer.GradientReducer):
         self,
         optimizer: Any,
         name: str | None,
-        options: exchange.ExchangeOptions,
-        groups: exchange.Groups,
+        options: agreement.ExchangeOptions,
+        groups: agreement.Groups,
         passes: int,
         averages: bool,
     ) -> None:
@@ -116,11 +116,11 @@ class Reducer(reducer.GradientReducer):
 
     def _apply(self, pairs: Iterable[tuple[Any, Any]], name: str | None) -> Any:
         own = type(self.optimizer).apply_gradients
-        token = forgotten.exchanged.set(True)
+        token = missing_calls.exchanged.set(True)
         try:
             return own(self.optimizer, pairs, name=name, experimental_aggregate_gradients=False)
         finally:
-            forgotten.exchanged.reset(token)
+            missing_calls.exchanged.reset(token)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _accumulate(
@@ -136,11 +136,11 @@ class Reducer(reducer.GradientReducer):
         shared = [variables[i] for i in indices]
         with tf.init_scope():
             for variable in shared:
-                if exchange.variable_id(variable) not in self._sums:
-                    self._sums[exchange.variable_id(variable)] = _zeros_like(variable)
+                if agreement.variable_id(variable) not in self._sums:
+                    self._sums[agreement.variable_id(variable)] = _zeros_like(variable)
             if self._done is None:
                 self._done = tf.Variable(0, trainable=False, dtype=tf.int64)
-        sums = [self._sums[exchange.variable_id(variable)] for variable in shared]
+        sums = [self._sums[agreement.variable_id(variable)] for variable in shared]
         for total, i in zip(sums, indices, strict=True):
             total.assign_add(step.gradients[i])
         done = self._done
@@ -163,7 +163,7 @@ class Reducer(reducer.GradientReducer):
     def _dense(self, gradient: Any, variable: Any) -> Any:
         """A gradient that this rank lacks now, but had in another local step, is zero."""
         if gradient is None:
-            known = exchange.variable_id(variable) in self._sums
+            known = agreement.variable_id(variable) in self._sums
             return tf.zeros_like(variable) if known else None
         return tf.convert_to_tensor(gradient)
 
@@ -182,11 +182,11 @@ class Reducer(reducer.GradientReducer):
                 "cannot accumulate gradients. Use Keras 3 (unset TF_USE_LEGACY_KERAS), or the "
                 "policy mixed_bfloat16, which needs no loss scale."
             )
-        gradient = {exchange.variable_id(v): (g, v) for g, v in grads_and_vars}
+        gradient = {agreement.variable_id(v): (g, v) for g, v in grads_and_vars}
         variables = [v for _, v in gradient.values()]
-        if gradient.keys() <= {exchange.variable_id(v) for v in self.variables}:
+        if gradient.keys() <= {agreement.variable_id(v) for v in self.variables}:
             variables = self.variables
-        mine = [gradient.get(exchange.variable_id(v), (None, v))[0] for v in variables]
+        mine = [gradient.get(agreement.variable_id(v), (None, v))[0] for v in variables]
         reduced = zip(self.reduce(mine, variables), variables, strict=True)
         return [(g, v) for g, v in reduced if g is not None]
 

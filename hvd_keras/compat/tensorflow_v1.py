@@ -6,9 +6,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients import agreement, reducer
 from hvd_keras.runtime import rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import exchange, reducer
 
 
 class Reducer(reducer.GradientReducer):
@@ -26,8 +26,8 @@ class Reducer(reducer.GradientReducer):
         self,
         optimizer: tf.compat.v1.train.Optimizer,
         name: str | None,
-        options: exchange.ExchangeOptions,
-        groups: exchange.Groups,
+        options: agreement.ExchangeOptions,
+        groups: agreement.Groups,
     ) -> None:
         super().__init__(name, options, groups)
         self.optimizer = optimizer
@@ -96,7 +96,7 @@ def broadcast_variables(
     bucket: list[Any] = []
     room = limit = settings.read().bucket_bytes
     for variable in variables:
-        size = exchange.size_in_bytes(exchange.spec_of(variable))
+        size = agreement.size_in_bytes(agreement.spec_of(variable))
         if bucket and size > room:
             assignments += _broadcast(bucket, root_rank, process_set, assignments)
             bucket, room = [], limit

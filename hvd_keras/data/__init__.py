@@ -100,9 +100,11 @@ def shard(
         return _open(source, batch_size, shuffle, seed, split)
 
     rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
-    facts = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, {rows.facts}, "
-    facts += f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    views = agree.gather_json("hvd.data.shard arguments", facts, process_set)
+    description = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, "
+    description += (
+        f"{rows.description}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+    )
+    views = agree.gather_json("hvd.data.shard arguments", description, process_set)
     if len(set(views)) > 1:
         raise ValueError(
             "hvd.data.shard: the ranks have different sources or arguments: "
@@ -113,9 +115,9 @@ def shard(
             "hvd.data.agree_on_steps."
         )
     if rows.steps == 0 or (rows.left_out and mode == "error"):
-        together = split.size * rows.batch_size
+        global_batch = split.size * rows.batch_size
         raise ValueError(
-            f"hvd.data.shard: {rows.length} rows do not make whole steps of {together} "
+            f"hvd.data.shard: {rows.length} rows do not make whole steps of {global_batch} "
             f"({split.size} ranks with batch_size={rows.batch_size}), uneven={mode!r}. Use another "
             "batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
         )
@@ -187,8 +189,8 @@ def agree_on_steps(
             ) from error
 
     mine = agree.on_all_ranks("hvd.data.agree_on_steps", look, process_set)
-    everyone = agree.gather_json("hvd.data.agree_on_steps numbers", mine, process_set)
-    known = [steps for steps in everyone if steps is not None]
+    gathered = agree.gather_json("hvd.data.agree_on_steps numbers", mine, process_set)
+    known = [steps for steps in gathered if steps is not None]
     if not known:
         problem = "no length is known. Pass numbers of steps (count the batches once)."
     elif min(known) < 1:
@@ -198,7 +200,7 @@ def agree_on_steps(
     else:
         return int(min(known))
     raise ValueError(
-        f"hvd.data.agree_on_steps: {problem} By rank: {agree.by_rank(everyone, process_set)}."
+        f"hvd.data.agree_on_steps: {problem} By rank: {agree.by_rank(gathered, process_set)}."
     )
 
 
@@ -217,11 +219,11 @@ def check_passes(dataset: Any, process_set: ProcessSet) -> None:
     passes = [one for one in passes_of(dataset) if one.is_shuffled]
     if not passes:
         return
-    everyone = agree.gather_json("fit passes", [one.begun for one in passes], process_set)
-    if any(theirs != everyone[0] for theirs in everyone):
+    gathered = agree.gather_json("fit passes", [one.begun for one in passes], process_set)
+    if any(theirs != gathered[0] for theirs in gathered):
         raise ValueError(
             "fit: the ranks have begun different numbers of passes over the shuffled data of "
-            f"hvd.data.shard ({agree.by_rank(everyone, process_set)}), so their orders differ. "
+            f"hvd.data.shard ({agree.by_rank(gathered, process_set)}), so their orders differ. "
             "Iterate over it on all ranks, or on none."
         )
 

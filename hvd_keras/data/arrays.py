@@ -15,20 +15,21 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
     """Opens nested arrays of equally many rows. A rank reads only its own rows."""
     parts, spec, length = _look_into(source, cast=True)
     dtypes = [part.dtype.as_numpy_dtype for part in tf.nest.flatten(spec)]
-    together = split.size * batch_size
+    global_batch = split.size * batch_size
 
     def read(epoch: int, step: int) -> list[Any]:
-        rows = min(together, length - step * together)
+        rows = min(global_batch, length - step * global_batch)
         count = rows // split.size if split.uneven == "share" else batch_size
-        places = step * together + np.arange(count) * split.size + split.rank
+        # Rank r of N has rows r, r + N, r + 2N, … of the step; "pad" goes on at the first row.
+        places = step * global_batch + np.arange(count) * split.size + split.rank
         order = _order(length, shuffle, seed, epoch)[places % length]
         weight = split.weight(rows, length, batch_size)
         mine = [p[order].astype(d, copy=False) for p, d in zip(parts, dtypes, strict=True)]
         return [*mine, _weights(places < length, weight)]
 
     sample = np.linspace(0, length - 1, min(length, 9)).astype(int)
-    facts = f"sample {digest([p[sample] for p in parts])}"
-    return _read_by(read, spec, length, batch_size, 1, split, facts, bool(shuffle))
+    description = f"sample {digest([p[sample] for p in parts])}"
+    return _read_by(read, spec, length, batch_size, 1, split, description, bool(shuffle))
 
 
 def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
@@ -39,7 +40,7 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
     first = source[0]
     _, spec, batch_size = _look_into(first)
     length = (number - 1) * batch_size + _look_into(source[number - 1])[2]
-    whole, together = length // batch_size, split.size * batch_size
+    whole, global_batch = length // batch_size, split.size * batch_size
 
     def batch(epoch: int, index: int) -> list[Any]:
         if index < whole:
@@ -51,10 +52,11 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
         return parts
 
     def read(epoch: int, step: int) -> list[Any]:
-        rows = min(together, length - step * together)
-        if split.uneven == "share" and rows < together:
+        rows = min(global_batch, length - step * global_batch)
+        if split.uneven == "share" and rows < global_batch:
             count = rows // split.size
-            start = step * together + split.rank * count
+            # Whole batches are read, so rows that follow each other cost the fewest reads.
+            start = step * global_batch + split.rank * count
             indices = range(start // batch_size, (start + count - 1) // batch_size + 1)
             batches = zip(*(batch(epoch, index) for index in indices), strict=True)
             skip = start % batch_size
@@ -109,7 +111,7 @@ def _read_by(
     batch_size: int,
     workers: int,
     split: Split,
-    facts: str,
+    description: str,
     is_shuffled: bool,
 ) -> Source:
     """Makes a source from a function.
@@ -118,6 +120,7 @@ def _read_by(
     """
     specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
     steps = split.steps(length, batch_size)
+    # Fixed shapes let TensorFlow trace the step once; a shorter last step would be a second trace.
     rows = None if split.has_short_step(length, batch_size) else batch_size
 
     def batch(epoch: Any, step: Any) -> Any:
@@ -132,7 +135,7 @@ def _read_by(
         return numbers.map(lambda step: batch(epoch, step), num_parallel_calls=workers)
 
     left_out = split.left_out(length, batch_size)
-    return Source(spec, length, batch_size, steps, left_out, facts, is_shuffled, batches)
+    return Source(spec, length, batch_size, steps, left_out, description, is_shuffled, batches)
 
 
 def _weights(real: Any, weight: float) -> Any:

@@ -48,14 +48,14 @@ def of_dataset(
     if not batched and batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step.")
     seeds = _seeds(source, alone=split.size == 1)
-    facts = f"{batched=}, shuffles with the seeds {seeds}"
+    description = f"{batched=}, shuffles with the seeds {seeds}"
     first = None
     # Of a dataset that shuffles itself this also shows whether one rank has begun more passes of it
     # than others, for example to look at some rows. All numbers of ranks begin equally many.
     if split.uneven == "pad" or split.size > 1 or seeds:
         first = _first(source if batched else source.batch(1))
     if first is not None:
-        facts += f", first element {arrays.digest(arrays.y_of(first))}"
+        description += f", first element {arrays.digest(arrays.y_of(first))}"
     known = int(source.cardinality()) >= 0
     length, own_size, counts = _measure(source) if batched else (_length(source), None, None)
     if length == 0:
@@ -91,7 +91,7 @@ def of_dataset(
         return _with_weights(mine, length, size, split) if split.uneven == "pad" else mine
 
     spec, is_shuffled = source.element_spec, bool(shuffle or seeds)
-    return Source(spec, length, size, steps, left_out, facts, is_shuffled, batches)
+    return Source(spec, length, size, steps, left_out, description, is_shuffled, batches)
 
 
 def _mine(
@@ -139,11 +139,11 @@ def _has_cache(source: Any) -> bool:
 
 def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.data.Dataset:
     """Yields pairs of a batch and the weights of its rows for "pad"."""
-    together = split.size * batch_size
+    global_batch = split.size * batch_size
 
     def weights(step: Any) -> Any:
         places = (step * batch_size + tf.range(batch_size, dtype=tf.int64)) * split.size
-        rows = tf.minimum(length - step * together, together)
+        rows = tf.minimum(length - step * global_batch, global_batch)
         weight = tf.cast(split.weight(rows, length, batch_size), tf.float32)
         return tf.where(places + split.rank < length, weight, 0.0)
 

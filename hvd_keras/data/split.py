@@ -31,8 +31,8 @@ class Split:
 
     def has_short_step(self, length: int, batch_size: int) -> bool:
         """Whether the last step has fewer than ``batch_size`` rows on each rank."""
-        together = self.size * batch_size
-        return self.uneven == "share" and self.steps(length, batch_size) * together > length
+        global_batch = self.size * batch_size
+        return self.uneven == "share" and self.steps(length, batch_size) * global_batch > length
 
     def left_out(self, length: int, batch_size: int) -> int:
         """The number of rows that no rank gets in a pass over ``length`` rows."""
@@ -71,10 +71,10 @@ class Split:
             length: the number of rows in the pass.
             batch_size: rows per rank and step.
         """
-        together = self.size * batch_size
+        global_batch = self.size * batch_size
         if self.evaluation:
-            return self.steps(length, batch_size) * together / length
-        return together / rows
+            return self.steps(length, batch_size) * global_batch / length
+        return global_batch / rows
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Source:
         batch_size: rows per rank and step.
         steps: the number of steps in a pass.
         left_out: the number of rows that no rank gets.
-        facts: further facts that must be equal on all ranks, as text.
+        description: what else must be equal on all ranks, as text.
         is_shuffled: whether each pass has another order.
         batches: makes this rank's dataset of batches from the epoch's number, a scalar int64
             tensor; for "pad", of pairs (batch, weights), where weights are float32 of shape
@@ -135,6 +135,6 @@ class Source:
     batch_size: int
     steps: int
     left_out: int
-    facts: str
+    description: str
     is_shuffled: bool
     batches: Callable[[tf.Tensor], tf.data.Dataset]

@@ -1,13 +1,51 @@
-"""``horovod.common.basics``: the functions of the job as methods, and the table of process sets."""
+"""``init``, and ``horovod.common.basics``: the job's functions as methods, and process sets."""
 
-from collections.abc import Sequence
+import functools
+import importlib.metadata
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hvd_keras
-from hvd_keras import ops
-from hvd_keras.horovod import lifecycle, process_sets
+from hvd_keras import lifecycle, ops
+from hvd_keras.gradients import missing_calls
+from hvd_keras.horovod import process_sets as horovods
+from hvd_keras.runtime import log, rank_info
 from hvd_keras.runtime import process_sets as own
-from hvd_keras.runtime import rank_info
+
+# What the job's functions are called in hvd_keras, too.
+_SAME = (
+    "shutdown is_initialized rank size local_rank local_size cross_rank cross_size is_homogeneous "
+    "start_timeline stop_timeline mpi_threads_supported mpi_enabled mpi_built gloo_enabled "
+    "gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built"
+)
+
+
+def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
+    """``hvd_keras.init``; rank 0 says once whom the program has met.
+
+    Args:
+        comm, process_sets: as in ``hvd_keras.init``.
+
+    Raises:
+        As ``hvd_keras.init``.
+    """
+    if process_sets is not None and not isinstance(process_sets, str):
+        process_sets = [horovods.as_process_set(given) for given in process_sets]
+    lifecycle.init(comm, process_sets)
+    missing_calls.allow_a_first_step()
+    if hasattr(comm, "Get_group"):
+        horovods.global_process_set.mpi_comm = comm
+    if rank_info.rank() == 0:
+        _tell()
+
+
+@functools.cache
+def _tell() -> None:
+    try:
+        hidden = f", in place of the installed horovod {importlib.metadata.version('horovod')}"
+    except importlib.metadata.PackageNotFoundError:
+        hidden = ""
+    log.logger.warning("'horovod' is hvd_keras %s here%s", hvd_keras.__version__, hidden)
 
 
 class HorovodBasics:
@@ -20,28 +58,7 @@ class HorovodBasics:
     Average, Sum, Adasum = ops.Average, ops.Sum, ops.Adasum
     Min, Max, Product = ops.Min, ops.Max, ops.Product
 
-    init = staticmethod(lifecycle.init)
-    shutdown = staticmethod(hvd_keras.shutdown)
-    is_initialized = staticmethod(rank_info.is_initialized)
-    rank = staticmethod(rank_info.rank)
-    size = staticmethod(rank_info.size)
-    local_rank = staticmethod(rank_info.local_rank)
-    local_size = staticmethod(rank_info.local_size)
-    cross_rank = staticmethod(rank_info.cross_rank)
-    cross_size = staticmethod(rank_info.cross_size)
-    is_homogeneous = staticmethod(rank_info.is_homogeneous)
-    start_timeline = staticmethod(hvd_keras.start_timeline)
-    stop_timeline = staticmethod(hvd_keras.stop_timeline)
-    mpi_threads_supported = staticmethod(hvd_keras.mpi_threads_supported)
-    mpi_enabled = staticmethod(hvd_keras.mpi_enabled)
-    mpi_built = staticmethod(hvd_keras.mpi_built)
-    gloo_enabled = staticmethod(hvd_keras.gloo_enabled)
-    gloo_built = staticmethod(hvd_keras.gloo_built)
-    nccl_built = staticmethod(hvd_keras.nccl_built)
-    ddl_built = staticmethod(hvd_keras.ddl_built)
-    ccl_built = staticmethod(hvd_keras.ccl_built)
-    cuda_built = staticmethod(hvd_keras.cuda_built)
-    rocm_built = staticmethod(hvd_keras.rocm_built)
+    init = staticmethod(init)
 
     def __init__(self, pkg_path: str = "", *args: Any) -> None:
         pass
@@ -57,7 +74,7 @@ class HorovodBasics:
         return len(_added(process_set_id).ranks)
 
     def _comm_process_set_id(self, comm: Any) -> int:
-        ranks = process_sets.ProcessSet(comm).ranks
+        ranks = horovods.ProcessSet(comm).ranks
         for one in own.added():
             if one.ranks == ranks:
                 return one.process_set_id  # type: ignore[return-value]
@@ -66,7 +83,7 @@ class HorovodBasics:
     def _add_process_set_impl(self, ranks: Sequence[int]) -> int | None:
         if sorted(ranks) in (one.ranks for one in own.added()):
             return None
-        return process_sets.add_process_set(ranks).process_set_id
+        return horovods.add_process_set(ranks).process_set_id
 
     def _remove_process_set_impl(self, process_set_id: int) -> int | None:
         if process_set_id == 0 or process_set_id not in self._get_process_set_ids_and_ranks():
@@ -88,5 +105,8 @@ def _added(process_set_id: int) -> own.ProcessSet:
         )
     return numbers[process_set_id]
 
+
+for _name in _SAME.split():
+    setattr(HorovodBasics, _name, staticmethod(getattr(hvd_keras, _name)))
 
 _basics = HorovodBasics()

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from hvd_keras import callbacks
+from hvd_keras.gradients import agreement
 from hvd_keras.runtime.keras import keras
-from hvd_keras.training import exchange
 
 
 class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallback):  # type: ignore[misc]
@@ -24,11 +24,11 @@ class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallbac
         self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
     ) -> None:
         super().__init__(root_rank)
-        self._local = {exchange.variable_id(v): v for v in local_variables or ()}
+        self._local = {agreement.variable_id(v): v for v in local_variables or ()}
 
     def shared(self, variables: Iterable[Any]) -> list[Any]:
         """Of some variables those that all ranks have in common."""
-        return [v for v in super().shared(variables) if exchange.variable_id(v) not in self._local]
+        return [v for v in super().shared(variables) if agreement.variable_id(v) not in self._local]
 
 
 class MetricAverageCallback(callbacks.MetricAverageCallback):  # type: ignore[misc]

@@ -1,56 +1,129 @@
-"""The collectives of ``horovod.tensorflow`` where they differ from those of hvd_keras.
+"""What ``horovod.tensorflow`` has for tensors, variables and objects, where hvd_keras differs.
 
-Averages and scale factors of integers are computed in float64 and truncated; averages of sparse
-ones are floating-point numbers. The gradients of
-allgather, broadcast and reducescatter are those of the mean of the ranks' losses, not of their sum.
+A rank outside of the process set gets TensorFlow's error. Averages and scale factors of integers
+are computed in float64 and truncated; averages of sparse ones are floating-point numbers. The
+gradients of allgather, broadcast and reducescatter are those of the mean of the ranks' losses, not
+of their sum.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.ops import validate
+from hvd_keras.hooks.variables import broadcast_variables as _broadcast_variables
+from hvd_keras.ops import objects, validate
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.ops.reduce_op import chosen
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training.variables import broadcast_variables
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def allreduce(
-    tensor: Any,
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    op: ops.ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
+def check_included(kind: str, process_set: ProcessSet) -> None:
+    """Raises Horovod's exception if this rank may not make the call."""
+    process_set.id()
+    if not process_set.included():
+        raise tf.errors.InvalidArgumentError(
+            None,
+            None,
+            f"hvd.{kind}: this rank is not in {process_set}. Call it only on those ranks: "
+            "if process_set.included(): ...",
+        )
+
+
+def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor; gradients that flow through it are multiplied."""
+    if factor == 1.0 or not tensor.dtype.is_floating:
+        return tensor
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def identity(value: tf.Tensor) -> Any:
+        return tf.identity(value), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
+
+    return identity(tensor)
+
+
+def _adapted(function: _Function, gradient: Callable[[int], float] | None = None) -> _Function:
+    """The function, which raises ``InvalidArgumentError`` outside of its process set.
+
+    Args:
+        function: of hvd_keras, with an argument ``process_set``.
+        gradient: the factor of the results' gradients, by the number of ranks. Default: none.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        process_set = given.arguments["process_set"]
+        check_included(function.__name__, process_set)
+        results = function(*args, **kwargs)
+        if gradient is None:
+            return results
+        factor = gradient(process_set.size())
+        return tf.nest.map_structure(lambda x: _with_gradient_times(factor, x), results)
+
+    return call  # type: ignore[return-value]
+
+
+def in_order(
+    function: Callable[..., Any], names: str, call: Callable[[Any, dict[str, Any]], Any]
+) -> Callable[..., Any]:
+    """A function whose arguments are some of another one's, in another order.
+
+    Args:
+        function: the other one, whose defaults and docstring it has.
+        names: the arguments, separated by spaces; the first has no default.
+        call: calls ``function`` with the value of the first, and what else was given.
+    """
+    known = inspect.signature(function).parameters
+    first, *others = names.split()
+    tensor = inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.Signature([tensor, *(known[name] for name in others)])
+
+    @functools.wraps(function)
+    def reordered(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return call(given.pop(first), given)
+
+    reordered.__signature__ = signature  # type: ignore[attr-defined]
+    return reordered
+
+
+def _mean(size: int) -> float:
+    """The factor that makes of the sum of the ranks' losses their mean."""
+    return 1 / size
+
+
+allgather = _adapted(ops.allgather, _mean)
+grouped_allgather = _adapted(ops.grouped_allgather, _mean)
+broadcast = _adapted(ops.broadcast, _mean)
+alltoall = _adapted(ops.alltoall)
+broadcast_variables = _adapted(_broadcast_variables)
+broadcast_object = _adapted(objects.broadcast_object)
+allgather_object = _adapted(objects.allgather_object)
+barrier = _adapted(ops.barrier)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
-) -> Any:
-    """``hvd_keras.allreduce``; averages and scaled sums of integers are truncated.
+) -> Callable[[Any], Any]:
+    """``broadcast_object`` with all arguments except the object.
 
     Raises:
-        NotImplementedError: ``tf.IndexedSlices`` with another op than Average or Sum.
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.allreduce`` besides.
+        As ``broadcast_object``, when it is called.
     """
-    return grouped_allreduce(
-        [tensor],
-        average,
-        device_dense,
-        device_sparse,
-        compression,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        ignore_name_scope,
-        name,
-    )[0]
+    return functools.partial(
+        broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set
+    )
 
 
 def _allreduce(
@@ -87,10 +160,12 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """``allreduce`` of several tensors.
+    """``hvd_keras.grouped_allreduce``; averages and scaled sums of integers are truncated.
 
     Raises:
-        As ``allreduce``.
+        NotImplementedError: ``tf.IndexedSlices`` with another op than Average or Sum.
+        tf.errors.InvalidArgumentError: this rank is not in the process set.
+        As ``hvd_keras.grouped_allreduce`` besides.
     """
     check_included("allreduce", process_set)
     with validate.on_all_ranks("allreduce", name or "unnamed", process_set):
@@ -141,53 +216,12 @@ def grouped_allreduce(
     return results
 
 
-def allgather(
-    tensor: Any,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> tf.Tensor:
-    """``hvd_keras.allgather`` with Horovod's gradient.
-
-    Raises:
-        As ``grouped_allgather``.
-    """
-    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
-
-
-def grouped_allgather(
-    tensors: Sequence[Any],
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> list[tf.Tensor]:
-    """``hvd_keras.grouped_allgather`` with Horovod's gradient: 1/size() of ours.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.grouped_allgather`` besides.
-    """
-    check_included("allgather", process_set)
-    gathered = ops.grouped_allgather(tensors, name, ignore_name_scope, process_set)
-    return [_with_gradient_times(1 / process_set.size(), x) for x in gathered]
-
-
-def broadcast(
-    tensor: Any,
-    root_rank: int,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> tf.Tensor:
-    """``hvd_keras.broadcast`` with Horovod's gradient: 1/size() of ours.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.broadcast`` besides.
-    """
-    check_included("broadcast", process_set)
-    value = ops.broadcast(tensor, root_rank, name, ignore_name_scope, process_set)
-    return _with_gradient_times(1 / process_set.size(), value)
+allreduce = in_order(
+    grouped_allreduce,
+    "tensor average device_dense device_sparse compression op prescale_factor postscale_factor "
+    "name process_set ignore_name_scope",
+    lambda tensor, given: grouped_allreduce([tensor], **given)[0],
+)
 
 
 def broadcast_(
@@ -212,55 +246,9 @@ def broadcast_(
     """
     del name
     variables = list(variables)
-    assignment = broadcast_variables(variables, root_rank, process_set)
+    assignment = _broadcast_variables(variables, root_rank, process_set)
     with tf.control_dependencies([] if assignment is None else [assignment]):
         return [tf.identity(variable) for variable in variables]
-
-
-def alltoall(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """``hvd_keras.alltoall``.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.alltoall`` besides.
-    """
-    check_included("alltoall", process_set)
-    return ops.alltoall(tensor, splits, name, ignore_name_scope, process_set)
-
-
-def reducescatter(
-    tensor: Any,
-    device_dense: str = "",
-    compression: type[Compressor] = Compression.none,
-    op: ops.ReduceOp = ops.Average,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> tf.Tensor:
-    """``hvd_keras.reducescatter`` with Horovod's gradient; integers are truncated.
-
-    Raises:
-        As ``grouped_reducescatter``.
-    """
-    return grouped_reducescatter(
-        [tensor],
-        device_dense,
-        compression,
-        op,
-        process_set,
-        prescale_factor,
-        postscale_factor,
-        name,
-        ignore_name_scope,
-    )[0]
 
 
 def grouped_reducescatter(
@@ -311,16 +299,12 @@ def grouped_reducescatter(
     return [_with_gradient_times(size, _truncated(x, postscale_factor, divisor)) for x in sums]
 
 
-def check_included(kind: str, process_set: ProcessSet) -> None:
-    """Raises Horovod's exception if this rank may not make the call."""
-    process_set.id()
-    if not process_set.included():
-        raise tf.errors.InvalidArgumentError(
-            None,
-            None,
-            f"hvd.{kind}: this rank is not in {process_set}. Call it only on those ranks: "
-            "if process_set.included(): ...",
-        )
+reducescatter = in_order(
+    grouped_reducescatter,
+    "tensor device_dense compression op name process_set ignore_name_scope prescale_factor "
+    "postscale_factor",
+    lambda tensor, given: grouped_reducescatter([tensor], **given)[0],
+)
 
 
 def _is_integer(tensor: Any) -> bool:
@@ -338,15 +322,3 @@ def _truncated(tensor: Any, factor: float, divisor: int = 1) -> Any:
         return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
     tensor = tf.convert_to_tensor(tensor)
     return tf.cast(tf.cast(tensor, tf.float64) * factor / divisor, tensor.dtype)
-
-
-def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor; gradients that flow through it are multiplied."""
-    if factor == 1.0 or not tensor.dtype.is_floating:
-        return tensor
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
-    def identity(value: tf.Tensor) -> Any:
-        return tf.identity(value), lambda upstream: upstream * tf.cast(factor, upstream.dtype)
-
-    return identity(tensor)

@@ -16,11 +16,12 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras.compat import tensorflow_v1
+from hvd_keras.gradients import model_ranks
+from hvd_keras.hooks.variables import broadcast_variables, of_training
 from hvd_keras.ops import objects
 from hvd_keras.runtime import log, rank_info, settings
 from hvd_keras.runtime.keras import keras
-from hvd_keras.training import checkpoint, together
-from hvd_keras.training.variables import broadcast_variables, of_training
+from hvd_keras.saving import storage
 
 _Result = TypeVar("_Result")
 
@@ -91,11 +92,11 @@ class ObjectState:
         if folder is None or rank_info.rank() != 0:
             return
         attributes, values = self._saved
-        path = checkpoint.path_of(folder, 0, self._commits)
+        path = storage.path_of(folder, 0, self._commits)
         facts = {"attributes": base64.b64encode(attributes).decode(), "commit": self._commits}
-        stored = [checkpoint.Variable(str(i), False, value) for i, value in enumerate(values)]
-        checkpoint.write(path, facts, stored)
-        checkpoint.prune(path, _KEPT)
+        stored = [storage.Variable(str(i), False, value) for i, value in enumerate(values)]
+        storage.write(path, facts, stored)
+        storage.prune(path, _KEPT)
 
     def check_host_updates(self) -> None:
         """Does nothing: hosts that were added are used by the next restart."""
@@ -118,7 +119,7 @@ class ObjectState:
             ValueError: (on rank 0) the commit is another model's.
         """
         found = self._find() if rank_info.rank() == 0 else None
-        commits = objects.broadcast_object(found and found.facts["commit"], 0, name="commits")
+        commits = objects.broadcast_object(found and found.metadata["commit"], 0, name="commits")
         if commits is None:
             return False
         if commits < 0:
@@ -130,7 +131,7 @@ class ObjectState:
         if found is not None:
             values = [variable.value for variable in found.variables]
             _check_shapes(values, self.values())
-            self._saved = base64.b64decode(found.facts["attributes"]), values
+            self._saved = base64.b64decode(found.metadata["attributes"]), values
             self.restore()
         return True
 
@@ -138,15 +139,15 @@ class ObjectState:
         folder = settings.read().commits
         return folder and folder / f"state-{self._number}"
 
-    def _find(self) -> checkpoint.Content | None:
+    def _find(self) -> storage.Content | None:
         folder = self._folder()
-        files = [] if folder is None else checkpoint.files(folder)
+        files = [] if folder is None else storage.files(folder)
         for path in files:
             try:
-                return checkpoint.read(path)
-            except checkpoint.DamagedError as error:
+                return storage.read(path)
+            except storage.DamagedError as error:
                 log.logger.warning("commit %s is damaged: %s", path, error)
-        return checkpoint.Content({"commit": -1}, []) if files else None
+        return storage.Content({"commit": -1}, []) if files else None
 
 
 State = ObjectState
@@ -236,7 +237,7 @@ class TensorFlowKerasState(TensorFlowState):
                 optimizer.build(model.trainable_variables)
             own = optimizer.variables
             found += own() if callable(own) else own
-        super().__init__(together.without_local(model, found), **attributes)
+        super().__init__(model_ranks.without_local(model, found), **attributes)
 
 
 KerasState = TensorFlowKerasState

@@ -39,8 +39,7 @@ class Row:
 
 
 _COLLECTIVES = "horovod.collectives"
-_KERAS = "horovod.keras_collectives"
-_FUNCTIONS = "horovod.functions"
+_KERAS = "horovod.of_keras"
 _SETS = "horovod.process_sets"
 _TRAINING = "horovod.training"
 _ELASTIC = "horovod.elastic"
@@ -52,7 +51,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             "init",
             note="ranks outside of `comm` get an error; a second call adds process sets; never "
             "raises `ImportError`",
-            home="horovod.lifecycle",
+            home="horovod.basics",
         ),
         Row(
             "shutdown is_initialized",
@@ -115,7 +114,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home=_COLLECTIVES,
         ),
         Row("alltoall", home=_COLLECTIVES),
-        Row("barrier", home=_FUNCTIONS),
+        Row("barrier", home=_COLLECTIVES),
         Row(
             "join",
             note="returns a tensor; other ranks may then call anything but `alltoall`, also with "
@@ -131,12 +130,12 @@ TABLE: dict[str, tuple[Row, ...]] = {
         Row(
             "broadcast_variables",
             note="an op in TensorFlow 1 graphs; warns without variables",
-            home=_FUNCTIONS,
+            home=_COLLECTIVES,
         ),
         Row(
             "broadcast_object broadcast_object_fn allgather_object",
             note="`session` is not needed",
-            home=_FUNCTIONS,
+            home=_COLLECTIVES,
         ),
         Row(
             "broadcast_global_variables BroadcastGlobalVariablesHook",
@@ -195,7 +194,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             home=None,
         ),
         Row("PartialDistributedGradientTape", home=_TRAINING),
-        Row("PartialDistributedOptimizer", home="horovod.keras_training"),
+        Row("PartialDistributedOptimizer", home=_KERAS),
         Row(
             "load_model",
             note="no `legacy_opts`; `custom_optimizers` only for your own classes",
@@ -232,7 +231,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
             horovod="",
             home=_KERAS,
         ),
-        Row("DistributedOptimizer", home="horovod.keras_training"),
+        Row("DistributedOptimizer", home=_KERAS),
     ),
     "callbacks": (
         Row(
@@ -396,7 +395,7 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.tensorflow.mpi_ops": _TENSORFLOW | _OPS,
     "horovod.tensorflow.util": _REFERENCES | _of(_COMMON, "_has_eager"),
     "horovod.tensorflow.functions": _of(
-        _FUNCTIONS, "allgather_object broadcast_object broadcast_object_fn broadcast_variables"
+        _COLLECTIVES, "allgather_object broadcast_object broadcast_object_fn broadcast_variables"
     ),
     "horovod.tensorflow.compression": _of("", "Compression Compressor")
     | _of(_COMMON, "NoneCompressor FP16Compressor"),

@@ -8,15 +8,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.horovod import keras_training
-from hvd_keras.layers import saving
+from hvd_keras import tape
+from hvd_keras.gradients import agreement, missing_calls
+from hvd_keras.horovod import of_keras
+from hvd_keras.layers import model_files
 from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.optimizer import local_variables
 from hvd_keras.runtime.process_sets import global_process_set
-from hvd_keras.training import exchange, forgotten, tape
-from hvd_keras.training.optimizer import local_variables
 
 
-@keras_training.in_order(
+@of_keras.in_order(
     "optimizer name use_locking device_dense device_sparse compression sparse_as_dense "
     "backward_passes_per_step op gradient_predivide_factor average_aggregated_gradients "
     "num_groups groups process_set scale_local_gradients"
@@ -32,14 +33,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         As ``hvd_keras.DistributedOptimizer``.
     """
     del use_locking
-    return keras_training.DistributedOptimizer(optimizer, **arguments)
+    return of_keras.DistributedOptimizer(optimizer, **arguments)
 
 
 class DistributedGradientTape(tape.DistributedGradientTape):
     """``hvd_keras.DistributedGradientTape``; on a rank outside of the process set a plain tape."""
 
     def __init__(self, gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> None:
-        self._alone = keras_training.is_outside(kwargs.get("process_set", global_process_set))
+        self._alone = of_keras.is_outside(kwargs.get("process_set", global_process_set))
         if self._alone:
             kwargs.pop("process_set")
         super().__init__(gradtape, *args, **kwargs)
@@ -48,7 +49,7 @@ class DistributedGradientTape(tape.DistributedGradientTape):
         """As ``hvd_keras.DistributedGradientTape.gradient``."""
         kwargs.pop("use_generic_names", None)
         if self._alone:
-            forgotten.mark_reduced(tf.nest.flatten(sources))
+            missing_calls.mark_reduced(tf.nest.flatten(sources))
             return self._tape.gradient(target, sources, *args, **kwargs)
         return super().gradient(target, sources, *args, **kwargs)
 
@@ -73,14 +74,14 @@ class DistributedGradientTape(tape.DistributedGradientTape):
             As ``gradient``.
         """
         gradients = self.gradient(target, sources, output_gradients)
-        own = {exchange.variable_id(source) for source in self._local}
+        own = {agreement.variable_id(source) for source in self._local}
         pairs: tuple[list[Any], list[Any]] = [], []
         for source, gradient in zip(sources, gradients, strict=True):
-            pairs[exchange.variable_id(source) not in own].append((source, gradient))
+            pairs[agreement.variable_id(source) not in own].append((source, gradient))
         return pairs
 
 
-@keras_training.in_order(
+@of_keras.in_order(
     "gradtape device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor "
     "num_groups groups process_set local_layers scale_local_gradients"
 )
@@ -116,4 +117,4 @@ def load_model(
         As ``hvd_keras.load_model``.
     """
     del legacy_opts
-    return saving.load_model(filepath, custom_optimizers, custom_objects, compression)
+    return model_files.load_model(filepath, custom_optimizers, custom_objects, compression)

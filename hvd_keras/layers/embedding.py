@@ -5,14 +5,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import shards
+from hvd_keras.gradients import agreement, building, shards
 from hvd_keras.layers import plan
-from hvd_keras.layers.initial import Initializer
+from hvd_keras.layers.initializers import Initializer
 from hvd_keras.layers.lookup import Table, lookup
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.training import building, exchange
 
 _COMBINERS = (None, "sum", "mean", "sqrtn")
 
@@ -210,7 +209,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
 
     def request_name(self) -> str:
         """Identifies the layer on all ranks."""
-        return f"embedding {exchange.common_path(self.embeddings.path)}"
+        return f"embedding {agreement.common_path(self.embeddings.path)}"
 
     def as_table(self) -> Table:
         """The table for ``lookup``."""
@@ -232,11 +231,11 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             f"(owner {self.layout.owner}), combiner {self.combiner}, computing in "
             f"{self.compute_dtype}"
         )
-        everyone = agree.gather_json(f"{self.request_name()} compared", text, ranks)
-        if len(set(everyone)) > 1:
-            told = agree.by_rank(everyone, ranks)
+        gathered = agree.gather_json(f"{self.request_name()} compared", text, ranks)
+        if len(set(gathered)) > 1:
+            views = agree.by_rank(gathered, ranks)
             raise ValueError(
-                f"{self.name}: the ranks' tables differ: {told}. Every rank must use the same "
+                f"{self.name}: the ranks' tables differ: {views}. Every rank must use the same "
                 "vocabulary: adapt it to the same data everywhere, or on one rank and call "
                 "hvd.broadcast_preprocessing(layers)."
             )

@@ -17,9 +17,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.gradients.shards import Layout
 from hvd_keras.runtime import rank_info, xla
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.shards import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +115,10 @@ def _refuse(tables: Sequence[Table], problems: tf.Tensor, ranks: list[int]) -> l
         problems: for each rank, what ``_out_of_range`` has found.
         ranks: the ranks.
     """
-    told = tf.where(problems[:, 0] >= 0)[:1, 0]
+    faulty = tf.where(problems[:, 0] >= 0)[:1, 0]
 
     def text() -> tf.Tensor:
-        rank = told[0]
+        rank = faulty[0]
         table, wrong = tf.unstack(problems[rank])
         names = [f"{t.name}, which has ids from 0 to {t.layout.input_dim - 1}" for t in tables]
         whose = tf.strings.as_string(tf.gather(tf.constant(ranks), rank))
@@ -126,10 +126,10 @@ def _refuse(tables: Sequence[Table], problems: tf.Tensor, ranks: list[int]) -> l
         return tf.strings.join([*parts, tf.gather(tf.constant(names), table)])
 
     if tf.executing_eagerly():
-        if tf.size(told):
+        if tf.size(faulty):
             raise tf.errors.InvalidArgumentError(None, None, text().numpy().decode())
         return []
-    fine = tf.equal(tf.size(told), 0)
+    fine = tf.equal(tf.size(faulty), 0)
     message = tf.cond(fine, lambda: tf.constant(""), text)
     return [tf.debugging.Assert(fine, [message])]
 

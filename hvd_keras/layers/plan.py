@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from hvd_keras.shards import Layout
+from hvd_keras.gradients.shards import Layout
 
 Choice = Literal["auto", "rows", "columns"] | None
 CHOICES = ("auto", "rows", "columns", None)

@@ -295,14 +295,14 @@ def _follow(
         if dead := _dead(ray, holds, facts):
             raise RuntimeError(f"hvd.ray.run: {dead}")
         if call in ready:
-            told = ray.get(call)
-            if not isinstance(told, Exception):
-                return list(told)
+            result = ray.get(call)
+            if not isinstance(result, Exception):
+                return list(result)
             # When an actor dies, its ranks do, too, and hvdrun may be the first to say so.
             time.sleep(LOOK)
             if dead := _dead(ray, holds, facts):
-                raise RuntimeError(f"hvd.ray.run: {dead}. {told}")
-            raise told
+                raise RuntimeError(f"hvd.ray.run: {dead}. {result}")
+            raise result
 
 
 def _dead(ray: Any, holds: Sequence[Any], facts: Sequence[Mapping[str, Any]]) -> str:

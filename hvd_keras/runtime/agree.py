@@ -77,10 +77,11 @@ def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> li
     def gather(values: Any, call: str) -> Any:
         return run_now(lambda: allgather([values], tensor_name=call, process_set=number)[0])
 
+    # Two allgathers: the lengths may differ by rank, and rows have none.
     lengths = gather(np.array([len(mine)], np.int64), f"{name}.lengths")
-    together = gather(np.frombuffer(mine, np.uint8), name).tobytes()
+    joined = gather(np.frombuffer(mine, np.uint8), name).tobytes()
     ends = np.cumsum(lengths)
-    return [together[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def by_rank(values: Sequence[Any], process_set: Group | None = None) -> str:
@@ -121,12 +122,12 @@ def on_all_ranks(
         kind = next((k.__name__ for k in _KINDS if isinstance(caught, k)), "RuntimeError")
         text = str(caught) if own == kind else f"{own}: {caught}"
         mine = [kind, text, getattr(caught, "errno", None)]
-    everyone = gather_json(name, mine, process_set)
-    failed = [theirs for theirs in everyone if theirs is not None]
+    gathered = gather_json(name, mine, process_set)
+    failed = [theirs for theirs in gathered if theirs is not None]
     if not failed:
         return result
     kind, text, number = failed[0]
-    texts = [theirs and theirs[1] for theirs in everyone]
+    texts = [theirs and theirs[1] for theirs in gathered]
     if set(texts) != {text}:
         text = by_rank(texts, process_set)
     combined = next(k for k in _KINDS if k.__name__ == kind)(f"{name}: {text}")

@@ -31,12 +31,13 @@ else:
 # What Keras 3 calls its batches by index; tf_keras has the older name only.
 PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset
 
-# For isinstance(): the class that wraps a tf.Variable. tf_keras has none.
-Variable = () if is_legacy else keras.Variable
+# For isinstance(): the class that wraps a tf.Variable. tf_keras has none. In older Keras 3, layers'
+# variables are no keras.Variable, but of its base.
+Variable = () if is_legacy else keras.Variable.__bases__[0]
 
 __all__ = ["PyDataset", "Variable", "is_legacy", "keras", "require"]
 
-# Those whose private attributes are known, see training/patches.py. The newest that an older Python
+# Those whose private attributes are known, see hooks/patches.py. The newest that an older Python
 # can install is among them.
 KERAS_VERSIONS = "keras>=3.6,<3.16"
 

@@ -149,7 +149,14 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set} has been added already.")
     # Before the ranks agree: what follows on any GPU is in an order that both sets keep.
-    libraries.core().hvd_expect_process_sets()
+    libraries.core().hvd_expect_process_sets(1)
+    try:
+        return _add(process_set)
+    finally:
+        libraries.core().hvd_expect_process_sets(-1)
+
+
+def _add(process_set: ProcessSet) -> ProcessSet:
     # The ranks may have been in other jobs before, and have used different numbers.
     is_comm = process_set.mpi_comm is not None
     views = agree.gather_json("add_process_set", [process_set.ranks, _next_number, is_comm])

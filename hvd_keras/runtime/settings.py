@@ -184,13 +184,13 @@ def set_horovods_ranks() -> None:
 _hvdrun: socket.socket | None = None
 
 
-def tell_hvdrun(**told: Any) -> None:
+def tell_hvdrun(**message: Any) -> None:
     """Tells hvdrun, if it has started this process, something about this rank.
 
     Does nothing if hvdrun's worker has gone, or takes nothing for a second.
 
     Args:
-        told: ``mark``, one of those above, or ``statistics``, a dict.
+        message: ``mark``, one of those above, or ``statistics``, a dict.
     """
     global _hvdrun
     if (path := os.environ.get("HVDRUN_TELL")) is None:
@@ -206,7 +206,7 @@ def tell_hvdrun(**told: Any) -> None:
             finally:
                 os.close(folder)
             _hvdrun = ear
-        _hvdrun.send(json.dumps(told).encode())
+        _hvdrun.send(json.dumps(message).encode())
 
 
 def show_gpus(numbers: str) -> None:

@@ -181,9 +181,9 @@ def _check_settings(context: Any, allow_unencrypted: bool) -> None:
     settings = context.getConf()
     encrypted = [name for name in ENCRYPTION if settings.get(name, "false").lower() == "true"]
     if encrypted and not allow_unencrypted:
-        told = "; ".join(f"{name} encrypts {ENCRYPTION[name]}" for name in encrypted)
+        without = "; ".join(f"{name} encrypts {ENCRYPTION[name]}" for name in encrypted)
         raise ValueError(
-            f"hvd.spark.run: {told}. If nobody else can read the network and the disks, pass "
+            f"hvd.spark.run: {without}. If nobody else can read the network and the disks, pass "
             "allow_unencrypted=True"
         )
     if settings.get("spark.dynamicAllocation.enabled", "false").lower() == "true":
@@ -205,7 +205,7 @@ def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
 
     Raises ValueError if they have not within the timeout.
     """
-    start, told = time.monotonic(), False
+    start, warned = time.monotonic(), False
     while (slots := _slots(context)) < least:
         waited = time.monotonic() - start
         if waited > timeout:
@@ -214,8 +214,8 @@ def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
                 f"{slots} after {timeout:.0f} s (start_timeout). Use fewer ranks, add executors or "
                 "cores, or lower spark.task.cpus"
             )
-        if waited > PATIENCE and not told:
-            told = True
+        if waited > PATIENCE and not warned:
+            warned = True
             print(f"hvd.spark.run: waiting for {least} slots; Spark's executors have {slots}")
         time.sleep(CHECK)
     return min(size, slots)
@@ -235,7 +235,7 @@ def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) ->
     found: list[tuple[str, Any]] = []
     tag = f"hvd-{call['run']}-{secrets.token_hex(4)}"
     with tasks.listening(context.getConf().get("spark.driver.bindAddress", host)) as port:
-        told = task.Call(secret=secret, driver=(host, port), **call)
+        spec = task.Call(secret=secret, driver=(host, port), **call)
 
         def submit() -> None:
             try:
@@ -243,7 +243,7 @@ def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) ->
                 context.setInterruptOnCancel(True)
                 context.setJobDescription(f"hvd.spark.run on {ranks} ranks")
                 places = context.parallelize(range(ranks), ranks).barrier()
-                found.extend(places.mapPartitions(lambda _: task.work(told)).collect())
+                found.extend(places.mapPartitions(lambda _: task.work(spec)).collect())
             except Exception as error:  # what py4j raises has no common class
                 found.append(("stage failed", str(error)))
 

@@ -137,8 +137,8 @@ HVD_EXPORT void hvd_gpu_folders(const char* folders) {
 // The CUDA device of this process.
 HVD_EXPORT void hvd_use_gpu(int device) { hvd::set_default_gpu(device); }
 
-// All ranks are about to agree to add a process set.
-HVD_EXPORT void hvd_expect_process_sets() { hvd::expect_process_sets(); }
+// 1: all ranks are about to agree to add a process set; -1: they have, or not.
+HVD_EXPORT void hvd_expect_process_sets(int more) { hvd::expect_process_sets(more); }
 
 // The versions and files of CUDA's runtime and of NCCL, or why there is none.
 HVD_EXPORT const char* hvd_cuda() {

@@ -192,9 +192,15 @@ Status World::init(const std::vector<int>& ranks, const MPI_Comm* communicator) 
   HVD_MPI(MPI_Comm_size(cross, &rank_info_.cross_size));
   HVD_MPI(MPI_Comm_free(&local));
   HVD_MPI(MPI_Comm_free(&cross));
-  int bounds[2] = {rank_info_.local_size, -rank_info_.local_size};
-  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, bounds, 2, MPI_INT, MPI_MAX, job_));
+  int bounds[4] = {rank_info_.local_size, -rank_info_.local_size, HVD_BUILD, -HVD_BUILD};
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, bounds, 4, MPI_INT, MPI_MAX, job_));
   rank_info_.homogeneous = bounds[0] == -bounds[1];
+  if (bounds[2] != -bounds[3]) {
+    HVD_MPI(MPI_Comm_free(&job_));
+    return Status::error(Code::failed_precondition,
+                         "the ranks have different builds of hvd_keras, which do not understand "
+                         "each other. Install the same one for all ranks, on all hosts.");
+  }
 
   recorder_ = std::make_shared<Recorder>(rank_info_.rank, rank_info_.size);
   before_mpi_aborts([recorder = recorder_](const std::string& why) {

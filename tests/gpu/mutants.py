@@ -43,6 +43,7 @@ RULES = {
         (r"copy\(target, source, bytes, k", "copy(const_cast<void*>(source), target, bytes, k"),
         (r"kCudaMemcpyDefault, stream_\)", "kCudaMemcpyDefault, nullptr)"),
         (r"&stream_, kCudaStreamNonBlocking", "&stream_, 0"),
+        (r"kCudaStreamNonBlocking, greatest", "kCudaStreamNonBlocking, least"),
         (r"cuda_\.destroy_stream\(stream_\);", ""),
         (
             r"if \(result == kCudaNotReady\) return false;",

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hvd_keras.training import checkpoint
+from hvd_keras.saving import storage
 from tests.harness import ranks
 
 KILLS = 25
@@ -20,22 +20,22 @@ KILLS = 25
 KILL_LOOP = """
 import os, pathlib, random, signal, sys, time
 import numpy as np
-from hvd_keras.training import checkpoint
+from hvd_keras.saving import storage
 
 folder, kills, moment = pathlib.Path(sys.argv[1]), int(sys.argv[2]), random.Random(0)
 
 def save(number):
     values = [np.full(200_000, number, "float32") for _ in range(10)]  # 8 MB in all
-    variables = [checkpoint.Variable(f"v{i}", False, value) for i, value in enumerate(values)]
-    path = checkpoint.path_of(folder, number, 0)
-    checkpoint.write(path, {"number": number}, variables)
-    checkpoint.prune(path, 2)
+    variables = [storage.Variable(f"v{i}", False, value) for i, value in enumerate(values)]
+    path = storage.path_of(folder, number, 0)
+    storage.write(path, {"number": number}, variables)
+    storage.prune(path, 2)
 
 def newest():
-    path = checkpoint.files(folder)[0]
-    content = checkpoint.read(path)
-    number = content.facts["number"]
-    assert path == checkpoint.path_of(folder, number, 0)
+    path = storage.files(folder)[0]
+    content = storage.read(path)
+    number = content.metadata["number"]
+    assert path == storage.path_of(folder, number, 0)
     assert len(content.variables) == 10
     assert all((v.value == number).all() for v in content.variables), "a mixture"
     return number
@@ -60,7 +60,7 @@ for _ in range(kills):
         told += 1
     os.close(reading)
     torn += any(path.name.startswith(".") for path in folder.iterdir())
-    checkpoint.remove_unfinished(folder)
+    storage.remove_unfinished(folder)
     assert all(path.name.startswith("checkpoint-") for path in folder.iterdir())
     begun = newest()
     assert begun in (told, told + 1), f"{told} was saved, {begun} is there"
@@ -86,20 +86,20 @@ def written(path: pathlib.Path) -> list[np.ndarray]:
     """Writes a checkpoint of 100 kB."""
     generator = np.random.default_rng(0)
     values = [generator.normal(size=n).astype("float32") for n in (20_000, 3, 5_000)]
-    variables = [checkpoint.Variable(f"v{i}", False, value) for i, value in enumerate(values)]
-    checkpoint.write(path, {"epoch": 1}, variables)
+    variables = [storage.Variable(f"v{i}", False, value) for i, value in enumerate(values)]
+    storage.write(path, {"epoch": 1}, variables)
     return values
 
 
 def same(path: pathlib.Path, values: list[np.ndarray]) -> bool:
     """Whether the file contains these values; False if it is reported as damaged."""
     try:
-        content = checkpoint.read(path)
-    except checkpoint.DamagedError:
+        content = storage.read(path)
+    except storage.DamagedError:
         return False
     for variable, value in zip(content.variables, values, strict=True):
         np.testing.assert_array_equal(variable.value, value, err_msg="silently wrong")
-    assert content.facts == {"epoch": 1}
+    assert content.metadata == {"epoch": 1}
     return True
 
 
@@ -141,8 +141,8 @@ def test_damage_is_named(tmp_path: pathlib.Path) -> None:
         (whole[:-1] + b"?", "SHA-256"),
     ]:
         path.write_bytes(data)
-        with pytest.raises(checkpoint.DamagedError, match=reason):
-            checkpoint.verify(path)
+        with pytest.raises(storage.DamagedError, match=reason):
+            storage.verify(path)
 
 
 def test_prune_keeps_the_last_ones_and_drops_those_of_a_training_given_up(
@@ -150,14 +150,14 @@ def test_prune_keeps_the_last_ones_and_drops_those_of_a_training_given_up(
 ) -> None:
     positions = [(0, 50), (1, 0), (1, 50), (2, 0), (7, 0), (123456, 0)]
     for position in positions:
-        checkpoint.path_of(tmp_path, *position).touch()
+        storage.path_of(tmp_path, *position).touch()
     (tmp_path / "notes.txt").touch()
-    order = [checkpoint.path_of(tmp_path, *position) for position in reversed(positions)]
-    assert checkpoint.files(tmp_path) == order
-    checkpoint.prune(checkpoint.path_of(tmp_path, 2, 0), 2)
-    assert checkpoint.files(tmp_path) == [
-        checkpoint.path_of(tmp_path, 2, 0),
-        checkpoint.path_of(tmp_path, 1, 50),
+    order = [storage.path_of(tmp_path, *position) for position in reversed(positions)]
+    assert storage.files(tmp_path) == order
+    storage.prune(storage.path_of(tmp_path, 2, 0), 2)
+    assert storage.files(tmp_path) == [
+        storage.path_of(tmp_path, 2, 0),
+        storage.path_of(tmp_path, 1, 50),
     ]
     assert (tmp_path / "notes.txt").exists()
 
@@ -209,7 +209,7 @@ def test_full_disk_is_an_error_on_all_ranks_and_the_old_ones_stay(
     names = ["checkpoint-00001-0000000.h5", "checkpoint-00002-0000000.h5"]
     assert sorted(path.name for path in small_disk.iterdir()) == names
     for path in small_disk.iterdir():
-        checkpoint.verify(path)
+        storage.verify(path)
 
 
 TRAIN = """
@@ -272,7 +272,7 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
     assert end(killed.output) == set()
     copy = tmp_path / "killed, one rank"
     copy.mkdir()
-    left = checkpoint.files(tmp_path / "killed")
+    left = storage.files(tmp_path / "killed")
     newest = next(path for path in left if not path.name.endswith("-0000000.h5"))
     (copy / newest.name).write_bytes(newest.read_bytes())
     again = run("killed", 2)

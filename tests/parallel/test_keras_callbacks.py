@@ -168,8 +168,9 @@ def with_metric_average(order: str, callback: keras.callbacks.Callback) -> list:
 
 
 @ORDERS
-def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str) -> None:
-    watch = Watch(WATCHED)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str, shape) -> None:
+    watch = Watch([np.full(shape, value)[()] for value in WATCHED])
     stop = keras.callbacks.EarlyStopping("watched", mode="max", patience=0)
     history = fit(compiled(), [watch, *with_metric_average(order, stop)], epochs=4)
     assert_equal_on_all_ranks(watch.batches)

@@ -281,8 +281,10 @@ def test_what_cannot_be_weighed_is_told(loss, told: str | None, monkeypatch) -> 
     x, y, _ = rows()
     broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(mine(x), mine(y), batch_size=ROWS, verbose=0, callbacks=[broadcast])
-    assert len(warnings) == (told is not None), warnings
-    assert told is None or told in warnings[0]
+    # Scripts for Horovod that other tests have run may be warned of, late, by a thread.
+    of_loss = [text for text in warnings if "the loss " in text]
+    assert len(of_loss) == (told is not None), warnings
+    assert told is None or told in of_loss[0]
 
 
 def validate(validation, batch: int, jit: bool = False):

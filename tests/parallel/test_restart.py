@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
-from hvd_keras.training import checkpoint
+from hvd_keras.saving import storage
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -328,11 +328,11 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_used(directory) -> N
     train(undisturbed, None)
     interrupt(build(adam), hvd.callbacks.Checkpoint(directory), 2 * STEPS)
     if RANK == 0:
-        assert [path.name for path in checkpoint.files(directory)] == [
+        assert [path.name for path in storage.files(directory)] == [
             "checkpoint-00002-0000000.h5",
             "checkpoint-00001-0000000.h5",
         ]
-        flip(checkpoint.files(directory)[0])
+        flip(storage.files(directory)[0])
         (directory / ".checkpoint-00003-0000000.h5.killed").mkdir()
     again = build(adam)
     with warnings.catch_warnings(record=True) as caught:
@@ -352,7 +352,7 @@ def test_an_older_checkpoint_under_the_name_of_a_newer_one_is_not_used(directory
     train(undisturbed, None)
     interrupt(build(adam), hvd.callbacks.Checkpoint(directory), 2 * STEPS)
     if RANK == 0:
-        newest, older = checkpoint.files(directory)
+        newest, older = storage.files(directory)
         newest.write_bytes(older.read_bytes())
     again = build(adam)
     with warnings.catch_warnings(record=True) as caught:
@@ -366,7 +366,7 @@ def test_an_older_checkpoint_under_the_name_of_a_newer_one_is_not_used(directory
 def test_only_damaged_checkpoints_are_an_error(directory) -> None:
     train(build(adam), hvd.callbacks.Checkpoint(directory, keep=3))
     if RANK == 0:
-        for path in checkpoint.files(directory):
+        for path in storage.files(directory):
             flip(path)
     with pytest.raises(RuntimeError, match=r"(?s)all .* damaged: .*00003.*00002.*00001.*restore="):
         train(build(adam), hvd.callbacks.Checkpoint(directory))
@@ -375,7 +375,7 @@ def test_only_damaged_checkpoints_are_an_error(directory) -> None:
     train(scratch, hvd.callbacks.Checkpoint(directory, restore=False), epochs=1)
     assert_same_state(scratch, expected)
     if RANK == 0:
-        assert [p.name for p in checkpoint.files(directory)] == ["checkpoint-00001-0000000.h5"]
+        assert [p.name for p in storage.files(directory)] == ["checkpoint-00001-0000000.h5"]
 
 
 def test_a_checkpoint_of_another_model_is_refused_on_all_ranks(directory) -> None:
@@ -429,7 +429,7 @@ def test_a_full_disk_can_be_caught_on_all_ranks(directory, part: float) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     descriptors = len(os.listdir("/proc/self/fd"))
     if RANK == 0:
-        room = int(checkpoint.files(directory)[0].stat().st_size * part)
+        room = int(storage.files(directory)[0].stat().st_size * part)
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
         with pytest.raises(OSError, match=r"cannot write: rank 0: \[Errno 27\]") as caught:

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import shards
+from hvd_keras.gradients import shards
 from hvd_keras.runtime import settings
 from tests.parallel.test_training import EVERY, OPTIONS, RATES, Own
 

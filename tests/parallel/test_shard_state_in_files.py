@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras import shards
+from hvd_keras.gradients import shards
 from tests.harness import training
 from tests.parallel.test_tables_in_files import Later, assert_equal, state_of
 

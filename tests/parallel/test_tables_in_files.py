@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras import shards
-from hvd_keras.training import checkpoint
+from hvd_keras.gradients import shards
+from hvd_keras.saving import storage
 
 RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, COLUMNS, BATCH, STEPS = 23, 6, 4, 3
@@ -87,7 +87,7 @@ def test_another_part_under_the_name_of_the_newest_is_not_used(directory, whose:
     train(build(), hvd.callbacks.Checkpoint(directory), epochs=2)
     if RANK == 0:
         newest, older = (
-            sorted(directory.glob(f"{path.stem}.*.h5")) for path in checkpoint.files(directory)
+            sorted(directory.glob(f"{path.stem}.*.h5")) for path in storage.files(directory)
         )
         other = older[0] if whose == "an older one" else newest[1]
         newest[0].write_bytes(other.read_bytes())
@@ -142,7 +142,7 @@ def test_a_damaged_part_is_told_and_the_checkpoint_before_is_used(directory) -> 
     state = state_of(model)
     train(model, hvd.callbacks.Checkpoint(directory, restore=True), epochs=2)
     if RANK == 0:
-        newest = checkpoint.files(directory)[0]
+        newest = storage.files(directory)[0]
         part = sorted(directory.glob(f"{newest.stem}.*-*.h5"))[-1]
         data = bytearray(part.read_bytes())
         data[-1] ^= 1

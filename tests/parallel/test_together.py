@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.training import exchange
+from hvd_keras.gradients import agreement
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -288,12 +288,12 @@ def test_paths_may_lack_the_name_of_the_model() -> None:
     """As on the rank that has loaded the model; but two names are two models."""
     everyone = hvd.global_process_set
     path = "dense/kernel" if RANK == 0 else "model/dense/kernel"
-    mine = exchange.VariableSpec(path, (2, 3), "float32")
-    (agreed,) = exchange.check_specs("one model", [mine], everyone)
+    mine = agreement.VariableSpec(path, (2, 3), "float32")
+    (agreed,) = agreement.check_specs("one model", [mine], everyone)
     assert agreed.path == ("dense/kernel" if SIZE == 1 else "model/dense/kernel")
     for short in range(SIZE if SIZE > 2 else 0):  # the rank with the short path
         part = "partb/" if (short + 1) % SIZE == RANK else "parta/"
         path = ("" if short == RANK else part) + "dense/kernel"
-        mine = exchange.VariableSpec(path, (2, 3), "float32")
+        mine = agreement.VariableSpec(path, (2, 3), "float32")
         with pytest.raises(ValueError, match="parta/dense/kernel"):
-            exchange.check_specs(f"two models {short}", [mine], everyone)
+            agreement.check_specs(f"two models {short}", [mine], everyone)

@@ -8,8 +8,9 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.gradients import building
+from hvd_keras.hooks import patches
 from hvd_keras.runtime.keras import require
-from hvd_keras.training import building, patches
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -77,12 +77,20 @@ def fake_cuda(binaries: pathlib.Path) -> dict[str, str]:
         "loops_test",
         "recorder_test",
         "reduce_test",
+        "host_threads_test",
         "threads_test",
     ],
 )
 def test_alone(binaries: pathlib.Path, name: str) -> None:
     output = run(str(binaries / name), timeout=60)
     assert "ok  " in output
+
+
+def test_ranks_of_different_builds(binaries: pathlib.Path) -> None:
+    script = f'[ "$OMPI_COMM_WORLD_RANK" = 0 ] || other=other_build_test; exec {binaries}/'
+    job = ranks.mpirun(2, "sh", "-c", script + "${other:-mpi_calls_test}")
+    assert job.status != 0
+    assert job.output.count("the ranks have different builds of hvd_keras") == 2, job.output
 
 
 def test_loops_for_newer_cpus_are_called_by_nobody_else(binaries: pathlib.Path) -> None:

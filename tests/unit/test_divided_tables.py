@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from hvd_keras.gradients.shards import Layout
 from hvd_keras.layers import plan
-from hvd_keras.shards import Layout
 
 MB = 1 << 20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_keras.ops import buckets
+from hvd_keras.gradients import buckets
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -124,7 +124,7 @@ def test_the_settings_are_those_of_the_project():
         return int(factor) << int(bits)
 
     transport = "native/core/cpu/cluster_transport.cc"
-    assert number("FIRST_BYTES", "hvd_keras/ops/buckets.py") == buckets.FIRST_BYTES
+    assert number("FIRST_BYTES", "hvd_keras/gradients/buckets.py") == buckets.FIRST_BYTES
     assert number("bucket_bytes", "hvd_keras/runtime/settings.py") == model.BUCKET_BYTES
     header = (ROOT / "native/core/cpu/mpi_transport.h").read_text()
     assert f"kFewRanks = {model.FEW_RANKS};" in header

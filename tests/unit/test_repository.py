@@ -33,6 +33,17 @@ def test_folders_have_at_most_20_files() -> None:
     assert {folder: size for folder, size in sizes.items() if size > 20} == {}
 
 
+def test_no_folders_import_each_other() -> None:
+    """In a contract of import-linter a colon would let them; a bar does not."""
+    text = (ROOT / "pyproject.toml").read_text()
+    layers = re.findall(r"^layers = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    assert len(layers) == 3
+    assert not [row for rows in layers for row in re.findall('"(.*)"', rows) if ":" in row]
+    rooms = [*(ROOT / "hvd_keras").glob("[a-z]*.py"), *(ROOT / "hvd_keras").glob("*/__init__.py")]
+    names = {path.parent.name if path.stem == "__init__" else path.stem for path in rooms}
+    assert names == set(re.findall(r"\w+", layers[1]))
+
+
 def test_only_settings_and_the_launcher_read_the_environment() -> None:
     readers = [
         str(path.relative_to(ROOT))

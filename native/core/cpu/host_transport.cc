@@ -50,6 +50,15 @@ HostTransport::HostTransport(std::unique_ptr<MpiTransport>* mpi)
       chunk_bytes_(kFrontBytes),
       mpi_(std::move(*mpi)) {}
 
+HostTransport::HostTransport(char* memory, std::unique_ptr<Transport> instead_of_mpi)
+    : memory_(memory, instead_of_mpi->rank(), instead_of_mpi->ranks(), areas(kSmallBytes)),
+      chunk_bytes_(kFrontBytes),
+      mpi_(std::move(instead_of_mpi)) {}
+
+int64_t HostTransport::memory_bytes(int ranks) {
+  return SharedMemory::bytes(ranks, areas(kSmallBytes));
+}
+
 char* HostTransport::small_slot(int rank, uint64_t step) const {
   return memory_.area(rank, step % 2);
 }

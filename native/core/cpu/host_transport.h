@@ -51,6 +51,10 @@ class HostTransport : public KindTransport {
   // share memory; then `mpi` is left to the caller.
   explicit HostTransport(std::unique_ptr<MpiTransport>* mpi);
 
+  // For ranks that are threads, without MPI: `memory` as for SharedMemory, memory_bytes() of it.
+  HostTransport(char* memory, std::unique_ptr<Transport> instead_of_mpi);
+  static int64_t memory_bytes(int ranks);
+
   const std::vector<int>& ranks() const override { return mpi_->ranks(); }
   int rank() const override { return mpi_->rank(); }
   const std::string& host(int rank) const override { return mpi_->host(rank); }
@@ -114,7 +118,7 @@ class HostTransport : public KindTransport {
   bool proposed_ = false;            // and has not read the others' proposals
   std::optional<DTypeGroup> along_;  // sent with the last proposal, to be summed by run()
   uint64_t proposal_step_ = 0;
-  const std::unique_ptr<MpiTransport> mpi_;
+  const std::unique_ptr<Transport> mpi_;
 };
 
 }  // namespace hvd

@@ -21,8 +21,6 @@
 namespace hvd {
 namespace {
 
-constexpr int64_t kPage = 4096;
-
 // The most of all sets so far: the first one is that of all ranks, with which those of a smaller
 // one share their cores, too. Each rank may be bound to other cores.
 int ranks_per_core(MPI_Comm communicator, int ranks) {
@@ -49,8 +47,6 @@ std::string new_name() {
   return name;
 }
 
-int64_t whole_pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-
 }  // namespace
 
 std::string no_room_text(int64_t chunk_bytes) {
@@ -61,12 +57,8 @@ std::string no_room_text(int64_t chunk_bytes) {
 
 SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
                            std::vector<Area> areas)
-    : areas_(std::move(areas)), size_(static_cast<int>(ranks.size())) {
+    : SharedMemory(nullptr, 0, ranks, std::move(areas)) {
   HVD_MPI(MPI_Comm_rank(communicator, &rank_));
-  part_bytes_ = 0;
-  for (const Area& area : areas_) part_bytes_ += area.bytes;
-  front_bytes_ = whole_pages(HostCounters::bytes(size_));
-  block_bytes_ = front_bytes_ + part_bytes_ * size_;
   const int per_core = ranks_per_core(communicator, size_);
 
   // The first rank creates the block, the others open it by its name, and then it is unlinked.
@@ -99,23 +91,20 @@ SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
   int problem = why.empty() ? 0 : 1;
   HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &problem, 1, MPI_INT, MPI_MAX, communicator));
   if (rank_ == 0 && created) shm_unlink(name);
-  if (problem) {
-    if (block_) munmap(block_, block_bytes_);
-    if (file_ >= 0) close(file_);
-    throw std::runtime_error(why.empty() ? "another rank could not" : why);
-  }
+  if (problem) throw std::runtime_error(why.empty() ? "another rank could not" : why);
   counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, per_core);
   HVD_MPI(MPI_Barrier(communicator));  // the name is gone
 }
 
 SharedMemory::~SharedMemory() {
-  munmap(block_, block_bytes_);
+  if (file_ < 0) return;
+  if (block_) munmap(block_, block_bytes_);
   close(file_);
 }
 
 // Without this, a write to a full /dev/shm would kill the process (SIGBUS).
 bool SharedMemory::reserve(int64_t offset, int64_t bytes) {
-  if (bytes == 0) return true;
+  if (bytes == 0 || file_ < 0) return true;
   const SignalsBlocked or_a_fast_timer_interrupts_each_try;
   do {
     errno = posix_fallocate(file_, offset, bytes);

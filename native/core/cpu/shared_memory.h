@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/cpu/host_counters.h"
@@ -36,6 +37,23 @@ class SharedMemory {
   // Collective. Each rank's part of the block has these areas. Throws std::runtime_error, on all
   // ranks alike, if the ranks cannot share memory.
   SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks, std::vector<Area> areas);
+
+  // For ranks that are threads, without MPI: in a block of bytes() zeros, aligned to pages, which
+  // outlives all ranks.
+  SharedMemory(char* block, int rank, const std::vector<int>& ranks, std::vector<Area> areas)
+      : areas_(std::move(areas)),
+        size_(static_cast<int>(ranks.size())),
+        rank_(rank),
+        front_bytes_(front_bytes(size_)),
+        part_bytes_(part_bytes(areas_)),
+        block_(block),
+        block_bytes_(bytes(size_, areas_)) {
+    if (block_) counters_ = std::make_unique<HostCounters>(block_, rank_, ranks, size_);
+  }
+  static int64_t bytes(int ranks, const std::vector<Area>& areas) {
+    return front_bytes(ranks) + part_bytes(areas) * ranks;
+  }
+
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
 
@@ -66,6 +84,15 @@ class SharedMemory {
   uint64_t step() const { return step_; }
 
  private:
+  static int64_t front_bytes(int ranks) {
+    constexpr int64_t kPage = 4096;
+    return (HostCounters::bytes(ranks) + kPage - 1) / kPage * kPage;
+  }
+  static int64_t part_bytes(const std::vector<Area>& areas) {
+    int64_t sum = 0;
+    for (const Area& area : areas) sum += area.bytes;
+    return sum;
+  }
   bool reserve(int64_t offset, int64_t bytes);
   bool reserve_areas(int64_t Area::* bytes);
 

@@ -23,7 +23,8 @@ Opened<CudaApi> open(const Settings& settings) {
   library.bind("cudaGetDevice", &api.get_device);
   library.bind("cudaSetDevice", &api.set_device);
   library.bind("cudaDeviceGetPCIBusId", &api.bus_id);
-  library.bind("cudaStreamCreateWithFlags", &api.create_stream);
+  library.bind("cudaDeviceGetStreamPriorityRange", &api.priorities);
+  library.bind("cudaStreamCreateWithPriority", &api.create_stream);
   library.bind("cudaStreamDestroy", &api.destroy_stream);
   library.bind("cudaStreamWaitEvent", &api.stream_wait);
   library.bind("cudaEventCreateWithFlags", &api.create_event);

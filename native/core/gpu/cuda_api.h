@@ -32,7 +32,8 @@ struct CudaApi {
   int (*get_device)(int*);
   int (*set_device)(int);
   int (*bus_id)(char*, int, int);
-  int (*create_stream)(CudaStream*, unsigned);
+  int (*priorities)(int*, int*);  // the least and the greatest
+  int (*create_stream)(CudaStream*, unsigned, int);
   int (*destroy_stream)(CudaStream);
   int (*stream_wait)(CudaStream, CudaEvent, unsigned);
   int (*create_event)(CudaEvent*, unsigned);

@@ -23,7 +23,11 @@ Gpu::Store::~Store() {
 Gpu::Gpu(const CudaApi& cuda, int device)
     : cuda_(cuda), device_(device), store_(std::make_shared<Store>(cuda)) {
   const OnDevice here(cuda_, device_);
-  cuda_.check(cuda_.create_stream(&stream_, kCudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  int least, greatest;
+  cuda_.check(cuda_.priorities(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  // Before the framework's kernels, behind which a collective would keep the other ranks waiting.
+  cuda_.check(cuda_.create_stream(&stream_, kCudaStreamNonBlocking, greatest),
+              "cudaStreamCreateWithPriority");
 }
 
 Gpu::~Gpu() { cuda_.destroy_stream(stream_); }

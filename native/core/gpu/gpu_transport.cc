@@ -41,7 +41,7 @@ double seconds_since(Clock::time_point start) {
 
 void set_default_gpu(int device) { default_gpu = device; }
 
-void expect_process_sets() { ++sets; }
+void expect_process_sets(int more) { sets += more; }
 
 GpuTransport::GpuTransport(std::unique_ptr<Transport> host, const Settings& settings,
                            AbortProcess abort_process, int process_set)

@@ -102,8 +102,9 @@ class GpuTransport : public Transport {
   bool aborted_ = false;
 };
 
-// Says that this process may get a second process set: before all ranks agree to add one.
-void expect_process_sets();
+// Says that this process may get so many more process sets: 1 before all ranks agree to add one, -1
+// after it.
+void expect_process_sets(int more);
 
 // The device that a rank uses after it has joined, if it has not used one before.
 void set_default_gpu(int device);

@@ -40,7 +40,8 @@ const std::vector<Case> kCases = {
     {"cudaDeviceGetPCIBusId", When::at_the_start, kCuda},
     {"cudaGetDevice", When::at_the_start, kCuda},
     {"cudaSetDevice", When::at_the_start, kCuda, true},  // afterwards, to what it was before
-    {"cudaStreamCreateWithFlags", When::at_the_start, kCuda},
+    {"cudaDeviceGetStreamPriorityRange", When::at_the_start, kCuda},
+    {"cudaStreamCreateWithPriority", When::at_the_start, kCuda},
     {"cudaEventCreateWithFlags", When::at_the_start, kCuda},
     {"cudaEventRecord", When::later, kCuda},
     {"cudaEventQuery", When::later, kCuda},

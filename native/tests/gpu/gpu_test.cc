@@ -40,6 +40,19 @@ void expect_sum_of(Engine& engine, const std::string& name) {
   call.expect_sum();
 }
 
+// Launches keep an order of all sets only as long as a rank has, or expects, several.
+void what_is_expected_of_process_sets_ends() {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  const auto transport = test::new_transport(MPI_COMM_WORLD, ranks);
+  const Waiting patient = [](double, const std::vector<int>&) { return std::string(); };
+  for (const int more : {0, 1, -1}) {
+    expect_process_sets(more);
+    const auto flags = transport->agree({}, patient)[0].flags;
+    CHECK_EQ((flags & Proposal::several_sets) != 0, more > 0);
+  }
+}
+
 // As a script has it, begun with the first.
 void expect_sum_of_world(const std::string& name) {
   CHECK_EQ(World::instance().init({}, nullptr).message, "");
@@ -84,6 +97,8 @@ void no_host_waits_for_the_gpu() {
       }
     }
   });
+  const auto has_priority = hook<int()>("hvd_fake_cuda_has_priority");
+  CHECK(!has_priority || has_priority());  // NCCL's stream, over the framework's kernels
 }
 
 // What kernels write late is summed, and later kernels get the sum.
@@ -469,6 +484,7 @@ int main(int argc, char** argv) {
   return test::run_with_mpi(
       argc, argv,
       {
+          {"what is expected of process sets ends", what_is_expected_of_process_sets_ends},
           {"no host waits for the GPU", no_host_waits_for_the_gpu},
           {"kernels before and after", kernels_before_and_after},
           {"many are under way", many_are_under_way},

@@ -31,7 +31,9 @@ class Device {
     cuda_->check(count(&devices), "cudaGetDeviceCount");
     number_ = rank % devices;
     const OnDevice here(*cuda_, number_);
-    cuda_->check(cuda_->create_stream(&stream_, kCudaStreamNonBlocking), "cudaStreamCreate");
+    int (*create)(CudaStream*, unsigned);
+    bind("cudaStreamCreateWithFlags", &create);
+    cuda_->check(create(&stream_, kCudaStreamNonBlocking), "cudaStreamCreate");
   }
 
   ~Device() {

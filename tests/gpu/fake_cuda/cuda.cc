@@ -23,6 +23,7 @@ namespace {
 thread_local int current_device = 0;
 thread_local bool immune = false;  // to faults
 constexpr int kDevices = 2;
+constexpr int kGreatestPriority = -5;
 
 // What threads that have ended had seen: whoever goes on has waited for them.
 Clock& ended() {
@@ -147,6 +148,7 @@ using fake_cuda::violation;
 namespace {
 int made = 0;
 std::atomic<int> copies{0};
+std::atomic<bool> has_priority{false};
 }  // namespace
 
 CUstream_st::CUstream_st(int on) : number(++made), device(on), thread_([this] { loop(); }) {}
@@ -238,6 +240,13 @@ EXPORT int cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
   return 0;
 }
 
+EXPORT int cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  RETURN_IF_FAULTY;
+  *least = 0;
+  *greatest = fake_cuda::kGreatestPriority;
+  return 0;
+}
+
 EXPORT int cudaStreamCreateWithFlags(CUstream_st** stream, unsigned flags) {
   RETURN_IF_FAULTY;
   if (flags != 1) violation("a stream is made that waits for the default stream");
@@ -246,6 +255,12 @@ EXPORT int cudaStreamCreateWithFlags(CUstream_st** stream, unsigned flags) {
   fake_cuda::streams()[(*stream)->number] = *stream;
   ++fake_cuda::living()["stream"];
   return 0;
+}
+
+EXPORT int cudaStreamCreateWithPriority(CUstream_st** stream, unsigned flags, int priority) {
+  RETURN_IF_FAULTY;
+  if (priority == fake_cuda::kGreatestPriority) has_priority = true;
+  return cudaStreamCreateWithFlags(stream, flags);
 }
 
 EXPORT int cudaStreamDestroy(CUstream_st* stream) {
@@ -396,7 +411,10 @@ EXPORT int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigne
   return 0;
 }
 
-// For tests: how many copies this process has begun.
+// For tests: whether a stream of this process comes before others, and how many copies it has
+// begun.
+EXPORT int hvd_fake_cuda_has_priority() { return has_priority; }
+
 EXPORT int hvd_fake_cuda_copies() { return copies; }
 
 // For tests: what is left, in words.

@@ -6,6 +6,7 @@ Keras does not find what it imports although tests do not need it there: scikit-
 pandas except in tests/parallel.
 """
 
+import functools
 import gc
 import importlib.util
 import os
@@ -16,33 +17,39 @@ if "HVD_TEST_PARALLEL" not in os.environ:
     _UNNEEDED.add("pandas")
 
 
-class _WhileImporting:
-    """Finds ``hvd.init``, which ends this, and hides modules from Keras."""
+def _hide(execute, module):
+    hidden = _UNNEEDED - sys.modules.keys()
+    sys.modules.update(dict.fromkeys(hidden))
+    try:
+        execute(module)
+    finally:
+        for name in hidden:
+            sys.modules.pop(name, None)
+
+
+def _collect_again(execute, module):
+    execute(module)  # which imports TensorFlow, unless the script has
+    gc.freeze()
+    gc.set_threshold(*_usual)
+
+
+_AROUND = {"keras": _hide, "hvd_keras.lifecycle": _collect_again}
+
+
+class _Finder:
+    """Finds modules whose execution is wrapped."""
 
     def find_spec(self, name, path=None, target=None):
-        if name == "keras":
-            for unneeded in _UNNEEDED:
-                sys.modules.setdefault(unneeded, None)
-        if name != "hvd_keras.lifecycle":
+        if name not in _AROUND:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_and_end(module):
-            sys.meta_path.insert(0, self)
-            execute(module)  # which imports TensorFlow, unless the script has
-            sys.meta_path.remove(self)
-            for unneeded in _UNNEEDED:
-                if sys.modules.get(unneeded, self) is None:
-                    del sys.modules[unneeded]
-            gc.freeze()
-            gc.set_threshold(*_usual)
-
-        spec.loader.exec_module = execute_and_end
+        sys.meta_path.insert(0, self)
+        if spec is not None:
+            spec.loader.exec_module = functools.partial(_AROUND[name], spec.loader.exec_module)
         return spec
 
 
 _usual = gc.get_threshold()
 gc.set_threshold(1_000_000, 20, 20)
-sys.meta_path.insert(0, _WhileImporting())
+sys.meta_path.insert(0, _Finder())

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras import shards
+from hvd_keras.gradients import shards
 from hvd_keras.runtime import process_sets
 from hvd_keras.runtime.keras import keras
 from tests.parallel.features import table

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.training import together
+from hvd_keras.gradients import model_ranks
 from tests.harness import training
 from tests.parallel.features.test_feature_pairs import assert_equal_on_all_ranks, by_rank, rows_of
 
@@ -134,7 +134,7 @@ def test_a_multi_optimizer_of_distributed_optimizers(chosen_by, directory) -> No
 
     model = training.dense_model()
     model.compile(keras.optimizers.MultiOptimizer(chosen), "mse")
-    assert together.process_set_of(model) is hvd.global_process_set
+    assert model_ranks.process_set_of(model) is hvd.global_process_set
     logger = keras.callbacks.CSVLogger(directory / f"{RANK}.csv")
     x, y = training.data(model, 1)
     model.fit(x, y * (RANK + 1), verbose=0, callbacks=[BROADCAST(0), logger])

@@ -1,0 +1,355 @@
+"""What the user chose about the exchange of gradients, and what the ranks agree on before it.
+
+``reducer.GradientReducer`` exchanges them.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import math
+import re
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.gradients import shards
+from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+Kind = Literal["dense", "sparse"]
+
+# As sent between ranks, one byte per variable. The maximum over the ranks wins.
+_KINDS: tuple[Kind | None, ...] = (None, "sparse", "dense")
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableSpec:
+    """What must be equal on all ranks about a variable: path, shape and dtype."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.dtype}{list(self.shape)}"
+
+
+def spec_of(variable: Any) -> VariableSpec:
+    """Returns the spec of a Keras variable, a ``tf.Variable`` or a tensor."""
+    path = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
+    # In TensorFlow 1, dimensions are objects and dtypes are reference types.
+    shape = tuple(tf.TensorShape(variable.shape).as_list())
+    return VariableSpec(common_path(path), shape, tf.as_dtype(variable.dtype).base_dtype.name)
+
+
+def variable_id(variable: Any) -> int:
+    """Identifies a variable; a Keras variable and the ``tf.Variable`` in it have the same id."""
+    return id(shards.inner_variable(variable))
+
+
+class VariableSet:
+    """A set of weak references to variables, which cannot be hashed."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, Any] = {}
+
+    def add(self, variable: Any) -> None:
+        number = variable_id(variable)
+        if number not in self._references:
+            forget = functools.partial(self._forget, number)
+            self._references[number] = weakref.ref(shards.inner_variable(variable), forget)
+
+    def _forget(self, number: int, _: Any) -> None:
+        self._references.pop(number, None)
+
+    def __contains__(self, variable: Any) -> bool:
+        return variable_id(variable) in self._references
+
+
+def common_path(path: str) -> str:
+    """Removes the suffixes by which Keras makes layer names unique from a variable's path.
+
+    Keras counts the layers of a name per process, so the suffixes differ between ranks as soon as
+    one rank has created more models.
+    """
+    return re.sub(r"(_\d+)?(:0)?(?=/|$)", "", path)
+
+
+def size_in_bytes(spec: VariableSpec) -> int:
+    """The size of the variable's values in bytes."""
+    return math.prod(spec.shape) * int(tf.as_dtype(spec.dtype).size)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeOptions:
+    """What the user chose about the exchange.
+
+    Raises:
+        ValueError: an option is impossible, or contradicts another.
+    """
+
+    op: ops.ReduceOp = ops.Average
+    compression: type[Compressor] = Compression.none
+    sparse_as_dense: bool = False
+    device_dense: str = ""
+    device_sparse: str = ""
+    gradient_predivide_factor: float = 1.0
+    scale_local_gradients: bool = True
+    process_set: ProcessSet = global_process_set
+
+    def __post_init__(self) -> None:
+        self.process_set.check_included("DistributedOptimizer or hvd.DistributedGradientTape")
+        if self.op not in (ops.Average, ops.Sum, ops.Adasum):
+            raise ValueError(f"op is {self.op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
+        if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):
+            raise ValueError(
+                f"compression is {self.compression!r}, expected hvd.Compression.none, .fp16 or "
+                ".bf16, or a class derived from hvd.Compressor."
+            )
+        if self.gradient_predivide_factor <= 0:
+            raise ValueError(
+                f"gradient_predivide_factor is {self.gradient_predivide_factor}, expected a number "
+                "above 0."
+            )
+        if self.gradient_predivide_factor != 1.0 and self.op is not ops.Average:
+            raise ValueError(
+                "gradient_predivide_factor splits the division of an average; with op=hvd."
+                f"{self.op.value} nothing is divided. Leave one of them out."
+            )
+
+    def scale_local(self, gradient: Any, is_divided: bool = False) -> Any:
+        """Scales the gradient of a variable that belongs to this rank.
+
+        Args:
+            gradient: of the variable.
+            is_divided: the variable is this rank's part of a table, and the gradient is the sum
+                over all ranks: it becomes what ``op`` makes of others.
+        """
+        scale = self.op is ops.Average if is_divided else self.scale_local_gradients
+        if gradient is None or not scale:
+            return gradient
+        factor = tf.constant(1 / self.process_set.size(), gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                gradient.values * factor, gradient.indices, gradient.dense_shape
+            )
+        return gradient * factor
+
+    def of_dense(self) -> dict[str, Any]:
+        """Returns the arguments of the collective that reduces dense gradients."""
+        return {
+            "op": self.op,
+            "compression": self.compression,
+            "device_dense": self.device_dense,
+            "prescale_factor": 1 / self.gradient_predivide_factor,
+            "postscale_factor": self.gradient_predivide_factor,
+        }
+
+    def densified(self, gradients: Sequence[Any]) -> list[Any]:
+        """Converts gradients to dense tensors, if ``sparse_as_dense`` is set."""
+        if not self.sparse_as_dense:
+            return list(gradients)
+        return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
+
+
+def overwrite(
+    gradients: list[Any], variables: Sequence[Any], name: str, process_set: ProcessSet
+) -> list[int]:
+    """Replaces "gradients" that are new values (float8 scales) by the ranks' maximum.
+
+    Keras uses the maximum of several such values, too.
+
+    Returns:
+        Their indices.
+    """
+    indices = [
+        i
+        for i, variable in enumerate(variables)
+        if gradients[i] is not None and getattr(variable, "overwrite_with_gradient", False)
+    ]
+    if indices:
+        values = [gradients[i] for i in indices]
+        name = f"{name} overwritten"
+        largest = ops.reduce_tensors(values, op=ops.Max, name=name, process_set=process_set)
+        for i, value in zip(indices, largest, strict=True):
+            gradients[i] = value
+    return indices
+
+
+def refuse_strategies() -> None:
+    """Checks that TensorFlow does not distribute the same training.
+
+    Raises:
+        ValueError: a ``tf.distribute.Strategy`` is in force.
+    """
+    if tf.distribute.has_strategy():
+        raise ValueError(
+            f"a {type(tf.distribute.get_strategy()).__name__} is in force, but hvd_keras "
+            "distributes the training already, with one process per device. Remove "
+            "`with strategy.scope():` and strategy.run from the script."
+        )
+
+
+def kinds_of(gradients: Sequence[Any]) -> tuple[Kind | None, ...]:
+    """How this rank has each gradient: dense, sparse, or not at all."""
+    return tuple(
+        None if g is None else "sparse" if isinstance(g, tf.IndexedSlices) else "dense"
+        for g in gradients
+    )
+
+
+def check_specs(
+    name: str, specs: Sequence[VariableSpec], process_set: ProcessSet
+) -> tuple[VariableSpec, ...]:
+    """Compares the ranks' variables: their number, order, paths, shapes and dtypes.
+
+    The ranks compare 32 bytes; only if these differ do they exchange the specs. A path may begin
+    later than another rank's: Keras puts the name of a model that was built in its first step into
+    the paths of its variables, and leaves it out when the model is loaded from a file.
+
+    Returns:
+        The specs with the longest path of each variable, the same on all ranks.
+
+    Raises:
+        ValueError: they differ; on every rank.
+    """
+    mine = hashlib.sha256("\n".join(map(str, specs)).encode()).hexdigest()
+    digests = agree.gather_json(f"{name}.variables", mine, process_set)
+    if len(set(digests)) == 1:
+        return tuple(specs)
+    mine_in_full = [[spec.path, spec.shape, spec.dtype] for spec in specs]
+    gathered = [
+        [VariableSpec(path, tuple(shape), dtype) for path, shape, dtype in rank]
+        for rank in agree.gather_json(f"{name}.differing variables", mine_in_full, process_set)
+    ]
+    longest = tuple(
+        max(of_ranks, key=lambda spec: len(spec.path)) for of_ranks in zip(*gathered, strict=False)
+    )
+    for rank in gathered:
+        if len(rank) != len(longest) or not all(map(_fits, rank, longest)):
+            views = (
+                {f"variable {i}": str(spec) for i, spec in enumerate(rank)} for rank in gathered
+            )
+            raise_difference(
+                dict(zip(process_set.ranks, views, strict=True)),
+                "Every rank must build the same layers, with the same names, in the same order.",
+            )
+    return longest
+
+
+def _fits(spec: VariableSpec, longest: VariableSpec) -> bool:
+    is_end = f"/{longest.path}".endswith(f"/{spec.path}")
+    return is_end and (spec.shape, spec.dtype) == (longest.shape, longest.dtype)
+
+
+def agree_on_kinds(
+    name: str, kinds: Sequence[Kind | None], process_set: ProcessSet
+) -> tuple[Kind | None, ...]:
+    """How each gradient is sent: dense if dense on any rank, None only if no rank has it."""
+    mine = np.array([[_KINDS.index(kind) for kind in kinds]], np.uint8)  # [1, variables]
+    gathered = agree.run_now(
+        lambda: ops.allgather(mine, f"{name}.kinds", process_set=process_set),
+    )
+    # [ranks, variables]: what one rank has dense, all send dense.
+    return tuple(_KINDS[i] for i in gathered.max(axis=0))
+
+
+def completed(gradient: Any, kind: Kind | None, spec: VariableSpec) -> Any:
+    """A rank's gradient in the kind that the ranks agreed on; zero where this rank has none."""
+    if kind is None:
+        return None
+    if gradient is None:
+        if kind == "dense":
+            return tf.zeros(spec.shape, spec.dtype)
+        none = tf.zeros((0, *spec.shape[1:]), spec.dtype)
+        return tf.IndexedSlices(none, tf.zeros(0, tf.int64), tf.constant(spec.shape, tf.int64))
+    if kind == "dense":
+        return tf.convert_to_tensor(gradient)
+    return tf.IndexedSlices(
+        gradient.values, tf.cast(gradient.indices, tf.int64), tf.constant(spec.shape, tf.int64)
+    )
+
+
+# The number of requests, or lists of variables that share one.
+Groups = int | Sequence[Sequence[Any]]
+
+
+def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Groups:
+    """Combines Horovod's two arguments.
+
+    Raises:
+        ValueError: both are given, or one is impossible.
+    """
+    if num_groups and groups is not None:
+        raise ValueError(
+            f"got both num_groups={num_groups} and groups={groups!r}. Give groups alone."
+        )
+    chosen = num_groups if groups is None else groups
+    if isinstance(chosen, int):
+        if chosen < 0:
+            raise ValueError(
+                f"groups is {chosen}, expected the number of groups, or 0 to group by size."
+            )
+        return chosen
+    if not all(isinstance(group, Sequence) for group in chosen):
+        raise ValueError(f"groups is {groups!r}, expected an integer or lists of variables.")
+    return chosen
+
+
+def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
+    """The groups as indices into the list of variables."""
+    if isinstance(groups, int):
+        count = min(groups, len(variables))
+        bounds = [len(variables) * g // count for g in range(count + 1)] if count else []
+        return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+    index = {variable_id(v): i for i, v in enumerate(variables)}
+    return [[index[variable_id(v)] for v in group if variable_id(v) in index] for group in groups]
+
+
+def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
+    """Raises the error about different models.
+
+    Args:
+        views: what each rank has, by rank and by name.
+        advice: what to do.
+
+    Raises:
+        ValueError: always; the text shows what differs.
+    """
+    lines = []
+    different: tuple[str, ...] = ()
+    for name in dict.fromkeys(name for view in views.values() for name in view):
+        if name.startswith(different) and any(name not in view for view in views.values()):
+            continue  # an argument of one of two classes, which are shown
+        ranks: dict[str, list[int]] = {}
+        for rank, view in views.items():
+            ranks.setdefault(view.get(name, "none"), []).append(rank)
+        if len(ranks) > 1:
+            groups = (
+                f"rank {own[0]} has {value}"
+                if len(own) == 1
+                else f"ranks {', '.join(map(str, own))} have {value}"
+                for value, own in ranks.items()
+            )
+            lines.append(f"{name}: {', '.join(groups)}")
+            different += (f"{name} ", f"{name}.")
+    shown = "\n  ".join(lines[:5]) + (f"\n  and {len(lines) - 5} more" if len(lines) > 5 else "")
+    if "keras_tuner" in sys.modules:
+        advice += (
+            " With KerasTuner each rank draws the hyperparameters of its trials by itself: give "
+            "the tuner the same seed on all ranks and a directory for each rank, such as "
+            'directory=f"tuning/{hvd.rank()}".'
+        )
+    if "optuna" in sys.modules:
+        advice += (
+            " With Optuna each rank draws the hyperparameters of its trials by itself: give the "
+            "study's sampler the same seed on all ranks, as in TPESampler(seed=1)."
+        )
+    raise ValueError(f"The ranks train different models:\n  {shown}\n{advice}")

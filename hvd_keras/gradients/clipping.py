@@ -1,0 +1,129 @@
+"""Clips gradients by norms, where each rank has the gradients of its parts of tables."""
+
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.gradients import shards
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
+
+
+def clips_by_variable(optimizer: Any) -> bool:
+    """Whether the norm of each gradient is limited."""
+    return bool(optimizer.clipnorm and optimizer.clipnorm > 0)
+
+
+def clips_by_all(optimizer: Any) -> bool:
+    """Whether the norm over all gradients is limited. Keras prefers ``clips_by_variable``."""
+    by_all = optimizer.global_clipnorm and optimizer.global_clipnorm > 0
+    return bool(by_all) and not clips_by_variable(optimizer)
+
+
+def clip(
+    optimizer: Any,
+    gradients: Sequence[Any],
+    divided: Set[int],
+    name: str,
+    process_set: ProcessSet,
+    known: Mapping[int, Any] | None = None,
+    local: Set[int] | None = None,
+) -> Any:
+    """Does what ``optimizer._clip_gradients`` does in one process that has all variables.
+
+    Args:
+        optimizer: with Keras's options of clipping.
+        gradients: dense or sparse ones, or None; equal on all ranks, except those in ``divided``
+            and ``local``.
+        divided: the indices of the gradients of parts of tables.
+        name: identifies the optimizer on all ranks.
+        process_set: the ranks that have the other parts.
+        known: the squared norms of gradients that other ranks have, by place, for
+            ``clips_by_all``.
+        local: the indices of the gradients of variables that belong to this rank alone; None if no
+            rank has such variables.
+    """
+    indices = [i for i in sorted(divided) if gradients[i] is not None]
+    by_variable = clips_by_variable(optimizer)
+    if by_variable:
+        local = None  # the norm of each is known here
+    if not (indices or known or local is not None) or not (by_variable or clips_by_all(optimizer)):
+        return type(optimizer)._clip_gradients(optimizer, gradients)
+    mine = [_square(gradients[i]) for i in indices]
+    if local is not None:
+        # Ranks may have different numbers of them, so one number stands for all.
+        of_local = [_square(gradients[i]) for i in sorted(local) if gradients[i] is not None]
+        of_local = [tf.cast(square, keras.backend.floatx()) for square in of_local]
+        mine.append(tf.add_n(of_local) if of_local else tf.zeros([], keras.backend.floatx()))
+    sums: list[Any] = []
+    if mine:
+        sums = ops.reduce_tensors(
+            mine, op=ops.Sum, name=f"{name} norms of parts", process_set=process_set
+        )
+    # strict=False: the sum of the local ones, if any, is one more.
+    squares: dict[int, Any] = dict(zip(indices, sums, strict=False))
+    if not by_variable:
+        squares.update(known or {})
+        all_squares = [
+            squares[i] if i in squares else _square(gradient)
+            for i, gradient in enumerate(gradients)
+            if gradient is not None and i not in (local or ())
+        ]
+        all_squares += sums[len(indices) :]
+        # As Keras does it, bit for bit.
+        norm = keras.ops.sqrt(keras.ops.sum(keras.ops.stack(all_squares)))
+        limit = optimizer.global_clipnorm
+        scale = limit * keras.ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+        return [g if g is None else g * scale for g in gradients]
+    clipped = list(gradients)
+    rest = [i for i in range(len(clipped)) if i not in squares]
+    cut = type(optimizer)._clip_gradients(optimizer, [clipped[i] for i in rest])
+    for i, gradient in zip(rest, cut, strict=True):
+        clipped[i] = gradient
+    for i, square in squares.items():
+        scaled = keras.ops.multiply(clipped[i], optimizer.clipnorm)  # sparse ones stay so
+        norm = tf.maximum(tf.sqrt(square), tf.cast(optimizer.clipnorm, square.dtype))
+        clipped[i] = keras.ops.divide(scaled, norm)
+    return clipped
+
+
+def _square(gradient: Any) -> Any:
+    return keras.ops.sum(keras.ops.square(gradient))
+
+
+_ADVICE = (
+    "hvd.DistributedOptimizer computes norms over all ranks: use it instead of a tape, and not "
+    "around a MultiOptimizer. Or leave clipping out."
+)
+
+
+def check_alone(optimizer: Any, variables: Iterable[Any], local: Container[Any]) -> None:
+    """Refuses an optimizer that would clip by norms which this rank does not know.
+
+    Args:
+        optimizer: not distributed.
+        variables: that it updates.
+        local: variables that belong to this rank alone.
+
+    Raises:
+        ValueError: it clips by norms and updates a part of a table, or clips by the norm of all
+            gradients and updates a local variable.
+    """
+    by_all = getattr(optimizer, "global_clipnorm", None)
+    if not (getattr(optimizer, "clipnorm", None) or by_all):
+        return
+    for variable in variables:
+        if by_all and variable in local:
+            raise ValueError(
+                f"{type(optimizer).__name__} clips by the norm of all gradients (global_clipnorm), "
+                f"but {getattr(variable, 'path', variable.name)} belongs to this rank alone, so "
+                f"each rank would scale the shared gradients differently. {_ADVICE}"
+            )
+        shard = shards.of(variable)
+        if shard is not None and shard.process_set.size() > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} clips by norms (clipnorm, global_clipnorm), but each "
+                f"rank has a part of {variable.path} only. {_ADVICE}"
+            )

@@ -1,0 +1,293 @@
+"""Weights each rank's loss, so that the mean over the ranks is the loss of one process.
+
+Most losses are means over the rows of a batch, and the mean of the ranks' means is that of all
+rows. Keras divides a masked loss by the number of valid entries, though, and one with
+``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers that differ by rank. The
+loss of all ranks is sum(n_r * loss_r) / sum(n_r), so each rank's is multiplied by
+N * n_r / sum(n_r). Losses that are summed are multiplied by N. Validation weighs alike if all ranks
+validate together and average their metrics. In custom loops nothing is weighed, which is told.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.gradients import agreement, building, missing_calls
+from hvd_keras.runtime import log, rank_info, settings
+from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.process_sets import ProcessSet
+
+
+@dataclasses.dataclass
+class Weighing:
+    """The losses of a model that several ranks train.
+
+    Attributes:
+        model: the model.
+        process_set: the ranks.
+        averages: whether gradients are averaged, not summed.
+        is_together: in validation, whether all ranks take this step, as a variable.
+        calls: how many losses this step has computed.
+        summed: the name of one that is a sum.
+    """
+
+    model: Any
+    process_set: ProcessSet
+    averages: bool
+    is_together: Any = None
+    calls: int = 0
+    summed: str = ""
+
+    def factor(self, of_all: Callable[[], Any], dtype: Any) -> Any:
+        """What a loss is multiplied by: 1 in a validation of one rank."""
+        if self.is_together is None:
+            return of_all()
+        return tf.cond(self.is_together, of_all, lambda: tf.ones([], dtype))
+
+
+_weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
+
+
+# In custom loops: the last loss whose mean over the ranks is not that of one process, and the graph
+# that it is in.
+_unweighed: list[tuple[str, int]] = []
+
+# Models whose validation needs the numbers of all ranks.
+_validated: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@functools.cache
+def _together() -> Any:
+    """Whether all ranks take the present step of validation."""
+    with tf.init_scope():
+        return tf.Variable(False, trainable=False, name="hvd_validates_together")
+
+
+def validate_together(everywhere: bool) -> None:
+    """Sets whether all ranks take the next steps of validation."""
+    _together().assign(everywhere)
+
+
+@contextlib.contextmanager
+def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) -> Iterator[None]:
+    """Weighs the losses of the model's steps.
+
+    Args:
+        model: a ``keras.Model``.
+        process_set: the ranks that train it.
+        averages: whether their gradients are averaged, not summed.
+        method: "train_step" or "test_step".
+    """
+    one_step = getattr(model, method)
+    is_together = _together() if method == "test_step" else None
+
+    @functools.wraps(one_step)
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def step(*args: Any, **kwargs: Any) -> Any:
+        token = _weighing.set(Weighing(model, process_set, averages, is_together))
+        try:
+            return one_step(*args, **kwargs)
+        finally:
+            _weighing.reset(token)
+
+    before = vars(model).get(method)
+    setattr(model, method, step)
+    try:
+        yield
+    finally:
+        delattr(model, method)
+        if before is not None:
+            setattr(model, method, before)
+
+
+def tell_of_validation(model: Any) -> None:
+    """Tells that ranks have validated in different numbers of steps, if that makes a difference."""
+    if model in _validated and not _together():
+        log.warn_once(
+            "the ranks validate in different numbers of batches, or in an unknown number, so the "
+            "validation loss is weighed by rows, not by the numbers of valid entries as on one "
+            "process. Give all ranks the same number of validation batches."
+        )
+
+
+def _graph() -> int:
+    """Identifies the function that is traced; 0 in eager code."""
+    return 0 if tf.executing_eagerly() else id(tf.compat.v1.get_default_graph())
+
+
+def tell_of_averages() -> None:
+    """Tells of a loss that averaging its gradients does not make that of one process.
+
+    Called where gradients are averaged: in a custom loop, or by a tape in ``fit``.
+
+    Raises:
+        ValueError: it does not, and ``HVD_STRICT`` is set.
+    """
+    own = _weighing.get()
+    if own is not None and own.summed and not own.averages:
+        _tell(
+            f"the loss {own.summed} is a sum, and hvd.DistributedGradientTape averages its "
+            "gradients over the ranks, so they are smaller than those of one process. Use "
+            "op=hvd.Sum, or another reduction."
+        )
+    for name, graph in _unweighed:
+        if graph != _graph():
+            return
+        _unweighed.clear()
+        _tell(
+            f"the loss {name} is divided by a number that differs by rank, such as "
+            "that of the entries that a mask leaves, so the mean of the ranks' gradients is not "
+            'that of one process. fit weighs it; in a custom loop use reduction="sum", and divide '
+            "by the ranks' mean of these numbers: hvd.allreduce(number)."
+        )
+
+
+def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``keras.losses.Loss.__call__``, which every loss and every output calls."""
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        own = _weighing.get()
+        is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
+        if (own is None and (not is_loop or missing_calls.in_fit.get())) or building.is_building():
+            return loss_call(self, y_true, y_pred, sample_weight)
+        seen: list[Any] = []
+        local = self.call
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            seen.append(local(*args, **kwargs))
+            return seen[0]
+
+        token = _weighing.set(None)  # a loss may compute others
+        if not is_legacy:  # whose autograph would not convert what ``kept`` calls
+            self.call = kept
+        try:
+            value = loss_call(self, y_true, y_pred, sample_weight)
+        finally:
+            vars(self).pop("call", None)
+            _weighing.reset(token)
+        if own is None:
+            if _weights(self, seen[0] if seen else None, y_pred, sample_weight):
+                _unweighed[:] = [(self.name, _graph())]
+            return value
+        own.calls += 1
+        return _weigh(own, self, value, seen[0] if seen else None, y_pred, sample_weight)
+
+    call.__doc__ = loss_call.__doc__
+    wrapped: Callable[..., Any] = call
+    return wrapped
+
+
+def _weigh(
+    own: Weighing, loss: Any, value: Any, values: Any, y_pred: Any, sample_weight: Any
+) -> Any:
+    reduction = getattr(loss, "reduction", None)
+    size = tf.cast(own.process_set.size(), value.dtype)
+    if reduction in (None, "none", "sum"):
+        own.summed = loss.name
+    if reduction in (None, "none") and own.averages and own.is_together is None:
+        # The gradient of a vector is that of its sum; the vector itself is logged.
+        return size * value - tf.stop_gradient((size - 1) * value)
+    if reduction == "sum":
+        return value * own.factor(lambda: size, value.dtype) if own.averages else value
+    if values is not None and not tuple(values.shape):
+        _tell_of_ratio(loss, values)
+        return value
+    weights = _weights(loss, values, y_pred, sample_weight)
+    if not weights:
+        return value
+    if own.is_together is not None:
+        _validated.add(own.model)
+    calls, path = own.calls, agreement.common_path(loss.name)
+
+    def factor() -> Any:
+        product = functools.reduce(_product, [tf.cast(w, value.dtype) for w in weights])
+        # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
+        rows = 1 if own.is_together is None else tf.shape(tf.nest.flatten(y_pred)[0])[0]
+        mine = tf.stack([tf.cast(tf.reduce_sum(product), tf.float64), tf.cast(rows, tf.float64)])
+        (total,) = ops.reduce_tensors(
+            [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
+        )
+        ratio = tf.math.divide_no_nan(mine, total)
+        return tf.cast(tf.math.divide_no_nan(ratio[0], ratio[1]), value.dtype)
+
+    return value * tf.stop_gradient(own.factor(factor, value.dtype))
+
+
+def _weights(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
+    """What a loss divides by the sum of: its mask and weights; none of a fixed number of terms."""
+    reduction = getattr(loss, "reduction", None)
+    if reduction in (None, "none", "sum"):
+        return []
+    mask = _both(getattr(y_pred, "_keras_mask", None), getattr(values, "_keras_mask", None))
+    given = sample_weight if reduction == "mean_with_sample_weight" else None
+    return [weight for weight in (mask, given) if weight is not None]
+
+
+def _both(one: Any, other: Any) -> Any:
+    if one is None or other is None:
+        return other if one is None else one
+    return tf.logical_and(tf.cast(one, tf.bool), tf.cast(other, tf.bool))
+
+
+def _product(one: Any, other: Any) -> Any:
+    """As Keras multiplies a mask and weights: one of them may have a last dimension of 1 more."""
+    if len(one.shape) == len(other.shape) + 1 and one.shape[-1] == 1:
+        one = tf.squeeze(one, -1)
+    elif len(other.shape) == len(one.shape) + 1 and other.shape[-1] == 1:
+        other = tf.squeeze(other, -1)
+    return one * other
+
+
+def _tell_of_ratio(loss: Any, value: Any) -> None:
+    """Tells of a loss of the whole batch that is no mean over its rows, as far as can be seen.
+
+    Raises:
+        ValueError: it is such a loss, and ``HVD_STRICT`` is set.
+    """
+    if not _is_ratio(value):
+        return
+    name = getattr(loss, "fn", loss)
+    name = getattr(name, "__name__", type(name).__name__)
+    text = (
+        f"the loss {name} divides by a number that depends on the batch, so the mean of the ranks' "
+        "losses is not the loss that one process has for all rows. Return one value per row, with "
+        "a mask or sample_weight, which hvd_keras weighs; for Dice and Tversky, give axis."
+    )
+    _tell(text)
+
+
+def _tell(text: str) -> None:
+    if settings.read().strict:
+        raise ValueError(f"hvd_keras: {text}")
+    log.warn_once(text)
+
+
+def _is_ratio(value: Any) -> bool:
+    """Whether a scalar is a quotient of numbers that depend on the batch, not only on its shape."""
+    waiting, seen = [value], set()
+    while waiting:
+        tensor = waiting.pop()
+        if not hasattr(tensor, "op") or id(tensor) in seen or tuple(tensor.shape):
+            continue
+        seen.add(id(tensor))
+        inputs = list(tensor.op.inputs)
+        if tensor.op.type in ("RealDiv", "Div", "DivNoNan") and _depends(inputs[1]):
+            return True
+        waiting += inputs
+    return False
+
+
+def _depends(tensor: Any) -> bool:
+    """Whether a tensor depends on values, not only on shapes and constants."""
+    kind = tensor.op.type
+    if kind in ("Const", "Shape", "Size", "Rank", "ReadVariableOp"):
+        return False
+    return kind in ("Sum", "Placeholder") or any(map(_depends, tensor.op.inputs))

@@ -1,0 +1,375 @@
+"""Warns once about lines that a script lacks, without which each rank would train by itself.
+
+With ``HVD_STRICT=1`` the warnings are errors. ``local_fit`` declares that a rank trains alone.
+"""
+
+import atexit
+import contextlib
+import contextvars
+import hashlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.gradients import agreement, building, shards
+from hvd_keras.runtime import agree, libraries, log, rank_info, settings
+from hvd_keras.runtime.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from hvd_keras.gradients import compare
+
+#: Whether ``fit`` is running.
+in_fit = contextvars.ContextVar("a fit is running", default=False)
+
+#: Whether a distributed optimizer has exchanged the gradients that are being applied.
+exchanged = contextvars.ContextVar("gradients have been exchanged", default=False)
+
+_alone_on_purpose = contextvars.ContextVar("inside hvd.local_fit", default=False)
+
+_POLL_SECONDS = 0.2
+
+# A loop that has made this many steps with different weights will not broadcast them any more.
+_STEPS_UNTIL_TOLD = 20
+
+# A script for Horovod that has exchanged no gradients until then, or its end, never will.
+_SECONDS_UNTIL_TOLD = 60
+
+
+@contextlib.contextmanager
+def local_fit() -> Iterator[None]:
+    """Context manager: this rank trains alone, on purpose.
+
+    Outside of it, hvd_keras warns (with ``HVD_STRICT=1`` it raises) if a job of several ranks
+    applies gradients that were not exchanged, or begins training with different weights.
+
+    Example:
+        with hvd.local_fit():
+            baseline.fit(x, y)
+    """
+    token = _alone_on_purpose.set(True)
+    try:
+        yield
+    finally:
+        _alone_on_purpose.reset(token)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
+    """Warns once if an optimizer applies gradients that were not exchanged.
+
+    Every optimizer that is not distributed calls this when it applies gradients; in a graph, when
+    that is traced.
+
+    Raises:
+        RuntimeError: the gradients were not exchanged and ``HVD_STRICT`` is set.
+    """
+    if (
+        _alone_on_purpose.get()
+        or exchanged.get()
+        or hasattr(optimizer, "_hvd_alone")
+        or building.is_building()
+        or not rank_info.is_initialized()
+        or rank_info.size() == 1
+        or any(variable in _reduced for variable in variables)
+        or _averages_itself(optimizer)
+    ):
+        return
+    name = type(optimizer).__name__
+    text = (
+        f"optimizer {name} applies gradients of this rank alone, so each of the "
+        f"{rank_info.size()} ranks trains a different model. Use hvd.DistributedOptimizer({name}"
+        "(...)), or exchange the gradients with hvd.DistributedGradientTape. If a rank trains "
+        "alone on purpose, write: with hvd.local_fit(): ..."
+    )
+    if settings.read().strict:
+        raise RuntimeError(f"hvd_keras: {text}")
+    if rank_info.rank() != 0:
+        return
+    watched = list(variables)
+    if not _is_horovods or in_fit.get() or not watched:
+        for variable in watched:
+            _told_alone.add(variable)
+        log.warn_once(text)
+        return
+
+    def is_reduced() -> bool:
+        return any(variable in _reduced for variable in watched)
+
+    last = time.monotonic() + _SECONDS_UNTIL_TOLD
+    _Later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last).watch()
+
+
+# Optimizers that have applied what the script has reduced; and the requests of this process when
+# others last applied gradients in eager code.
+_by_hand: weakref.WeakSet[Any] = weakref.WeakSet()
+_requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def _averages_itself(optimizer: Any) -> bool:
+    """Whether the script averages gradients with ``hvd.allreduce`` before it applies them.
+
+    In eager code that is known from the second step on: nothing was exchanged since the first.
+    """
+    if tf.executing_eagerly():
+        before, _requests[optimizer] = _requests.get(optimizer), _count_requests()
+        return before != _requests[optimizer]
+    if ops.is_reducing():
+        _by_hand.add(optimizer)
+    return optimizer in _by_hand
+
+
+def allow_a_first_step() -> None:
+    """Lets a loop make a step on each rank before those with an exchange.
+
+    Elastic scripts for Horovod do so to create the optimizer's variables.
+    """
+    global _is_horovods
+    _is_horovods = True
+
+
+_is_horovods = False
+_empty_broadcast = False
+_synchronized = agreement.VariableSet()
+_reduced = agreement.VariableSet()
+_told_alone = agreement.VariableSet()
+
+
+def mark_alone(optimizer: Any) -> None:
+    """Records that a script leaves this rank out of what others train together."""
+    optimizer._hvd_alone = True
+    if hasattr(optimizer, "inner_optimizer"):
+        optimizer.inner_optimizer._hvd_alone = True
+
+
+def mark_synchronized(variables: Iterable[Any]) -> None:
+    """Records that these variables were broadcast."""
+    for variable in variables:
+        _synchronized.add(variable)
+
+
+def mark_reduced(variables: Iterable[Any]) -> None:
+    """Records that a reducer exchanges the gradients of these variables."""
+    for variable in variables:
+        if hasattr(variable, "assign"):
+            _reduced.add(variable)
+
+
+def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
+    """Tells that ``broadcast_variables`` got nothing, most often of a model that is not built."""
+    global _empty_broadcast
+    _empty_broadcast = True
+    if process_set.rank() == 0:
+        log.warn_once(
+            "hvd.broadcast_variables got no variables, so the ranks keep different values. If the "
+            "model is not built yet, call it once on a batch of data first, or use "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback in fit()."
+        )
+
+
+def check_weights(
+    name: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
+) -> bool:
+    """Compares the ranks' initial weights, unless they were broadcast.
+
+    In ``fit`` a difference gives a warning at once. A custom loop may broadcast after its first
+    step, as Horovod's documentation advises, so there the warning comes some steps later.
+
+    Args:
+        name: the name of the optimizer or tape.
+        variables: the variables that all ranks train.
+        requests: the number of requests per step for them.
+        process_set: the ranks that train them.
+
+    Returns:
+        False if the variables have no values yet: a ``tf.function`` initializes the variables that
+        it creates after its first trace, and then traces again. True otherwise.
+
+    Raises:
+        ValueError: (on every rank) the weights differ and ``HVD_STRICT`` is set.
+    """
+    gathered = agree.gather_json(f"{name}.weights", _digest(variables), process_set)
+    if _NO_VALUES in gathered:
+        return False
+    if None in gathered or len(set(gathered)) == 1 or _alone_on_purpose.get():
+        return True
+    text = (
+        f"the {process_set.size()} ranks began to train with different weights, so each of them "
+        "trains a different model. "
+    )
+    text += (
+        _ADD_THE_CALLBACK
+        if in_fit.get()
+        else "Add hvd.broadcast_variables(model.variables, root_rank=0), and the same for "
+        "optimizer.variables, before the first step or right after it."
+    )
+    if settings.read().strict:
+        raise ValueError(f"hvd_keras: {text}")
+    if process_set.rank() == 0 and not _empty_broadcast:  # which has been reported, with what to do
+        if in_fit.get() and not _is_horovods:
+            log.warn_once(text)
+        else:
+            # Elastic scripts for Horovod fit a step before they synchronize the ranks.
+            # In a graph, later steps run no Python code; their requests are counted.
+            last = _count_requests() + requests * _STEPS_UNTIL_TOLD
+            _Later(
+                text,
+                lambda: all(variable in _synchronized for variable in variables),
+                lambda: _count_requests() >= last,
+            ).watch()
+    return True
+
+
+def check_values(values: "compare.Values", when: str) -> None:
+    """Compares the values of a model in ``fit``, and tells a difference once.
+
+    Args:
+        values: of the model.
+        when: "begun", "step" or "ended".
+
+    Raises:
+        ValueError: (on every rank) they differ and ``HVD_STRICT`` is set.
+    """
+    global _empty_broadcast
+    reported = values.reported
+    if when != "step":
+        different = values.different(f"fit has {when}")  # all ranks wait for each other here
+    elif reported:
+        return
+    else:
+        different = values.different_after_step()
+    if when == "begun":
+        mark_synchronized(values.variables)  # so that the first step compares nothing again
+        _empty_broadcast &= different is not None
+    values.reported = reported or different is not None  # as on all ranks
+    if reported or different is None or _alone_on_purpose.get():
+        return
+    if when == "begun" and _empty_broadcast:  # which has been reported, with what to do
+        return
+    if any(variable in _told_alone for variable in values.variables):
+        return
+    size = values.process_set.size()
+    if when == "begun":
+        text = (
+            f"the {size} ranks began to train with different weights ({different}), so each of "
+            f"them trains a different model. {_ADD_THE_CALLBACK}"
+        )
+    else:
+        text = (
+            f"the {size} ranks' values of {different} differ after {values.steps} steps of fit, "
+            "although they were equal before: the ranks train different models. A callback, a "
+            "train_step or a layer assigns values that depend on this rank's data, logs or random "
+            "numbers. Assign the same on all ranks: average with hvd.allreduce what the values are "
+            "computed from, or let one rank choose them with hvd.broadcast."
+        )
+    _tell(text, values.process_set)
+
+
+def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
+    """Tells that all ranks train on the same rows.
+
+    Args:
+        gathered: what ``compare.of_rows`` returned, by rank.
+        process_set: the ranks.
+
+    Raises:
+        ValueError: (on every rank) they do, and ``HVD_STRICT`` is set.
+    """
+    first, *others = gathered
+    if first is None or any(theirs != first for theirs in others) or _alone_on_purpose.get():
+        return
+    _tell(
+        f"all {process_set.size()} ranks train on the same rows, so {process_set.size()} ranks do "
+        "the work of one. Give each rank its share: x = hvd.data.shard((x, y), batch_size=32), or "
+        "x = hvd.data.shard(dataset), and model.fit(x, shuffle=False, ...). If a rank trains alone "
+        "on purpose, write: with hvd.local_fit(): ...",
+        process_set,
+    )
+
+
+def is_horovods(reducers: Sequence[Any]) -> bool:
+    """Whether a model was made for Horovod: its optimizers are, or it has none and the script is.
+
+    Args:
+        reducers: of the model's distributed optimizers.
+    """
+    if reducers:
+        return any(reducer.is_horovods for reducer in reducers)
+    return _is_horovods
+
+
+def _tell(text: str, process_set: ProcessSet) -> None:
+    if settings.read().strict:
+        raise ValueError(f"hvd_keras: {text}")
+    if process_set.rank() == 0:
+        log.warn_once(text)
+
+
+_ADD_THE_CALLBACK = "Add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to the callbacks of fit."
+_NO_VALUES = "no values"
+
+
+def _digest(variables: Sequence[Any]) -> str | None:
+    """Hashes the values that were not broadcast; None if there are none or they are unknown."""
+    digest = hashlib.sha256()
+    with tf.init_scope():
+        if not tf.executing_eagerly():
+            return None  # TensorFlow 1
+        unknown = [v for v in variables if v not in _synchronized]
+        if not unknown or not all(hasattr(v, "assign") for v in unknown):
+            return None
+        if not all(shards.inner_variable(v).is_initialized() for v in unknown):
+            return _NO_VALUES
+        for variable in unknown:
+            digest.update(np.ascontiguousarray(np.asarray(variable)).tobytes())
+    return digest.hexdigest()
+
+
+def _count_requests() -> int:
+    """How many requests this process has made that may be for gradients."""
+    counters = json.loads(libraries.core().hvd_stats())["collectives"]
+    kinds = ("allreduce", "allgather")
+    return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
+
+
+class _Later:
+    """A warning that the script may still make needless.
+
+    Args:
+        text: the warning.
+        is_needless: asked when the warning is due.
+        is_due: asked by a thread from time to time; the end of the job and of the script are due.
+    """
+
+    def __init__(
+        self, text: str, is_needless: Callable[[], bool], is_due: Callable[[], bool]
+    ) -> None:
+        self._text = text
+        self._is_needless = is_needless
+        self._is_due = is_due
+        self._ended = threading.Event()
+
+    def watch(self) -> None:
+        """Begins to ask."""
+        atexit.register(self._tell)
+        threading.Thread(target=self._wait, daemon=True, name="hvd_keras warning").start()
+
+    def _wait(self) -> None:
+        while rank_info.is_initialized() and not self._is_due():
+            if self._ended.wait(_POLL_SECONDS):
+                return
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        atexit.unregister(self._tell)
+        if not self._is_needless():
+            log.warn_once(self._text)

@@ -1,0 +1,126 @@
+"""Which ranks train a model together, and which variables belong to one rank alone.
+
+Callbacks and patches of Keras ask here. The answers come from the ``GradientReducer`` in the
+attribute ``_hvd_reducer`` of the model's optimizers.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from hvd_keras.gradients import shards
+from hvd_keras.gradients.agreement import variable_id
+from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from hvd_keras.gradients.reducer import GradientReducer
+
+
+def of_optimizer(optimizer: Any) -> "GradientReducer | None":
+    """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
+    optimizer = innermost(optimizer)
+    return getattr(optimizer, "_hvd_reducer", None)
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """The optimizers of a model: that of ``compile``, and those in attributes, such as a GAN's.
+
+    After a ``MultiOptimizer`` its parts follow. If a function chooses them, it must be built.
+    """
+    values: list[Any] = [getattr(model, "optimizer", None)]
+    for value in list(vars(model).values()):
+        if isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, (list, tuple)):
+            values += value
+        else:
+            values.append(value)
+    classes: tuple[type, ...] = (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
+    if is_legacy:
+        classes += (keras.optimizers.legacy.Optimizer,)
+    found: dict[int, Any] = {}
+    several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
+    optimizers: list[Any] = [value for value in values if isinstance(value, classes)]
+    for value in optimizers:
+        found[id(value)] = value
+        if isinstance(value, several):
+            if not value.built and model.built:
+                value.build(model.trainable_variables)
+            found.update({id(part): part for part in value.optimizers})
+    return list(found.values())
+
+
+def has_built_optimizers(model: Any) -> bool:
+    """Whether those beside that of ``compile``, if any, know which variables they update."""
+    others = [o for o in optimizers_of(model) if o is not model.optimizer]
+    return all(getattr(optimizer, "built", True) for optimizer in others)
+
+
+def reducers_of(model: Any) -> "list[GradientReducer]":
+    """The reducers of a model's distributed optimizers."""
+    reducers = map(of_optimizer, optimizers_of(model))
+    return list({id(r): r for r in reducers if r is not None}.values())
+
+
+_together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
+
+
+def register_training_ranks(model: Any, process_set: ProcessSet) -> None:
+    """Records that a callback of hvd_keras takes part in this model's training on these ranks."""
+    _together[model] = process_set
+
+
+def process_set_of(model: Any) -> ProcessSet | None:
+    """The ranks that train a model together; None if this rank trains it alone.
+
+    They are the ranks of its distributed optimizers. A model without one, whose ``train_step`` uses
+    a ``hvd.DistributedGradientTape``, is recognised by a callback of hvd_keras in ``fit``.
+
+    Raises:
+        ValueError: its optimizers have different process sets.
+    """
+    sets = {r.process_set.id(): r.process_set for r in reducers_of(model)}
+    if len(sets) > 1:
+        raise ValueError(
+            f"the optimizers of model {model.name!r} have different process sets: "
+            f"{', '.join(map(str, sets.values()))}. Give them the same process set."
+        )
+    if sets:
+        return next(iter(sets.values()))
+    return _together.get(model)
+
+
+def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
+    """The variables that all ranks have in common."""
+    reducers = reducers_of(model)
+    return [
+        variable
+        for variable in shards.without(variables)
+        if not any(is_local(reducer, variable) for reducer in reducers)
+    ]
+
+
+def is_local(reducer: "GradientReducer", variable: Any) -> bool:
+    """Whether a model's or an optimizer's variable belongs to this rank alone.
+
+    An optimizer's variable, such as a momentum, belongs to the model's variable whose path is in
+    its name.
+    """
+    if variable_id(variable) in reducer.local:
+        return True
+    name = getattr(variable, "name", "")
+    for local in reducer.local.values():
+        path = getattr(local, "path", None)
+        if path is not None and name.startswith(path.replace("/", "_") + "_"):
+            return tuple(local.shape) == tuple(variable.shape)
+        if path is None and f"/{local.name.partition(':')[0]}" in name:  # tf_keras
+            return tuple(local.shape) == tuple(variable.shape)
+    return False

@@ -1,0 +1,453 @@
+"""One step's gradients, from Keras's optimizer to the allreduce and back.
+
+    optimizer.apply = KerasReducer._apply
+      begin     agrees with the other ranks on which gradients there are
+      finish    exchanges them, bucket by bucket: one allreduce each
+    Keras's own apply
+
+Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientReducer``.
+"""
+
+import collections
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.gradients import (
+    agreement,
+    buckets,
+    building,
+    clipping,
+    compare,
+    losses,
+    missing_calls,
+    shards,
+    zero,
+)
+from hvd_keras.runtime import agree, log, rank_info, settings
+from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
+
+# By process set: the ranks of one set create the same optimizers, those of another may differ.
+_numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+
+#: Variables that belong to this rank alone, of all reducers.
+local_variables = agreement.VariableSet()
+
+
+class GradientReducer:
+    """Reduces this rank's gradients with those of the other ranks.
+
+    Args:
+        name: identifies the reducer on all ranks. Default: its number within the process set.
+        options: how gradients are exchanged, and between which ranks.
+        groups: which gradients share a request.
+
+    Attributes:
+        local: the variables that belong to this rank alone, by ``agreement.variable_id``.
+        is_horovods: a script made it by Horovod's names.
+    """
+
+    def __init__(
+        self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
+    ) -> None:
+        self.name = name or f"optimizer {next(_numbers[options.process_set.id()])}"
+        self.options = options
+        self.groups = groups
+        self.local: dict[int, Any] = {}
+        self.is_horovods = False
+        self._plans: dict[Any, Plan] = {}
+        # The lists of variables that the ranks have compared.
+        self._agreed: dict[Any, tuple[agreement.VariableSpec, ...]] = {}
+        self.has_local = False  # whether any rank has variables of its own
+        self.takes_reduced = True  # whether gradients of a distributed tape may stay as they are
+        self.state: zero.State | None = None  # with shard_state=True
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that train together."""
+        return self.options.process_set
+
+    def register_local(self, variable: Any) -> None:
+        """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
+        self.local[agreement.variable_id(variable)] = variable
+        if self.process_set.size() > 1:
+            local_variables.add(variable)
+
+    def reduce(
+        self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Returns the gradients over all ranks, in the order given; None if no rank has one.
+
+        Args:
+            gradients: one per variable: a tensor, ``tf.IndexedSlices`` or None.
+            variables: the variables (or other sources) that they belong to.
+            local: variables among these that belong to this rank, besides the registered ones.
+
+        Raises:
+            ValueError: (on every rank) the ranks' variables differ.
+        """
+        reduced: list[Any] = self.begin(gradients, variables, local).finish()
+        return reduced
+
+    # A script's tf.function would convert this code and what it calls, and convert it wrongly.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def begin(
+        self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
+    ) -> "Step":
+        """Agrees with the other ranks on how the gradients of this step are exchanged.
+
+        Raises:
+            ValueError: (on every rank) the ranks' variables differ, or a ``tf.distribute.Strategy``
+                distributes the step, too.
+        """
+        gradients = list(gradients)
+        if rank_info.size() > 1 and not building.is_building():
+            missing_calls.mark_reduced(variables)
+        if self.process_set.size() == 1 or not gradients or building.is_building():
+            return Step(self, None, gradients, variables)
+        agreement.refuse_strategies()
+        if self.options.op is ops.Average and not missing_calls.is_horovods([]):
+            losses.tell_of_averages()
+        divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
+        present = [gradient for gradient in gradients if gradient is not None]
+        if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):
+            return Step(self, None, gradients, variables, divided=divided)
+        gradients = self.options.densified(gradients)
+        # A divided table's gradient is the sum over all ranks already: its lookup has moved it.
+        local_ids = {*self.local, *map(agreement.variable_id, local)}
+        shared = [
+            i
+            for i, variable in enumerate(variables)
+            if i not in divided and agreement.variable_id(variable) not in local_ids
+        ]
+        plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
+        for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
+            gradients[i] = gradient
+        overwritten = agreement.overwrite(gradients, variables, self.name, self.process_set)
+        return Step(self, plan, gradients, variables, divided, shared, overwritten)
+
+    def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Exchanges the gradients that travel, in the order of the plan."""
+        if self.state is None:
+            return plan.exchange(gradients, self.options)
+        return self.state.reduce(
+            gradients, variables, lambda g, after: plan.exchange(g, self.options, after)
+        )
+
+    def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
+        mine = tuple(agreement.spec_of(v) for v in variables)
+        specs = self._agreed.get(mine)
+        if specs is None:  # some small allgathers, once for each list of variables
+            specs = agreement.check_specs(self.name, mine, self.process_set)
+            optimizer = getattr(self, "optimizer", None)
+            described = {} if optimizer is None else compare.of_optimizer(optimizer)
+            own = bool(self.local), compare.digest(described)
+            views = agree.gather_json(f"{self.name}.options", own, self.process_set)
+            self.has_local = any(local for local, _ in views)
+            if len({digest for _, digest in views}) > 1:
+                compare.check_difference(self.name, described, self.process_set)
+            requests = len(Plan(self.name, specs, ()).buckets(gradients))
+            if missing_calls.check_weights(self.name, variables, requests, self.process_set):
+                self._agreed[mine] = specs
+        kinds = agreement.kinds_of(gradients)
+        indices = agreement.group_indices(self.groups, variables)
+        if tf.executing_eagerly():
+            # Which gradients exist may differ in each step and on each rank: an allgather of one
+            # byte per variable.
+            kinds = agreement.agree_on_kinds(self.name, kinds, self.process_set)
+        # In a graph this is fixed now. A rank that traces the same function again does not ask the
+        # others, which may not be tracing.
+        key = tf.executing_eagerly(), specs, kinds, tuple(map(tuple, indices))
+        if key not in self._plans:
+            agreed = kinds
+            if not tf.executing_eagerly():
+                agreed = agreement.agree_on_kinds(self.name, kinds, self.process_set)
+            if self.options.op is ops.Adasum and "sparse" in agreed:
+                raise ValueError(
+                    f"{self.name}: op=hvd.Adasum needs dense gradients, and that of "
+                    f"{specs[agreed.index('sparse')]} is sparse. Give sparse_as_dense=True, too."
+                )
+            self._plans[key] = Plan(self.name, specs, agreed, indices)
+        return self._plans[key]
+
+
+class Step:
+    """One step's gradients, between the agreement and the exchange.
+
+    Attributes:
+        gradients: in the order given; completed, those that travel not exchanged yet.
+        exchanged: whether ``exchange`` was called.
+        travels: whether there are other ranks to exchange anything with.
+        shared: whether the owners have given the new values to all ranks (``shard_state=True``).
+        updated: the variables that the optimizer updates.
+        divided: the places, among the gradients that the optimizer updates with, of those of tables
+            that are divided between ranks.
+        local: the places there of those that belong to this rank; None if no rank has such.
+    """
+
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        plan: "Plan | None",
+        gradients: list[Any],
+        variables: Sequence[Any],
+        divided: Collection[int] = (),
+        shared: Sequence[int] = (),
+        overwritten: Sequence[int] = (),
+    ) -> None:
+        self.gradients = gradients
+        self._reducer = reducer
+        self._plan = plan
+        # Three numberings: of what was given (i), of what the optimizer updates (a place), and of
+        # what travels (a position in the plan).
+        self._travelling = [variables[i] for i in shared]
+        self._position = {i: p for p, i in enumerate(shared)}  # in the plan
+        # What an optimizer sees of them: without Nones, and without what it overwrites.
+        self._updated = [
+            i for i, g in enumerate(gradients) if g is not None and i not in overwritten
+        ]
+        self.updated = [variables[i] for i in self._updated]
+        self.travels = plan is not None
+        self.exchanged = not self.travels
+        self.shared = False
+        self.divided = {place for place, i in enumerate(self._updated) if i in divided}
+        self.local: set[int] | None = None
+        if plan is not None and reducer.has_local:
+            kept = enumerate(self._updated)
+            self.local = {k for k, i in kept if i not in divided and i not in self._position}
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def finish(self) -> list[Any]:
+        """All gradients, exchanged, in the order given."""
+        reduced = self.exchange([self.gradients[i] for i in self._updated])
+        for i, gradient in zip(self._updated, reduced, strict=True):
+            self.gradients[i] = gradient
+        return self.gradients
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def exchange(self, gradients: Sequence[Any]) -> list[Any]:
+        """Exchanges what the optimizer has made of the gradients that it updates with.
+
+        Args:
+            gradients: of the variables that have one, in their order.
+        """
+        self.exchanged = True
+        if self._plan is None:
+            return list(gradients)
+        positions = [self._position.get(i) for i in self._updated]
+        travelling: list[Any] = [None] * len(self._plan.specs)
+        for position, gradient in zip(positions, gradients, strict=True):
+            if position is not None:
+                travelling[position] = gradient
+        travelling = self._reducer.exchange(self._plan, travelling, self._travelling)
+        return [
+            self._reducer.options.scale_local(gradient, place in self.divided)
+            if position is None
+            else travelling[position]
+            for place, (position, gradient) in enumerate(zip(positions, gradients, strict=True))
+        ]
+
+
+class Plan:
+    """How the gradients of a list of variables are exchanged, the same on all ranks.
+
+    A gradient that is dense on any rank is dense on all. It is zero on ranks that lack it, and
+    stays None if no rank has it.
+
+    Args:
+        name: the name of the optimizer or tape, part of each request's name.
+        specs: the variables, compared by ``agreement.check_specs``.
+        kinds: how each gradient is sent, from ``agreement.agree_on_kinds``.
+        groups: variables, by index, whose gradients share a request.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        specs: Sequence[agreement.VariableSpec],
+        kinds: Sequence[agreement.Kind | None],
+        groups: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.name = name
+        self.specs = tuple(specs)
+        self.kinds = tuple(kinds)
+        self.groups = [list(group) for group in groups]
+        counts = collections.Counter(map(str, self.kinds))
+        log.logger.debug("%s: gradients of %d variables: %s", name, len(self.specs), dict(counts))
+
+    def complete(self, gradients: Sequence[Any]) -> list[Any]:
+        """This rank's gradients in the kinds of the plan."""
+        return [
+            agreement.completed(gradient, kind, spec)
+            for gradient, kind, spec in zip(gradients, self.kinds, self.specs, strict=True)
+        ]
+
+    def exchange(
+        self,
+        gradients: Sequence[Any],
+        options: agreement.ExchangeOptions,
+        after: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Returns the gradients over all ranks, in the order given; None stays None.
+
+        Last variables first, because backpropagation produces their gradients first. A bucket
+        waits for the previous one, so that all ranks submit them in the same order, even inside
+        branches and loops, where TensorFlow keeps none. The first one waits for ``after``.
+        """
+        results = list(gradients)
+        previous = list(after)
+        for bucket in self.buckets(gradients):
+            name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.specs[bucket[0]].path}"
+            with tf.control_dependencies(previous):
+                reduced = ops.reduce_tensors(
+                    [gradients[i] for i in bucket],
+                    **options.of_dense(),
+                    device_sparse=options.device_sparse,
+                    process_set=options.process_set,
+                    name=name,
+                )
+            for i, gradient in zip(bucket, reduced, strict=True):
+                results[i] = gradient
+            last = reduced[-1]
+            previous = [last.values if isinstance(last, tf.IndexedSlices) else last]
+        return results
+
+    def buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
+        """Returns, for each request, the indices of its gradients."""
+        present = [i for i in reversed(range(len(self.specs))) if gradients[i] is not None]
+        grouped = {i for group in self.groups for i in group}
+        chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
+        chosen = [bucket for bucket in chosen if bucket]
+        rest = [i for i in present if i not in grouped]
+        sizes = [agreement.size_in_bytes(self.specs[i]) for i in rest]
+        filled = buckets.fill(sizes, settings.read().bucket_bytes)
+        return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
+
+
+class KerasReducer(GradientReducer):
+    """Reduces the gradients of a Keras 3 optimizer; an attribute of it, so its class stays.
+
+    Gradients are exchanged in ``apply``, before Keras sees them. If the optimizer accumulates local
+    steps, they are exchanged once per update instead: in ``_clip_gradients``, which Keras calls
+    after accumulation and before anything uses the gradients.
+
+    Args:
+        optimizer: the optimizer whose methods are replaced.
+        outermost: the same, or the LossScaleOptimizer around it.
+        name, options, groups: as in ``GradientReducer``.
+        local_sum: the factor for Keras's mean over local steps.
+        shard_state: each rank has the slots of the variables that it owns.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        outermost: keras.optimizers.Optimizer,
+        name: str | None,
+        options: agreement.ExchangeOptions,
+        groups: agreement.Groups,
+        local_sum: int,
+        shard_state: bool = False,
+    ) -> None:
+        super().__init__(name, options, groups)
+        self.optimizer = optimizer
+        self._local_sum = local_sum
+        self.step: Step | None = None  # that apply is in
+        self.ahead: Step | None = None  # that a LossScaleOptimizer exchanges
+        self._applied = False
+        optimizer._hvd_reducer = self
+        outermost.register_local_var = self.register_local
+        # What Keras's methods become on this optimizer; the step that apply is in joins them.
+        hooks: dict[str, Callable[..., Any]] = {
+            "apply": self._apply,
+            "apply_gradients": self._apply_gradients,
+            "_clip_gradients": self._clip_gradients,
+        }
+        if shard_state and self.process_set.size() > 1:
+            self.state = zero.State(self)
+            self.takes_reduced = False  # their exchange prepares that of the values
+            hooks |= self.state.hooks()
+        for method, replacement in hooks.items():
+            require(optimizer, method, "to exchange, clip and apply gradients")
+            setattr(optimizer, method, replacement)
+
+    def register_local(self, variable: Any) -> None:
+        """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
+        if self.state is not None and self.state.owner_of(variable) is not None:
+            raise ValueError(
+                f"register_local_var: {variable.path} has an owner already (shard_state=True). "
+                "Register variables before the optimizer is built."
+            )
+        super().register_local(variable)
+
+    def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
+        """Replaces ``Optimizer.apply_gradients``, which calls ``apply``."""
+        pairs = list(grads_and_vars)
+        self._applied = False
+        result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
+        if pairs and not self._applied and self.process_set.size() > 1:
+            raise self._not_exchanged("its apply_gradients does not call apply")
+        return result
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Replaces ``Optimizer.apply``, which every step calls."""
+        keras_apply = type(self.optimizer).apply
+        self._applied = True
+        step = self.ahead or self.begin_update(grads, trainable_variables)
+        token = missing_calls.exchanged.set(True)
+        self.step = step
+        try:
+            if not self.optimizer.gradient_accumulation_steps:
+                reduced = step.finish() if self.ahead is None else grads
+                keras_apply(self.optimizer, reduced, trainable_variables)
+                if self.state is not None and step.travels and not step.shared:
+                    raise self._not_exchanged("it never calls _backend_update_step")
+                return
+            keras_apply(self.optimizer, step.gradients, trainable_variables)
+            # In eager execution Keras accumulates in one step and exchanges in another.
+            if not step.exchanged and not tf.executing_eagerly():
+                raise self._not_exchanged("it never calls _clip_gradients")
+        finally:
+            self.step = None
+            missing_calls.exchanged.reset(token)
+
+    def begin_update(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
+        """Begins an update by the arguments of ``apply``."""
+        variables = trainable_variables
+        if variables is None:
+            require(self.optimizer, "_trainable_variables", "to know what apply updates")
+            variables = self.optimizer._trainable_variables
+        variables = list(variables)
+        if self.state is not None and not self.optimizer.built:
+            self.optimizer.build(variables)  # which gives them their owners
+        step: Step = self.begin(grads, variables)
+        return step
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""
+        step = self.step
+        if self.optimizer.gradient_accumulation_steps:
+            if step is None:
+                raise self._not_exchanged("it calls _clip_gradients outside of apply")
+            grads = step.exchange(grads)
+            if self._local_sum > 1:
+                factor = self._local_sum
+                grads = [g if g is None else g * tf.constant(factor, g.dtype) for g in grads]
+        if step is None:
+            return type(self.optimizer)._clip_gradients(self.optimizer, grads)
+        if self.state is not None:
+            return self.state.clip(grads, step)
+        of = self.optimizer, grads, step.divided, self.name, self.process_set
+        return clipping.clip(*of, local=step.local)
+
+    def _not_exchanged(self, reason: str) -> RuntimeError:
+        return RuntimeError(
+            f"hvd.DistributedOptimizer: the gradients of this {type(self.optimizer).__name__} were "
+            f"not exchanged, because {reason} with Keras {keras.__version__}. Exchange them with "
+            "hvd.DistributedGradientTape and leave this optimizer as it is."
+        )

@@ -1,0 +1,258 @@
+"""Variables of which each rank holds a part.
+
+They are the tables of ``hvd.layers.Embedding``, an optimizer's slots of them, and all slots of an
+optimizer whose state is in shares (``zero``). Nothing of them is broadcast or averaged.
+"""
+
+import contextvars
+import dataclasses
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from hvd_keras import ops
+from hvd_keras.runtime.keras import Variable, keras
+from hvd_keras.runtime.process_sets import ProcessSet
+
+Kind = Literal["rows", "columns", "whole"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The rows and columns of a table that one rank holds.
+
+    Attributes:
+        rows: their numbers in the table.
+        columns: their numbers in the table; they are neighbours.
+    """
+
+    rows: range
+    columns: range
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the rank's variable."""
+        return len(self.rows), len(self.columns)
+
+    def cut(self, block: Any, first: int) -> tuple[slice, Any]:
+        """Returns what this part has of a block of the table's rows.
+
+        Args:
+            block: an array of whole rows.
+            first: the number of the block's first row in the table.
+
+        Returns:
+            The rows of this part that the block contains, as a slice, and their values.
+        """
+        place = self.between(first, first + len(block))
+        mine = self.rows[place]
+        values = block[mine.start - first : mine.stop - first : mine.step] if mine else block[:0]
+        return place, values[:, self.columns.start : self.columns.stop]
+
+    def between(self, first: int, last: int) -> slice:
+        """Which of this part's rows are in [first, last) of the table."""
+        return slice(self._at_or_after(first), self._at_or_after(last))
+
+    def _at_or_after(self, row: int) -> int:
+        """How many rows of this part come before a row of the table."""
+        before = -(-(row - self.rows.start) // self.rows.step)
+        return min(max(before, 0), len(self.rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a table is divided between ranks.
+
+    Attributes:
+        kind: "rows": row i belongs to rank i modulo ``ranks``, because the ids of many vocabularies
+            are sorted by frequency, so that the first rows are looked up most; "columns": each rank
+            has some neighbouring columns of all rows; "whole": one rank has the whole table.
+        input_dim, output_dim: the table's rows and columns.
+        ranks: the number of ranks.
+        owner: of a whole table.
+    """
+
+    kind: Kind
+    input_dim: int
+    output_dim: int
+    ranks: int
+    owner: int = 0
+
+    def part(self, rank: int) -> Part:
+        """What a rank holds; its number counts in the process set."""
+        rows, columns = range(self.input_dim), range(self.output_dim)
+        if self.kind == "rows":
+            return Part(rows[rank :: self.ranks], columns)
+        if self.kind == "columns":
+            first, last = (self.output_dim * r // self.ranks for r in (rank, rank + 1))
+            return Part(rows, columns[first:last])
+        return Part(rows if rank == self.owner else range(0), columns)
+
+    def size(self, rank: int) -> int:
+        """The number of values that a rank holds."""
+        return math.prod(self.part(rank).shape)
+
+    def as_json(self) -> dict[str, Any]:
+        """The arguments of an equal layout."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """What is known about a variable that is a part of a table.
+
+    Attributes:
+        layout: how the table is divided.
+        process_set: the ranks that hold the parts.
+        owned: the shape of a slot of any number of dimensions, which one rank has; its layout is
+            that of a table with as many rows. None for tables and their slots.
+    """
+
+    layout: Layout
+    process_set: ProcessSet
+    owned: tuple[int, ...] | None = None
+
+    @property
+    def part(self) -> Part:
+        """The rows and columns of this rank."""
+        return self.layout.part(self.process_set.rank())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        if self.owned is not None:
+            return self.owned
+        return self.layout.input_dim, self.layout.output_dim
+
+
+def owned(shape: tuple[int, ...], owner: int, process_set: ProcessSet) -> Shard:
+    """A slot of this shape that one rank of the process set has."""
+    rows = shape[0] if shape else 1
+    layout = Layout("whole", rows, math.prod(shape[1:]), process_set.size(), owner)
+    return Shard(layout, process_set, tuple(shape))
+
+
+# What layers and slots write in their places in a file that is being written, by their ids.
+saving_places: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("places", default={})  # noqa: B039
+
+# By the ids of the Keras variable and of the tf.Variable in it, which cannot be hashed.
+_known: dict[int, tuple[Any, Shard]] = {}
+
+
+def mark(variable: Any, shard: Shard) -> None:
+    """Records that a variable is this rank's part of a table."""
+    for known in (variable, inner_variable(variable)):
+        number = id(known)
+        _known[number] = weakref.ref(known, functools.partial(_forget, number)), shard
+
+
+def of(variable: Any) -> Shard | None:
+    """What ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
+    inner = inner_variable(variable)
+    found = _known.get(id(inner)) or _known.get(id(variable))
+    if found is None:
+        return None
+    if id(inner) not in _known:  # which a Keras variable may get after it was marked
+        mark(variable, found[1])
+    return found[1]
+
+
+def sharded_indices(
+    variables: Sequence[Any], name: str, op: ops.ReduceOp, process_set: ProcessSet
+) -> set[int]:
+    """The indices of the parts of tables among the variables of the optimizer ``name``.
+
+    Raises:
+        ValueError: the options of the optimizer do not fit them.
+    """
+    indices = set()
+    for i, variable in enumerate(variables):
+        shard = of(variable)
+        if shard is None:
+            continue
+        path = getattr(variable, "path", variable.name)
+        if shard.process_set is not process_set:
+            raise ValueError(
+                f"{name}: {path} is divided between {shard.process_set}, but {process_set} trains "
+                "it. Give both the same process_set."
+            )
+        if op is ops.Adasum:
+            raise ValueError(
+                f"{name}: {path} is divided between ranks, so op=hvd.Adasum is not possible. Use "
+                "hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
+            )
+        indices.add(i)
+    return indices
+
+
+def without(variables: Iterable[Any]) -> list[Any]:
+    """The variables that are not parts of tables."""
+    return [variable for variable in variables if of(variable) is None]
+
+
+def whole(variable: Any) -> Any:
+    """The array of which the ranks' variables are parts; all ranks must call it."""
+    shard = of(variable)
+    assert shard is not None
+    mine = np.asarray(variable)
+    name = f"table {shard.layout.input_dim} x {shard.layout.output_dim}"
+    gathered = ops.allgather(mine.reshape(-1), name, process_set=shard.process_set).numpy()
+    table = np.empty((shard.layout.input_dim, shard.layout.output_dim), mine.dtype)
+    first = 0
+    for rank in range(shard.layout.ranks):
+        part = shard.layout.part(rank)
+        last = first + shard.layout.size(rank)
+        rows = slice(part.rows.start, part.rows.stop, part.rows.step)
+        columns = slice(part.columns.start, part.columns.stop)
+        table[rows, columns] = gathered[first:last].reshape(part.shape)
+        first = last
+    return table.reshape(shard.shape)
+
+
+def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Optimizer.add_variable_from_reference``: a slot of a part is a part.
+
+    An optimizer whose state is in shares makes its slots itself.
+
+    Raises:
+        ValueError: the optimizer computes norms or means of a whole table.
+    """
+
+    @functools.wraps(add)
+    def add_slot(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
+        state = getattr(self, "_hvd_state", None)
+        if state is not None and state.owner_of(reference_variable) is not None:
+            return state.add_slot(add, reference_variable, *args, **kwargs)
+        shard = of(reference_variable)
+        if shard is not None and type(self).__name__ in _WHOLE_VARIABLES:
+            raise ValueError(
+                f"optimizer {type(self).__name__} computes with whole variables, but each rank "
+                f"holds a part of {reference_variable.path}. Use an optimizer that updates each "
+                "element by itself, such as Adam or Adagrad, or hvd.layers.Embedding(shard=None)."
+            )
+        slot = add(self, reference_variable, *args, **kwargs)
+        if shard is not None:
+            mark(slot, shard)
+        if state is not None:
+            state.note(slot)
+        return slot
+
+    return add_slot
+
+
+_WHOLE_VARIABLES = {
+    name for name in ("Adafactor", "Lamb", "Muon") if hasattr(keras.optimizers, name)
+}
+
+
+def inner_variable(variable: Any) -> Any:
+    """Returns the ``tf.Variable`` in a Keras variable; other objects unchanged."""
+    return variable.value if isinstance(variable, Variable) else variable
+
+
+def _forget(number: int, _: Any) -> None:
+    _known.pop(number, None)

@@ -1,0 +1,1 @@
+"""Where ``init`` changes Keras: fit, callbacks, losses, metrics, layers, loss scaling."""

@@ -1,0 +1,380 @@
+"""Wraps ``fit`` when several ranks train a model.
+
+Before the callbacks begin, the model's variables are created and the ranks compare what must be
+equal. When ``fit`` returns, the files that one rank has written are there for all.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import data, observe, ops
+from hvd_keras.gradients import agreement, building, compare, losses, missing_calls, model_ranks
+from hvd_keras.hooks import embedding_lookup, keras_callbacks, sync_batch_norm
+from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet
+
+
+@dataclasses.dataclass
+class _Fit:
+    """A running ``fit`` on all ranks of a process set.
+
+    Attributes:
+        model: the model.
+        callbacks: this rank's, as given.
+        arguments: the other arguments of ``fit``.
+        common: what the ranks' callbacks have in common.
+        has_begun: the ranks have compared what must be equal.
+        dataset: what Keras trains on.
+        unbuilt: which ranks' models have no variables, and why.
+        problem: the exception of this rank's model.
+    """
+
+    model: Any
+    callbacks: list[Any]
+    arguments: dict[str, Any]
+    common: keras_callbacks.Common
+    has_begun: bool = False
+    dataset: Any = None
+    unbuilt: str = ""
+    problem: Exception | None = None
+
+
+_current: contextvars.ContextVar[_Fit | None] = contextvars.ContextVar("fit", default=None)
+
+
+def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``keras.Model.fit``."""
+    signature = inspect.signature(fit)
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+
+    @functools.wraps(fit)
+    def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_set(missing_calls.in_fit, True))
+            if not rank_info.is_initialized():
+                return fit(self, *args, **kwargs)
+            try:
+                bound = signature.bind(self, *args, **kwargs)
+            except TypeError:
+                return fit(self, *args, **kwargs)  # raises an error that says what is wrong
+            data.adapt_fit(bound.arguments)
+            given = bound.arguments.get("callbacks")
+            callbacks = _flat(given)
+            own = _begun(self, callbacks, defaults | bound.arguments)
+            stack.enter_context(_set(_current, own))
+            several = own is not None and own.common.process_set.size() > 1
+            runs = callbacks
+            if own is not None and several:
+                runs = keras_callbacks.edited(callbacks, own.common)
+                process_set = own.common.process_set
+                _weigh(stack, self, process_set, "train_step")
+                leader = keras_callbacks.on_leader_alone(callbacks, process_set, own.common)
+                stack.enter_context(leader)
+            if observe.is_publishing():
+                runs = [*runs, observe.Progress()]
+            if given is not None and hasattr(given, "callbacks"):  # a CallbackList
+                stack.callback(setattr, given, "callbacks", given.callbacks)
+                given.callbacks = runs
+                for callback in runs:
+                    callback.set_model(self)
+            elif runs is not callbacks:
+                bound.arguments["callbacks"] = runs
+            history = fit(*bound.args, **bound.kwargs)
+            if own is not None and several:
+                _end(own)
+            return history
+
+    return fit_together
+
+
+def _weigh(stack: contextlib.ExitStack, model: Any, process_set: ProcessSet, method: str) -> None:
+    """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
+    reducers = model_ranks.reducers_of(model)
+    reductions = {reducer.options.op for reducer in reducers}
+    if ops.Adasum not in reductions and not missing_calls.is_horovods(reducers):
+        averages = reductions == {ops.Average}  # a tape is not known yet
+        stack.enter_context(losses.weighed(model, process_set, averages, method))
+
+
+def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> _Fit | None:
+    """The ``fit`` that begins; None if this rank trains the model alone.
+
+    Raises:
+        ValueError: it cannot run on several ranks.
+    """
+    process_set = _process_set(model, callbacks)
+    # On one rank, only a callback that restores a checkpoint needs the variables so early.
+    early = any(getattr(callback, "_hvd_needs_variables", False) for callback in callbacks)
+    if process_set is None or (process_set.size() == 1 and not early):
+        return None
+    if process_set.size() > 1:
+        with model.distribute_strategy.scope():  # in which the model was made
+            agreement.refuse_strategies()
+        keras_callbacks.refuse(callbacks, model, process_set)
+    return _Fit(model, callbacks, arguments, keras_callbacks.Common(process_set))
+
+
+def _end(own: _Fit) -> None:
+    """Waits for the others, so that files that one rank has written are there for all."""
+    if not own.has_begun:
+        raise RuntimeError(
+            f"hvd_keras: fit of Keras {keras.__version__} does not call {_BUILDS}, so the ranks "
+            f'have compared nothing. Run: pip install "{KERAS_VERSIONS}"'
+        )
+    if own.common.values is None:
+        agree.gather_json("fit has ended", None, own.common.process_set)
+    else:
+        missing_calls.check_values(own.common.values, "ended")
+
+
+# The model that all ranks validate together, and these ranks, if any.
+_validating: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "validating", default=(None, None)
+)
+
+
+def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
+
+    Callbacks write on the first rank only.
+    """
+    signature = inspect.signature(evaluate)
+
+    @functools.wraps(evaluate)
+    def evaluate_together(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("callbacks")
+        if given is None and args:
+            with contextlib.suppress(TypeError):  # which evaluate raises, too
+                given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
+        if not rank_info.is_initialized():
+            return evaluate(self, *args, **kwargs)
+        callbacks, fits = _flat(given), hasattr(given, "callbacks")
+        process_set = _process_set(self, callbacks)
+        if process_set is None or process_set.size() == 1:
+            return evaluate(self, *args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            if callbacks and not fits:
+                keras_callbacks.refuse(callbacks, self, process_set)
+                stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
+            if "return_dict" not in signature.parameters or not tf.executing_eagerly():  # predict
+                return evaluate(self, *args, **kwargs)
+            _weigh(stack, self, process_set, "test_step")
+            own = _current.get()
+            validates = keras_callbacks.averages(callbacks)
+            if fits and own is not None and own.model is self:
+                validates = own.common.validates
+            if validates and not is_legacy:
+                stack.callback(losses.validate_together, False)
+                stack.enter_context(_set(_validating, (self, process_set)))
+                stack.callback(losses.tell_of_validation, self)
+            return evaluate(self, *args, **kwargs)
+
+    return evaluate_together
+
+
+def _validate(process_set: ProcessSet, steps: int | None) -> None:
+    """Weighs the ranks' losses in validation, if each of their steps is one of all."""
+    gathered = agree.gather_json("steps of validation", steps, process_set)
+    losses.validate_together(steps is not None and len(set(gathered)) == 1)
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+# What fit calls before the callbacks begin.
+_BUILDS = "get_data_handler" if is_legacy else "_maybe_symbolic_build"
+
+
+def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
+
+    def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        own = _current.get()
+        if own is not None and own.model is self and not own.has_begun:
+            require(iterator, "_distributed_dataset", "to make variables before the first step")
+            require(iterator, "num_batches", "to compare the numbers of steps")
+            _begin(own, iterator._distributed_dataset, iterator.num_batches)
+        model, process_set = _validating.get()
+        if model is self:
+            _validate(process_set, iterator.num_batches)
+        symbolic_build(self, iterator=iterator, data_batch=data_batch)
+
+    return build
+
+
+def legacy_data_module() -> Any:
+    """The module of tf_keras whose ``get_data_handler`` fit calls before the callbacks begin."""
+    from tf_keras.src.engine import data_adapter
+
+    return data_adapter
+
+
+def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``legacy_data_module().get_data_handler``."""
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        handler = get_data_handler(*args, **kwargs)
+        own = _current.get()
+        if own is not None and own.model is kwargs.get("model") and not own.has_begun:
+            _begin(own, handler._dataset, handler.inferred_steps)
+        return handler
+
+    return get
+
+
+def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
+
+    def set_params_of_rank(self: Any, params: Any) -> None:
+        set_params(self, params)
+        if params.get("verbose") != "auto" or settings.read().verbose_all:
+            return
+        own = _current.get()
+        with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
+            if own is not None and own.model is self.model:
+                process_set: ProcessSet | None = own.common.process_set
+            else:
+                process_set = self.model and model_ranks.process_set_of(self.model)
+            if process_set is not None and process_set.rank() > 0:
+                self.verbose = 0
+
+    return set_params_of_rank
+
+
+def check_built(model: Any) -> None:
+    """Checks, for a callback, that the model has its variables.
+
+    Raises:
+        ValueError: (on every rank) a rank could not create them before the first step.
+    """
+    own = _current.get()
+    if own is not None and own.model is model and own.unbuilt:
+        raise ValueError(
+            f"model {model.name!r} has no variables yet, and its training step cannot be traced to "
+            f"create them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
+            "before fit."
+        ) from own.problem
+
+
+def dataset_of(model: Any) -> Any:
+    """The ``tf.data.Dataset`` on which a running ``fit`` trains a model; None if it is another."""
+    own = _current.get()
+    is_known = own is not None and own.model is model and isinstance(own.dataset, tf.data.Dataset)
+    return own.dataset if own is not None and is_known else None
+
+
+def forget_functions(model: Any) -> None:
+    """Makes a model trace its steps again."""
+    model.test_function = model.predict_function = model.train_function = None
+    made = model.make_train_function()
+    if made is not None:  # tf_keras
+        model.train_function = made
+
+
+def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
+    own.has_begun, own.dataset = True, dataset
+    model, process_set = own.model, own.common.process_set
+    sync_batch_norm.synchronize_on(model._flatten_layers(), process_set)
+    is_built = building.is_built(model) and model_ranks.has_built_optimizers(model)
+    if isinstance(dataset, tf.data.Dataset) and not is_built:
+        own.problem = building.build(model, dataset.element_spec)
+    if process_set.size() == 1:
+        missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
+        own.unbuilt = f"{type(own.problem).__name__}: {own.problem}" if missing else ""
+        return
+    if not is_legacy:
+        embedding_lookup.read_by_rows(model, model._flatten_layers())
+    _agree(own, dataset, steps)
+    data.check_passes(dataset, process_set)
+
+
+def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
+    """Compares what must be equal on all ranks before they train.
+
+    Raises:
+        ValueError: (on every rank) it differs.
+    """
+    model, process_set = own.model, own.common.process_set
+    missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
+    description = compare.of_training(model) | _described(own.arguments)
+    rows = None
+    given = own.arguments.get("x"), own.arguments.get("y")
+    is_arrays = all(hasattr(part, "dtype") for part in tf.nest.flatten(given) if part is not None)
+    # Horovod's scripts give all rows to all ranks, in different orders.
+    is_shuffled = own.arguments["shuffle"] and missing_calls.is_horovods(
+        model_ranks.reducers_of(model)
+    )
+    if is_arrays and not is_shuffled:
+        rows = compare.of_rows(given)
+    mine = {
+        "unbuilt": f"{type(own.problem).__name__}: {own.problem}" if missing else None,
+        "digest": compare.digest(description),
+        "steps": steps,
+        "rows": rows,
+        "looks at data": not is_arrays
+        and isinstance(dataset, tf.data.Dataset)
+        and compare.can_be_passed(dataset.element_spec),
+        "validates every": _validates_every(own),
+        **keras_callbacks.describe(own.callbacks),
+    }
+    gathered = agree.gather_json("fit", mine, process_set)
+    own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
+    own.common.agree(gathered)
+    if len({theirs["digest"] for theirs in gathered}) > 1:
+        compare.check_difference("fit", description, process_set)
+    by_rank = [theirs["steps"] for theirs in gathered]
+    if None not in by_rank and len(set(by_rank)) > 1:
+        shown = zip(process_set.ranks, by_rank, strict=True)
+        raise ValueError(
+            "the ranks have different numbers of batches per epoch: "
+            f"{', '.join(f'rank {rank} has {number}' for rank, number in shown)}. Each step needs "
+            "all ranks. Give each rank the same number of batches: use hvd.data.shard, or "
+            "steps_per_epoch."
+        )
+    missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
+
+
+def _validates_every(own: _Fit) -> Any:
+    """After which epochs the ranks validate together; None if they do not."""
+    given = own.arguments
+    validates = given["validation_data"] is not None or given["validation_split"]
+    averages = validates and not is_legacy and keras_callbacks.averages(own.callbacks)
+    return repr(given["validation_freq"]) if averages else None
+
+
+def _described(arguments: dict[str, Any]) -> compare.Description:
+    names = ("batch_size", "epochs", "initial_epoch", "class_weight")
+    given = {name: arguments[name] for name in names}
+    given["batch_size"] = given["batch_size"] or 32  # Keras's default
+    return compare.flat(given, "fit")
+
+
+def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
+    process_set = model_ranks.process_set_of(model)
+    if process_set is None:
+        # A train_step with hvd.DistributedGradientTape is recognised by callbacks of hvd_keras.
+        for callback in callbacks:
+            process_set = getattr(callback, "_hvd_process_set", process_set)
+    return process_set
+
+
+def _flat(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, (list, tuple)):
+        return [one for part in callbacks for one in _flat(part)]
+    return _flat(getattr(callbacks, "callbacks", None)) or [callbacks]

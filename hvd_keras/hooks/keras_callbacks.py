@@ -1,0 +1,279 @@
+"""Adapts the callbacks of a ``fit`` to several ranks that train one model.
+
+Keras's callbacks that write files do so on the first rank of the process set only. Those that
+decide something decide alike on all ranks: if one rank stopped alone, the others would wait for its
+gradients. The list of callbacks is edited; the classes stay as they are.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.gradients import compare, missing_calls, model_ranks
+from hvd_keras.hooks import variables
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
+
+_WRITERS = tuple(
+    getattr(keras.callbacks, name)
+    for name in ("CSVLogger", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
+    if hasattr(keras.callbacks, name)  # tf_keras has no OrbaxCheckpoint
+)
+_DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+
+
+@dataclasses.dataclass
+class Common:
+    """What the ranks' callbacks have in common.
+
+    Attributes:
+        process_set: the ranks that train the model.
+        monitored: what callbacks of any rank decide by.
+        ends_on_nan: a rank has ``TerminateOnNaN``.
+        waits_for_checkpoints: all ranks have the same ``ModelCheckpoint``, and so can wait for each
+            other there.
+        looks_at_data: the first batch of each rank can be compared.
+        validates: all ranks validate after the same epochs, and average their metrics.
+        values: of the model, to be compared.
+    """
+
+    process_set: ProcessSet
+    monitored: Sequence[str] = ()
+    ends_on_nan: bool = False
+    waits_for_checkpoints: bool = False
+    looks_at_data: bool = False
+    validates: bool = False
+    values: compare.Values | None = None
+
+    def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
+        """Learns from what ``describe`` returned on all ranks."""
+        self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
+        self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
+        self.waits_for_checkpoints = all(
+            theirs["checkpoints"] == gathered[0]["checkpoints"] for theirs in gathered
+        )
+        self.looks_at_data = all(theirs["looks at data"] for theirs in gathered)
+        every = gathered[0]["validates every"]
+        self.validates = bool(every) and all(t["validates every"] == every for t in gathered)
+
+
+def _is_checkpoint(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.ModelCheckpoint)
+
+
+def averages(callbacks: Sequence[Any]) -> bool:
+    """Whether the ranks average their metrics."""
+    return any(getattr(callback, "_hvd_averages", False) for callback in callbacks)
+
+
+def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """What the other ranks must know of this rank's callbacks."""
+    return {
+        "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
+        "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
+        "checkpoints": [c.save_freq for c in callbacks if _is_checkpoint(c)],
+    }
+
+
+def edited(callbacks: Sequence[Any], common: Common) -> list[Any]:
+    """The callbacks of this rank, with those that make ranks decide alike between them."""
+    found = list(callbacks)
+    deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
+    places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
+    places = places or [len(found)]
+    agreeing = _Agree(common, any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks))
+    found.insert(places[-1] + 1, _PutBack(agreeing))
+    found.insert(places[0], agreeing)
+    return [*found, _AtTheEnd(common)]
+
+
+@contextlib.contextmanager
+def on_leader_alone(
+    callbacks: Sequence[Any], process_set: ProcessSet, common: Common | None = None
+) -> Iterator[None]:
+    """Silences the callbacks that write files, except on the first rank.
+
+    What a class that derives from one of Keras's adds to it runs on all ranks. All ranks wait until
+    a ``ModelCheckpoint`` is written, and raise its error.
+    """
+    saving = [(c, c._save_model) for c in callbacks if common is not None and _is_checkpoint(c)]
+    for callback, save in saving:
+        callback._save_model = functools.partial(_save, common, save)
+    silenced: list[tuple[Any, Any]] = []
+    if process_set.rank() != 0:
+        silenced = [(c, type(c)) for c in callbacks if isinstance(c, _WRITERS)]
+    for callback, cls in silenced:
+        callback.__class__ = _silent(cls)
+    try:
+        yield
+    finally:
+        for callback, cls in silenced:
+            callback.__class__ = cls
+        for callback, save in saving:
+            callback._save_model = save
+
+
+def _save(common: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Replaces ``ModelCheckpoint._save_model``."""
+    if common.waits_for_checkpoints:
+        agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
+    elif common.process_set.rank() == 0:
+        save(*args, **kwargs)
+
+
+def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:
+    """Checks that all callbacks can work with several ranks.
+
+    Raises:
+        ValueError: one cannot.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "keras.callbacks.BackupAndRestore restores each process separately, but this model "
+                f"trains on {process_set.size()}: a rank that finds another state, or none, would "
+                f"differ from the rest. Use hvd.callbacks.Checkpoint({str(callback.backup_dir)!r})"
+                ", which writes on one rank and restores all."
+            )
+        swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
+        if isinstance(callback, swap) and hasattr(
+            model_ranks.innermost(model.optimizer), "_hvd_state"
+        ):
+            raise ValueError(
+                "keras.callbacks.SwapEMAWeights needs all moving averages, but each rank has a "
+                "share of them: leave shard_state=True out of hvd.DistributedOptimizer, or the "
+                "callback."
+            )
+
+
+@functools.cache
+def _silent(cls: Any) -> Any:
+    """A class of which the hooks that it has from Keras's writer do nothing."""
+    writer = next(base for base in cls.__mro__ if base in _WRITERS)
+
+    def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    changed: dict[str, Any] = {name: nothing for name in vars(writer) if name.startswith("on_")}
+    changed["set_model"] = keras.callbacks.Callback.set_model
+    if writer is keras.callbacks.TensorBoard:  # which derived classes use
+        for name in ("_train_writer", "_val_writer"):
+            changed[name] = property(lambda self: tf.summary.create_noop_writer())
+    silent = type(writer.__name__, (writer,), changed)
+    return silent if cls is writer else type(cls.__name__, (cls, silent), {})
+
+
+class _Internal(keras.callbacks.Callback):  # type: ignore[misc]
+    """A callback that ``fit`` adds."""
+
+    _supports_tf_logs = True  # tf_keras passes the logs themselves, so that others see changes
+
+    def __init__(self, common: Common) -> None:
+        super().__init__()
+        self.common = common
+
+
+class _Agree(_Internal):
+    """Gives the callbacks behind it, which decide by values of the logs, the same ones."""
+
+    def __init__(self, common: Common, ends_on_nan: bool) -> None:
+        super().__init__(common)
+        self._ends_on_nan = ends_on_nan
+        self.own: dict[str, Any] = {}
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Makes a NaN of one rank one of all."""
+        if not self.common.ends_on_nan:
+            return
+        logs = {} if logs is None else logs
+        mine = float(logs.get("loss") or 0.0)
+        # The mean is finite only if all values are.
+        (mean,) = ops.reduce_tensors(
+            [np.float64(mine)],
+            op=ops.Average,
+            name="TerminateOnNaN.loss",
+            process_set=self.common.process_set,
+        )
+        if not np.isfinite(mean):
+            self.own = {"loss": logs.get("loss")}
+            logs["loss"] = float(mean)
+            if not self._ends_on_nan:
+                self.model.stop_training = True
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replaces values that differ by their mean over the ranks."""
+        self.own = {}
+        if not self.common.monitored:
+            return
+        logs = {} if logs is None else logs
+        values = {name: logs.get(name) for name in self.common.monitored}
+        # Keras logs F1Score of one class as an array of one number.
+        mine = {k: None if v is None else float(np.squeeze(v)) for k, v in values.items()}
+        gathered = agree.gather_json("monitored", mine, self.common.process_set)
+        for name, value in mine.items():
+            known = [theirs[name] for theirs in gathered if theirs[name] is not None]
+            if known and any(theirs[name] != value for theirs in gathered):
+                self.own[name] = logs.get(name)
+                logs[name] = sum(known) / len(known)
+
+    def put_back(self, logs: dict[str, Any] | None) -> None:
+        """Undoes the changes: other callbacks see what this rank has logged."""
+        for name, value in self.own.items():
+            if logs is not None and value is None:
+                del logs[name]
+            elif logs is not None:
+                logs[name] = value
+        self.own = {}
+
+
+class _PutBack(_Internal):
+    """Undoes what ``_Agree`` has changed."""
+
+    def __init__(self, agreeing: _Agree) -> None:
+        super().__init__(agreeing.common)
+        self._agreeing = agreeing
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        self._agreeing.put_back(logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        self._agreeing.put_back(logs)
+
+
+class _AtTheEnd(_Internal):
+    """Runs after all others: compares values, and stops all ranks if one stops."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compares values and data before the first step."""
+        if self.common.values is not None:
+            return
+        common = variables.in_common(self.model)
+        self.common.values = compare.Values(common, self.common.process_set)
+        missing_calls.check_values(self.common.values, "begun")
+        if self.common.looks_at_data and not variables.is_restored(self.model):
+            compare.pass_first_batch(self.model, self._check_rows)
+
+    def _check_rows(self, batch: Any) -> None:
+        process_set = self.common.process_set
+        gathered = agree.gather_json("first rows", compare.of_rows(batch), process_set)
+        missing_calls.check_rows(gathered, process_set)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Compares some values from time to time."""
+        if self.common.values is not None:
+            missing_calls.check_values(self.common.values, "step")
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ends the training of all ranks after the same epoch."""
+        mine = bool(self.model.stop_training)
+        if any(agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)):
+            self.model.stop_training = True

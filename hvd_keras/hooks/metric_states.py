@@ -1,0 +1,292 @@
+"""Metrics over all ranks' samples, computed from the sums of the ranks' metric states.
+
+The variables of most metrics are sums over samples: counts, hits, squared errors, a confusion
+matrix. The sums of the ranks' variables are those of one process that has seen all samples.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import Variable, is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet
+
+_COUNTS = ("true_positives", "true_negatives", "false_positives", "false_negatives")
+
+# The variables of Keras's metrics, by base class; all of them are sums over samples or batches.
+_SUMS: dict[Any, tuple[str, ...]] = {
+    keras.metrics.Mean: ("total", "count"),
+    keras.metrics.Sum: ("total",),
+    keras.metrics.AUC: _COUNTS,
+    keras.metrics.Precision: ("true_positives", "false_positives"),
+    keras.metrics.Recall: ("true_positives", "false_negatives"),
+    keras.metrics.SensitivityAtSpecificity: _COUNTS,
+    keras.metrics.SpecificityAtSensitivity: _COUNTS,
+    keras.metrics.PrecisionAtRecall: _COUNTS,
+    keras.metrics.RecallAtPrecision: _COUNTS,
+    keras.metrics.TruePositives: ("accumulator",),
+    keras.metrics.TrueNegatives: ("accumulator",),
+    keras.metrics.FalsePositives: ("accumulator",),
+    keras.metrics.FalseNegatives: ("accumulator",),
+    keras.metrics.FBetaScore: (
+        "true_positives",
+        "false_positives",
+        "false_negatives",
+        "intermediate_weights",
+    ),
+    keras.metrics.IoU: ("total_cm",),
+    keras.metrics.R2Score: ("num_samples", "squared_sum", "sum", "total_mse", "count"),
+}
+
+
+@dataclasses.dataclass
+class MetricState:
+    """A copy of a metric's state."""
+
+    metric: Any
+    #: what Keras logs for it on this rank, by key
+    results: dict[str, Any]
+    #: its variables, if all of them are sums over samples
+    sums: list[Any] | None
+    #: its result is a variable, so Keras logs the value that it has after validation
+    by_reference: bool
+
+    def describe(self, prefix: str) -> str:
+        """Describes, as text, what must be equal on all ranks."""
+        keys = "/".join(prefix + key for key in self.results)
+        variables = ", ".join(f"{v.dtype}{list(v.shape)}" for v in self.sums or ())
+        return f"{keys}: {type(self.metric).__name__}({variables})"
+
+
+def is_summable(metric: Any) -> bool:
+    """Whether the ranks' states of a metric can be added up.
+
+    True for the metrics of Keras and for derived classes that add no variables. Other variables
+    may not be sums.
+
+    Args:
+        metric: a ``keras.metrics.Metric`` that was updated, since some create their variables then.
+    """
+    for base, names in _SUMS.items():
+        if isinstance(metric, base):
+            known = {id(getattr(metric, name, None)) for name in names}
+            return {id(variable) for variable in metric.variables} == known
+    return False
+
+
+def states(model: Any) -> list[MetricState]:
+    """Copies of the states of a model's metrics, in the order in which Keras logs them.
+
+    Args:
+        model: a ``keras.Model``.
+    """
+    return [
+        MetricState(
+            metric,
+            numbers({name: result}),
+            [variable.numpy() for variable in metric.variables] if is_summable(metric) else None,
+            isinstance(result, Variable),
+        )
+        for name, metric, result in _results(model)
+    ]
+
+
+def reduce_logs(
+    logs: dict[str, Any], phases: dict[str, list[MetricState]], process_set: ProcessSet
+) -> dict[str, str]:
+    """Replaces this rank's logs by those over all ranks, in place; equal on all ranks.
+
+    Metrics are computed from the sums of the ranks' states. Metrics whose states cannot be summed,
+    and numbers and arrays that are not metrics of the model, are averaged over the ranks. Other
+    values, such as text, are left alone.
+
+    Args:
+        logs: this rank's logs.
+        phases: the states of the metrics at the time when they were logged, by the prefix of their
+            keys: ``""`` and ``"val_"``.
+        process_set: the ranks that train the model.
+
+    Returns:
+        The keys of metrics that were averaged over the ranks, each with the reason.
+
+    Raises:
+        ValueError: (on every rank) the ranks' keys or metrics differ.
+    """
+    mine = _numeric(logs)
+    used = {
+        prefix: [state for state in phase if any(prefix + key in logs for key in state.results)]
+        for prefix, phase in phases.items()
+    }
+    gathered = agree.gather_json(
+        "metrics",
+        {
+            "logs": mine,
+            "states": [s.describe(prefix) for prefix, phase in used.items() for s in phase],
+            "logged": [p for p, phase in used.items() if _was_logged(phase, p, logs)],
+        },
+        process_set,
+    )
+    shapes = [{k: np.shape(v) for k, v in theirs["logs"].items()} for theirs in gathered]
+    for views in ([sorted(t["logs"]) for t in gathered], [t["states"] for t in gathered], shapes):
+        _check_equal(dict(zip(process_set.ranks, views, strict=True)))
+
+    for key in mine:
+        mean = np.sum([theirs["logs"][key] for theirs in gathered], axis=0) / len(gathered)
+        logs[key] = mean if mean.shape else float(mean)
+    reasons = {}
+    summable = []
+    for prefix, phase in used.items():
+        logged = all(prefix in theirs["logged"] for theirs in gathered)
+        for state in phase:
+            if logged and state.sums is not None:
+                summable.append((prefix, state))
+                continue
+            reason = (
+                f"the state of {type(state.metric).__name__} is not known to be a sum over samples"
+                if logged
+                else "the logged values are not those of the model's metrics, but come from a "
+                "callback or a train_step of your own"
+            )
+            reasons.update({prefix + key: reason for key in state.results if prefix + key in logs})
+    exact = _of_all_ranks(summable, process_set)
+    for key, value in exact.items():
+        if key in logs and key not in reasons:
+            # Newer NumPy does not let Keras convert arrays of one number to floats.
+            logs[key] = np.reshape(value, np.shape(logs[key])) if np.shape(logs[key]) else value
+    return reasons
+
+
+def numbers(results: dict[str, Any]) -> dict[str, Any]:
+    """Converts results to logs as Keras passes them to callbacks: flat, with floats for scalars.
+
+    Args:
+        results: tensors, variables, numbers, or dicts of them, by key.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in results.items():
+        if isinstance(value, dict):
+            flat.update(numbers(value))
+        elif isinstance(value, Variable) or tf.is_tensor(value):
+            array = tf.convert_to_tensor(value).numpy()  # a copy, which asarray is not
+            flat[key] = float(array.item()) if array.size == 1 else array
+        else:
+            flat[key] = value
+    return flat
+
+
+def _results(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields name, metric and result, including the metrics inside Keras's container."""
+    if is_legacy:
+        yield from ((metric.name, metric, metric.result()) for metric in model.metrics)
+        return
+    container: Any = getattr(model, "_compile_metrics", None)
+    for metric in model.metrics:
+        if metric is not container:
+            yield metric.name, metric, metric.result()
+        elif metric.built:
+            # In the container's order; it makes the names unique, by output and number.
+            results = metric.result()
+            if len(results) == len(metric.metrics):
+                for name, part in zip(results, metric.metrics, strict=True):
+                    yield name, part, results[name]
+            else:  # the names are not unique, so one result has overwritten another
+                yield metric.name, metric, results
+
+
+def _was_logged(phase: list[MetricState], prefix: str, logs: dict[str, Any]) -> bool:
+    """Whether the logs were computed from these states.
+
+    They were not if another callback has changed an entry or has evaluated the model, which
+    overwrites the states, or if a train_step has returned another value under a metric's name.
+    """
+    local: dict[str, Any] = {}
+    for state in phase:
+        local.update({} if state.by_reference else state.results)
+    return all(
+        _close(logs[prefix + key], value) for key, value in local.items() if prefix + key in logs
+    )
+
+
+def _close(logged: Any, value: Any) -> bool:
+    """Whether two values are equal, up to rounding differences between graph and eager code."""
+    try:
+        one, other = np.squeeze(logged), np.squeeze(value)
+        return one.shape == other.shape and np.allclose(
+            one, other, rtol=1e-5, atol=1e-7, equal_nan=True
+        )
+    except TypeError:  # text
+        return False
+
+
+def _check_equal(by_rank: dict[int, Any]) -> None:
+    first = next(iter(by_rank.values()))
+    if any(theirs != first for theirs in by_rank.values()):
+        shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in by_rank.items())
+        raise ValueError(
+            f"MetricAverageCallback: the ranks log different metrics ({shown}). "
+            "Give all ranks the same metrics and validation data."
+        )
+
+
+def _of_all_ranks(
+    summable: list[tuple[str, MetricState]], process_set: ProcessSet
+) -> dict[str, Any]:
+    arrays = [array for _, state in summable for array in state.sums or ()]
+    if not arrays:
+        return {}
+    # In float64, so that counts and float32 sums are added almost without rounding.
+    states = np.concatenate([array.astype("float64").ravel() for array in arrays])
+    (total,) = ops.reduce_tensors(
+        [states], op=ops.Sum, name="metrics.states", process_set=process_set
+    )
+    ends = np.cumsum([array.size for array in arrays])
+    totals = iter(np.split(total.numpy(), ends[:-1]))
+    results: dict[str, Any] = {}
+    for prefix, state in summable:
+        values = [next(totals).reshape(v.shape) for v in state.metric.variables]
+        named = _results_from(state, values)
+        results.update({prefix + name: value for name, value in named.items()})
+    return results
+
+
+def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
+    """Computes the results from these values; the metric's own variables stay unchanged."""
+    metric = state.metric
+
+    def results() -> dict[str, Any]:
+        result = metric.result()
+        return numbers(result if isinstance(result, dict) else dict.fromkeys(state.results, result))
+
+    mapping = [
+        (variable, tf.convert_to_tensor(value.astype(tf.as_dtype(variable.dtype).as_numpy_dtype)))
+        for variable, value in zip(metric.variables, values, strict=True)
+    ]
+    if not is_legacy:
+        with keras.StatelessScope(state_mapping=mapping):
+            return results()
+    before = [variable.numpy() for variable in metric.variables]
+    for variable, value in mapping:
+        variable.assign(value)
+    try:
+        return results()
+    finally:
+        for variable, value in zip(metric.variables, before, strict=True):
+            variable.assign(value)
+
+
+def _numeric(logs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the numbers and arrays in a form that JSON can represent."""
+    numeric = {}
+    for key, value in logs.items():
+        if value is None:  # NumPy would make it NaN
+            continue
+        try:
+            numeric[key] = np.asarray(value, "float64").tolist()
+        except (TypeError, ValueError):
+            continue
+    return numeric

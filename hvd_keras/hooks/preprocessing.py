@@ -1,0 +1,257 @@
+"""State of preprocessing layers that a broadcast of variables does not cover.
+
+``Normalization`` computes with values derived from its variables. Vocabularies, bin boundaries and
+IDF weights are not variables of the model. Both kinds differ between ranks after ``adapt`` on data
+that differs by rank.
+"""
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras.ops import objects
+from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+# Arguments of preprocessing layers that a script may compute from its data.
+_ARGUMENTS = {
+    "CategoryEncoding": ("num_tokens",),
+    "Discretization": ("num_bins", "bin_boundaries"),
+    "HashedCrossing": ("num_bins",),
+    "Hashing": ("num_bins", "salt"),
+    "Normalization": ("input_mean", "input_variance"),
+    "Rescaling": ("scale", "offset"),
+}
+
+
+def refresh_derived_values(layers: Iterable[Any]) -> bool:
+    """Recomputes the values that layers have derived from their variables.
+
+    Args:
+        layers: all layers of a model; those without derived values are skipped.
+
+    Returns:
+        Whether a value has changed. Functions that were traced before, such as a model's
+        ``train_function``, hold the old value and must be traced again.
+    """
+    changed = False
+    for layer in _flat(layers):
+        before = _derived(layer)
+        with tf.init_scope():
+            if isinstance(layer, keras.layers.Normalization):
+                layer.finalize_state()
+            elif hasattr(layer, "idf_weights"):
+                layer.idf_weights_const = layer.idf_weights.value()
+        changed |= any(map(_differ, before, _derived(layer)))
+    return changed
+
+
+def check_equal_on_all_ranks(
+    layers: Iterable[Any],
+    process_set: ProcessSet = global_process_set,
+    root_rank: int = 0,
+) -> None:
+    """Compares the ranks' preprocessing layers, as far as their state is not in variables.
+
+    Compared are vocabularies and IDF weights, bin boundaries, salts, numbers of bins and tokens,
+    and the means, variances and scales that the script has passed. If they are equal, this takes
+    one small gather; on one rank it does nothing.
+
+    Args:
+        layers: all layers of a model, in the same order on all ranks. Layers outside of the model,
+            such as one in a ``tf.data`` map, are not compared.
+        process_set: the ranks that take part.
+        root_rank: the rank whose state the error text proposes to broadcast.
+
+    Raises:
+        ValueError: (on every rank, with the same text, which names the layers) they differ.
+    """
+    if process_set.size() == 1:
+        return
+    parts = [(layer, name, value) for layer in _flat(layers) for name, value in _state(layer)]
+    digests = [_digest([type(layer).__name__, *values]) for layer, *values in parts]
+    whole = _digest(digests)
+    name = "preprocessing"
+    if len(set(agree.gather_json(name, whole, process_set))) == 1:
+        return
+    mine = [[layer.name, type(layer).__name__, part] for layer, part, _ in parts]
+    gathered = agree.gather_json(f"{name}.parts", [mine, digests], process_set)
+    if len({len(theirs) for theirs, _ in gathered}) > 1:
+        views = [", ".join(layer for layer, *_ in theirs) or "none" for theirs, _ in gathered]
+        raise ValueError(f"{_BEGIN}: {agree.by_rank(views, process_set)}. {_advice(root_rank)}")
+    lines = []
+    for index, theirs in enumerate(zip(*(digests for _, digests in gathered), strict=True)):
+        if len(set(theirs)) > 1:
+            layer, kind, part = gathered[0][0][index]
+            views = _views(parts[index][2], f"{name}.{index}", process_set)
+            lines.append(f"{kind} '{layer}', {part}: {agree.by_rank(views, process_set)}")
+    raise ValueError("\n  ".join([f"{_BEGIN}:", *lines, _advice(root_rank)]))
+
+
+def broadcast_preprocessing(
+    layers: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
+) -> None:
+    """Gives all ranks the state that the root's preprocessing layers learnt in ``adapt``.
+
+    Only the root needs to call ``adapt`` before. Call this before the layers are used: a dataset's
+    map, or an ``Embedding`` of the vocabulary's size, keeps the vocabulary that it was made with.
+
+    Args:
+        layers: a layer, a ``FeatureSpace``, a model, or a list of them; the same on all ranks.
+        root_rank: the rank of the job whose state all ranks get.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: (on every rank) the ranks' layers differ, or a layer cannot take over the state,
+            for example because it was used with a vocabulary of another size.
+
+    Example:
+        lookup = keras.layers.StringLookup()
+        if hvd.rank() == 0:
+            lookup.adapt(words)
+        hvd.broadcast_preprocessing(lookup)
+    """
+    if process_set.size() == 1:
+        return
+    layers = layers if isinstance(layers, list | tuple) else [layers]
+    mine = [layer for layer in _flat(layers) if _learns(layer)]
+    learnt = None
+    if rank_info.rank() == root_rank:
+        learnt = [(type(layer).__name__, _learnt(layer)) for layer in mine]
+    name = "preprocessing.broadcast"
+    learnt = objects.broadcast_object(learnt, root_rank, name=name, process_set=process_set)
+
+    def learn() -> None:
+        kinds = [type(layer).__name__ for layer in mine]
+        if kinds != [kind for kind, _ in learnt]:
+            raise ValueError(f"got layers {kinds}, the root has {[k for k, _ in learnt]}.")
+        if rank_info.rank() != root_rank:
+            for layer, (_, state) in zip(mine, learnt, strict=True):
+                _learn(layer, state)
+
+    agree.on_all_ranks("hvd.broadcast_preprocessing", learn, process_set)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+_BEGIN = "the ranks' preprocessing layers differ"
+
+
+def _advice(root_rank: int) -> str:
+    return (
+        "Adapt them to the same data on all ranks. Or adapt them on one rank and, before the "
+        f"layers are used, call hvd.broadcast_preprocessing(layers, {root_rank}) on all ranks."
+    )
+
+
+def _flat(layers: Iterable[Any]) -> list[Any]:
+    """Returns layers and inner layers, each once; without the one of a ``TextVectorization``."""
+    found = {id(inner): inner for layer in layers for inner in layer._flatten_layers()}
+    hidden = {id(getattr(layer, "_lookup_layer", None)) for layer in found.values()}
+    return [layer for number, layer in found.items() if number not in hidden]
+
+
+def _derived(layer: Any) -> list[Any]:
+    if isinstance(layer, keras.layers.Normalization):
+        return [getattr(layer, "mean", None), getattr(layer, "variance", None)]
+    return [getattr(layer, "idf_weights_const", None)]
+
+
+def _differ(before: Any, after: Any) -> bool:
+    if before is None or after is None:
+        return before is not after
+    return not (tf.is_symbolic_tensor(before) or np.array_equal(before, after))
+
+
+def _state(layer: Any) -> list[tuple[str, Any]]:
+    """Returns the state that is not in variables: pairs of a name and a plain Python value."""
+    state = []
+    if hasattr(layer, "get_vocabulary"):
+        state.append(("vocabulary", [_plain(token) for token in layer.get_vocabulary()]))
+        weights = _idf_weights(layer)
+        if weights is not None:
+            state.append(("IDF weights", weights.tolist()))
+    for kind, names in _ARGUMENTS.items():
+        if isinstance(layer, getattr(keras.layers, kind, ())):
+            state += [(name, _plain(getattr(layer, name, None))) for name in names]
+    return state
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    if isinstance(value, list | tuple):
+        return list(value)  # a plain list, not Keras's class
+    return np.asarray(value).tolist() if hasattr(value, "__array__") else value
+
+
+def _idf_weights(layer: Any) -> Any:
+    inner = layer
+    if isinstance(layer, keras.layers.TextVectorization):
+        require(layer, "_lookup_layer", "to compare the ranks' vocabularies")
+        inner = layer._lookup_layer
+    weights = getattr(inner, "idf_weights", None)
+    return None if weights is None else np.asarray(weights)
+
+
+def _views(value: Any, name: str, process_set: ProcessSet) -> list[str]:
+    """Describes this value on each rank: its size, and the first entry that differs."""
+    entries = value if isinstance(value, list) else [value]
+    hashes = np.array([zlib.crc32(repr(entry).encode()) for entry in entries], np.uint32)
+    gathered = agree.gather_bytes(f"{name}.entries", hashes.tobytes(), process_set)
+    words = [np.frombuffer(data, np.uint32) for data in gathered]
+    shortest = min(map(len, words))
+    equal = np.all([theirs[:shortest] == words[0][:shortest] for theirs in words], axis=0)
+    first = shortest if equal.all() else int(np.argmin(equal))
+    view = f"[{first}] is {entries[first]!r:.60}" if first < len(entries) else "no more"
+    view = f"{len(entries)} entries, {view}" if isinstance(value, list) else f"{value!r:.60}"
+    return agree.gather_json(f"{name}.first", view, process_set)
+
+
+def _learns(layer: Any) -> bool:
+    """Whether ``adapt`` gives the layer a state that this module knows."""
+    kinds = (keras.layers.Discretization, keras.layers.Normalization)
+    feature_space = getattr(keras.utils, "FeatureSpace", ())
+    return hasattr(layer, "get_vocabulary") or isinstance(layer, (*kinds, feature_space))
+
+
+def _learnt(layer: Any) -> Any:
+    """Returns the state from ``adapt``; None if the layer was not adapted."""
+    if hasattr(layer, "get_vocabulary"):
+        return layer.get_vocabulary(), _idf_weights(layer)
+    if isinstance(layer, keras.layers.Discretization):
+        return _plain(layer.bin_boundaries)
+    if isinstance(layer, keras.layers.Normalization):
+        if layer.input_mean is not None or not layer.built:
+            return None
+        return layer._build_input_shape, layer.adapt_mean.numpy(), layer.adapt_variance.numpy()
+    return layer._is_adapted
+
+
+def _learn(layer: Any, learnt: Any) -> None:
+    """Takes over the state that ``_learnt`` returned on another rank."""
+    if learnt is None:
+        return
+    if hasattr(layer, "get_vocabulary"):
+        vocabulary, weights = learnt
+        mine = _learnt(layer)
+        if mine[0] != vocabulary or _differ(mine[1], weights):
+            layer.set_vocabulary(vocabulary, weights)
+    elif isinstance(layer, keras.layers.Discretization):
+        layer.bin_boundaries = learnt
+    elif isinstance(layer, keras.layers.Normalization):
+        shape, mean, variance = learnt
+        if not layer.built:
+            layer.build(shape)
+        layer.adapt_mean.assign(mean)
+        layer.adapt_variance.assign(variance)
+        layer.finalize_state()
+    else:
+        layer._is_adapted = learnt

@@ -1,0 +1,140 @@
+"""Batch normalisation with the statistics of all ranks' batches."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.gradients import agreement
+from hvd_keras.runtime import rank_info
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+
+def SyncBatchNormalization(  # noqa: N802
+    process_set: ProcessSet = global_process_set, **kwargs: Any
+) -> keras.layers.BatchNormalization:
+    """A ``keras.layers.BatchNormalization`` with the statistics of the whole batch.
+
+    In training, mean and variance, and their gradients, are computed over the samples of all ranks.
+    Every sample has the same weight, even if the ranks' batches differ in size. Use it if the batch
+    of one rank is small.
+
+    The layer is Keras's own with ``synchronized=True``, which hvd_keras extends to processes. A
+    saved model loads without hvd_keras.
+
+    Args:
+        process_set: the ranks whose samples count. ``fit`` uses those that train the model.
+        kwargs: the arguments of ``keras.layers.BatchNormalization``.
+
+    Returns:
+        The layer.
+
+    Raises:
+        ValueError: ``init()`` was not called; or, when the layer is called, it got a mask.
+
+    Example:
+        model = keras.Sequential([keras.layers.Conv2D(8, 3), hvd.SyncBatchNormalization()])
+    """
+    rank_info.rank()  # raises if init() was not called
+    layer = keras.layers.BatchNormalization(**{**kwargs, "synchronized": True})
+    synchronize_on([layer], process_set)
+    return layer
+
+
+def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``.
+
+    The class is patched so that layers that are cloned, loaded or made by others are included.
+    """
+
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+        process_set = _process_set(self)
+        if not self.synchronized or process_set is None:
+            return local_moments(self, inputs, mask)
+        if mask is not None:
+            raise _no_mask(self.name)
+        path = agreement.common_path(self.path)
+        return _global_moments(inputs, self._reduction_axes, path, process_set)
+
+    return moments
+
+
+LEGACY_METHOD = "_sync_calculate_mean_and_var"
+
+
+def legacy_class() -> Any:
+    """The class of tf_keras that defines ``LEGACY_METHOD``."""
+    mro = keras.layers.BatchNormalization.__mro__
+    return next(c for c in mro if LEGACY_METHOD in vars(c))
+
+
+def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for tf_keras, which has a separate method for synchronised moments."""
+
+    def moments(self: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None) -> Any:
+        process_set = _process_set(self)
+        if process_set is None:
+            return local_moments(self, x, axes, keep_dims, mask)
+        if mask is not None:
+            raise _no_mask(self.name)
+        # As Keras 3 does: half precision is too coarse for variances.
+        half = x.dtype in (tf.float16, tf.bfloat16)
+        values = tf.cast(x, tf.float32) if half else x
+        both = _global_moments(values, list(axes), agreement.common_path(self.name), process_set)
+        if keep_dims:
+            sizes = [1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)]
+            both = tf.reshape(both[0], sizes), tf.reshape(both[1], sizes)
+        return tf.cast(both[0], x.dtype), tf.cast(both[1], x.dtype)
+
+    return moments
+
+
+def synchronize_on(layers: Iterable[Any], process_set: ProcessSet) -> None:
+    """Records for the layers of a model which ranks train it. Default: all ranks."""
+    for layer in layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            _sets[layer] = process_set
+
+
+_sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
+
+
+def _process_set(layer: Any) -> ProcessSet | None:
+    """The ranks over which a layer computes moments; None if it is this rank alone."""
+    if not rank_info.is_initialized():
+        return None
+    process_set = _sets.get(layer, global_process_set)
+    return process_set if process_set.size() > 1 else None
+
+
+def _no_mask(layer: str) -> ValueError:
+    return ValueError(
+        f"Batch normalisation {layer!r} is synchronised between processes and got a mask, which is "
+        "not supported. Use synchronized=False, or remove the mask."
+    )
+
+
+def _global_moments(
+    inputs: tf.Tensor, axes: list[int], path: str, process_set: ProcessSet
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Merges the ranks' moments, weighted by their counts.
+
+    By the pairwise formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise
+    algorithm for computing sample variances"), which does not cancel as the mean of squares minus
+    the square of the mean would.
+    """
+    mean, variance = tf.nn.moments(inputs, axes)
+    shape = tf.shape(inputs)
+    count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
+    # [1 + 2·channels] of each rank: one allgather per layer and step.
+    mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)
+    gathered = ops.allgather(mine[tf.newaxis], name=f"{path} moments", process_set=process_set)
+    size = (tf.shape(mine)[0] - 1) // 2  # channels; gathered is [ranks, 1 + 2·channels]
+    weights = gathered[:, :1] / tf.reduce_sum(gathered[:, :1])
+    means, variances = gathered[:, 1 : 1 + size], gathered[:, 1 + size :]
+    total_mean = tf.reduce_sum(weights * means, axis=0)
+    deviations = tf.math.squared_difference(means, total_mean)
+    return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)

@@ -1,0 +1,195 @@
+"""Broadcasts, averages and lists the variables of a training."""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.compat import tensorflow_v1
+from hvd_keras.gradients import agreement, missing_calls, model_ranks, shards
+from hvd_keras.runtime import settings
+from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> tf.Operation | None:
+    """Assigns the root rank's values to the variables of every rank.
+
+    The states of random generators (dropout, augmentation) get the root's seed mixed with the rank,
+    so that masks differ between ranks and a rerun repeats them.
+
+    Args:
+        variables: Keras variables or ``tf.Variable`` objects, in the same order on all ranks. Parts
+            of tables that are divided between ranks, and optimizer slots of them, keep theirs.
+        root_rank: the rank of the job whose values all ranks get.
+        process_set: the ranks that take part.
+        inplace: accepted for Horovod's scripts; variables are always assigned.
+
+    Returns:
+        In a TensorFlow 1 graph, the op to run on every rank; otherwise None.
+
+    Raises:
+        ValueError: ``root_rank`` or this rank is not in the process set.
+        TypeError: a variable has a dtype that is not supported.
+        tf.errors.FailedPreconditionError: (on every rank) the ranks' variables differ in dtype,
+            shape or number.
+    """
+    del inplace
+    if not tf.executing_eagerly() and not tf.inside_function():
+        return tensorflow_v1.broadcast_variables(variables, root_rank, process_set)
+    process_set.check_included("broadcast_variables")
+    variables = shards.without(variables)
+    if not variables and process_set.size() > 1:
+        missing_calls.warn_of_empty_broadcast(process_set)
+    assign_values_of(root_rank, variables, process_set)
+    seeds = [v for v in variables if agreement.spec_of(v).path.endswith("seed_generator_state")]
+    give_each_rank_its_own_randomness(seeds, process_set)
+    return None
+
+
+def assign_values_of(root_rank: int, variables: Iterable[Any], process_set: ProcessSet) -> None:
+    """Assigns the root rank's values to the variables of every rank, also to seed states."""
+    bucket: list[Any] = []
+    size = number = 0
+    for variable in variables:
+        bucket.append(variable)
+        size += agreement.size_in_bytes(agreement.spec_of(variable))
+        if size >= settings.read().bucket_bytes:
+            _broadcast(bucket, root_rank, number, process_set)
+            bucket, size, number = [], 0, number + 1
+    _broadcast(bucket, root_rank, number, process_set)
+
+
+def of_training(model: Any) -> list[Any]:
+    """The variables of a model and its optimizers, in the same order on all ranks.
+
+    Builds the optimizer of ``compile`` if necessary. It cannot build others, such as a GAN's,
+    because it does not know which variables they update.
+    """
+    found = list(model.variables)
+    for optimizer in model_ranks.optimizers_of(model):
+        if optimizer is model.optimizer and (
+            is_legacy or (not optimizer.built and not _updates_nothing(model, optimizer))
+        ):
+            optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
+        found += optimizer.variables
+    return list({agreement.variable_id(v): v for v in found}.values())
+
+
+def _updates_nothing(model: Any, optimizer: Any) -> bool:
+    """Whether it is the default of ``compile`` in a model with distributed optimizers."""
+    return model_ranks.of_optimizer(optimizer) is None and bool(model_ranks.reducers_of(model))
+
+
+def mark_restored(model: Any, restored: bool) -> None:
+    """Records whether this ``fit`` began with a checkpoint, which nothing may overwrite."""
+    model._hvd_restored = restored
+
+
+def is_restored(model: Any) -> bool:
+    """Returns what ``mark_restored`` recorded; False by default."""
+    return getattr(model, "_hvd_restored", False)
+
+
+def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: ProcessSet) -> None:
+    if not variables:
+        return
+    values = ops.grouped_broadcast(
+        [tf.convert_to_tensor(v) for v in variables], root_rank, f"variables {number}", process_set
+    )
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    missing_calls.mark_synchronized(variables)
+
+
+def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
+    """Assigns to floating-point variables their mean over the ranks; equal ones keep every bit."""
+    if process_set.size() == 1 or not variables:
+        return
+    mine = [tf.convert_to_tensor(v) for v in variables]
+    smallest, means, largest = (
+        ops.reduce_tensors(mine, op=op, name=f"variables' {op.value}s", process_set=process_set)
+        for op in (ops.Min, ops.Average, ops.Max)
+    )
+    for variable, low, mean, high in zip(variables, smallest, means, largest, strict=True):
+        variable.assign(tf.clip_by_value(mean, low, high))
+
+
+def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """The moving statistics of batch normalisation that cover this rank's batches only.
+
+    Those of frozen layers are included: a step that was traced before still changes them.
+    """
+    return [
+        variable
+        for layer in layers
+        if isinstance(layer, keras.layers.BatchNormalization)
+        if layer.built and not layer.synchronized
+        for variable in layer.non_trainable_variables
+        if variable is not layer.gamma and variable is not layer.beta
+    ]
+
+
+def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """The states of the random generators (dropout, augmentation) in the layers, each once."""
+    found: dict[int, Any] = {}
+    for layer in layers:
+        for generator in getattr(layer, "_seed_generators", ()):
+            found[id(generator.state)] = generator.state
+    return list(found.values())
+
+
+def in_common(model: Any) -> list[Any]:
+    """The variables whose values are equal on all ranks in training, in the same order.
+
+    They are the weights of the model, and the scalars of its optimizers: learning rates and
+    counters.
+    """
+    layers = list(model._flatten_layers())
+    own = [*seed_states(layers), *moving_statistics(layers)]
+    own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
+    for layer in layers:
+        if getattr(layer, "stateful", False):  # the states of a recurrent layer
+            own += layer.non_trainable_variables
+    found = []
+    for optimizer in model_ranks.optimizers_of(model):
+        rate = getattr(optimizer, "learning_rate", None)
+        candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
+        found += [v for v in candidates if not tuple(v.shape)]
+    found += model.variables  # after the rates: a rate that differs is named, not what it moved
+    left_out = {agreement.variable_id(v) for v in own}
+    unique = {agreement.variable_id(v): v for v in model_ranks.without_local(model, found)}
+    return [v for number, v in unique.items() if number not in left_out]
+
+
+def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: ProcessSet) -> None:
+    """Makes equal seed states differ by rank, in the same way in each run.
+
+    Otherwise all ranks would draw the same dropout masks. The state of the set's first rank stays
+    unchanged.
+    """
+    if process_set.rank() == 0:
+        return
+    for state in states:
+        value = tf.cast(tf.convert_to_tensor(state), tf.int64)
+        # A generator mixes well; seed + rank would collide with other seeds.
+        mixed = tf.random.stateless_uniform(
+            [1], [value[0], process_set.rank()], maxval=2**31 - 1, dtype=tf.int64
+        )
+        state.assign(tf.cast(tf.concat([mixed, value[1:]], 0), state.dtype))
+
+
+def global_seed_states() -> list[Any]:
+    """The state of the generator for ``keras.random`` without a seed, which is in no layer."""
+    if is_legacy:
+        return []
+    home = importlib.import_module("keras.src.random.seed_generator")
+    require(home, "global_seed_generator", "to give each rank its own randomness")
+    return [home.global_seed_generator().state]

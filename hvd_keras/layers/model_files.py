@@ -1,0 +1,367 @@
+"""``save_model``: a plain ``.keras`` file of a model of which each rank has a part."""
+
+import collections
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import secrets
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import h5py  # type: ignore[import-untyped]
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import ops, optimizer
+from hvd_keras.gradients import shards
+from hvd_keras.layers.embedding import BLOCK, Embedding
+from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.saving import storage
+
+_WEIGHTS, _CONFIG, _METADATA, _ASSETS = (
+    "model.weights.h5",
+    "config.json",
+    "metadata.json",
+    "assets",
+)
+
+
+def save_model(
+    model: keras.Model,
+    filepath: str | os.PathLike[str],
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Saves a model whose tables or optimizer are divided between ranks. All ranks must call it.
+
+    The first rank writes the file, atomically, and gets the tables block by block, so that no rank
+    holds a whole one. Each ``hvd.layers.Embedding`` without ``combiner`` is written as a plain
+    ``keras.layers.Embedding``: ``keras.models.load_model`` loads the file without hvd_keras. With
+    ``combiner``, and in ``hvd.layers.Embeddings``, it stays what it is, and loading needs
+    ``import hvd_keras`` and ``init()``. ``hvd.load_model`` divides the tables again.
+
+    An optimizer with ``shard_state=True`` is saved, as a plain one with the whole state, unless
+    tables are divided, too. Other optimizers are not saved: to continue training, use
+    ``hvd.callbacks.Checkpoint``.
+
+    Args:
+        model: built, and equal on all ranks but for the tables and the optimizer.
+        filepath: ends in ``.keras``; its folder is created if necessary.
+        process_set: the ranks that train the model.
+
+    Raises:
+        ValueError: the file's name does not end in ``.keras``, or tf_keras is in use.
+        OSError: (on all ranks) the file cannot be written.
+    """
+    if is_legacy:
+        raise ValueError("hvd.save_model needs Keras 3, but tf_keras is in use. Use model.save.")
+    if not str(filepath).endswith(".keras"):
+        raise ValueError(f"hvd.save_model: got {filepath}, expected a name that ends in .keras.")
+    process_set.check_included("save_model")
+    divided = _divided(model)
+    tables = [_of_table(table, process_set) for table in divided]
+    with_optimizer = not divided and _has_share(model)
+    if with_optimizer:
+        slots = [v for v in model.optimizer.variables if shards.of(v) is not None]
+        tables = [_of_slot(slot) for slot in slots]
+    streams = [table.blocks for table in tables]
+
+    def write() -> None:
+        def fill(path: pathlib.Path) -> None:
+            _write(model, tables, divided, with_optimizer, path)
+
+        try:
+            storage.write_whole(filepath, fill)
+        finally:
+            _exhaust(streams)  # the other ranks send all, whatever happens here
+
+    if process_set.rank() > 0:
+        _exhaust(streams)
+    agree.on_leader(f"hvd.save_model: cannot write {filepath}", write, process_set)
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Iterable[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+    shard_state: bool = False,
+) -> keras.Model:
+    """``keras.models.load_model``, for training on all ranks.
+
+    The optimizer of the file is wrapped in ``DistributedOptimizer`` and keeps its state, so
+    training continues where it was. Tables that were divided between ranks when ``hvd.save_model``
+    wrote the file are divided again, between any number of ranks; each reads its part. Such a file
+    has no optimizer: compile the model. Every rank reads the file.
+
+    Args:
+        filepath: a file that ``model.save`` or ``hvd.save_model`` has written, on one process or on
+            several.
+        custom_optimizers: optimizer classes of your own that the file may name.
+        custom_objects: other classes and functions that the file may name; a function that makes
+            an optimizer may call ``DistributedOptimizer`` itself.
+        compression, shard_state: as in ``DistributedOptimizer``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the file is missing; or it has no optimizer and was not written by
+            ``hvd.save_model``.
+
+    Example:
+        model = hvd.load_model("checkpoints/model.keras")
+        model.fit(x, y)
+    """
+    found: dict[str, Any] | None = None
+    if not is_legacy and zipfile.is_zipfile(filepath):
+        with zipfile.ZipFile(filepath) as archive:
+            if _METADATA in archive.namelist():
+                found = json.loads(archive.read(_METADATA)).get("hvd_keras")
+            if found is not None:
+                return _load(archive, found["tables"], custom_objects)
+    return optimizer.load_distributed(
+        filepath, custom_optimizers, custom_objects, compression, shard_state
+    )
+
+
+def _divided(model: Any) -> list[Embedding]:
+    """The layers of a model whose tables are divided, in the same order on all ranks."""
+    return [
+        layer
+        for layer in model._flatten_layers()
+        if isinstance(layer, Embedding) and layer.built and layer.layout is not None
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Table:
+    """What is written block by block.
+
+    Attributes:
+        key: the id of the layer or slot whose place in the file it takes.
+        blocks: its rows, on the first rank; on others, iterating sends them there.
+    """
+
+    key: int
+    shape: tuple[int, ...]
+    dtype: str
+    blocks: Iterator[Any]
+
+
+def _of_table(table: Embedding, process_set: ProcessSet) -> _Table:
+    shape = table.input_dim, table.output_dim
+    return _Table(id(table), shape, table.variable_dtype, _blocks(table, process_set))
+
+
+def _of_slot(slot: Any) -> _Table:
+    shard = shards.of(slot)
+    assert shard is not None
+
+    def blocks() -> Iterator[Any]:
+        yield shards.whole(slot)  # one variable's, which every rank has room for
+
+    dtype = tf.as_dtype(slot.dtype).name
+    return _Table(id(shards.inner_variable(slot)), shard.shape, dtype, blocks())
+
+
+def _has_share(model: Any) -> bool:
+    """Whether the model's optimizer has a share of its state."""
+    optimizer = getattr(model, "optimizer", None)
+    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd_state")
+
+
+def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:
+    """Yields the table's rows, block by block, on the first rank; on others, sends them there."""
+    layout = table.layout
+    assert layout is not None
+    mine = np.asarray(table.embeddings)
+    part, size = layout.part(process_set.rank()), process_set.size()
+    step = max(1, BLOCK // table.output_dim)
+    for first in range(0, table.input_dim, step):
+        last = min(first + step, table.input_dim)
+        values = np.ascontiguousarray(mine[part.between(first, last)]).reshape(-1)
+        received, lengths = ops.alltoall(
+            values,
+            [values.size] + [0] * (size - 1),
+            name=f"{table.request_name()} saved",
+            process_set=process_set,
+        )
+        if process_set.rank() > 0:
+            continue
+        block = np.empty((last - first, table.output_dim), mine.dtype)
+        pieces = np.split(received.numpy(), np.cumsum(lengths)[:-1])
+        for rank, piece in enumerate(pieces):
+            theirs = layout.part(rank)
+            found = theirs.rows[theirs.between(first, last)]
+            if found and theirs.columns:
+                rows = slice(found.start - first, found.stop - first, found.step)
+                columns = slice(theirs.columns.start, theirs.columns.stop)
+                block[rows, columns] = piece.reshape(len(found), len(theirs.columns))
+        yield block
+
+
+def _exhaust(streams: Iterable[Iterator[Any]]) -> None:
+    for stream in streams:
+        for _ in stream:
+            pass
+
+
+def _library() -> Any:
+    from keras.src.saving import saving_lib
+
+    for name in ("H5IOStore", "DiskIOStore", "_save_state", "_load_state"):
+        require(saving_lib, name, "to save models with tables that are divided between ranks")
+    return saving_lib
+
+
+def _write(
+    model: Any,
+    tables: list[_Table],
+    divided: list[Embedding],
+    with_optimizer: bool,
+    path: pathlib.Path,
+) -> None:
+    """Writes a ``.keras`` file."""
+    library = _library()
+    config = keras.saving.serialize_keras_object(model)
+    metadata: dict[str, Any] = {
+        "keras_version": keras.__version__,
+        "date_saved": datetime.datetime.now().strftime("%Y-%m-%d@%H:%M:%S"),
+    }
+    visited = set()
+    if not with_optimizer:
+        config = _rewritten({**config, "compile_config": None}, _as_plain)
+        metadata["hvd_keras"] = {"tables": {table.name: table.shard for table in divided}}
+        visited = {id(getattr(model, "optimizer", None))}
+    weights = path.with_name(_WEIGHTS)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(_METADATA, json.dumps(metadata))
+        archive.writestr(_CONFIG, json.dumps(config))
+        assets = library.DiskIOStore(_ASSETS, archive=archive, mode="w")
+        store = library.H5IOStore(weights, mode="w")
+        try:
+            with _places(tables) as token:
+                library._save_state(model, store, assets, "", visited)
+        finally:
+            store.close()
+            assets.close()
+        _fill(weights, token, tables)
+        archive.write(weights, _WEIGHTS)
+    weights.unlink()
+
+
+@contextlib.contextmanager
+def _places(tables: list[_Table]) -> Iterator[int]:
+    """Lets each table write two numbers in its place: one that occurs nowhere else, and its own."""
+    token = secrets.randbits(62)
+    numbers = {table.key: np.array([token, i], np.int64) for i, table in enumerate(tables)}
+    reset = shards.saving_places.set(numbers)
+    try:
+        yield token
+    finally:
+        shards.saving_places.reset(reset)
+
+
+def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
+    """Writes the tables to their places."""
+    places: dict[int, list[str]] = collections.defaultdict(list)
+
+    def note(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and item.shape == (2,) and item.dtype == np.int64:
+            found, number = item[()]
+            if found == token:
+                places[int(number)].append(name)
+
+    with h5py.File(weights, "r+") as file:
+        file.visititems(note)
+        for number, table in enumerate(tables):
+            # A LossScaleOptimizer writes the slots of the optimizer in it, and that does, too.
+            targets = []
+            for name in places[number]:
+                del file[name]
+                dtype = tf.as_dtype(table.dtype).as_numpy_dtype
+                data = file.create_dataset(name, table.shape, dtype)
+                if table.dtype == "bfloat16":  # as Keras marks it
+                    data.attrs["dtype"] = "bfloat16"
+                targets.append(data)
+            first = 0
+            for block in table.blocks:
+                for data in targets:
+                    data[slice(first, first + len(block)) if data.shape else ()] = block
+                first += len(block) if data.shape else 1
+
+
+def _rewritten(config: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Changes the configurations of all layers in a configuration."""
+    if isinstance(config, (list, tuple)):
+        return [_rewritten(item, change) for item in config]
+    if not isinstance(config, dict):
+        return config
+    if isinstance(config.get("config"), dict) and "class_name" in config:
+        if config.get("registered_name") == "hvd_keras>Embeddings":
+            return config  # which needs its tables as they are
+        config = change(config)
+    return {key: _rewritten(value, change) for key, value in config.items()}
+
+
+_OURS = {
+    "module": Embedding.__module__,
+    "class_name": "Embedding",
+    "registered_name": "hvd_keras>Embedding",
+}
+_PLAIN = {"module": "keras.layers", "class_name": "Embedding", "registered_name": None}
+
+
+def _as_plain(layer: dict[str, Any]) -> dict[str, Any]:
+    if layer.get("registered_name") != _OURS["registered_name"] or layer["config"]["combiner"]:
+        return layer
+    config = {k: v for k, v in layer["config"].items() if k not in ("shard", "combiner")}
+    return {**layer, **_PLAIN, "config": config}
+
+
+def _load(
+    archive: zipfile.ZipFile, choices: dict[str, Any], custom_objects: dict[str, Any] | None
+) -> Any:
+    """Loads a file of ``save_model`` and divides its tables."""
+
+    def change(layer: dict[str, Any]) -> dict[str, Any]:
+        name = layer["config"].get("name")
+        if layer.get("module") != "keras.layers" or layer["class_name"] != "Embedding":
+            return layer
+        if name not in choices:
+            return layer
+        return {**layer, **_OURS, "config": {**layer["config"], "shard": choices[name]}}
+
+    library = _library()
+    config = _rewritten(json.loads(archive.read(_CONFIG)), change)
+    model = keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
+    names = archive.namelist()
+    store = library.H5IOStore(_WEIGHTS, archive=archive, mode="r")
+    assets = None
+    if any(name.startswith(f"{_ASSETS}/") for name in names):
+        assets = library.DiskIOStore(_ASSETS, archive=archive, mode="r")
+    errors: dict[Any, Any] = {}
+    try:
+        library._load_state(
+            model,
+            weights_store=store,
+            assets_store=assets,
+            inner_path="",
+            visited_saveables=set(),
+            failed_saveables=set(),
+            error_msgs=errors,
+        )
+    finally:
+        store.close()
+        if assets is not None:
+            assets.close()
+    if errors:
+        raise ValueError(f"{archive.filename} does not load: {errors}")
+    return model

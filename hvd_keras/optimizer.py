@@ -1,0 +1,341 @@
+"""``DistributedOptimizer``: one process's optimizer, fed with the gradients of all."""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.compat import legacy_keras, tensorflow_v1
+from hvd_keras.gradients import agreement, reducer, shards, zero
+from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.runtime import rank_info
+from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ops.ReduceOp = ops.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+    shard_state: bool = False,
+) -> keras.optimizers.Optimizer:
+    """Makes a Keras optimizer apply the gradients of all ranks.
+
+    Each update first averages the gradients over the ranks, after local gradient accumulation and
+    before clipping, weight decay and moving averages: N ranks with batch B behave as one process
+    with batch N·B. Scale the learning rate as you would for that batch, usually by ``hvd.size()``.
+
+    The optimizer itself is changed and returned: its class, its configuration and its state stay
+    what they were, so a saved model loads without hvd_keras. It gains a method
+    ``register_local_var(variable)``: a variable whose gradient stays on this rank, for layers that
+    are not copies of each other.
+
+    Args:
+        optimizer: any ``keras.optimizers.Optimizer``, built or not, with all its options; one of
+            tf_keras, also of its ``legacy`` family, if ``TF_USE_LEGACY_KERAS=1`` is set; or a
+            ``tf.compat.v1.train.Optimizer``, whose ``compute_gradients`` averages then.
+        name: identifies the optimizer on all ranks. Default: its number among those that this
+            process has made.
+        device_dense: the TensorFlow device on which dense gradients are exchanged; default: theirs.
+        device_sparse: the same for sparse gradients.
+        compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        sparse_as_dense: gradients of embeddings travel as dense tensors; pays if most rows are
+            used in every step.
+        gradient_predivide_factor: splits the division of the average: by this factor before the
+            sum, by the rest after it. Sums are taken in float32, so it matters with fp16 only.
+        op: ``hvd.Average``, or ``hvd.Sum`` to leave the division to the learning rate, or
+            ``hvd.Adasum`` (with ``sparse_as_dense``) to decide between both by the gradients'
+            directions.
+        backward_passes_per_step: local steps whose gradients are added up before an update; sets
+            the optimizer's own ``gradient_accumulation_steps``. Not for optimizers of TensorFlow 1,
+            nor inside a LossScaleOptimizer of tf_keras.
+        average_aggregated_gradients: with ``backward_passes_per_step``, apply the mean of the local
+            steps instead of their sum.
+        num_groups: exchange the gradients in this many requests. Default: by size, see
+            ``HVD_BUCKET_BYTES``.
+        groups: the same, or lists of variables whose gradients shall travel together.
+        process_set: the ranks that train this model together; only they call this.
+        scale_local_gradients: divide the gradients of local variables by ``size()``, as those of
+            all others are in an average.
+        shard_state: each rank holds 1/N of the optimizer's slots: each variable has one rank that
+            updates it and gives its values to all. The weights are those of a training without,
+            bit for bit on CPUs. See docs/embeddings.md.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        TypeError: ``optimizer`` is none of the Keras in force, nor of TensorFlow 1.
+        ValueError: it is distributed already, or an argument is impossible; and in the first step,
+            on every rank, if the ranks' models differ.
+
+    Example:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3 * hvd.size()))
+        model.compile(optimizer=optimizer, loss="mse")
+    """
+    rank_info.rank()  # says so, if init() was not called
+    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
+    if not is_v1 and not isinstance(optimizer, _keras_classes()):
+        raise TypeError(
+            f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
+            "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. For a name use "
+            f"keras.optimizers.get(name). {_other_keras(optimizer)}"
+        )
+    options = agreement.ExchangeOptions(
+        op=op,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        gradient_predivide_factor=gradient_predivide_factor,
+        scale_local_gradients=scale_local_gradients,
+        process_set=process_set,
+    )
+    # Compiled models with mixed_float16 have a LossScaleOptimizer; what updates is the one in it.
+    target = optimizer
+    if not is_v1 and isinstance(optimizer, _loss_scale_class()):
+        target = optimizer.inner_optimizer
+    if is_distributed(target):
+        raise ValueError(
+            f"hvd.DistributedOptimizer: this {type(target).__name__} is distributed already. "
+            "Wrap an optimizer once."
+        )
+    chosen = agreement.groups(num_groups, groups)
+    if shard_state:
+        _check_shares(target, options, chosen, is_v1)
+    passes = _accumulate(target, backward_passes_per_step)
+    if is_v1:
+        tensorflow_v1.Reducer(target, name, options, chosen)
+    elif is_legacy:
+        reducer_of_legacy = legacy_keras.Reducer(
+            target, name, options, chosen, passes, average_aggregated_gradients
+        )
+        optimizer.register_local_var = reducer_of_legacy.register_local
+    else:
+        # Keras averages over local steps.
+        local_sum = 1 if average_aggregated_gradients else passes
+        reducer.KerasReducer(target, optimizer, name, options, chosen, local_sum, shard_state)
+    return optimizer
+
+
+def load_distributed(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Iterable[type] | None,
+    custom_objects: dict[str, Any] | None,
+    compression: type[Compressor],
+    shard_state: bool = False,
+) -> keras.Model:
+    """``hvd.load_model`` of a file that ``model.save`` has written; the arguments are the same.
+
+    Raises:
+        ValueError: the file is missing, or has no optimizer, or Keras 3 has read it from HDF5.
+    """
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError(
+            f"{filepath} has no optimizer: the model was saved before compile(), or for inference. "
+            "Use keras.models.load_model, then compile() with a hvd.DistributedOptimizer."
+        )
+    if not is_legacy and model.trainable_variables and _knows_no_variables(model.optimizer):
+        raise ValueError(
+            f"Keras {keras.__version__} does not restore the optimizer of {filepath}: it would "
+            "update no variable. Save the model as .keras. To load the weights of this file alone, "
+            "use keras.models.load_model(filepath, compile=False), then compile() with a "
+            "hvd.DistributedOptimizer."
+        )
+    if not is_distributed(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
+        if shard_state:
+            _take_shares(model, compression)
+        else:
+            DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _take_shares(model: Any, compression: type[Compressor]) -> None:
+    """Replaces the optimizer of a model by one with a share of its state."""
+    whole = model.optimizer
+    share = DistributedOptimizer(
+        type(whole).from_config(whole.get_config()), compression=compression, shard_state=True
+    )
+    share.build(model.trainable_variables)
+    for variable, value in zip(share.variables, whole.variables, strict=True):
+        if shards.of(variable) is None:
+            variable.assign(value)
+        else:
+            zero.set_share(variable, np.asarray(value))
+    model.optimizer = share
+
+
+def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    *args: Any,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    **kwargs: Any,
+) -> keras.optimizers.Optimizer:
+    """``DistributedOptimizer`` for models with layers that belong to one rank.
+
+    Args:
+        optimizer, args, kwargs: as in ``DistributedOptimizer``.
+        local_layers: layers, built already, whose gradients stay on this rank.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ValueError: a local layer is not built, or none; and as ``DistributedOptimizer``.
+    """
+    variables = local_variables(local_layers)
+    distributed = DistributedOptimizer(optimizer, *args, **kwargs)
+    for variable in variables:
+        distributed.register_local_var(variable)
+    return distributed
+
+
+def _knows_no_variables(optimizer: Any) -> bool:
+    """Whether it was built for an empty list of variables, as Keras's reader of HDF5 does."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    return bool(optimizer.built) and not getattr(optimizer, "_trainable_variables", True)
+
+
+def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None) -> list[Any]:
+    """All variables of layers that belong to this rank alone.
+
+    Raises:
+        ValueError: a layer is not built, or none.
+    """
+    if layers is None:
+        return []
+    if isinstance(layers, keras.layers.Layer):
+        layers = [layers]
+    layers = list(layers)
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(f"local_layers has {layer!r}, expected layers of Keras.")
+        if not layer.built:
+            raise ValueError(
+                f"local layer {layer.name!r} has no variables yet. Build the model first: give it "
+                "an Input, or call it once."
+            )
+    return [variable for layer in layers for variable in layer.variables]
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether ``DistributedOptimizer`` was applied to this very object."""
+    return hasattr(optimizer, "_hvd_reducer")
+
+
+def _keras_classes() -> tuple[type, ...]:
+    return legacy_keras.classes() if is_legacy else (keras.optimizers.Optimizer,)
+
+
+def _loss_scale_class() -> Any:
+    # tf_keras has two such classes; this name stands for both.
+    home = keras.mixed_precision if is_legacy else keras.optimizers
+    return home.LossScaleOptimizer
+
+
+def _other_keras(optimizer: Any) -> str:
+    """What to do about an optimizer of the Keras that is not in force."""
+    home = type(optimizer).__module__.partition(".")[0]
+    if is_legacy and home == "keras":
+        return "This one is of Keras 3, but TF_USE_LEGACY_KERAS is set: unset it."
+    if not is_legacy and home == "tf_keras":
+        return "This one is of tf_keras: set TF_USE_LEGACY_KERAS=1 for that."
+    return ""
+
+
+def _check_shares(
+    optimizer: Any, options: agreement.ExchangeOptions, groups: agreement.Groups, is_v1: bool
+) -> None:
+    """Raises ValueError if ``shard_state`` does not fit the rest."""
+    reason = None
+    if is_legacy or is_v1:
+        reason = f"it needs an optimizer of Keras 3, and this {type(optimizer).__name__} is not"
+    elif options.op is ops.Adasum:
+        reason = "op=hvd.Adasum needs all gradients on all ranks. Use hvd.Average or hvd.Sum"
+    elif groups:
+        reason = "it packs gradients by their owners. Leave num_groups and groups out"
+    if reason:
+        raise ValueError(f"hvd.DistributedOptimizer: shard_state=True: {reason}.")
+    zero.check_suitable(optimizer)
+
+
+def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
+    if passes == 1:
+        return 1
+    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but a {type(optimizer).__name__} of TensorFlow "
+            "1 cannot accumulate gradients. Use an optimizer of Keras, or leave it out and use a "
+            "larger batch."
+        )
+    if is_legacy:
+        return passes
+    own = optimizer.gradient_accumulation_steps
+    # Keras has MultiOptimizer from 3.15 on.
+    is_several = isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ()))
+    if own or optimizer.built or is_several:
+        raise ValueError(
+            f"backward_passes_per_step is {passes}, but this {type(optimizer).__name__} "
+            + (f"has gradient_accumulation_steps={own} already" if own else "is built already")
+            + ". Set gradient_accumulation_steps when you make the optimizer, and leave "
+            "backward_passes_per_step out."
+        )
+    optimizer.gradient_accumulation_steps = passes
+    return passes
+
+
+def linear_scaling(rate: float) -> float:
+    """Returns ``rate`` times ``size()``: for SGD with momentum.
+
+    Use it with a warm-up over the first epochs, ``hvd.callbacks.LearningRateWarmupCallback`` (Goyal
+    et al., 2017, https://arxiv.org/abs/1706.02677).
+
+    Args:
+        rate: the learning rate for one rank's batch.
+
+    Raises:
+        ValueError: ``init()`` was not called.
+
+    Example:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(hvd.linear_scaling(0.01)))
+    """
+    return rate * rank_info.size()
+
+
+def sqrt_scaling(rate: float) -> float:
+    """Returns ``rate`` times the square root of ``size()``: for Adam and LAMB.
+
+    This keeps the noise of an adaptive step constant (Krizhevsky, 2014,
+    https://arxiv.org/abs/1404.5997, for the rule; You et al., 2019,
+    https://arxiv.org/abs/1904.00962, for LAMB; Malladi et al., 2022,
+    https://arxiv.org/abs/2205.10287, for Adam).
+
+    Args:
+        rate: the learning rate for one rank's batch.
+
+    Raises:
+        ValueError: ``init()`` was not called.
+
+    Example:
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Lamb(hvd.sqrt_scaling(0.001)))
+    """
+    return rate * math.sqrt(rank_info.size())

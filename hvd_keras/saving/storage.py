@@ -1,0 +1,347 @@
+"""Files of models and checkpoints: written atomically; checkpoints are verified before use.
+
+A checkpoint is an HDF5 file with a user block of 512 bytes, which HDF5 skips. The block holds the
+file's name and the SHA-256 of the rest, so every bit of the file is covered, no file passes for
+another, and HDF5 never parses a damaged file. The file contains a text ``facts`` (JSON) and a group
+``variables`` with one dataset per variable, in order.
+"""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import inspect
+import io
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import h5py  # type: ignore[import-untyped]
+import numpy as np
+import tensorflow as tf
+
+_FIRST_LINE = b"hvd_keras checkpoint 2\n"
+_BLOCK = 512  # bytes; the smallest user block that HDF5 knows
+_NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
+_UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
+
+
+class DamagedError(Exception):
+    """A file is not as it was written; the text says why."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable of a training.
+
+    Attributes:
+        path: its path in Keras.
+        by_rank: whether the first axis of ``value`` is the rank.
+        value: an array of any dtype of TensorFlow except strings.
+    """
+
+    path: str
+    by_rank: bool
+    value: Any
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a checkpoint.
+
+    Attributes:
+        metadata: values that JSON can represent.
+        variables: in the order in which they were written.
+    """
+
+    metadata: dict[str, Any]
+    variables: list[Variable]
+
+
+def path_of(directory: pathlib.Path, epoch: int, batch: int) -> pathlib.Path:
+    """The file of the state before batch ``batch`` of epoch ``epoch``, both counted from 0."""
+    return directory / f"checkpoint-{epoch:05d}-{batch:07d}.h5"
+
+
+def files(directory: pathlib.Path) -> list[pathlib.Path]:
+    """The checkpoints in a directory, the most advanced first; [] if there is no directory.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    if not directory.exists():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_file()]
+    return sorted(found, key=_position, reverse=True)
+
+
+def _position(path: pathlib.Path) -> tuple[int, ...]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return tuple(map(int, match.groups()))
+
+
+def remove_unfinished(directory: pathlib.Path) -> None:
+    """Removes what killed writers have left. No other writer may use the directory.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    if directory.exists():
+        for path in directory.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Variable]) -> None:
+    """Writes a checkpoint atomically: a crash leaves either no file of this name or a complete one.
+
+    Args:
+        path: from ``path_of``. A file of this name is replaced.
+        metadata, variables: as in ``Content``. Variables are consumed one by one.
+
+    Raises:
+        OSError: the disk is full, or a permission is missing. No partial file is left.
+    """
+
+    def fill(temporary: pathlib.Path) -> None:
+        with _Disk(temporary, "w+b") as disk:
+            with h5py.File(disk, "w", userblock_size=_BLOCK) as file:
+                file["facts"] = json.dumps(metadata)
+                group = file.create_group("variables")
+                for number, variable in enumerate(variables):
+                    data = group.create_dataset(f"{number:06d}", data=_storable(variable.value))
+                    data.attrs["path"] = variable.path
+                    data.attrs["by_rank"] = variable.by_rank
+                    data.attrs["dtype"] = variable.value.dtype.name
+                    disk.check()
+            disk.check()
+            block = _block(disk, path.name)
+            disk.seek(0)
+            disk.write(block)
+            disk.check()
+
+    write_whole(path, fill)
+
+
+class _Disk(io.FileIO):
+    """A file for HDF5, which cannot close one after an error, and would hold its disk space.
+
+    So an error of ``write`` is kept for ``check``, and later bytes are dropped.
+    """
+
+    _error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all bytes, or none after an error."""
+        rest = memoryview(data).cast("B")
+        length = len(rest)
+        try:
+            while rest and self._error is None:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self._error = error
+        return length
+
+    def flush(self) -> None:
+        """Called by HDF5; there is no buffer."""
+
+    def check(self) -> None:
+        """Raises the error of an earlier ``write``."""
+        if self._error is not None:
+            raise self._error
+
+
+def prune(newest: pathlib.Path, keep: int) -> None:
+    """Removes all checkpoints except ``newest`` and the ``keep`` - 1 before it.
+
+    More advanced ones are removed, too: they belong to an abandoned training, and the next restart
+    would take them for this one's.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    older = [p for p in files(newest.parent) if _position(p) <= _position(newest)]
+    for path in files(newest.parent):
+        if path not in older[:keep]:
+            path.unlink(missing_ok=True)
+
+
+def read(path: pathlib.Path) -> Content:
+    """Verifies and reads a checkpoint.
+
+    Raises:
+        DamagedError: the file is not as it was written.
+        OSError: it cannot be read.
+    """
+    verify(path)
+    with h5py.File(path, "r") as file:
+        metadata = json.loads(file["facts"].asstr()[()])
+        variables = [
+            Variable(data.attrs["path"], bool(data.attrs["by_rank"]), restored(data))
+            for _, data in sorted(file["variables"].items())
+        ]
+    return Content(metadata, variables)
+
+
+def verify(path: pathlib.Path) -> None:
+    """Verifies every byte of a checkpoint.
+
+    Raises:
+        DamagedError: the file is not as it was written.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        found = file.read(_BLOCK)
+        if size == 0:
+            raise DamagedError("it is empty")
+        if not found.startswith(_FIRST_LINE):
+            raise DamagedError("it does not begin like a checkpoint of hvd_keras")
+        stated = re.search(rb"\n(\d+) bytes of ([\x21-\x7e]+)\n", found)
+        if stated and int(stated[1]) != size:
+            raise DamagedError(f"it has {size} bytes, but {int(stated[1])} were written")
+        if stated and stated[2].decode() != path.name:
+            raise DamagedError(f"it was written as {stated[2].decode()}")
+        if found != _block(file, path.name):
+            raise DamagedError("its content does not match its SHA-256")
+
+
+def _block(file: Any, name: str) -> bytes:
+    """Computes the user block for the content of an open file, which will have this name."""
+    digest = hashlib.sha256()
+    file.seek(_BLOCK)
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    rest = f"{file.tell()} bytes of {name}\nSHA-256 {digest.hexdigest()}\n"
+    return (_FIRST_LINE + rest.encode()).ljust(_BLOCK, b"\0")
+
+
+def _storable(value: Any) -> Any:
+    """Converts dtypes that HDF5 lacks, such as bfloat16, to bytes with one more axis."""
+    if value.dtype.isbuiltin == 1:
+        return value
+    return np.frombuffer(value.tobytes(), np.uint8).reshape(*value.shape, value.dtype.itemsize)
+
+
+def restored(data: Any) -> Any:
+    """The value of a dataset of ``write``, of the dtype that it had."""
+    dtype = np.dtype(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
+    value = np.asarray(data[()])
+    if dtype.isbuiltin == 1:
+        return value
+    return np.frombuffer(value.tobytes(), dtype).reshape(value.shape[:-1])
+
+
+def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., Any]:
+    """Wraps a function that saves a model: each file is complete at every moment.
+
+    A script that saves on all ranks would otherwise have several processes write one file at once.
+
+    Args:
+        save: ``keras.Model.save``, ``save_weights`` or ``export``, or ``tf.saved_model.save``.
+        folders: whether it writes any kind of file or folder, and makes its parents.
+    """
+    signature = inspect.signature(save)
+    argument = "filepath" if "filepath" in signature.parameters else "export_dir"
+
+    @functools.wraps(save)
+    def save_whole(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return save(*args, **kwargs)  # raises an error that says what is wrong
+        given = bound.arguments[argument]
+        if not _is_local(given) or not (folders or _can_be_replaced(**bound.arguments)):
+            return save(*args, **kwargs)
+
+        def write(path: pathlib.Path) -> None:
+            bound.arguments[argument] = str(path)
+            printed = io.StringIO()  # Keras prints where it exports to
+            with contextlib.redirect_stdout(printed) if folders else contextlib.nullcontext():
+                save(*bound.args, **bound.kwargs)
+            print(printed.getvalue().replace(str(path), str(given)), end="")
+
+        return write_whole(given, write)
+
+    return save_whole
+
+
+def _is_local(path: Any) -> bool:
+    return isinstance(path, (str, os.PathLike)) and "://" not in str(path)
+
+
+def _can_be_replaced(
+    filepath: Any,
+    overwrite: bool = True,
+    zipped: bool | None = None,
+    max_shard_size: float | None = None,
+    save_format: str | None = None,
+    **others: Any,
+) -> bool:
+    """Whether Keras would write files in an existing folder, and may replace them."""
+    target = pathlib.Path(filepath)
+    if not target.parent.is_dir() or (target.exists() and not overwrite):
+        return False
+    if zipped is False or max_shard_size is not None:
+        return True
+    is_single = target.suffix in (".keras", ".h5") and save_format != "tf"
+    return is_single and not target.is_dir()
+
+
+def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path], None]) -> None:
+    """Lets ``write`` write into a temporary folder; moves what it wrote once that is on disk.
+
+    Each file is replaced at once, in the order in which they were written, so those that name
+    others come last.
+
+    Args:
+        filepath: the target, a file or a folder; its folder is created if necessary.
+        write: called with the path to write to, which has the target's name. It may write other
+            files beside it.
+
+    Raises:
+        OSError: the disk is full, or a permission is missing. No partial file is left.
+    """
+    target = pathlib.Path(filepath)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as name:
+        folder = pathlib.Path(name)
+        write(folder / target.name)  # Keras chooses the format by the suffix
+        written = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime_ns)
+        files = [path for path in written if path.is_file()]
+        for path in files:
+            _sync(path)
+        with _locked(target.parent):
+            for path in written:
+                if path.is_dir():
+                    (target.parent / path.relative_to(folder)).mkdir(parents=True, exist_ok=True)
+            for path in files:
+                path.replace(target.parent / path.relative_to(folder))
+    _sync(target.parent)
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    """Keeps the files of one writer together: those of two would not fit to each other."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
