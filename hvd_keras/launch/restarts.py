@@ -162,7 +162,8 @@ def _with_slots(spec: JobSpec, wanted: Sequence[Host], seen: preflight.Look) -> 
     by_gpus = spec.options.size == options.AUTO
 
     def slots(facts: Mapping[str, Any]) -> int:
-        return spec.options.per_host or (by_gpus and facts["gpus"]) or facts["cores"]
+        ranks: int = spec.options.per_host or (by_gpus and facts["gpus"]) or facts["cores"]
+        return ranks
 
     fitting = [host for host in wanted if host.name not in seen.problems]
     return [Host(host.name, host.slots or slots(seen.facts[host.name])) for host in fitting]

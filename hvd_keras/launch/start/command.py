@@ -45,6 +45,7 @@ async def run(command: Sequence[str], text: str = "") -> subprocess.CompletedPro
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.wait([asyncio.ensure_future(process.communicate())], timeout=DRAIN)
+    assert process.returncode is not None
     out, err = (data.decode(errors="replace") for data in answer)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
