@@ -72,6 +72,7 @@ bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in 
 
 docs: .venv/docs  ## Build the web pages into build/docs; a warning is an error.
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "The pages are in build/docs, from index.html on."
 
 wheel-check:
 	@deploy/wheel --check
