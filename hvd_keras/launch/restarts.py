@@ -157,19 +157,16 @@ def _names(seen: preflight.Look) -> dict[str, str]:
     return {facts["host"]: name for name, facts in seen.facts.items()}
 
 
-def _slots(spec: JobSpec, facts: Mapping[str, Any]) -> int:
-    """Return how many ranks a host takes that the user has named without a number."""
-    by_gpus: int = spec.options.size == options.AUTO and facts["gpus"]
-    ranks: int = spec.options.per_host or by_gpus or facts["cores"]
-    return ranks
-
-
 def _with_slots(spec: JobSpec, wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
-    return [
-        Host(host.name, host.slots or _slots(spec, seen.facts[host.name]))
-        for host in wanted
-        if host.name not in seen.problems
-    ]
+    """Return the hosts without problems, with the number of ranks that each takes."""
+    by_gpus = spec.options.size == options.AUTO
+
+    def slots(facts: Mapping[str, Any]) -> int:
+        ranks: int = spec.options.per_host or (by_gpus and facts["gpus"]) or facts["cores"]
+        return ranks
+
+    fitting = [host for host in wanted if host.name not in seen.problems]
+    return [Host(host.name, host.slots or slots(seen.facts[host.name])) for host in fitting]
 
 
 async def _replace(spec: JobSpec, size: int, least: int, signals: Signals) -> Placement | None:

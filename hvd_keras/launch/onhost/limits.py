@@ -70,10 +70,11 @@ KILL_GRACE = 2.0
 OVER_GRACE = 1.0
 SWEEP_GRACE = 1.0
 
-# On a host with an agent: until hvdrun, whose owner was killed, has ended its job by itself; that
-# the output of a command which has ended may keep us, because a daemon may hold it open.
-HVDRUN_END = 4 * GRACE
+# That the output of a command which has ended may keep us, because a daemon may hold it open.
 DRAIN = 1.0
+
+# On a host with an agent: until hvdrun, whose owner was killed, has ended its job by itself.
+HVDRUN_END = 4 * GRACE
 
 # Restarts
 

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Sequence
 
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
+from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT, DRAIN
 
 
 async def run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
@@ -44,8 +44,8 @@ async def run(command: Sequence[str], text: str = "") -> subprocess.CompletedPro
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            while process.returncode is None:  # `wait` would wait for its output as well
-                await asyncio.sleep(0.01)
+            await asyncio.wait([asyncio.ensure_future(process.communicate())], timeout=DRAIN)
+    assert process.returncode is not None
     out, err = (data.decode(errors="replace") for data in answer)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
