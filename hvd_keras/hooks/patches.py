@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
 from hvd_keras.gradients import clipping, losses, missing_calls, reducer, shards, zero
@@ -212,9 +213,11 @@ def _common_rows() -> list[Patch]:
             "to weigh the ranks' losses as one process does",
             losses.wrap_call,
         ),
+        # Keras's export imports tensorflow.saved_model, a new module in the place of TensorFlow's
+        # own one: so this file has imported it before.
         *(
             Patch(owner, name, _WHOLE_FILES, functools.partial(storage.wrap_save, folders=True))
-            for owner, name in ((keras.Model, "export"), (tf.saved_model, "save"))
+            for owner, name in ((keras.Model, "export"), (tensorflow.saved_model, "save"))
         ),
         *(
             Patch(keras.Model, name, "to write files on one rank alone", fitting.wrap_evaluate)

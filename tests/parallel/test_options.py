@@ -252,7 +252,7 @@ def test_partial_optimizer_and_tape() -> None:
         ({"gradient_predivide_factor": 0.0}, "above 0"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "Leave one of them out"),
         ({"num_groups": 2, "groups": 2}, "Give groups alone"),
-        ({"groups": -1}, "or 0 for by size"),
+        ({"groups": -1}, "or 0 to group by size"),
         ({"groups": [1, 2]}, "lists of variables"),
         ({"backward_passes_per_step": 0}, "a positive integer"),
     ],
