@@ -429,6 +429,7 @@ def test_all_ranks_export_to_one_path(directory: pathlib.Path) -> None:
         again = keras.models.load_model(directory / "folder")
         np.testing.assert_array_equal(again(x), expected)
     agree.gather_json("exported", None)
+    assert hasattr(tf.saved_model.save, "__wrapped__"), "Keras has imported the module again"
     if RANK == 0:
         assert not [path.name for path in directory.iterdir() if path.name.startswith(".")]
         assert (directory / "exported" / "saved_model.pb").exists()
