@@ -64,7 +64,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         self._epoch_runs = False
 
     def set_model(self, model: Any) -> None:
-        """Turns XLA off where it cannot compile the collectives."""
+        """Turn XLA off where it cannot compile the collectives."""
         super().set_model(model)
         if model.jit_compile and (problem := xla.problem()):
             model.jit_compile = False
@@ -112,7 +112,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         self._average_moving_statistics()
 
     def _average_moving_statistics(self) -> None:
-        """Runs once per epoch on each rank."""
+        """Run once per epoch on each rank."""
         if not self._epoch_runs:
             return
         self._epoch_runs = False

@@ -160,7 +160,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._end_restart()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves, if ``save_freq`` is a number of batches."""
+        """Save, if ``save_freq`` is a number of batches."""
         before, self._batches = self._batches, batch + 1
         if self._skipping is not None:
             if self._batches >= self._skipping.batches:
@@ -175,7 +175,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._save(self._epoch, self._batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Saves."""
+        """Save."""
         if self._skipping is not None:
             expected = self._skipping.batches
             self._stop_skipping()
@@ -187,7 +187,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends the restart, also if no epoch was left to train."""
+        """End the restart, also if no epoch was left to train."""
         self._end_restart()
 
     def _stop_skipping(self) -> None:
@@ -219,7 +219,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             raise ValueError("the model has no variables. Build it first: call it once on a batch.")
 
     def _find(self) -> "_Found | None":
-        """Returns what rank 0 has found, on all ranks. Reads the directory once."""
+        """Return what rank 0 has found, on all ranks. Reads the directory once."""
         if self._initial_epoch is not None:
             return self._found
         bad_parts: dict[str, str] = {}
@@ -306,7 +306,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._skipping = _Skipping(self.model, variables.of_training(self.model), batches)
 
     def _batches_seen(self, found: "_Found") -> int:
-        """Returns how many batches of this epoch to skip."""
+        """Return how many batches of this epoch to skip."""
         then, batch = found.metadata["ranks"], found.metadata["batch"]
         now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
@@ -430,7 +430,7 @@ class _Skipping:
 
 
 def _message(found: _Found, epochs: int, is_complete: bool) -> str:
-    """What is said about a restart."""
+    """Return what is said about a restart."""
     epoch, batch = found.metadata["epoch"], found.metadata["batch"]
     name = pathlib.Path(found.path).stem
     if is_complete:
@@ -445,7 +445,7 @@ def _message(found: _Found, epochs: int, is_complete: bool) -> str:
 
 
 def _rate(optimizer: Any) -> float | None:
-    """Returns the optimizer's learning rate; None if it is a schedule or does not exist."""
+    """Return the optimizer's learning rate; None if it is a schedule or does not exist."""
     try:
         rate = optimizer.learning_rate
     except AttributeError:  # a MultiOptimizer has none of its own

@@ -40,7 +40,7 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
         self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the rate to ``logs["lr"]``."""
+        """Write the rate to ``logs["lr"]``."""
         if logs is not None:
             logs["lr"] = self._get()
 
@@ -114,7 +114,7 @@ class LearningRateScheduleCallback(_LearningRateCallback):
         self.staircase = staircase
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate."""
+        """Set the rate."""
         if self._epoch < self.start_epoch:
             return
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
@@ -174,7 +174,7 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         self._ends = False  # whether warm-up ends in this epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Sets the rate of the next batches."""
+        """Set the rate of the next batches."""
         seen = self._seen(batch)
         length = self.warmup_steps or self.warmup_epochs * self._steps()
         if seen >= length:
@@ -187,14 +187,14 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         self._ends = done == 1.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Logs the rate, and prints the end of warm-up."""
+        """Log the rate, and print the end of warm-up."""
         super().on_epoch_end(epoch, logs)
         if self._ends and self.verbose > 0 and self.process_set.rank() == 0:
             print(f"Epoch {epoch + 1}: learning rate is {self._get():g}, warm-up is over.")
         self._ends = False
 
     def _seen(self, batch: int) -> int:
-        """The number of batches before this one, over all epochs."""
+        """Return the number of batches before this one, over all epochs."""
         if self.warmup_steps is None or self._known_steps():
             return self._epoch * self._steps() + batch
         # Not ``iterations``, which counts updates if gradients are accumulated.
@@ -202,7 +202,7 @@ class LearningRateWarmupCallback(_LearningRateCallback):
 
 
 def _scaling(buffers: list[Any]) -> Any:
-    """A function of a number that multiplies variables by it, in one call of TensorFlow."""
+    """Return a function of a number that multiplies variables by it, in one call of TensorFlow."""
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def scale(factor: tf.Tensor) -> None:

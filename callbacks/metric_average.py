@@ -63,7 +63,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         self._states = {}
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Saves the training metrics before validation resets them."""
+        """Save the training metrics before validation resets them."""
         if self.process_set.size() == 1:
             return
         if self._in_epoch:
@@ -72,7 +72,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
             self._reduce_what_evaluate_returns()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Saves the validation metrics.
+        """Save the validation metrics.
 
         They are not exchanged yet: if only some ranks validate, the others would not take part.
         """
@@ -80,7 +80,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
             self._states["val_"] = metric_states.states(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Changes ``logs`` in place."""
+        """Change ``logs`` in place."""
         self._in_epoch = False
         if self.process_set.size() == 1:
             return

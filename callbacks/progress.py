@@ -62,7 +62,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._samples_per_step: float | None = None
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Replaces the ``verbose`` of ``fit`` by this callback's."""
+        """Replace the ``verbose`` of ``fit`` by this callback's."""
         verbose = self._verbose or (1 if sys.stdout.isatty() else 2)
         # Keras has called set_model before, so process_set is known.
         super().set_params({**params, "verbose": verbose if self.process_set.rank() == 0 else 0})
@@ -74,7 +74,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._samples_per_step = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Starts the clock."""
+        """Start the clock."""
         self.target = self._steps  # if it is unknown, Keras would keep that of the first epoch
         self._samples = None
         self._reset_progbar()
@@ -84,7 +84,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._start = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Moves the bar."""
+        """Move the bar."""
         if self._steps is not None:
             batch = min(batch, self._steps - 1)  # steps_per_execution may overshoot
         if self._samples_per_step is not None:
@@ -95,13 +95,13 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
             self._end_of_training()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Counts the training samples before validation resets them."""
+        """Count the training samples before validation resets them."""
         if self._called_in_fit:
             self._end_of_training()
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds up the ranks' samples, and shows the epoch."""
+        """Add up the ranks' samples, and show the epoch."""
         self._end_of_training()
         (samples,) = ops.reduce_tensors(
             [np.float64(self._samples)],
@@ -137,6 +137,6 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
 
 
 def _print(text: str) -> None:
-    """Prints as the bar does, unless Keras is configured to write to its log."""
+    """Print as the bar does, unless Keras is configured to write to its log."""
     if keras.config.is_interactive_logging_enabled():
         print(text, end="", flush=True)

@@ -62,7 +62,7 @@ class StatsLogger(Callback):  # type: ignore[misc]
 
 
 def _numbers(stats: dict[str, Any]) -> dict[str, float]:
-    """Returns the time, the sums over all collectives, and each rank's lateness."""
+    """Return the time, the sums over all collectives, and each rank's lateness."""
     numbers = {
         name: sum(kind[name] for kind in stats["collectives"].values())
         for name in ("requests", "bytes", "waiting_seconds", "moving_seconds")

@@ -52,7 +52,7 @@ TENSORFLOW_VERSIONS = ">=2.16,<2.23"
 
 
 def no_tensorflow(python: str) -> str:
-    """What to do where TensorFlow is missing, in two lines.
+    """Return what to do where TensorFlow is missing, in two lines.
 
     Args:
         python: the path of the Python that has none.
@@ -79,7 +79,7 @@ if importlib.util.find_spec("tensorflow") is None:
 
 
 def _homes() -> dict[str, str]:
-    """Maps each public name to its module, and each public module to "", as in ``__init__.pyi``."""
+    """Map each public name to its module, and each public module to "", as in ``__init__.pyi``."""
     stub = ast.parse(pathlib.Path(__file__).with_suffix(".pyi").read_text("utf-8"))
     return {
         name.name: "" if statement.module == __name__ else str(statement.module)

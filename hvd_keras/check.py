@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[None]:
-    """Holds back what this process writes to stderr, and shows it only after an exception."""
+    """Hold back what this process writes to stderr, and show it only after an exception."""
     stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
@@ -47,7 +47,7 @@ _SELF_TEST_SECONDS = 2.0
 
 
 def facts() -> dict[str, str]:
-    """Returns what hvd_keras was built with and runs on, as text. Works before ``init()``."""
+    """Return what hvd_keras was built with and run on, as text. Works before ``init()``."""
     core = libraries.core()
     gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
     for_gpus = gpu.facts()
@@ -79,7 +79,7 @@ def _xla_fact(on_gpus: bool) -> str:
 
 
 def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
-    """Runs all collectives repeatedly and compares their results. All ranks must call it.
+    """Run all collectives repeatedly and compare their results. All ranks must call it.
 
     Args:
         seconds: the duration, by rank 0's clock.
@@ -116,7 +116,7 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
 
 
 def main(launcher: str = "") -> None:
-    """Prints the facts, what started the ranks and the result of the self-test, on rank 0."""
+    """Print the facts, what started the ranks and the result of the self-test, on rank 0."""
     hvd.init()
     say = print if hvd.rank() == 0 else lambda *text: None
     found = {**facts(), "Launcher": launcher} if launcher else facts()

@@ -66,7 +66,7 @@ _guards_installed = False
 
 
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
-    """Joins the job: starts MPI, unless it is running, and the engine of this process.
+    """Join the job: starts MPI, unless it is running, and the engine of this process.
 
     Call it once at the top of the script, on every rank. A second call only adds process sets that
     do not exist yet. Without a launcher the process is a job of size 1, in which everything works,
@@ -221,7 +221,7 @@ def _members(comm: Any) -> tuple[list[int], int | None]:
 
 
 def _refuse_lonely_world() -> None:
-    """Raises if a launcher started several processes, but each is alone in its MPI's world."""
+    """Raise if a launcher started several processes, but each is alone in its MPI's world."""
     launcher, variable, count = settings.launched()
     if count == 1 or rank_info.size() > 1:
         return
@@ -302,7 +302,7 @@ def _is_ending() -> bool:
 
 
 def _other_rank_left(value: BaseException) -> str:
-    """The line of an error that names the rank whose leaving has caused it, if one has."""
+    """Return the line of an error that names the rank whose leaving has caused it, if one has."""
     if not isinstance(value, tf.errors.AbortedError):
         return ""
     return next((line for line in str(value).splitlines() if " has left the job: " in line), "")

@@ -20,7 +20,7 @@ _PERIOD = 1.0
 
 
 def stats() -> dict[str, Any]:
-    """Returns what this process has exchanged since ``init()``, and how long the ranks waited.
+    """Return what this process has exchanged since ``init()``, and how long the ranks waited.
 
     Takes microseconds and does not communicate: the ranks tell each other their waiting times with
     every request. The times of the latest request are known after the next one.
@@ -46,7 +46,7 @@ def stats() -> dict[str, Any]:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Starts a timeline of all ranks, for https://ui.perfetto.dev or chrome://tracing.
+    """Start a timeline of all ranks, for https://ui.perfetto.dev or chrome://tracing.
 
     Call it on every rank. Rank 0 writes one file for the job and replaces an existing one. To
     record a whole job, use ``HVD_TIMELINE`` or ``hvdrun --timeline`` instead. docs/observing.md
@@ -71,7 +71,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Ends the timeline. Call it on every rank.
+    """End the timeline. Call it on every rank.
 
     Does nothing if there is none. Otherwise the timeline ends with ``shutdown()``.
 
@@ -84,7 +84,7 @@ def stop_timeline() -> None:
 
 
 def samples_of(model: Any, steps: int) -> float:
-    """Returns how many samples a model has trained on since its metrics were reset, or NaN.
+    """Return how many samples a model has trained on since its metrics were reset, or NaN.
 
     Keras's ``train_step`` weights the loss by the number of samples, so the loss metric's ``count``
     is their sum. If it equals the number of steps, a custom ``train_step`` may have omitted the
@@ -187,7 +187,7 @@ class _Publisher:
         unfinished.replace(self._path)
 
     def stop(self) -> None:
-        """Publishes the final numbers."""
+        """Publish the final numbers."""
         self._over.set()
         self._thread.join()
         try:
@@ -213,7 +213,7 @@ def is_publishing() -> bool:
 
 
 def stop_publishing() -> None:
-    """Publishes the final statistics."""
+    """Publish the final statistics."""
     global _publisher
     if _publisher is not None:
         _publisher.stop()

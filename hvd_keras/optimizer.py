@@ -34,7 +34,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     scale_local_gradients: bool = True,
     shard_state: bool = False,
 ) -> keras.optimizers.Optimizer:
-    """Makes a Keras optimizer apply the gradients of all ranks.
+    """Make a Keras optimizer apply the gradients of all ranks.
 
     Each update first averages the gradients over the ranks, after local gradient accumulation and
     before clipping, weight decay and moving averages: N ranks with batch B behave as one process
@@ -168,7 +168,7 @@ def load_distributed(
 
 
 def _take_shares(model: Any, compression: type[Compressor]) -> None:
-    """Replaces the optimizer of a model by one with a share of its state."""
+    """Replace the optimizer of a model by one with a share of its state."""
     whole = model.optimizer
     share = DistributedOptimizer(
         type(whole).from_config(whole.get_config()), compression=compression, shard_state=True
@@ -251,7 +251,7 @@ def _loss_scale_class() -> Any:
 
 
 def _other_keras(optimizer: Any) -> str:
-    """What to do about an optimizer of the Keras that is not in force."""
+    """Return what to do about an optimizer of the Keras that is not in force."""
     home = type(optimizer).__module__.partition(".")[0]
     if is_legacy and home == "keras":
         return "This one is of Keras 3, but TF_USE_LEGACY_KERAS is set: unset it."
@@ -263,7 +263,7 @@ def _other_keras(optimizer: Any) -> str:
 def _check_shares(
     optimizer: Any, options: agreement.ExchangeOptions, groups: agreement.Groups, is_v1: bool
 ) -> None:
-    """Raises ValueError if ``shard_state`` does not fit the rest."""
+    """Raise ValueError if ``shard_state`` does not fit the rest."""
     reason = None
     if is_legacy or is_v1:
         reason = f"it needs an optimizer of Keras 3, and this {type(optimizer).__name__} is not"
@@ -304,7 +304,7 @@ def _accumulate(optimizer: keras.optimizers.Optimizer, passes: int) -> int:
 
 
 def linear_scaling(rate: float) -> float:
-    """Returns ``rate`` times ``size()``: for SGD with momentum.
+    """Return ``rate`` times ``size()``: for SGD with momentum.
 
     Use it with a warm-up over the first epochs, ``hvd.callbacks.LearningRateWarmupCallback`` (Goyal
     et al., 2017, https://arxiv.org/abs/1706.02677).
@@ -322,7 +322,7 @@ def linear_scaling(rate: float) -> float:
 
 
 def sqrt_scaling(rate: float) -> float:
-    """Returns ``rate`` times the square root of ``size()``: for Adam and LAMB.
+    """Return ``rate`` times the square root of ``size()``: for Adam and LAMB.
 
     This keeps the noise of an adaptive step constant (Krizhevsky, 2014,
     https://arxiv.org/abs/1404.5997, for the rule; You et al., 2019,

@@ -86,7 +86,7 @@ class DistributedGradientTape:
         self._tape.__exit__(*error)
 
     def register_local_source(self, source: Any) -> None:
-        """Keeps the gradient of this variable or tensor on this rank: it is not exchanged."""
+        """Keep the gradient of this variable or tensor on this rank: it is not exchanged."""
         self._local.append(source)
         if hasattr(source, "assign") and self._reducer.process_set.size() > 1:
             reducer.local_variables.add(source)

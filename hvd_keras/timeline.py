@@ -17,7 +17,7 @@ PORT = 9001  # the one that Perfetto's page allows
 
 
 def serve(file: Path) -> None:
-    """Prints a link and serves the file, to Perfetto alone, until it has been fetched once.
+    """Print a link and serve the file, to Perfetto alone, until it has been fetched once.
 
     Raises:
         OSError: the file cannot be read, or the port is in use.
@@ -52,7 +52,7 @@ def serve(file: Path) -> None:
 
 
 def main() -> int:
-    """The program; returns its exit status."""
+    """Run the program; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m hvd_keras.timeline",
         description="Prints a link that opens a timeline in Perfetto, and serves the file for it.",

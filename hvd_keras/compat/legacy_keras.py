@@ -18,7 +18,7 @@ from hvd_keras.runtime.keras import keras
 
 
 def classes() -> tuple[type, ...]:
-    """The classes of optimizers that ``DistributedOptimizer`` accepts."""
+    """Return the classes of optimizers that ``DistributedOptimizer`` accepts."""
     return keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer
 
 
@@ -60,20 +60,20 @@ class Reducer(reducer.GradientReducer):
             optimizer.compute_gradients = self.compute_gradients
 
     def build(self, var_list: Any) -> None:
-        """Replaces ``Optimizer.build``."""
+        """Replace ``Optimizer.build``."""
         self.variables = list(var_list)
         type(self.optimizer).build(self.optimizer, var_list)
 
     def compute_gradients(
         self, loss: Any, var_list: Any, tape: Any = None
     ) -> list[tuple[Any, Any]]:
-        """Replaces ``Optimizer.compute_gradients``: gradients over all ranks, as Horovod's."""
+        """Replace ``Optimizer.compute_gradients``: gradients over all ranks, as Horovod's."""
         return self._compute_gradients(loss, var_list, tape=tape)
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
-        """Replaces that of the ``legacy`` family; with Horovod the other family has it, too."""
+        """Replace that of the ``legacy`` family; with Horovod the other family has it, too."""
         own = type(self.optimizer)
         if isinstance(self.optimizer, keras.optimizers.legacy.Optimizer):
             pairs = own._compute_gradients(self.optimizer, loss, var_list, grad_loss, tape)
@@ -92,7 +92,7 @@ class Reducer(reducer.GradientReducer):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Replaces ``Optimizer.apply_gradients``, which every step calls.
+        """Replace ``Optimizer.apply_gradients``, which every step calls.
 
         What ``compute_gradients`` has returned is exchanged already, but for local steps that are
         to be added up. If the script has changed it, for example clipped, another average changes
@@ -126,7 +126,7 @@ class Reducer(reducer.GradientReducer):
     def _accumulate(
         self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
     ) -> Any:
-        """Adds up this rank's gradients; after the last local step the ranks exchange the sums.
+        """Add up this rank's gradients; after the last local step the ranks exchange the sums.
 
         ``iterations`` counts local steps, as with Horovod and with Keras 3's own accumulation.
         """
@@ -168,7 +168,7 @@ class Reducer(reducer.GradientReducer):
         return tf.convert_to_tensor(gradient)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> list[Any]:
-        """Replaces ``Optimizer.aggregate_gradients``, which LossScaleOptimizer calls.
+        """Replace ``Optimizer.aggregate_gradients``, which LossScaleOptimizer calls.
 
         LossScaleOptimizer omits variables without a gradient on this rank. In the newer family,
         ``build`` has received all variables.
@@ -203,7 +203,7 @@ class _CallableList(list[Any]):
 
 
 def add_build(_: Any) -> Any:
-    """Returns a ``build`` for the legacy family, which has none.
+    """Return a ``build`` for the legacy family, which has none.
 
     The class is patched because ``compile`` creates LossScaleOptimizers by itself.
     """

@@ -36,14 +36,14 @@ class Reducer(reducer.GradientReducer):
         optimizer.register_local_var = self.register_local
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Replaces ``Optimizer.compute_gradients``, which ``minimize`` calls."""
+        """Replace ``Optimizer.compute_gradients``, which ``minimize`` calls."""
         pairs = type(self.optimizer).compute_gradients(self.optimizer, *args, **kwargs)
         gradients, variables = zip(*pairs, strict=True)
         return list(zip(self.reduce(gradients, variables), variables, strict=True))
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """An op that assigns the root's values to all global variables of the graph.
+    """Return an op that assigns the root's values to all global variables of the graph.
 
     For TensorFlow 1 graphs: ``session.run`` it on every rank, after initialisation and before the
     first step. ``hvd.BroadcastGlobalVariablesHook`` does so in monitored sessions.
@@ -151,7 +151,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self._done = False
 
     def begin(self) -> None:
-        """Creates the op while the graph can still be changed."""
+        """Create the op while the graph can still be changed."""
         self._done = False
         if self._broadcast is None or self._broadcast.graph != tf.compat.v1.get_default_graph():
             with tf.device(self.device or None):

@@ -23,7 +23,7 @@ def shard(
     evaluation: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.data.Dataset:
-    """Returns this rank's batches of a source that every rank has as a whole.
+    """Return this rank's batches of a source that every rank has as a whole.
 
     Step s uses the rows [s * size * batch_size, (s + 1) * size * batch_size) of the epoch's order,
     each on one rank, so N ranks train like one process with batches of N * batch_size rows. Each
@@ -149,7 +149,7 @@ def shard(
 def agree_on_steps(
     source: Any, *, uneven: str = "trim", process_set: ProcessSet = global_process_set
 ) -> int:
-    """Returns the number of steps that every rank can make, if each rank has its own data.
+    """Return the number of steps that every rank can make, if each rank has its own data.
 
     Args:
         source: this rank's number of steps, or its ``tf.data.Dataset`` of batches or
@@ -205,13 +205,13 @@ def agree_on_steps(
 
 
 def passes_of(dataset: Any) -> list[Passes]:
-    """Returns the numbers of the passes of all sharded sources that a dataset is made of."""
+    """Return the numbers of the passes of all sharded sources that a dataset is made of."""
     nodes = datasets.nodes(dataset) if isinstance(dataset, tf.data.Dataset) else ()
     return [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
 
 
 def check_passes(dataset: Any, process_set: ProcessSet) -> None:
-    """Compares how many passes the ranks have begun over the data of a ``fit``.
+    """Compare how many passes the ranks have begun over the data of a ``fit``.
 
     Raises:
         ValueError: (on every rank) their orders differ.
@@ -229,7 +229,7 @@ def check_passes(dataset: Any, process_set: ProcessSet) -> None:
 
 
 def adapt_fit(arguments: dict[str, Any]) -> None:
-    """Changes arguments of ``fit`` whose defaults are for arrays, if x comes from ``shard``.
+    """Change arguments of ``fit`` whose defaults are for arrays, if x comes from ``shard``.
 
     Raises:
         ValueError: ``validation_split`` is given.
@@ -273,7 +273,7 @@ def _open(
 
 
 def _weigh(data: Any, factors: Any) -> Any:
-    """Adds sample weights: ``factors``, times the data's own weights."""
+    """Add sample weights: ``factors``, times the data's own weights."""
     x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
     factors = tf.cast(factors, keras.backend.floatx())
 

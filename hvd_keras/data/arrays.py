@@ -12,7 +12,7 @@ from hvd_keras.runtime.keras import keras
 
 
 def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, split: Split) -> Source:
-    """Opens nested arrays of equally many rows. A rank reads only its own rows."""
+    """Open nested arrays of equally many rows. A rank reads only its own rows."""
     parts, spec, length = _look_into(source, cast=True)
     dtypes = [part.dtype.as_numpy_dtype for part in tf.nest.flatten(spec)]
     global_batch = split.size * batch_size
@@ -33,7 +33,7 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
 
 
 def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Source:
-    """Opens a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
+    """Open a ``PyDataset``. A rank reads only its own batches, and its rows of the last step."""
     number = number_of_batches(source)
     if not number:
         raise ValueError(f"the PyDataset has {number} batches, expected 1 or more.")
@@ -83,7 +83,7 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
 
 
 def number_of_batches(source: Any) -> int | None:
-    """The length of a ``PyDataset``; None if it is infinite."""
+    """Return the length of a ``PyDataset``; None if it is infinite."""
     return getattr(source, "num_batches", None) if hasattr(source, "num_batches") else len(source)
 
 
@@ -94,7 +94,7 @@ def y_of(batch: Any) -> list[Any]:
 
 
 def digest(parts: list[Any]) -> str:
-    """A short text that is equal if the arrays are equal."""
+    """Return a short text that is equal if the arrays are equal."""
     value = 0
     for part in parts:
         array = np.asarray(part)
@@ -114,7 +114,7 @@ def _read_by(
     description: str,
     is_shuffled: bool,
 ) -> Source:
-    """Makes a source from a function.
+    """Make a source from a function.
 
     ``read(epoch, step)`` returns the parts of this rank's batch, and the weights for "pad".
     """

@@ -38,7 +38,7 @@ def shuffles_itself(source: Any) -> bool:
 def of_dataset(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
-    """Opens a dataset."""
+    """Open a dataset."""
     if source.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             "the dataset is infinite. Shard it before repeat(): hvd.data.shard(dataset, "
@@ -97,7 +97,7 @@ def of_dataset(
 def _mine(
     source: Any, number: int, wanted: int, split: Split, first: Any = None
 ) -> tf.data.Dataset:
-    """Returns every size-th element of a dataset.
+    """Return every size-th element of a dataset.
 
     Args:
         source: a dataset of ``number`` elements.
@@ -138,7 +138,7 @@ def _has_cache(source: Any) -> bool:
 
 
 def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.data.Dataset:
-    """Yields pairs of a batch and the weights of its rows for "pad"."""
+    """Yield pairs of a batch and the weights of its rows for "pad"."""
     global_batch = split.size * batch_size
 
     def weights(step: Any) -> Any:
@@ -152,7 +152,7 @@ def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.d
 
 
 def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
-    """Returns this rank's batch of one step, if any. ``Split.of_batches`` mirrors this.
+    """Return this rank's batch of one step, if any. ``Split.of_batches`` mirrors this.
 
     Args:
         group: the batches of a step, one per rank; fewer at the end.
@@ -216,7 +216,7 @@ def _makes_batches(node: Any) -> bool | None:
 
 
 def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
-    """Returns the seeds with which the dataset shuffles.
+    """Return the seeds with which the dataset shuffles.
 
     Raises:
         ValueError: the order would differ by rank.
@@ -240,7 +240,7 @@ def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
 
 
 def _measure(source: Any) -> tuple[int, int, list[int] | None]:
-    """Returns the total rows, the rows of the largest batch, and those of each or None.
+    """Return the total rows, the rows of the largest batch, and those of each or None.
 
     The last is None if at most the last batch is short.
     """
@@ -253,7 +253,7 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
 
 
 def _length(source: Any) -> int:
-    """Returns the number of elements; counts them if it is unknown."""
+    """Return the number of elements; count them if it is unknown."""
     if source.cardinality() >= 0:
         return int(source.cardinality())
     source = _below(source, _ELEMENTWISE | {"Shuffle"})  # these need not run
@@ -277,14 +277,14 @@ def _read_counts(source: Any, count: Callable[[Any], Any]) -> list[int]:
 
 
 def _below(source: Any, kinds: set[str]) -> Any:
-    """Returns the first input of a dataset that is not of one of these kinds."""
+    """Return the first input of a dataset that is not of one of these kinds."""
     while _kind(source) in kinds:
         (source,) = source._inputs()
     return source
 
 
 def _rows(batch: Any) -> Any:
-    """The number of rows of a batch, int64."""
+    """Return the number of rows of a batch, int64."""
     part = tf.nest.flatten(batch)[0]
     if isinstance(part, tf.RaggedTensor):
         return tf.cast(part.nrows(), tf.int64)
@@ -319,7 +319,7 @@ def _apply(method: Any, dataset: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def nodes(source: Any) -> Iterator[Any]:
-    """Yields a dataset and, recursively, its inputs."""
+    """Yield a dataset and, recursively, its inputs."""
     yield source
     for node in source._inputs():
         yield from nodes(node)
@@ -327,7 +327,7 @@ def nodes(source: Any) -> Iterator[Any]:
 
 @functools.cache
 def _check_names() -> None:
-    """Checks that TensorFlow shows how a dataset was made: an order that differs would go unseen.
+    """Check that TensorFlow shows how a dataset was made: an order that differs would go unseen.
 
     Raises:
         RuntimeError: it does not.
@@ -342,5 +342,5 @@ def _check_names() -> None:
 
 
 def _kind(node: Any) -> str:
-    """Returns ``Batch`` for TensorFlow's ``_BatchDataset``, and so on."""
+    """Return ``Batch`` for TensorFlow's ``_BatchDataset``, and so on."""
     return type(node).__name__.strip("_").removesuffix("Dataset")

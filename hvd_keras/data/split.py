@@ -25,7 +25,7 @@ class Split:
     evaluation: bool
 
     def steps(self, length: int, batch_size: int) -> int:
-        """The number of steps in a pass over ``length`` rows."""
+        """Return the number of steps in a pass over ``length`` rows."""
         whole, rest = divmod(length, self.size * batch_size)
         return whole + {"share": rest >= self.size, "pad": rest > 0}.get(self.uneven, False)
 
@@ -35,12 +35,12 @@ class Split:
         return self.uneven == "share" and self.steps(length, batch_size) * global_batch > length
 
     def left_out(self, length: int, batch_size: int) -> int:
-        """The number of rows that no rank gets in a pass over ``length`` rows."""
+        """Return the number of rows that no rank gets in a pass over ``length`` rows."""
         rest = length % (self.size * batch_size)
         return {"share": rest % self.size, "pad": 0}.get(self.uneven, rest)
 
     def of_batches(self, counts: list[int], batch_size: int) -> tuple[int, int]:
-        """The numbers of steps and of rows left out, if ``size`` batches make a step.
+        """Return the numbers of steps and of rows left out, if ``size`` batches make a step.
 
         Not for "pad", which forms its own batches.
 
@@ -61,7 +61,7 @@ class Split:
         return steps, left_out
 
     def weight(self, rows: Any, length: int, batch_size: int) -> Any:
-        """The factor by which "pad" multiplies the weights of real rows.
+        """Return the factor by which "pad" multiplies the weights of real rows.
 
         Keras divides a rank's weighted sum by ``batch_size``, and the ranks' mean divides by
         ``size``. One process would divide by ``rows``.
@@ -95,7 +95,7 @@ class Passes:
     begun: int = 0
 
     def begin(self) -> int:
-        """Returns the number of a pass that begins."""
+        """Return the number of a pass that begins."""
         self.next += 1
         self.begun += 1
         return self.next - 1

@@ -42,7 +42,7 @@ class VariableSpec:
 
 
 def spec_of(variable: Any) -> VariableSpec:
-    """Returns the spec of a Keras variable, a ``tf.Variable`` or a tensor."""
+    """Return the spec of a Keras variable, a ``tf.Variable`` or a tensor."""
     path = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
     # In TensorFlow 1, dimensions are objects and dtypes are reference types.
     shape = tuple(tf.TensorShape(variable.shape).as_list())
@@ -50,7 +50,7 @@ def spec_of(variable: Any) -> VariableSpec:
 
 
 def variable_id(variable: Any) -> int:
-    """Identifies a variable; a Keras variable and the ``tf.Variable`` in it have the same id."""
+    """Identify a variable; a Keras variable and the ``tf.Variable`` in it have the same id."""
     return id(shards.inner_variable(variable))
 
 
@@ -74,7 +74,7 @@ class VariableSet:
 
 
 def common_path(path: str) -> str:
-    """Removes the suffixes by which Keras makes layer names unique from a variable's path.
+    """Remove the suffixes by which Keras makes layer names unique from a variable's path.
 
     Keras counts the layers of a name per process, so the suffixes differ between ranks as soon as
     one rank has created more models.
@@ -83,7 +83,7 @@ def common_path(path: str) -> str:
 
 
 def size_in_bytes(spec: VariableSpec) -> int:
-    """The size of the variable's values in bytes."""
+    """Return the size of the variable's values in bytes."""
     return math.prod(spec.shape) * int(tf.as_dtype(spec.dtype).size)
 
 
@@ -143,7 +143,7 @@ class ExchangeOptions:
         return gradient * factor
 
     def of_dense(self) -> dict[str, Any]:
-        """Returns the arguments of the collective that reduces dense gradients."""
+        """Return the arguments of the collective that reduces dense gradients."""
         return {
             "op": self.op,
             "compression": self.compression,
@@ -153,7 +153,7 @@ class ExchangeOptions:
         }
 
     def densified(self, gradients: Sequence[Any]) -> list[Any]:
-        """Converts gradients to dense tensors, if ``sparse_as_dense`` is set."""
+        """Convert gradients to dense tensors, if ``sparse_as_dense`` is set."""
         if not self.sparse_as_dense:
             return list(gradients)
         return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
@@ -162,7 +162,7 @@ class ExchangeOptions:
 def overwrite(
     gradients: list[Any], variables: Sequence[Any], name: str, process_set: ProcessSet
 ) -> list[int]:
-    """Replaces "gradients" that are new values (float8 scales) by the ranks' maximum.
+    """Replace "gradients" that are new values (float8 scales) by the ranks' maximum.
 
     Keras uses the maximum of several such values, too.
 
@@ -184,7 +184,7 @@ def overwrite(
 
 
 def refuse_strategies() -> None:
-    """Checks that TensorFlow does not distribute the same training.
+    """Check that TensorFlow does not distribute the same training.
 
     Raises:
         ValueError: a ``tf.distribute.Strategy`` is in force.
@@ -208,7 +208,7 @@ def kinds_of(gradients: Sequence[Any]) -> tuple[Kind | None, ...]:
 def check_specs(
     name: str, specs: Sequence[VariableSpec], process_set: ProcessSet
 ) -> tuple[VariableSpec, ...]:
-    """Compares the ranks' variables: their number, order, paths, shapes and dtypes.
+    """Compare the ranks' variables: their number, order, paths, shapes and dtypes.
 
     The ranks compare 32 bytes; only if these differ do they exchange the specs. A path may begin
     later than another rank's: Keras puts the name of a model that was built in its first step into
@@ -282,7 +282,7 @@ Groups = int | Sequence[Sequence[Any]]
 
 
 def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Groups:
-    """Combines Horovod's two arguments.
+    """Combine Horovod's two arguments.
 
     Raises:
         ValueError: both are given, or one is impossible.
@@ -304,7 +304,7 @@ def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Gro
 
 
 def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
-    """The groups as indices into the list of variables."""
+    """Return the groups as indices into the list of variables."""
     if isinstance(groups, int):
         count = min(groups, len(variables))
         bounds = [len(variables) * g // count for g in range(count + 1)] if count else []
@@ -314,7 +314,7 @@ def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
 
 
 def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
-    """Raises the error about different models.
+    """Raise the error about different models.
 
     Args:
         views: what each rank has, by rank and by name.

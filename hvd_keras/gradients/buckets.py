@@ -9,7 +9,7 @@ FIRST_BYTES = 1 << 20
 
 
 def fill(sizes: Sequence[float], limit: float) -> list[list[int]]:
-    """Returns the indices of the gradients in each bucket.
+    """Return the indices of the gradients in each bucket.
 
     Args:
         sizes: bytes of each gradient, in the order in which gradients become ready.

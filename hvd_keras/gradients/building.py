@@ -33,12 +33,12 @@ def is_built(model: Any) -> bool:
 
 
 def unbuilt(model: Any) -> set[int]:
-    """The ids of the layers that are not built."""
+    """Return the ids of the layers that are not built."""
     return {id(layer) for layer in model._flatten_layers() if not layer.built}
 
 
 def build(model: Any, element_spec: Any) -> Exception | None:
-    """Creates the variables of a model, its metrics and its optimizers, from the spec of a batch.
+    """Create the variables of a model, its metrics and its optimizers, from the spec of a batch.
 
     Traces the model's own ``train_step``, if it has one, or else the forward pass, into a graph
     that never runs. Variables are created outside of the graph, as in every step that Keras traces.
@@ -82,7 +82,7 @@ def build(model: Any, element_spec: Any) -> Exception | None:
 
 
 def _call_on_zeros(model: Any, element_spec: Any) -> bool:
-    """Calls an eager model that cannot be traced on a batch of one row of zeros."""
+    """Call an eager model that cannot be traced on a batch of one row of zeros."""
 
     def zeros(spec: tf.TensorSpec) -> tf.Tensor:
         return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)

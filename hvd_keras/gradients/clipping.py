@@ -31,7 +31,7 @@ def clip(
     known: Mapping[int, Any] | None = None,
     local: Set[int] | None = None,
 ) -> Any:
-    """Does what ``optimizer._clip_gradients`` does in one process that has all variables.
+    """Do what ``optimizer._clip_gradients`` does in one process that has all variables.
 
     Args:
         optimizer: with Keras's options of clipping.

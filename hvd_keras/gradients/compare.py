@@ -44,7 +44,7 @@ _ROWS = 64  # of which the rows of all ranks are compared
 
 
 def of_optimizer(optimizer: Any) -> Description:
-    """Describes an optimizer: its class and configuration, without a plain learning rate.
+    """Describe an optimizer: its class and configuration, without a plain learning rate.
 
     A plain learning rate is a variable; it is broadcast, and compared later.
     """
@@ -65,7 +65,7 @@ _LOCAL = " of one rank"
 
 
 def of_training(model: Any) -> Description:
-    """Describes what a step of ``fit`` depends on: optimizers, loss, options and layers."""
+    """Describe what a step of ``fit`` depends on: optimizers, loss, options and layers."""
     found: Description = {}
     for i, optimizer in enumerate(model_ranks.optimizers_of(model)):
         prefix = f"{i + 1}. " if i else ""
@@ -104,7 +104,7 @@ def _name_of_policy(layer: Any) -> str:
 
 
 def flat(value: Any, path: str) -> Description:
-    """Describes a value, such as a configuration of Keras, by path."""
+    """Describe a value, such as a configuration of Keras, by path."""
     if isinstance(value, dict):
         found = {}
         if "class_name" in value:
@@ -131,12 +131,12 @@ def flat(value: Any, path: str) -> Description:
 
 
 def digest(description: Description) -> str:
-    """A hash of a description."""
+    """Return a hash of a description."""
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
 def check_difference(name: str, mine: Description, process_set: ProcessSet) -> None:
-    """Raises an error on every rank, after the ranks have seen that their descriptions differ.
+    """Raise an error on every rank, after the ranks have seen that their descriptions differ.
 
     A layer that belongs to one rank alone is described on other ranks only, and not compared.
 
@@ -168,7 +168,7 @@ def check_difference(name: str, mine: Description, process_set: ProcessSet) -> N
 
 
 def of_rows(data: Any) -> list[int] | None:
-    """Describes rows: their number and a hash of the first ones; None if they say nothing.
+    """Describe rows: their number and a hash of the first ones; None if they say nothing.
 
     Args:
         data: arrays, or tensors of a batch, of any structure.
@@ -251,7 +251,7 @@ class Values:
         self.reported = False
 
     def _large(self) -> list[tuple[Any, int, int]]:
-        """The variables, in pieces: variable, first row and end."""
+        """Return the variables, in pieces: variable, first row and end."""
         pieces = []
         for variable in self.variables:
             if tuple(variable.shape):
@@ -262,7 +262,7 @@ class Values:
         return pieces
 
     def different(self, name: str) -> str | None:
-        """Compares all values. Returns the first variable that differs, and how many; or None."""
+        """Compare all values. Returns the first variable that differs, and how many; or None."""
         mine = [_crc(tf.convert_to_tensor(variable)) for variable in self.variables]
         # One number first; those of all variables travel only if it differs.
         gathered = agree.gather_json(name, zlib.crc32(json.dumps(mine).encode()), self.process_set)
@@ -281,7 +281,7 @@ class Values:
         return f"{path}" + (f", and {more} more" if more else "")
 
     def different_after_step(self) -> str | None:
-        """Compares a part of the values from time to time, called after each step.
+        """Compare a part of the values from time to time, called after each step.
 
         All ranks know what the slowest has measured, so they choose the same next step.
         """

@@ -46,7 +46,7 @@ class Weighing:
     summed: str = ""
 
     def factor(self, of_all: Callable[[], Any], dtype: Any) -> Any:
-        """What a loss is multiplied by: 1 in a validation of one rank."""
+        """Return what a loss is multiplied by: 1 in a validation of one rank."""
         if self.is_together is None:
             return of_all()
         return tf.cond(self.is_together, of_all, lambda: tf.ones([], dtype))
@@ -71,7 +71,7 @@ def _together() -> Any:
 
 
 def validate_together(everywhere: bool) -> None:
-    """Sets whether all ranks take the next steps of validation."""
+    """Set whether all ranks take the next steps of validation."""
     _together().assign(everywhere)
 
 
@@ -118,7 +118,7 @@ def tell_of_validation(model: Any) -> None:
 
 
 def _graph() -> int:
-    """Identifies the function that is traced; 0 in eager code."""
+    """Identify the function that is traced; 0 in eager code."""
     return 0 if tf.executing_eagerly() else id(tf.compat.v1.get_default_graph())
 
 
@@ -150,7 +150,7 @@ def tell_of_averages() -> None:
 
 
 def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``keras.losses.Loss.__call__``, which every loss and every output calls."""
+    """Wrap ``keras.losses.Loss.__call__``, which every loss and every output calls."""
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:

@@ -142,20 +142,20 @@ _told_alone = agreement.VariableSet()
 
 
 def mark_alone(optimizer: Any) -> None:
-    """Records that a script leaves this rank out of what others train together."""
+    """Record that a script leaves this rank out of what others train together."""
     optimizer._hvd_alone = True
     if hasattr(optimizer, "inner_optimizer"):
         optimizer.inner_optimizer._hvd_alone = True
 
 
 def mark_synchronized(variables: Iterable[Any]) -> None:
-    """Records that these variables were broadcast."""
+    """Record that these variables were broadcast."""
     for variable in variables:
         _synchronized.add(variable)
 
 
 def mark_reduced(variables: Iterable[Any]) -> None:
-    """Records that a reducer exchanges the gradients of these variables."""
+    """Record that a reducer exchanges the gradients of these variables."""
     for variable in variables:
         if hasattr(variable, "assign"):
             _reduced.add(variable)
@@ -176,7 +176,7 @@ def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
 def check_weights(
     name: str, variables: Sequence[Any], requests: int, process_set: ProcessSet
 ) -> bool:
-    """Compares the ranks' initial weights, unless they were broadcast.
+    """Compare the ranks' initial weights, unless they were broadcast.
 
     In ``fit`` a difference gives a warning at once. A custom loop may broadcast after its first
     step, as Horovod's documentation advises, so there the warning comes some steps later.
@@ -227,7 +227,7 @@ def check_weights(
 
 
 def check_values(values: "compare.Values", when: str) -> None:
-    """Compares the values of a model in ``fit``, and tells a difference once.
+    """Compare the values of a model in ``fit``, and tell a difference once.
 
     Args:
         values: of the model.

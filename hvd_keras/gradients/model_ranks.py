@@ -26,7 +26,7 @@ def of_optimizer(optimizer: Any) -> "GradientReducer | None":
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
+    """Return the optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
@@ -65,7 +65,7 @@ def has_built_optimizers(model: Any) -> bool:
 
 
 def reducers_of(model: Any) -> "list[GradientReducer]":
-    """The reducers of a model's distributed optimizers."""
+    """Return the reducers of a model's distributed optimizers."""
     reducers = map(of_optimizer, optimizers_of(model))
     return list({id(r): r for r in reducers if r is not None}.values())
 
@@ -74,12 +74,12 @@ _together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionar
 
 
 def register_training_ranks(model: Any, process_set: ProcessSet) -> None:
-    """Records that a callback of hvd_keras takes part in this model's training on these ranks."""
+    """Record that a callback of hvd_keras takes part in this model's training on these ranks."""
     _together[model] = process_set
 
 
 def process_set_of(model: Any) -> ProcessSet | None:
-    """The ranks that train a model together; None if this rank trains it alone.
+    """Return the ranks that train a model together; None if this rank trains it alone.
 
     They are the ranks of its distributed optimizers. A model without one, whose ``train_step`` uses
     a ``hvd.DistributedGradientTape``, is recognised by a callback of hvd_keras in ``fit``.
@@ -99,7 +99,7 @@ def process_set_of(model: Any) -> ProcessSet | None:
 
 
 def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
-    """The variables that all ranks have in common."""
+    """Return the variables that all ranks have in common."""
     reducers = reducers_of(model)
     return [
         variable

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Gives each variable to one rank: the largest first, to the rank that has least.
+    """Give each variable to one rank: the largest first, to the rank that has least.
 
     So no rank gets more than an equal share and the largest variable.
 
@@ -95,7 +95,7 @@ def pack(
 
 
 def _between(sizes: list[int], tensors: list[int], start: int, stop: int) -> list[Piece]:
-    """The pieces of tensors, one after another, that lie in [start, stop)."""
+    """Return the pieces of tensors, one after another, that lie in [start, stop)."""
     ends = list(itertools.accumulate(sizes))
     pieces = []
     for k in range(bisect.bisect_right(ends, start), len(sizes)):

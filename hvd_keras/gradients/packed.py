@@ -44,7 +44,7 @@ class Packed:
     def reduce(
         self, tensors: Sequence[Any], after: list[Any], **how: Any
     ) -> tuple[dict[int, Any], list[Any]]:
-        """Returns the tensors that this rank owns, reduced over all ranks.
+        """Return the tensors that this rank owns, reduced over all ranks.
 
         Args:
             tensors: of this rank, all of them.
@@ -76,7 +76,7 @@ class Packed:
     def share(
         self, tensors: Mapping[int, Any], dtype: tf.DType, after: list[Any]
     ) -> tuple[dict[int, Any], list[Any]]:
-        """Gives all ranks what each owns.
+        """Give all ranks what each owns.
 
         Args:
             tensors: those that this rank owns, by number.

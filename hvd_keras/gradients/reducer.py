@@ -72,7 +72,7 @@ class GradientReducer:
         return self.options.process_set
 
     def register_local(self, variable: Any) -> None:
-        """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
+        """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
         self.local[agreement.variable_id(variable)] = variable
         if self.process_set.size() > 1:
             local_variables.add(variable)
@@ -80,7 +80,7 @@ class GradientReducer:
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> list[Any]:
-        """Returns the gradients over all ranks, in the order given; None if no rank has one.
+        """Return the gradients over all ranks, in the order given; None if no rank has one.
 
         Args:
             gradients: one per variable: a tensor, ``tf.IndexedSlices`` or None.
@@ -292,7 +292,7 @@ class Plan:
         options: agreement.ExchangeOptions,
         after: Sequence[Any] = (),
     ) -> list[Any]:
-        """Returns the gradients over all ranks, in the order given; None stays None.
+        """Return the gradients over all ranks, in the order given; None stays None.
 
         Last variables first, because backpropagation produces their gradients first. A bucket
         waits for the previous one, so that all ranks submit them in the same order, even inside
@@ -317,7 +317,7 @@ class Plan:
         return results
 
     def buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
-        """Returns, for each request, the indices of its gradients."""
+        """Return, for each request, the indices of its gradients."""
         present = [i for i in reversed(range(len(self.specs))) if gradients[i] is not None]
         grouped = {i for group in self.groups for i in group}
         chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
@@ -376,7 +376,7 @@ class KerasReducer(GradientReducer):
             setattr(optimizer, method, replacement)
 
     def register_local(self, variable: Any) -> None:
-        """Makes a variable belong to this rank: no exchange of its gradient, no broadcast."""
+        """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
         if self.state is not None and self.state.owner_of(variable) is not None:
             raise ValueError(
                 f"register_local_var: {variable.path} has an owner already (shard_state=True). "
@@ -385,7 +385,7 @@ class KerasReducer(GradientReducer):
         super().register_local(variable)
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
-        """Replaces ``Optimizer.apply_gradients``, which calls ``apply``."""
+        """Replace ``Optimizer.apply_gradients``, which calls ``apply``."""
         pairs = list(grads_and_vars)
         self._applied = False
         result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
@@ -395,7 +395,7 @@ class KerasReducer(GradientReducer):
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Replaces ``Optimizer.apply``, which every step calls."""
+        """Replace ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         self._applied = True
         step = self.ahead or self.begin_update(grads, trainable_variables)
@@ -429,7 +429,7 @@ class KerasReducer(GradientReducer):
         return step
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        """Replaces ``_clip_gradients``: called once per update, with the accumulated gradients."""
+        """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""
         step = self.step
         if self.optimizer.gradient_accumulation_steps:
             if step is None:

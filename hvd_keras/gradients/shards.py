@@ -39,7 +39,7 @@ class Part:
         return len(self.rows), len(self.columns)
 
     def cut(self, block: Any, first: int) -> tuple[slice, Any]:
-        """Returns what this part has of a block of the table's rows.
+        """Return what this part has of a block of the table's rows.
 
         Args:
             block: an array of whole rows.
@@ -83,7 +83,7 @@ class Layout:
     owner: int = 0
 
     def part(self, rank: int) -> Part:
-        """What a rank holds; its number counts in the process set."""
+        """Return what a rank holds; its number counts in the process set."""
         rows, columns = range(self.input_dim), range(self.output_dim)
         if self.kind == "rows":
             return Part(rows[rank :: self.ranks], columns)
@@ -93,11 +93,11 @@ class Layout:
         return Part(rows if rank == self.owner else range(0), columns)
 
     def size(self, rank: int) -> int:
-        """The number of values that a rank holds."""
+        """Return the number of values that a rank holds."""
         return math.prod(self.part(rank).shape)
 
     def as_json(self) -> dict[str, Any]:
-        """The arguments of an equal layout."""
+        """Return the arguments of an equal layout."""
         return dataclasses.asdict(self)
 
 
@@ -130,7 +130,7 @@ class Shard:
 
 
 def owned(shape: tuple[int, ...], owner: int, process_set: ProcessSet) -> Shard:
-    """A slot of this shape that one rank of the process set has."""
+    """Return a slot of this shape that one rank of the process set has."""
     rows = shape[0] if shape else 1
     layout = Layout("whole", rows, math.prod(shape[1:]), process_set.size(), owner)
     return Shard(layout, process_set, tuple(shape))
@@ -144,14 +144,14 @@ _known: dict[int, tuple[Any, Shard]] = {}
 
 
 def mark(variable: Any, shard: Shard) -> None:
-    """Records that a variable is this rank's part of a table."""
+    """Record that a variable is this rank's part of a table."""
     for known in (variable, inner_variable(variable)):
         number = id(known)
         _known[number] = weakref.ref(known, functools.partial(_forget, number)), shard
 
 
 def of(variable: Any) -> Shard | None:
-    """What ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
+    """Return what ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
     inner = inner_variable(variable)
     found = _known.get(id(inner)) or _known.get(id(variable))
     if found is None:
@@ -164,7 +164,7 @@ def of(variable: Any) -> Shard | None:
 def sharded_indices(
     variables: Sequence[Any], name: str, op: ops.ReduceOp, process_set: ProcessSet
 ) -> set[int]:
-    """The indices of the parts of tables among the variables of the optimizer ``name``.
+    """Return the indices of the parts of tables among the variables of the optimizer ``name``.
 
     Raises:
         ValueError: the options of the optimizer do not fit them.
@@ -190,12 +190,12 @@ def sharded_indices(
 
 
 def without(variables: Iterable[Any]) -> list[Any]:
-    """The variables that are not parts of tables."""
+    """Return the variables that are not parts of tables."""
     return [variable for variable in variables if of(variable) is None]
 
 
 def whole(variable: Any) -> Any:
-    """The array of which the ranks' variables are parts; all ranks must call it."""
+    """Return the array of which the ranks' variables are parts; all ranks must call it."""
     shard = of(variable)
     assert shard is not None
     mine = np.asarray(variable)
@@ -214,7 +214,7 @@ def whole(variable: Any) -> Any:
 
 
 def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Optimizer.add_variable_from_reference``: a slot of a part is a part.
+    """Wrap ``Optimizer.add_variable_from_reference``: a slot of a part is a part.
 
     An optimizer whose state is in shares makes its slots itself.
 
@@ -250,7 +250,7 @@ _WHOLE_VARIABLES = {
 
 
 def inner_variable(variable: Any) -> Any:
-    """Returns the ``tf.Variable`` in a Keras variable; other objects unchanged."""
+    """Return the ``tf.Variable`` in a Keras variable; other objects unchanged."""
     return variable.value if isinstance(variable, Variable) else variable
 
 

@@ -71,7 +71,7 @@ class State:
         self._optimizer._hvd_state = self
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
-        """What Keras's methods become on the optimizer."""
+        """Return what Keras's methods become on the optimizer."""
         return {
             "build": self._build,
             "_apply_weight_decay": self._apply_weight_decay,
@@ -117,7 +117,7 @@ class State:
         return not (is_overwritten or is_part or _id(variable) in self._reducer.local)
 
     def owner_of(self, variable: Any) -> int | None:
-        """The rank of the process set that updates a variable; None if all do."""
+        """Return the rank of the process set that updates a variable; None if all do."""
         return self._owners.get(_id(variable))
 
     def holds(self, variable: Any) -> bool:
@@ -131,7 +131,7 @@ class State:
         name: str | None = None,
         initializer: Any = "zeros",
     ) -> Any:
-        """Makes a slot of a variable that has an owner; on other ranks it has no values.
+        """Make a slot of a variable that has an owner; on other ranks it has no values.
 
         The arguments are those of ``add_variable_from_reference``, which is ``add``.
         """
@@ -150,7 +150,7 @@ class State:
         return slot
 
     def note(self, slot: Any) -> None:
-        """Records that a variable of the optimizer is a slot."""
+        """Record that a variable of the optimizer is a slot."""
         self._noted.add(_id(slot))
 
     # A step
@@ -161,7 +161,7 @@ class State:
         variables: Sequence[Any],
         allreduce: Callable[[list[Any], list[Any]], list[Any]],
     ) -> list[Any]:
-        """Returns the reduced gradients of the variables that this rank updates.
+        """Return the reduced gradients of the variables that this rank updates.
 
         Args:
             gradients: of this rank: dense, sparse or None; None and sparse alike on all ranks.
@@ -225,7 +225,7 @@ class State:
         return results
 
     def _squares(self, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, Any]:
-        """The squared norms of the gradients of all variables that have owners, by place."""
+        """Return the squared norms of the gradients of all variables that have owners, by place."""
         indices = [i for i, v in enumerate(variables) if self.owner_of(v) is not None]
         mine = [
             keras.ops.sum(keras.ops.square(gradients[i]))
@@ -286,7 +286,7 @@ class State:
             object.__setattr__(optimizer, name, averages)
 
     def _share(self, variables: Sequence[Any]) -> None:
-        """Gives all ranks the values of the variables that each updates, last variables first."""
+        """Give all ranks the values of the variables that each updates, last variables first."""
         rank = self._process_set.rank()
         by_dtype: dict[Any, list[Any]] = collections.defaultdict(list)
         for variable in reversed(variables):
@@ -331,7 +331,7 @@ class State:
 
 
 def wrap_files(method: Callable[..., None]) -> Callable[..., None]:
-    """Wraps how a LossScaleOptimizer writes and reads files, with the optimizer in it.
+    """Wrap how a LossScaleOptimizer writes and read files, with the optimizer in it.
 
     On the class, because ``compile`` creates such optimizers by itself.
     """
@@ -345,7 +345,7 @@ def wrap_files(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def _save(optimizer: Any, store: Any) -> None:
-    """Replaces ``save_own_variables``."""
+    """Replace ``save_own_variables``."""
     places = shards.saving_places.get()
     for i, variable in enumerate(optimizer.variables):
         if shards.of(variable) is None:
@@ -360,7 +360,7 @@ def _save(optimizer: Any, store: Any) -> None:
 
 
 def _load(optimizer: Any, store: Any) -> None:
-    """Replaces ``load_own_variables``: the file has the whole state."""
+    """Replace ``load_own_variables``: the file has the whole state."""
     for i, variable in enumerate(optimizer.variables):
         if shards.of(variable) is None:
             variable.assign(store[str(i)])
@@ -369,7 +369,7 @@ def _load(optimizer: Any, store: Any) -> None:
 
 
 def set_share(variable: Any, whole: Any) -> None:
-    """Assigns to a part what it has of the whole, an array."""
+    """Assign to a part what it has of the whole, an array."""
     shard = shards.of(variable)
     assert shard is not None
     rows = whole.reshape(shard.layout.input_dim, shard.layout.output_dim)

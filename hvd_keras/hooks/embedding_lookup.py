@@ -26,7 +26,7 @@ def read_by_rows(model: Any, layers: Iterable[Any]) -> None:
 
 
 def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Embedding.call``. Negative indices count from the end, as they do in Keras."""
+    """Wrap ``Embedding.call``. Negative indices count from the end, as they do in Keras."""
 
     def look_up(self: Any, inputs: Any) -> Any:
         # A tensor if it is quantized, has an adapter, or is cast by mixed precision.

@@ -51,7 +51,7 @@ _current: contextvars.ContextVar[_Fit | None] = contextvars.ContextVar("fit", de
 
 
 def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``keras.Model.fit``."""
+    """Wrap ``keras.Model.fit``."""
     signature = inspect.signature(fit)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
@@ -105,7 +105,7 @@ def _weigh(stack: contextlib.ExitStack, model: Any, process_set: ProcessSet, met
 
 
 def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> _Fit | None:
-    """The ``fit`` that begins; None if this rank trains the model alone.
+    """Return the ``fit`` that begins; None if this rank trains the model alone.
 
     Raises:
         ValueError: it cannot run on several ranks.
@@ -123,7 +123,7 @@ def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> _Fit 
 
 
 def _end(own: _Fit) -> None:
-    """Waits for the others, so that files that one rank has written are there for all."""
+    """Wait for the others, so that files that one rank has written are there for all."""
     if not own.has_begun:
         raise RuntimeError(
             f"hvd_keras: fit of Keras {keras.__version__} does not call {_BUILDS}, so the ranks "
@@ -142,7 +142,7 @@ _validating: contextvars.ContextVar[Any] = contextvars.ContextVar(
 
 
 def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
+    """Wrap ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
 
     Callbacks write on the first rank only.
     """
@@ -200,7 +200,7 @@ _BUILDS = "get_data_handler" if is_legacy else "_maybe_symbolic_build"
 
 
 def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
+    """Wrap ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
 
     def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
         own = _current.get()
@@ -224,7 +224,7 @@ def legacy_data_module() -> Any:
 
 
 def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``legacy_data_module().get_data_handler``."""
+    """Wrap ``legacy_data_module().get_data_handler``."""
 
     def get(*args: Any, **kwargs: Any) -> Any:
         handler = get_data_handler(*args, **kwargs)
@@ -237,7 +237,7 @@ def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[...,
 
 
 def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
+    """Wrap ``keras.callbacks.ProgbarLogger.set_params``: by default one rank has the bar."""
 
     def set_params_of_rank(self: Any, params: Any) -> None:
         set_params(self, params)
@@ -256,7 +256,7 @@ def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_built(model: Any) -> None:
-    """Checks, for a callback, that the model has its variables.
+    """Check, for a callback, that the model has its variables.
 
     Raises:
         ValueError: (on every rank) a rank could not create them before the first step.
@@ -278,7 +278,7 @@ def dataset_of(model: Any) -> Any:
 
 
 def forget_functions(model: Any) -> None:
-    """Makes a model trace its steps again."""
+    """Make a model trace its steps again."""
     model.test_function = model.predict_function = model.train_function = None
     made = model.make_train_function()
     if made is not None:  # tf_keras
@@ -303,7 +303,7 @@ def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
 
 
 def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
-    """Compares what must be equal on all ranks before they train.
+    """Compare what must be equal on all ranks before they train.
 
     Raises:
         ValueError: (on every rank) it differs.

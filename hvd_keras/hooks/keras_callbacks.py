@@ -74,7 +74,7 @@ def averages(callbacks: Sequence[Any]) -> bool:
 
 
 def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """What the other ranks must know of this rank's callbacks."""
+    """Return what the other ranks must know of this rank's callbacks."""
     return {
         "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
         "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
@@ -83,7 +83,7 @@ def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
 
 
 def edited(callbacks: Sequence[Any], common: Common) -> list[Any]:
-    """The callbacks of this rank, with those that make ranks decide alike between them."""
+    """Return the callbacks of this rank, with those that make ranks decide alike between them."""
     found = list(callbacks)
     deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
     places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
@@ -121,7 +121,7 @@ def on_leader_alone(
 
 
 def _save(common: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Replaces ``ModelCheckpoint._save_model``."""
+    """Replace ``ModelCheckpoint._save_model``."""
     if common.waits_for_checkpoints:
         agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
     elif common.process_set.rank() == 0:
@@ -129,7 +129,7 @@ def _save(common: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> 
 
 
 def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:
-    """Checks that all callbacks can work with several ranks.
+    """Check that all callbacks can work with several ranks.
 
     Raises:
         ValueError: one cannot.
@@ -155,7 +155,7 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
 
 @functools.cache
 def _silent(cls: Any) -> Any:
-    """A class of which the hooks that it has from Keras's writer do nothing."""
+    """Return a class of which the hooks that it has from Keras's writer do nothing."""
     writer = next(base for base in cls.__mro__ if base in _WRITERS)
 
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -189,7 +189,7 @@ class _Agree(_Internal):
         self.own: dict[str, Any] = {}
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Makes a NaN of one rank one of all."""
+        """Make a NaN of one rank one of all."""
         if not self.common.ends_on_nan:
             return
         logs = {} if logs is None else logs
@@ -208,7 +208,7 @@ class _Agree(_Internal):
                 self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replaces values that differ by their mean over the ranks."""
+        """Replace values that differ by their mean over the ranks."""
         self.own = {}
         if not self.common.monitored:
             return
@@ -253,7 +253,7 @@ class _AtTheEnd(_Internal):
     """Runs after all others: compares values, and stops all ranks if one stops."""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Compares values and data before the first step."""
+        """Compare values and data before the first step."""
         if self.common.values is not None:
             return
         common = variables.in_common(self.model)
@@ -268,12 +268,12 @@ class _AtTheEnd(_Internal):
         missing_calls.check_rows(gathered, process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Compares some values from time to time."""
+        """Compare some values from time to time."""
         if self.common.values is not None:
             missing_calls.check_values(self.common.values, "step")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Ends the training of all ranks after the same epoch."""
+        """End the training of all ranks after the same epoch."""
         mine = bool(self.model.stop_training)
         if any(agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)):
             self.model.stop_training = True

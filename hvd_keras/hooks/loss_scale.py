@@ -15,7 +15,7 @@ from hvd_keras.gradients import building, model_ranks
 
 
 def wrap_apply(keras_apply: Callable[..., None]) -> Any:
-    """Wraps ``LossScaleOptimizer.apply``: exchanges the scaled gradients as soon as they exist.
+    """Wrap ``LossScaleOptimizer.apply``: exchanges the scaled gradients as soon as they exist.
 
     Otherwise the inner optimizer would exchange them in the branch for finite gradients, where all
     gradients exist. An infinite one of any rank makes the sum infinite.
@@ -38,7 +38,7 @@ def wrap_apply(keras_apply: Callable[..., None]) -> Any:
 
 
 def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``LossScaleOptimizer.check_finite``: true if the gradients of all ranks are finite."""
+    """Wrap ``LossScaleOptimizer.check_finite``: true if the gradients of all ranks are finite."""
 
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         finite = local_check(self, grads)

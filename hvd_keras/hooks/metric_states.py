@@ -57,7 +57,7 @@ class MetricState:
     by_reference: bool
 
     def describe(self, prefix: str) -> str:
-        """Describes, as text, what must be equal on all ranks."""
+        """Describe, as text, what must be equal on all ranks."""
         keys = "/".join(prefix + key for key in self.results)
         variables = ", ".join(f"{v.dtype}{list(v.shape)}" for v in self.sums or ())
         return f"{keys}: {type(self.metric).__name__}({variables})"
@@ -80,7 +80,7 @@ def is_summable(metric: Any) -> bool:
 
 
 def states(model: Any) -> list[MetricState]:
-    """Copies of the states of a model's metrics, in the order in which Keras logs them.
+    """Copy of the states of a model's metrics, in the order in which Keras logs them.
 
     Args:
         model: a ``keras.Model``.
@@ -99,7 +99,7 @@ def states(model: Any) -> list[MetricState]:
 def reduce_logs(
     logs: dict[str, Any], phases: dict[str, list[MetricState]], process_set: ProcessSet
 ) -> dict[str, str]:
-    """Replaces this rank's logs by those over all ranks, in place; equal on all ranks.
+    """Replace this rank's logs by those over all ranks, in place; equal on all ranks.
 
     Metrics are computed from the sums of the ranks' states. Metrics whose states cannot be summed,
     and numbers and arrays that are not metrics of the model, are averaged over the ranks. Other
@@ -162,7 +162,7 @@ def reduce_logs(
 
 
 def numbers(results: dict[str, Any]) -> dict[str, Any]:
-    """Converts results to logs as Keras passes them to callbacks: flat, with floats for scalars.
+    """Convert results to logs as Keras passes them to callbacks: flat, with floats for scalars.
 
     Args:
         results: tensors, variables, numbers, or dicts of them, by key.
@@ -180,7 +180,7 @@ def numbers(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _results(model: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields name, metric and result, including the metrics inside Keras's container."""
+    """Yield name, metric and result, including the metrics inside Keras's container."""
     if is_legacy:
         yield from ((metric.name, metric, metric.result()) for metric in model.metrics)
         return
@@ -255,7 +255,7 @@ def _of_all_ranks(
 
 
 def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
-    """Computes the results from these values; the metric's own variables stay unchanged."""
+    """Compute the results from these values; the metric's own variables stay unchanged."""
     metric = state.metric
 
     def results() -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
 
 
 def _numeric(logs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the numbers and arrays in a form that JSON can represent."""
+    """Return the numbers and arrays in a form that JSON can represent."""
     numeric = {}
     for key, value in logs.items():
         if value is None:  # NumPy would make it NaN

@@ -46,7 +46,7 @@ _ABSENT = object()
 
 
 def install() -> None:
-    """Applies all patches, unless they are applied already.
+    """Apply all patches, unless they are applied already.
 
     Raises:
         RuntimeError: the installed Keras lacks an attribute; the text names versions that have it.
@@ -78,7 +78,7 @@ def uninstall() -> None:
 
 
 def _require_what_is_read() -> None:
-    """Checks attributes that are only read, and whose absence would go unnoticed."""
+    """Check attributes that are only read, and whose absence would go unnoticed."""
     # In TensorFlow 1 a script may still enable eager execution if there is no default graph yet.
     with contextlib.nullcontext() if tf.executing_eagerly() else tf.Graph().as_default():
         # Named: otherwise Keras would number the user's first layer and model as the second.
@@ -234,7 +234,7 @@ def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any
 
 
 def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Wraps a method that applies gradients: warns if they were not exchanged."""
+    """Wrap a method that applies gradients: warns if they were not exchanged."""
 
     def wrap(method: Any) -> Any:
         def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ def check_equal_on_all_ranks(
     process_set: ProcessSet = global_process_set,
     root_rank: int = 0,
 ) -> None:
-    """Compares the ranks' preprocessing layers, as far as their state is not in variables.
+    """Compare the ranks' preprocessing layers, as far as their state is not in variables.
 
     Compared are vocabularies and IDF weights, bin boundaries, salts, numbers of bins and tokens,
     and the means, variances and scales that the script has passed. If they are equal, this takes
@@ -96,7 +96,7 @@ def check_equal_on_all_ranks(
 def broadcast_preprocessing(
     layers: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Gives all ranks the state that the root's preprocessing layers learnt in ``adapt``.
+    """Give all ranks the state that the root's preprocessing layers learnt in ``adapt``.
 
     Only the root needs to call ``adapt`` before. Call this before the layers are used: a dataset's
     map, or an ``Embedding`` of the vocabulary's size, keeps the vocabulary that it was made with.
@@ -152,7 +152,7 @@ def _advice(root_rank: int) -> str:
 
 
 def _flat(layers: Iterable[Any]) -> list[Any]:
-    """Returns layers and inner layers, each once; without the one of a ``TextVectorization``."""
+    """Return layers and inner layers, each once; without the one of a ``TextVectorization``."""
     found = {id(inner): inner for layer in layers for inner in layer._flatten_layers()}
     hidden = {id(getattr(layer, "_lookup_layer", None)) for layer in found.values()}
     return [layer for number, layer in found.items() if number not in hidden]
@@ -171,7 +171,7 @@ def _differ(before: Any, after: Any) -> bool:
 
 
 def _state(layer: Any) -> list[tuple[str, Any]]:
-    """Returns the state that is not in variables: pairs of a name and a plain Python value."""
+    """Return the state that is not in variables: pairs of a name and a plain Python value."""
     state = []
     if hasattr(layer, "get_vocabulary"):
         state.append(("vocabulary", [_plain(token) for token in layer.get_vocabulary()]))
@@ -202,7 +202,7 @@ def _idf_weights(layer: Any) -> Any:
 
 
 def _views(value: Any, name: str, process_set: ProcessSet) -> list[str]:
-    """Describes this value on each rank: its size, and the first entry that differs."""
+    """Describe this value on each rank: its size, and the first entry that differs."""
     entries = value if isinstance(value, list) else [value]
     hashes = np.array([zlib.crc32(repr(entry).encode()) for entry in entries], np.uint32)
     gathered = agree.gather_bytes(f"{name}.entries", hashes.tobytes(), process_set)
@@ -223,7 +223,7 @@ def _learns(layer: Any) -> bool:
 
 
 def _learnt(layer: Any) -> Any:
-    """Returns the state from ``adapt``; None if the layer was not adapted."""
+    """Return the state from ``adapt``; None if the layer was not adapted."""
     if hasattr(layer, "get_vocabulary"):
         return layer.get_vocabulary(), _idf_weights(layer)
     if isinstance(layer, keras.layers.Discretization):
@@ -236,7 +236,7 @@ def _learnt(layer: Any) -> Any:
 
 
 def _learn(layer: Any, learnt: Any) -> None:
-    """Takes over the state that ``_learnt`` returned on another rank."""
+    """Take over the state that ``_learnt`` returned on another rank."""
     if learnt is None:
         return
     if hasattr(layer, "get_vocabulary"):

@@ -16,7 +16,7 @@ from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 def SyncBatchNormalization(  # noqa: N802
     process_set: ProcessSet = global_process_set, **kwargs: Any
 ) -> keras.layers.BatchNormalization:
-    """A ``keras.layers.BatchNormalization`` with the statistics of the whole batch.
+    """Return a ``keras.layers.BatchNormalization`` with the statistics of the whole batch.
 
     In training, mean and variance, and their gradients, are computed over the samples of all ranks.
     Every sample has the same weight, even if the ranks' batches differ in size. Use it if the batch
@@ -45,7 +45,7 @@ def SyncBatchNormalization(  # noqa: N802
 
 
 def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``.
+    """Wrap ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``.
 
     The class is patched so that layers that are cloned, loaded or made by others are included.
     """
@@ -66,13 +66,13 @@ LEGACY_METHOD = "_sync_calculate_mean_and_var"
 
 
 def legacy_class() -> Any:
-    """The class of tf_keras that defines ``LEGACY_METHOD``."""
+    """Return the class of tf_keras that defines ``LEGACY_METHOD``."""
     mro = keras.layers.BatchNormalization.__mro__
     return next(c for c in mro if LEGACY_METHOD in vars(c))
 
 
 def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for tf_keras, which has a separate method for synchronised moments."""
+    """Return the same for tf_keras, which has a separate method for synchronised moments."""
 
     def moments(self: Any, x: Any, axes: list[int], keep_dims: bool, mask: Any = None) -> Any:
         process_set = _process_set(self)
@@ -93,7 +93,7 @@ def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]
 
 
 def synchronize_on(layers: Iterable[Any], process_set: ProcessSet) -> None:
-    """Records for the layers of a model which ranks train it. Default: all ranks."""
+    """Record for the layers of a model which ranks train it. Default: all ranks."""
     for layer in layers:
         if isinstance(layer, keras.layers.BatchNormalization):
             _sets[layer] = process_set
@@ -103,7 +103,7 @@ _sets: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
 
 def _process_set(layer: Any) -> ProcessSet | None:
-    """The ranks over which a layer computes moments; None if it is this rank alone."""
+    """Return the ranks over which a layer computes moments; None if it is this rank alone."""
     if not rank_info.is_initialized():
         return None
     process_set = _sets.get(layer, global_process_set)
@@ -120,7 +120,7 @@ def _no_mask(layer: str) -> ValueError:
 def _global_moments(
     inputs: tf.Tensor, axes: list[int], path: str, process_set: ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Merges the ranks' moments, weighted by their counts.
+    """Merge the ranks' moments, weighted by their counts.
 
     By the pairwise formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise
     algorithm for computing sample variances"), which does not cancel as the mean of squares minus

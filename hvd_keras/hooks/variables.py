@@ -20,7 +20,7 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> tf.Operation | None:
-    """Assigns the root rank's values to the variables of every rank.
+    """Assign the root rank's values to the variables of every rank.
 
     The states of random generators (dropout, augmentation) get the root's seed mixed with the rank,
     so that masks differ between ranks and a rerun repeats them.
@@ -55,7 +55,7 @@ def broadcast_variables(
 
 
 def assign_values_of(root_rank: int, variables: Iterable[Any], process_set: ProcessSet) -> None:
-    """Assigns the root rank's values to the variables of every rank, also to seed states."""
+    """Assign the root rank's values to the variables of every rank, also to seed states."""
     bucket: list[Any] = []
     size = number = 0
     for variable in variables:
@@ -68,7 +68,7 @@ def assign_values_of(root_rank: int, variables: Iterable[Any], process_set: Proc
 
 
 def of_training(model: Any) -> list[Any]:
-    """The variables of a model and its optimizers, in the same order on all ranks.
+    """Return the variables of a model and its optimizers, in the same order on all ranks.
 
     Builds the optimizer of ``compile`` if necessary. It cannot build others, such as a GAN's,
     because it does not know which variables they update.
@@ -89,12 +89,12 @@ def _updates_nothing(model: Any, optimizer: Any) -> bool:
 
 
 def mark_restored(model: Any, restored: bool) -> None:
-    """Records whether this ``fit`` began with a checkpoint, which nothing may overwrite."""
+    """Record whether this ``fit`` began with a checkpoint, which nothing may overwrite."""
     model._hvd_restored = restored
 
 
 def is_restored(model: Any) -> bool:
-    """Returns what ``mark_restored`` recorded; False by default."""
+    """Return what ``mark_restored`` recorded; False by default."""
     return getattr(model, "_hvd_restored", False)
 
 
@@ -110,7 +110,7 @@ def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: P
 
 
 def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
-    """Assigns to floating-point variables their mean over the ranks; equal ones keep every bit."""
+    """Assign to floating-point variables their mean over the ranks; equal ones keep every bit."""
     if process_set.size() == 1 or not variables:
         return
     mine = [tf.convert_to_tensor(v) for v in variables]
@@ -123,7 +123,7 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
 
 
 def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """The moving statistics of batch normalisation that cover this rank's batches only.
+    """Return the moving statistics of batch normalisation that cover this rank's batches only.
 
     Those of frozen layers are included: a step that was traced before still changes them.
     """
@@ -147,7 +147,7 @@ def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
 
 
 def in_common(model: Any) -> list[Any]:
-    """The variables whose values are equal on all ranks in training, in the same order.
+    """Return the variables whose values are equal on all ranks in training, in the same order.
 
     They are the weights of the model, and the scalars of its optimizers: learning rates and
     counters.
@@ -170,7 +170,7 @@ def in_common(model: Any) -> list[Any]:
 
 
 def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: ProcessSet) -> None:
-    """Makes equal seed states differ by rank, in the same way in each run.
+    """Make equal seed states differ by rank, in the same way in each run.
 
     Otherwise all ranks would draw the same dropout masks. The state of the set's first rank stays
     unchanged.

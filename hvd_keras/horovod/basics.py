@@ -93,7 +93,7 @@ class HorovodBasics:
 
 
 def _added(process_set_id: int) -> own.ProcessSet:
-    """The process set with this number.
+    """Return the process set with this number.
 
     Raises:
         ValueError: there is none.

@@ -24,7 +24,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def check_included(kind: str, process_set: ProcessSet) -> None:
-    """Raises Horovod's exception if this rank may not make the call."""
+    """Raise Horovod's exception if this rank may not make the call."""
     process_set.id()
     if not process_set.included():
         raise tf.errors.InvalidArgumentError(
@@ -36,7 +36,7 @@ def check_included(kind: str, process_set: ProcessSet) -> None:
 
 
 def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor; gradients that flow through it are multiplied."""
+    """Return the tensor; gradients that flow through it are multiplied."""
     if factor == 1.0 or not tensor.dtype.is_floating:
         return tensor
 
@@ -48,7 +48,7 @@ def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _adapted(function: _Function, gradient: Callable[[int], float] | None = None) -> _Function:
-    """The function, which raises ``InvalidArgumentError`` outside of its process set.
+    """Return the function, which raises ``InvalidArgumentError`` outside of its process set.
 
     Args:
         function: of hvd_keras, with an argument ``process_set``.
@@ -74,7 +74,7 @@ def _adapted(function: _Function, gradient: Callable[[int], float] | None = None
 def in_order(
     function: Callable[..., Any], names: str, call: Callable[[Any, dict[str, Any]], Any]
 ) -> Callable[..., Any]:
-    """A function whose arguments are some of another one's, in another order.
+    """Return a function whose arguments are some of another one's, in another order.
 
     Args:
         function: the other one, whose defaults and docstring it has.
@@ -96,7 +96,7 @@ def in_order(
 
 
 def _mean(size: int) -> float:
-    """The factor that makes of the sum of the ranks' losses their mean."""
+    """Return the factor that makes of the sum of the ranks' losses their mean."""
     return 1 / size
 
 
@@ -135,7 +135,7 @@ def _allreduce(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """What Horovod's ``allreduce`` calls, and programs call, too: its default is the sum."""
+    """Return what Horovod's ``allreduce`` calls, and programs call, too: its default is the sum."""
     return allreduce(
         tensor,
         op=op,
@@ -230,7 +230,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Assigns the root's values to the variables of every rank, in place.
+    """Assign the root's values to the variables of every rank, in place.
 
     Args:
         variables: in the same order on all ranks.

@@ -37,7 +37,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
-    """Raises ImportError unless a framework is supported.
+    """Raise ImportError unless a framework is supported.
 
     Args:
         ext_name: such as "horovod.tensorflow".
@@ -70,14 +70,14 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
-    """Splits a list into parts whose lengths differ by at most 1; the first ones are longer."""
+    """Split a list into parts whose lengths differ by at most 1; the first ones are longer."""
     least, longer = divmod(len(items), parts)
     ends = [least * i + min(i, longer) for i in range(parts + 1)]
     return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _question(function: Callable[[], _Result]) -> Callable[..., _Result]:
-    """A function about the build, as ``horovod.common.util`` has it: with an argument."""
+    """Return a function about the build, as ``horovod.common.util`` has it: with an argument."""
 
     @functools.wraps(function)
     def ask(verbose: bool = False) -> _Result:
@@ -105,7 +105,7 @@ def is_version_greater_equal_than(ver: str, target: str) -> bool:
 
 
 def handle_average_backwards_compatibility(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """The operation that the two arguments of ``allreduce`` stand for.
+    """Return the operation that the two arguments of ``allreduce`` stand for.
 
     Raises:
         ValueError: both are given.
@@ -114,7 +114,7 @@ def handle_average_backwards_compatibility(op: ReduceOp | None, average: bool | 
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """The rank and the size that the launcher has given this process, before ``init``."""
+    """Return the rank and the size that the launcher has given this process, before ``init``."""
     return settings.launched_rank(), settings.launched()[2]
 
 

@@ -56,24 +56,24 @@ class ObjectState:
         self._reset_callbacks += callbacks
 
     def on_reset(self) -> None:
-        """Calls them."""
+        """Call them."""
         for callback in self._reset_callbacks:
             callback()
 
     def save(self) -> None:
-        """Keeps a copy of the state in memory."""
+        """Keep a copy of the state in memory."""
         attributes = {name: getattr(self, name) for name in self._names}
         self._saved = cloudpickle.dumps(attributes), self.values()
 
     def restore(self) -> None:
-        """Sets the state to what was saved, committed or synchronised last."""
+        """Set the state to what was saved, committed or synchronised last."""
         attributes, values = self._saved
         for name, value in cloudpickle.loads(attributes).items():
             setattr(self, name, value)
         self.assign(values)
 
     def sync(self) -> None:
-        """Gives all ranks the state of rank 0."""
+        """Give all ranks the state of rank 0."""
         attributes = {name: getattr(self, name) for name in self._names}
         for name, value in objects.broadcast_object(attributes, 0, name="state").items():
             setattr(self, name, value)
@@ -81,7 +81,7 @@ class ObjectState:
         self.save()
 
     def commit(self) -> None:
-        """Saves the state, also in a file of rank 0, from which a restart goes on.
+        """Save the state, also in a file of rank 0, from which a restart goes on.
 
         Raises:
             OSError: (on rank 0) the file cannot be written.
@@ -99,20 +99,20 @@ class ObjectState:
         storage.prune(path, _KEPT)
 
     def check_host_updates(self) -> None:
-        """Does nothing: hosts that were added are used by the next restart."""
+        """Do nothing: hosts that were added are used by the next restart."""
 
     def values(self) -> list[Any]:
         """This rank's values of what is more than attributes."""
         return []
 
     def assign(self, values: Sequence[Any]) -> None:
-        """Sets what ``values`` gives."""
+        """Set what ``values`` gives."""
 
     def broadcast(self) -> None:
-        """Gives all ranks rank 0's values of what ``values`` gives."""
+        """Give all ranks rank 0's values of what ``values`` gives."""
 
     def resume(self) -> bool:
-        """Takes over the last commit, on rank 0; tells on every rank whether there is one.
+        """Take over the last commit, on rank 0; tell on every rank whether there is one.
 
         Raises:
             RuntimeError: (on every rank) there are commits, and all are damaged.

@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def fill(module: ModuleType) -> None:
-    """Gives a module its names, loaded when first used, as those of hvd_keras are."""
+    """Give a module its names, loaded when first used, as those of hvd_keras are."""
     settings.tell_hvdrun(mark=settings.ASKED_FOR)
     homes = names.MODULES[module.__name__]
 

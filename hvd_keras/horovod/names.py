@@ -32,7 +32,7 @@ class Row:
     home: str | None = ""
 
     def homes(self) -> dict[str, str]:
-        """The module of each name."""
+        """Return the module of each name."""
         if self.home is None:
             return {}
         return {name.rpartition(".")[2]: self.home for name in self.names.split()}
@@ -354,7 +354,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
 
 
 def _homes(*sections: str) -> dict[str, str]:
-    """The names of some sections; later sections take precedence."""
+    """Return the names of some sections; later sections take precedence."""
     return {k: v for section in sections for row in TABLE[section] for k, v in row.homes().items()}
 
 

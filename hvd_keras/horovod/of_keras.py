@@ -23,7 +23,7 @@ _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
 
 
 def in_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function: it gets these arguments, in this order, with hvd_keras's defaults.
+    """Decorate a function: it gets these arguments, in this order, with hvd_keras's defaults.
 
     Args:
         names: separated by spaces; the default of those that hvd_keras lacks is None.
@@ -51,6 +51,7 @@ def in_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @functools.wraps(distributed.DistributedOptimizer)
 def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
+    """Distribute an optimizer as Horovod does: also one that is distributed already."""
     given = _ARGUMENTS.bind(optimizer, *args, **kwargs).arguments
     if distributed.is_distributed(optimizer) and hasattr(optimizer, "from_config"):
         # Horovod makes a new optimizer each time.
@@ -117,7 +118,7 @@ reducescatter = _on_values(collectives.reducescatter, "name op")
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Assigns the root's values to all global variables of the graph, at once.
+    """Assign the root's values to all global variables of the graph, at once.
 
     Args:
         root_rank: the rank whose values all get.

@@ -41,7 +41,7 @@ class ProcessSet(process_sets.ProcessSet):
         self._number, self._horovod_number = number, None if number is None else free
 
     def id(self) -> int:
-        """The number of the set in hvd_keras.
+        """Return the number of the set in hvd_keras.
 
         Raises:
             ValueError: the set was not added, or was removed.
@@ -51,7 +51,7 @@ class ProcessSet(process_sets.ProcessSet):
         return self._number
 
     def size(self) -> int | None:  # type: ignore[override]
-        """The number of ranks in the set; None if it was not added."""
+        """Return the number of ranks in the set; None if it was not added."""
         return None if self.process_set_id is None else super().size()
 
     def included(self) -> bool | None:  # type: ignore[override]
@@ -98,7 +98,7 @@ def add_process_set(process_set: Any) -> process_sets.ProcessSet:
 
 
 def as_process_set(given: Any) -> Any:
-    """A process set, of what ``ProcessSet`` takes."""
+    """Return a process set, of what ``ProcessSet`` takes."""
     return given if isinstance(given, process_sets.ProcessSet) else ProcessSet(given)
 
 

@@ -59,7 +59,7 @@ class RayExecutor:
     def create_settings(
         timeout_s: float = 30.0, placement_group_timeout_s: float = 100.0, **others: Any
     ) -> dict[str, float]:
-        """Returns settings: how long to wait for resources. The others are for Horovod's ssh."""
+        """Return settings: how long to wait for resources. The others are for Horovod's ssh."""
         return {"wait_seconds": placement_group_timeout_s}
 
     def start(
@@ -69,7 +69,7 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Takes the ranks' environment; the ranks start with each call.
+        """Take the ranks' environment; the ranks start with each call.
 
         Raises:
             TypeError: there is an ``executable_cls``, whose objects would not outlive a call.
@@ -89,7 +89,7 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls the function on all ranks; returns the results in rank order.
+        """Call the function on all ranks; return the results in rank order.
 
         Raises:
             RuntimeError: ``start`` was not called.
@@ -100,9 +100,9 @@ class RayExecutor:
         return hvd_keras.ray.run(fn, self._count, args or (), kwargs, **self._options)
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Calls ``fn(None)`` on all ranks, as Horovod does where there is no ``executable_cls``."""
+        """Call ``fn(None)`` on all ranks, as Horovod does where there is no ``executable_cls``."""
         return self.run(fn, (None,))
 
     def shutdown(self) -> None:
-        """Does nothing: no call leaves anything behind."""
+        """Do nothing: no call leaves anything behind."""
         self._started = False

@@ -138,7 +138,7 @@ def call(
     out: Any = None,
     err: Any = None,
 ) -> list[bytes]:
-    """Calls a pickled function on as many ranks as there are places; this is the first of them.
+    """Call a pickled function on as many ranks as there are places; this is the first of them.
 
     Args:
         function, name, out, err: as for ``run_function.call``.

@@ -26,7 +26,7 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Replaces this process by the program; returns an exit status if there is none."""
+    """Replace this process by the program; return an exit status if there is none."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, file=sys.stderr)
         return 0 if arguments else 2

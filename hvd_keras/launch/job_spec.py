@@ -97,7 +97,7 @@ def build(given: argparse.Namespace) -> JobSpec:
 
 
 def _shell(given: argparse.Namespace) -> RemoteShell:
-    """The program by which mpirun and hvdrun reach the hosts."""
+    """Return the program by which mpirun and hvdrun reach the hosts."""
     identity = given.ssh_identity_file
     if identity is not None and not Path(identity).is_file():
         raise UsageError(f"--ssh-identity-file got {identity!r}, which is not a file")

@@ -39,7 +39,7 @@ Ctrl-C."""
 
 
 def _at_least(least: int, option: str) -> Callable[[str], int]:
-    """The type of an option that takes an integer of at least `least`."""
+    """Return the type of an option that takes an integer of at least `least`."""
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdecimal() and int(text) >= least):
@@ -51,13 +51,13 @@ def _at_least(least: int, option: str) -> Callable[[str], int]:
 
 
 def _size(text: str) -> int:
-    """The type of -np, which gets "p2" of "-np2" by way of -n."""
+    """Return the type of -np, which gets "p2" of "-np2" by way of -n."""
     number = text.removeprefix("p")
     return AUTO if number == "auto" else _at_least(1, "-np")(number)
 
 
 def _words(option: str) -> Callable[[str], list[str]]:
-    """The type of an option that takes several words, quoted as in a shell."""
+    """Return the type of an option that takes several words, quoted as in a shell."""
 
     def parse(text: str) -> list[str]:
         try:

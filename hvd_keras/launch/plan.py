@@ -75,7 +75,7 @@ class Plan:
 
 
 def memory_folder(job: str) -> str:
-    """The folder for the shared memory of MPI, which killed ranks cannot remove."""
+    """Return the folder for the shared memory of MPI, which killed ranks cannot remove."""
     return f"/dev/shm/hvdrun-{job}"
 
 

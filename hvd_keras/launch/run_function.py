@@ -31,7 +31,7 @@ def run(
     hosts: str | None = None,
     options: Sequence[str] = (),
 ) -> list[Any]:
-    """Calls a function on all ranks of a new job and waits for the results.
+    """Call a function on all ranks of a new job and wait for the results.
 
     The ranks' output is printed here, with the rank before each line. The function calls
     ``hvd.init()`` itself. Function, arguments and results are pickled by cloudpickle, so functions
@@ -81,7 +81,7 @@ def call(
     err: Any = None,
     **process: Any,
 ) -> list[bytes]:
-    """Calls a pickled function with its arguments on all ranks.
+    """Call a pickled function with its arguments on all ranks.
 
     Args:
         function: the pickle of the function, a tuple and a dict of arguments.
@@ -144,7 +144,7 @@ def _follow(
 
 
 def _relay(source: IO[str], target: Any, last: list[str]) -> None:
-    """Copies lines, and keeps the last of hvdrun's own."""
+    """Copy lines, and keep the last of hvdrun's own."""
     for line in source:
         target.write(line)
         target.flush()

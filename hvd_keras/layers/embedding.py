@@ -130,7 +130,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             self.set_table(whole)
 
     def table_size(self) -> plan.TableSize:
-        """What a plan needs to know of the table."""
+        """Return what a plan needs to know of the table."""
         item_bytes = int(tf.as_dtype(self.variable_dtype).size)
         return plan.TableSize(self.name, self.input_dim, self.output_dim, item_bytes, self.shard)
 
@@ -166,7 +166,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             )
 
     def build(self, input_shape: Any = None) -> None:
-        """Creates this rank's part of the table."""
+        """Create this rank's part of the table."""
         if self.built:
             return
         shape = self.input_dim, self.output_dim
@@ -197,7 +197,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         return self._embeddings
 
     def call(self, inputs: Any) -> Any:
-        """Looks up ids."""
+        """Look up ids."""
         self.compare()
         (rows,) = lookup(
             self.request_name(),
@@ -208,17 +208,17 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         return self.shaped(inputs, rows)
 
     def request_name(self) -> str:
-        """Identifies the layer on all ranks."""
+        """Identify the layer on all ranks."""
         return f"embedding {agreement.common_path(self.embeddings.path)}"
 
     def as_table(self) -> Table:
-        """The table for ``lookup``."""
+        """Return the table for ``lookup``."""
         layout = self.layout or shards.Layout("whole", self.input_dim, self.output_dim, 1)
         part = shards.inner_variable(self.embeddings)
         return Table(self.name, part, layout, self.compute_dtype)
 
     def compare(self) -> None:
-        """Compares the table with the other ranks', before its first lookup.
+        """Compare the table with the other ranks', before its first lookup.
 
         Raises:
             ValueError: (on every rank) they differ.
@@ -242,7 +242,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         self._compared = True
 
     def flat_ids(self, inputs: Any) -> tf.Tensor:
-        """The ids as an int64 vector."""
+        """Return the ids as an int64 vector."""
         if isinstance(inputs, tf.SparseTensor):
             raise TypeError(
                 f"{self.name}: got a sparse tensor, expected a dense or ragged tensor of ids. "
@@ -255,7 +255,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         return tf.reshape(tf.cast(ids, tf.int64), [-1])
 
     def shaped(self, inputs: Any, rows: tf.Tensor) -> Any:
-        """The output for ids, from the rows of ``flat_ids``."""
+        """Return the output for ids, from the rows of ``flat_ids``."""
         if isinstance(inputs, tf.RaggedTensor):
             if self.combiner is None:
                 return inputs.with_flat_values(_with_shape(rows, inputs.flat_values))
@@ -297,7 +297,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         return keras.ops.not_equal(inputs, 0)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
-        """The shape of the output for ids of a shape."""
+        """Return the shape of the output for ids of a shape."""
         kept = input_shape if self.combiner is None else input_shape[:-1]
         return (*kept, self.output_dim)
 
@@ -310,7 +310,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         )
 
     def set_table(self, table: Any) -> None:
-        """Assigns the table; each rank takes its part.
+        """Assign the table; each rank takes its part.
 
         Args:
             table: of shape ``[input_dim, output_dim]``: an array, or something else that has a
@@ -336,7 +336,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         self.embeddings.assign(values)
 
     def get_table(self) -> Any:
-        """The whole table, as an array; all ranks must call it, and get it."""
+        """Return the whole table, as an array; all ranks must call it, and get it."""
         if self.layout is None:
             return np.asarray(self.embeddings)
         return shards.whole(self.embeddings)
@@ -368,7 +368,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         self.set_table(dataset)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments, without ``weights`` and ``process_set``."""
+        """Return the arguments, without ``weights`` and ``process_set``."""
         return {
             **super().get_config(),
             "input_dim": self.input_dim,

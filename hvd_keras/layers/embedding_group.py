@@ -103,13 +103,13 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         ]
 
     def build(self, input_shape: Any = None) -> None:
-        """Creates this rank's parts of the tables."""
+        """Create this rank's parts of the tables."""
         for table in self.tables.values():
             table.build()
         self.built = True
 
     def call(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Looks up the ids of all features."""
+        """Look up the ids of all features."""
         self._check_features(inputs)
         names = [name for name in self.tables if name in self.features.values()]
         divided = [name for name in names if self.tables[name].layout is not None]
@@ -160,11 +160,11 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         }
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """The masks of the features."""
+        """Return the masks of the features."""
         return self._each("compute_mask", inputs) if self.supports_masking else None
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """The shapes of the outputs for ids of these shapes."""
+        """Return the shapes of the outputs for ids of these shapes."""
         return self._each("compute_output_shape", input_shape)
 
     def compute_output_spec(self, inputs: Any) -> Any:
@@ -172,7 +172,7 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         return self._each("compute_output_spec", inputs)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments; the tables as Keras's serialized layers."""
+        """Return the arguments; the tables as Keras's serialized layers."""
         tables = {
             name: keras.saving.serialize_keras_object(table) for name, table in self.tables.items()
         }
@@ -180,7 +180,7 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Embeddings":
-        """The layer with these arguments."""
+        """Return the layer with these arguments."""
         tables = {
             name: keras.saving.deserialize_keras_object(table)
             for name, table in config["tables"].items()

@@ -65,7 +65,7 @@ class Initializer(keras.initializers.Initializer):  # type: ignore[misc]
 
 
 def _drawer(initializer: Any, shape: tuple[int, int], dtype: str) -> Callable[..., Any] | None:
-    """Returns a function that draws rows [first, last), first being a multiple of 4; or None."""
+    """Return a function that draws rows [first, last), first being a multiple of 4; or None."""
     initializers = keras.initializers
 
     def is_a(*names: str) -> bool:

@@ -44,7 +44,7 @@ class Table:
 def lookup(
     name: str, tables: Sequence[Table], ids: Sequence[Any], process_set: ProcessSet | None
 ) -> list[tf.Tensor]:
-    """Looks up ids in the tables. All ranks of the process set must call it.
+    """Look up ids in the tables. All ranks of the process set must call it.
 
     Args:
         name: identifies the call on all ranks.
@@ -88,7 +88,7 @@ def lookup(
 
 
 def _out_of_range(tables: Sequence[Table], ids: Sequence[Any]) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """Finds the first id that is out of range.
+    """Find the first id that is out of range.
 
     Returns:
         int64 ``[2]``: the number of its table and the id, or -1 and 0; and the ids with 0 in place
@@ -108,7 +108,7 @@ def _out_of_range(tables: Sequence[Table], ids: Sequence[Any]) -> tuple[tf.Tenso
 
 
 def _refuse(tables: Sequence[Table], problems: tf.Tensor, ranks: list[int]) -> list[Any]:
-    """Raises an error if a rank has an id that is out of range; in a graph, returns the check.
+    """Raise an error if a rank has an id that is out of range; in a graph, return the check.
 
     Args:
         tables: the tables.
@@ -169,11 +169,11 @@ class _Asked:
             self.rows = [tf.size(unique) if r == layout.owner else 0 for r in range(n)]
 
     def width(self, rank: int) -> int:
-        """The number of columns that a rank has."""
+        """Return the number of columns that a rank has."""
         return len(self.table.layout.part(rank).columns)
 
     def result(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The rows of all ids, from the values that each rank has sent."""
+        """Return the rows of all ids, from the values that each rank has sent."""
         matrices = [tf.reshape(v, [-1, self.width(r)]) for r, v in enumerate(values)]
         axis = 1 if self.table.layout.kind == "columns" else 0
         return tf.gather(tf.concat(matrices, axis=axis), self._place)
@@ -213,7 +213,7 @@ class _Wanted:
         self.rows = _count(unique // table.layout.input_dim, n)
 
     def width(self, process_set: ProcessSet) -> int:
-        """The number of columns of this rank's part."""
+        """Return the number of columns of this rank's part."""
         return len(self.table.layout.part(process_set.rank()).columns)
 
 
@@ -225,7 +225,7 @@ def _count(ranks: tf.Tensor, n: int) -> tf.Tensor:
 def _wanted(
     tables: Sequence[Table], received: tf.Tensor, lengths: tf.Tensor, process_set: ProcessSet
 ) -> list[_Wanted]:
-    """Takes the ranks' messages apart."""
+    """Take the ranks' messages apart."""
     n, t = process_set.size(), len(tables)
     problems, ids = [], []
     for message in tf.split(received, lengths, num=n):
@@ -246,11 +246,11 @@ def _exchange(
     rows: Sequence[tf.Tensor],
     process_set: ProcessSet,
 ) -> list[tf.Tensor]:
-    """Sends each row once to each rank that wants it; and the gradients of all ids back."""
+    """Send each row once to each rank that wants it; and the gradients of all ids back."""
     n, t = process_set.size(), len(asked)
 
     def alltoall(messages: Sequence[Sequence[tf.Tensor]], what: str) -> tf.Tensor:
-        """Sends to each rank its pieces of shape ``[size]``."""
+        """Send to each rank its pieces of shape ``[size]``."""
         joined = [tf.concat(message, axis=0) for message in messages]
         received, _ = ops.alltoall(
             tf.concat(joined, axis=0),

@@ -38,7 +38,7 @@ def save_model(
     filepath: str | os.PathLike[str],
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Saves a model whose tables or optimizer are divided between ranks. All ranks must call it.
+    """Save a model whose tables or optimizer are divided between ranks. All ranks must call it.
 
     The first rank writes the file, atomically, and gets the tables block by block, so that no rank
     holds a whole one. Each ``hvd.layers.Embedding`` without ``combiner`` is written as a plain
@@ -132,7 +132,7 @@ def load_model(
 
 
 def _divided(model: Any) -> list[Embedding]:
-    """The layers of a model whose tables are divided, in the same order on all ranks."""
+    """Return the layers of a model whose tables are divided, in the same order on all ranks."""
     return [
         layer
         for layer in model._flatten_layers()
@@ -178,7 +178,7 @@ def _has_share(model: Any) -> bool:
 
 
 def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:
-    """Yields the table's rows, block by block, on the first rank; on others, sends them there."""
+    """Yield the table's rows, block by block, on the first rank; on others, sends them there."""
     layout = table.layout
     assert layout is not None
     mine = np.asarray(table.embeddings)
@@ -228,7 +228,7 @@ def _write(
     with_optimizer: bool,
     path: pathlib.Path,
 ) -> None:
-    """Writes a ``.keras`` file."""
+    """Write a ``.keras`` file."""
     library = _library()
     config = keras.saving.serialize_keras_object(model)
     metadata: dict[str, Any] = {
@@ -270,7 +270,7 @@ def _places(tables: list[_Table]) -> Iterator[int]:
 
 
 def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
-    """Writes the tables to their places."""
+    """Write the tables to their places."""
     places: dict[int, list[str]] = collections.defaultdict(list)
 
     def note(name: str, item: Any) -> None:
@@ -299,7 +299,7 @@ def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
 
 
 def _rewritten(config: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Changes the configurations of all layers in a configuration."""
+    """Change the configurations of all layers in a configuration."""
     if isinstance(config, (list, tuple)):
         return [_rewritten(item, change) for item in config]
     if not isinstance(config, dict):
@@ -329,7 +329,7 @@ def _as_plain(layer: dict[str, Any]) -> dict[str, Any]:
 def _load(
     archive: zipfile.ZipFile, choices: dict[str, Any], custom_objects: dict[str, Any] | None
 ) -> Any:
-    """Loads a file of ``save_model`` and divides its tables."""
+    """Load a file of ``save_model`` and divide its tables."""
 
     def change(layer: dict[str, Any]) -> dict[str, Any]:
         name = layer["config"].get("name")

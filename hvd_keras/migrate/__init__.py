@@ -26,11 +26,11 @@ class Script(Source):
         self.findings = sorted(set(self._find()))
 
     def line(self, finding: Finding) -> int:
-        """The number of its line, from 1."""
+        """Return the number of its line, from 1."""
         return self.data[: finding.start].count(b"\n") + 1
 
     def written(self) -> str:
-        """The text with all that is certain changed."""
+        """Return the text with all that is certain changed."""
         data, end = b"", 0
         for finding in self.findings:
             if finding.new is not None and finding.start >= end:

@@ -10,7 +10,7 @@ from hvd_keras.migrate import Script
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the tool; returns its exit status: 1 if something is left to do by hand."""
+    """Run the tool; return its exit status: 1 if something is left to do by hand."""
     parser = argparse.ArgumentParser(
         prog="python -m hvd_keras.migrate",
         description="Says what to change in scripts written for Horovod.",
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replace(path: pathlib.Path, data: bytes) -> None:
-    """Replaces a file's contents at once, so that a failure leaves the old ones."""
+    """Replace a file's contents at once, so that a failure leaves the old ones."""
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     shutil.copymode(path, new)

@@ -171,7 +171,7 @@ def _is_horovod(name: str) -> bool:
 
 
 def _why_not(name: str) -> str:
-    """What to do about a name of Horovod's that hvd_keras has not; empty if it has it."""
+    """Return what to do about a name of Horovod's that hvd_keras has not; empty if it has it."""
     modules = {part for module in names.MODULES for part in module.split(".")} - {"elastic"}
     if name in dir(hvd_keras) or name in modules:
         return ""

@@ -46,11 +46,11 @@ class Source:
             self._note_names(node)
 
     def at(self, node: ast.AST, text: str, new: str | None = None) -> Finding:
-        """A finding at a node of the tree."""
+        """Return a finding at a node of the tree."""
         return Finding(*self.place(node), text, new)
 
     def place(self, node: ast.AST) -> tuple[int, int]:
-        """The start and the end of a node."""
+        """Return the start and the end of a node."""
         assert isinstance(node, (ast.expr, ast.stmt, ast.keyword, ast.alias))
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
@@ -58,12 +58,12 @@ class Source:
         return start, self._lines[node.end_lineno - 1] + node.end_col_offset
 
     def lines_of(self, node: ast.stmt) -> tuple[int, int]:
-        """The start and the end of the lines of a statement."""
+        """Return the start and the end of the lines of a statement."""
         assert node.end_lineno is not None
         return self._lines[node.lineno - 1], self._lines[node.end_lineno]
 
     def source(self, node: ast.AST) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         start, end = self.place(node)
         return self.data[start:end].decode()
 
@@ -79,7 +79,7 @@ class Source:
     def without(
         self, node: ast.Call, keywords: Iterable[ast.keyword], text: str = ""
     ) -> list[Finding]:
-        """The removal of arguments of a call, each with a comma."""
+        """Return the removal of arguments of a call, each with a comma."""
         arguments = sorted(self.place(part) for part in [*node.args, *node.keywords])
         gone = {self.place(keyword): keyword.arg for keyword in keywords}
         findings, kept = [], False

@@ -119,7 +119,7 @@ def _changed_import(
 
 
 def _pinning(script: Source) -> list[ast.stmt]:
-    """The statements that give a session of Keras its GPU, if they do nothing else."""
+    """Return the statements that give a session of Keras its GPU, if they do nothing else."""
     statements = [node for node in script.nodes if isinstance(node, ast.stmt)]
     found: list[ast.stmt] = []
     for statement in statements:

@@ -36,7 +36,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """Combines the ranks' tensors; all ranks get the result, bit for bit the same.
+    """Combine the ranks' tensors; all ranks get the result, bit for bit the same.
 
     Terms are combined in the order of the ranks; float16 and bfloat16 are accumulated in float32.
 

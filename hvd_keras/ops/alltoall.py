@@ -16,7 +16,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Sends a part of the tensor to each rank, and gets a part from each.
+    """Send a part of the tensor to each rank, and get a part from each.
 
     Args:
         tensor: a tensor with at least one dimension, of any numeric dtype or bool; the first

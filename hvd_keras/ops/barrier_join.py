@@ -8,7 +8,7 @@ from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until all ranks of the process set have called it.
+    """Wait until all ranks of the process set have called it.
 
     Args:
         process_set: the ranks that wait for each other.
@@ -23,7 +23,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join() -> tf.Tensor:
-    """Declares that this rank has no more data, and waits until all ranks have done so.
+    """Declare that this rank has no more data, and wait until all ranks have done so.
 
     Meanwhile this rank takes part in the collectives of the others. It contributes zeros to sums
     and averages (which still divide by ``size()``), neutral values to other reductions, and no rows

@@ -16,7 +16,7 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> tf.Tensor:
-    """Gives every rank the root rank's tensor.
+    """Give every rank the root rank's tensor.
 
     Args:
         tensor: a tensor of any numeric dtype or bool, of the same dtype and shape on all ranks.
@@ -58,7 +58,7 @@ def grouped_broadcast(
 
 
 def check_root(root_rank: int, process_set: ProcessSet) -> None:
-    """Raises ValueError if the root is not one of the ranks that take part."""
+    """Raise ValueError if the root is not one of the ranks that take part."""
     if not isinstance(root_rank, int) or root_rank not in process_set.ranks:
         raise ValueError(
             f"root_rank is {root_rank!r}, expected one of the ranks that take part: "

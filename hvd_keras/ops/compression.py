@@ -13,12 +13,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns the tensor to send, of the same shape, and a context for ``decompress``."""
+        """Return the tensor to send, of the same shape, and a context for ``decompress``."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        """Returns a tensor of the dtype that ``compress`` has received."""
+        """Return a tensor of the dtype that ``compress`` has received."""
         raise NotImplementedError
 
 
@@ -77,7 +77,7 @@ class Compression:
 
 
 def wire_dtype(compression: type[Compressor]) -> tf.DType | None:
-    """The dtype to which the core rounds wider ones; None for the user's own compressors."""
+    """Return the dtype to which the core rounds wider ones; None for the user's own compressors."""
     wires = {
         Compression.none: tf.float64,  # no dtype is wider, so nothing is rounded
         Compression.fp16: tf.float16,

@@ -14,7 +14,7 @@ from hvd_keras.runtime import process_sets, rank_info
 
 
 def _call(op: Any, suffix: str = ".gradient") -> dict[str, Any]:
-    """The attributes that identify the collective of a gradient."""
+    """Return the attributes that identify the collective of a gradient."""
     return {
         "tensor_name": op.get_attr("tensor_name").decode() + suffix,
         "process_set": op.get_attr("process_set"),
@@ -49,7 +49,7 @@ def _allreduce(op: Any, *upstream: Any) -> list[Any]:
 
 
 def _sent(op: Any) -> list[tf.Tensor]:
-    """The inputs as they were sent."""
+    """Return the inputs as they were sent."""
     wire = tf.as_dtype(op.get_attr("wire_dtype").decode())
     wider = [x.dtype.is_floating and x.dtype.size > wire.size for x in op.inputs]
     return [
@@ -66,7 +66,7 @@ def _extremum_weights(op: Any) -> list[tf.Tensor]:
 
 
 def _product_weights(op: Any) -> list[tf.Tensor]:
-    """The product of the other ranks' values, also correct if some are 0."""
+    """Return the product of the other ranks' values, also correct if some are 0."""
     sent = _sent(op)
     zeros = [tf.cast(x == 0, x.dtype) for x in sent]
     nonzero = [tf.where(x == 0, tf.ones_like(x), x) for x in sent]

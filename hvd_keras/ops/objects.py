@@ -19,7 +19,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Gives every rank the root rank's object.
+    """Give every rank the root rank's object.
 
     Args:
         obj: any object that cloudpickle can serialise; only the root's is used.
@@ -54,7 +54,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """Returns ``broadcast_object`` with all arguments except the object.
+    """Return ``broadcast_object`` with all arguments except the object.
 
     Args:
         root_rank, session, name, process_set: as in ``broadcast_object``.
@@ -80,7 +80,7 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Gives every rank the objects of all ranks.
+    """Give every rank the objects of all ranks.
 
     Args:
         obj: any object that cloudpickle can serialise.

@@ -24,7 +24,7 @@ def local_rank_op(name: str | None = None) -> tf.Tensor:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """The size of a process set as an int32 scalar tensor, computed when the graph runs.
+    """Return the size of a process set as an int32 scalar tensor, computed when the graph runs.
 
     Args:
         process_set_id: that of a ``ProcessSet``; 0 is the set of all ranks.

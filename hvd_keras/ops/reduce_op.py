@@ -26,7 +26,7 @@ Adasum = ReduceOp.ADASUM
 
 
 def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
-    """Returns the reduction that Horovod's two arguments ask for.
+    """Return the reduction that Horovod's two arguments ask for.
 
     Raises:
         ValueError: both are given, or ``op`` is not a ``ReduceOp``.
@@ -48,7 +48,7 @@ def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
 def check_reducible(
     kind: str, tensor: Any, op: ReduceOp, prescale: float, postscale: float
 ) -> None:
-    """Raises ValueError if this reduction does not exist for the tensor's dtype."""
+    """Raise ValueError if this reduction does not exist for the tensor's dtype."""
     dtype = tensor.dtype
     got = f"hvd.{kind}: got a tensor of dtype {dtype.name} with op=hvd.{op.value}"
     if dtype == tf.bool and op not in (Min, Max):

@@ -9,7 +9,7 @@ from hvd_keras.runtime.process_sets import ProcessSet
 
 
 def name_of_slices(name: str) -> str:
-    """The name under which the slices of an allreduce are gathered."""
+    """Return the name under which the slices of an allreduce are gathered."""
     return f"{name}.slices"
 
 
@@ -66,7 +66,7 @@ def reduce_slices(
 
 
 def _summary(indices: tf.Tensor) -> tf.Tensor:
-    """The number of rows of a lookup, and whether it does not depend on the batch.
+    """Return the number of rows of a lookup, and whether it does not depend on the batch.
 
     Args:
         indices: ``[rows]``, of any integer dtype.
@@ -104,7 +104,7 @@ def _is_constant(tensor: tf.Tensor) -> bool:
 def _sum_equal_lookups(
     values: tf.Tensor, indices: tf.Tensor, summaries: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sums the ranks' rows if the lookup does not depend on the batch, as that of positions.
+    """Sum the ranks' rows if the lookup does not depend on the batch, as that of positions.
 
     One process has each of its rows once, with the sum. Ranks with shorter sequences have looked up
     only the first of the others' indices.

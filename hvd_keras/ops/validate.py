@@ -32,7 +32,7 @@ DTYPES = {
 
 
 def check(kind: str, process_set: ProcessSet) -> None:
-    """Raises ValueError or NotImplementedError if this rank cannot make this call here."""
+    """Raise ValueError or NotImplementedError if this rank cannot make this call here."""
     process_set.check_included(kind)
     xla.check(kind)
 
@@ -43,7 +43,7 @@ EMPTY = np.zeros(0, np.uint8)
 
 @contextlib.contextmanager
 def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any) -> Iterator[None]:
-    """Makes an error in this rank's arguments fail the call on all ranks, in eager mode.
+    """Make an error in this rank's arguments fail the call on all ranks, in eager mode.
 
     Other ranks may make the same call correctly and would wait for this one. So this rank submits a
     request of that name that describes the error. If all ranks submit the same, each raises its
@@ -81,7 +81,7 @@ def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any
 
 
 def checked(kind: str, tensor: Any) -> Any:
-    """Returns a tensor, or ``tf.IndexedSlices``, of a dtype that can be sent."""
+    """Return a tensor, or ``tf.IndexedSlices``, of a dtype that can be sent."""
     if not isinstance(tensor, tf.IndexedSlices):
         tensor = tf.convert_to_tensor(tensor)
     if tensor.dtype not in DTYPES:
@@ -120,7 +120,7 @@ _SIGNATURES = {
 
 
 def check_type(kind: str, argument: str, value: Any, *, right: bool, expected: str) -> None:
-    """Raises TypeError unless an argument is right; positional ones may be in another order."""
+    """Raise TypeError unless an argument is right; positional ones may be in another order."""
     if right:
         return
     ours, keras_modules, example = _SIGNATURES[kind]
@@ -132,13 +132,13 @@ def check_type(kind: str, argument: str, value: Any, *, right: bool, expected: s
 
 
 def check_average(average: Any) -> None:
-    """Raises TypeError unless Horovod's older argument is a bool or None."""
+    """Raise TypeError unless Horovod's older argument is a bool or None."""
     right = average is None or isinstance(average, (bool, np.bool_))
     check_type("allreduce", "average", average, right=right, expected="True, False or None")
 
 
 def check_compression(kind: str, compression: Any) -> None:
-    """Raises TypeError unless it is a compressor."""
+    """Raise TypeError unless it is a compressor."""
     right = hasattr(compression, "compress") and hasattr(compression, "decompress")
     expected = "hvd.Compression.none, .fp16 or .bf16, or a class derived from hvd.Compressor"
     check_type(kind, "compression", compression, right=right, expected=expected)
@@ -148,7 +148,7 @@ _unnamed: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], int]] = weakref.W
 
 
 def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
-    """Returns the name of a request: the given one, or one that is the same on all ranks.
+    """Return the name of a request: the given one, or one that is the same on all ranks.
 
     Unnamed calls in a function are numbered per kind and process set, since a rank makes only the
     calls of sets that include it. TensorFlow's op names are unsuitable: they differ between ranks

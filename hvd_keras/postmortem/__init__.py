@@ -113,7 +113,7 @@ class Finding:
 
 
 def read(folder: Path) -> dict[int, Rank]:
-    """Reads the files of all ranks in a folder.
+    """Read the files of all ranks in a folder.
 
     Raises:
         ValueError: there are none, or they come from another version.
@@ -212,7 +212,7 @@ def _read_stacks(path: Path) -> tuple[dict[str, Any], Place | None, Place | None
 
 
 def find(ranks: dict[int, Rank]) -> Finding:
-    """Finds which ranks did something else first."""
+    """Find which ranks did something else first."""
     size = max(rank.size for rank in ranks.values())
     absent = [rank for rank in range(size) if rank not in ranks]
     if absent:
@@ -264,7 +264,7 @@ def _differing(ranks: dict[int, Rank], pending: dict[int, list[Request]]) -> Fin
 
 
 def _usual(ranks: dict[int, Rank]) -> set[str]:
-    """What has followed, earlier, the requests that all ranks served last."""
+    """Return what has followed, earlier, the requests that all ranks served last."""
     usual = set()
     for rank in ranks.values():
         done = [request.identity for request in rank.requests if request.state == _DONE]
@@ -273,7 +273,7 @@ def _usual(ranks: dict[int, Rank]) -> set[str]:
 
 
 def _first_to_end(ranks: dict[int, Rank], among: Iterable[int]) -> list[int]:
-    """The ranks that ended by themselves, if any did: they are why the others were ended."""
+    """Return the ranks that ended by themselves, if any did: they are why the others were ended."""
     among = list(among)
     if len(among) == 1:
         return among
@@ -318,7 +318,7 @@ def conclusion(folder: Path) -> str:
 
 
 def report(folder: Path, count: int) -> str:
-    """The conclusion, and each rank's last requests.
+    """Return the conclusion, and each rank's last requests.
 
     Args:
         folder: the folder of one start of a job.

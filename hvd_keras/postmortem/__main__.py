@@ -8,7 +8,7 @@ from hvd_keras.postmortem import report
 
 
 def main() -> int:
-    """The program; returns its exit status."""
+    """Run the program; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m hvd_keras.postmortem",
         description="Says which rank of a failed job did something else first, and where.",

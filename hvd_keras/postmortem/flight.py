@@ -84,7 +84,7 @@ class _Recorder:
         self._stacks.write(line.encode() + b"\n")
 
     def note_call(self, request: str) -> None:
-        """Keeps the script's line that asks for a request."""
+        """Keep the script's line that asks for a request."""
         if self._calls is None:
             return
         frame: FrameType | None = sys._getframe(2)
@@ -113,7 +113,7 @@ class _Recorder:
         postmortem.COUNT.pack_into(self._calls, place, self._count)
 
     def note_exception(self, kind: type[BaseException], trace: TracebackType | None) -> None:
-        """Keeps where an uncaught exception was raised."""
+        """Keep where an uncaught exception was raised."""
         self._keep = True
         self._write(f"Exception {kind.__name__} (most recent call first):")
         for frame, line in reversed(list(traceback.walk_tb(trace))):
@@ -121,7 +121,7 @@ class _Recorder:
             self._write(f'  File "{code.co_filename}", line {line} in {code.co_name}')
 
     def _listen(self) -> None:
-        """Writes stacks when the core tells that requests fail; it waits for that."""
+        """Write stacks when the core tells that requests fail; it waits for that."""
         while self._own.recv(1):
             self._keep = True
             with contextlib.suppress(OSError, ValueError):
@@ -141,7 +141,7 @@ class _Recorder:
             self._stacks.write(done.stdout + done.stderr)
 
     def stop(self, *, keep: bool) -> None:
-        """Ends the recording; removes the files unless requests have failed."""
+        """End the recording; remove the files unless requests have failed."""
         faulthandler.unregister(signal.SIGTERM)
         self._core.shutdown(socket.SHUT_RDWR)
         if not keep and not self._keep:
@@ -176,20 +176,20 @@ def start() -> None:
 
 
 def note_call(request: str) -> None:
-    """Keeps the line of the script that asks for a request, such as ``"allreduce 'x'"``."""
+    """Keep the line of the script that asks for a request, such as ``"allreduce 'x'"``."""
     if _recorder is not None:
         _recorder.note_call(request)
 
 
 def note_exception(kind: type[BaseException], trace: TracebackType | None) -> None:
-    """Keeps where an uncaught exception was raised."""
+    """Keep where an uncaught exception was raised."""
     if _recorder is not None:
         with contextlib.suppress(Exception):  # no memory, perhaps
             _recorder.note_exception(kind, trace)
 
 
 def stop(*, keep: bool) -> None:
-    """Ends the recording.
+    """End the recording.
 
     Args:
         keep: whether the files may be needed: the ranks have not left the job together.

@@ -45,7 +45,7 @@ def run(
     options: Sequence[str] = (),
     wait_seconds: float = 60.0,
 ) -> list[Any]:
-    """Calls a function on all ranks of a new job on a Ray cluster and waits for the results.
+    """Call a function on all ranks of a new job on a Ray cluster and wait for the results.
 
     Each rank has an actor that holds its resources; the rank itself is a process beside it, on the
     same host. Ranks on one host have consecutive numbers. The function calls ``hvd.init()``, by
@@ -146,7 +146,7 @@ def _told(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, 
 
 
 def _check_resources(ray: Any, each: Mapping[str, float], count: int) -> None:
-    """Raises if the cluster can never have these resources, as it is now."""
+    """Raise if the cluster can never have these resources, as it is now."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     slots = sum(
         min(int(node.get(name, 0.0) // amount) for name, amount in each.items() if amount)
@@ -245,7 +245,7 @@ def _actor(ray: Any, group: Any, number: int, each: Mapping[str, float], runtime
 
 
 def _get(ray: Any, actors: Sequence[Any], answers: Sequence[Any]) -> list[Any]:
-    """What the actors answer."""
+    """Return what the actors answer."""
     try:
         return list(ray.get(list(answers), timeout=START))
     except ray.exceptions.GetTimeoutError as error:
@@ -259,13 +259,13 @@ def _get(ray: Any, actors: Sequence[Any], answers: Sequence[Any]) -> list[Any]:
 
 
 def _by_host(addresses: Sequence[str]) -> list[int]:
-    """The numbers of the actors, those on one host together, the first host first."""
+    """Return the numbers of the actors, those on one host together, the first host first."""
     first = {address: addresses.index(address) for address in addresses}
     return sorted(range(len(addresses)), key=lambda number: (first[addresses[number]], number))
 
 
 def _gpus(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The GPUs that each host's actors hold, by the host's name; none if they hold none."""
+    """Return the GPUs that each host's actors hold, by the host's name; none if they hold none."""
     found: dict[str, list[str]] = {}
     for fact in facts:
         if fact["gpus"]:
@@ -277,7 +277,7 @@ def _gpus(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 def _on_gpus(
     gpus: Mapping[str, str], func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a rank calls: the function, with its host's GPUs visible."""
+    """Return what a rank calls: the function, with its host's GPUs visible."""
     if held := gpus.get(socket.gethostname()):
         settings.show_gpus(held)
     return func(*args, **kwargs)

@@ -32,14 +32,14 @@ class Group(Protocol):
         """Its number, the same on all ranks."""
 
     def size(self) -> int:
-        """The number of its ranks."""
+        """Return the number of its ranks."""
 
     def check_included(self, caller: str) -> None:
-        """Raises ValueError if this rank is not in it."""
+        """Raise ValueError if this rank is not in it."""
 
 
 def gather_json(name: str, value: Any, process_set: Group | None = None) -> list[Any]:
-    """Returns every rank's value, by rank. Also works while TensorFlow traces a function.
+    """Return every rank's value, by rank. Also works while TensorFlow traces a function.
 
     Args:
         name: identifies the call on all ranks.
@@ -57,7 +57,7 @@ def gather_json(name: str, value: Any, process_set: Group | None = None) -> list
 
 
 def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> list[bytes]:
-    """Returns every rank's bytes, by rank. Also works while TensorFlow traces a function.
+    """Return every rank's bytes, by rank. Also works while TensorFlow traces a function.
 
     Args:
         name: identifies the call on all ranks.
@@ -85,7 +85,7 @@ def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> li
 
 
 def by_rank(values: Sequence[Any], process_set: Group | None = None) -> str:
-    """Returns a text of every rank's value, for errors: ``rank 0: 3; rank 1: 4``.
+    """Return a text of every rank's value, for errors: ``rank 0: 3; rank 1: 4``.
 
     Args:
         values: by rank, as ``gather_json`` returns them; None is left out.
@@ -99,7 +99,7 @@ def by_rank(values: Sequence[Any], process_set: Group | None = None) -> str:
 def on_all_ranks(
     name: str, function: Callable[[], _Result], process_set: Group | None = None
 ) -> _Result:
-    """Calls a function; an error on any rank is raised on all, with the same type and text.
+    """Call a function; an error on any rank is raised on all, with the same type and text.
 
     Args:
         name: begins the text of the error, and identifies the call on all ranks.
@@ -147,7 +147,7 @@ def on_leader(name: str, function: Callable[[], _Result], process_set: Group) ->
 
 
 def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
-    """Runs a collective immediately, also while a function is traced or a graph is built.
+    """Run a collective immediately, also while a function is traced or a graph is built.
 
     Args:
         collective: returns one tensor; its inputs must be values, not tensors.
@@ -165,7 +165,7 @@ def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
 
 
 def _separate() -> tf.compat.v1.ConfigProto:
-    """A session configuration without side effects on the user's sessions.
+    """Return a session configuration without side effects on the user's sessions.
 
     By default, the first session of a process selects its GPUs and creates the threads of all later
     sessions.

@@ -20,7 +20,7 @@ def find_libraries() -> None:
 
 
 def pin(local_rank: int, local_size: int) -> None:
-    """Gives this process the GPU of its local rank, with memory growth.
+    """Give this process the GPU of its local rank, with memory growth.
 
     Does nothing if the user has called ``tf.config.set_visible_devices``.
 
@@ -53,7 +53,7 @@ def pin(local_rank: int, local_size: int) -> None:
 
 
 def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Settings) -> int:
-    """Returns the index of a process's GPU among those that it sees.
+    """Return the index of a process's GPU among those that it sees.
 
     Args:
         gpus: the number of GPUs that the process sees, at least 1.
@@ -78,7 +78,7 @@ def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Setting
 
 
 def facts() -> dict[str, str]:
-    """Describes the CUDA and NCCL libraries that were found, or what is missing."""
+    """Describe the CUDA and NCCL libraries that were found, or what is missing."""
     find_libraries()
     core = libraries.core()
     return {"CUDA": core.hvd_cuda().decode(), "NCCL": core.hvd_nccl().decode()}

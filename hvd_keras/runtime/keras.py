@@ -43,7 +43,7 @@ KERAS_VERSIONS = "keras>=3.6,<3.16"
 
 
 def require(owner: Any, attribute: str, reason: str) -> None:
-    """Looks for something of Keras that its documentation does not promise.
+    """Look for something of Keras that its documentation does not promise.
 
     Raises:
         RuntimeError: it is not there.

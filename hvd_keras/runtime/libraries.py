@@ -43,7 +43,7 @@ def _find(name: str) -> str:
 
 @functools.cache
 def core() -> ctypes.CDLL:
-    """The core: the engine and the transports, without TensorFlow.
+    """Return the core: the engine and the transports, without TensorFlow.
 
     One process that no launcher has started needs no MPI.
 
@@ -112,7 +112,7 @@ def mpi_file() -> str:
 
 
 def mpi_version() -> str:
-    """The version text of the MPI that the core uses."""
+    """Return the version text of the MPI that the core uses."""
     text: str = core().hvd_mpi_version().decode()
     return text.strip("\0\n ")
 
@@ -151,7 +151,7 @@ def _tensorflow_folder() -> pathlib.Path:
 
 @functools.cache
 def tensorflow_ops() -> Any:
-    """The module of raw TensorFlow ops.
+    """Return the module of raw TensorFlow ops.
 
     Raises:
         RuntimeError: hvd_keras was not built for this TensorFlow.
@@ -173,7 +173,7 @@ def tensorflow_ops() -> Any:
 
 @functools.cache
 def why_no_xla() -> str:
-    """Loads the library that lets XLA compile the ops. Returns an error message, or ""."""
+    """Load the library that lets XLA compile the ops. Returns an error message, or ""."""
     import tensorflow as tf
 
     core()

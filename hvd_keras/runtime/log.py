@@ -14,7 +14,7 @@ class _WithRank(logging.Formatter):
 
 
 def start(rank: int) -> None:
-    """Shows messages of ``HVD_LOG_LEVEL`` and above, with the rank.
+    """Show messages of ``HVD_LOG_LEVEL`` and above, with the rank.
 
     If the script has installed a handler, only the level is set.
 
@@ -31,5 +31,5 @@ def start(rank: int) -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Writes a warning, unless this process has already written it."""
+    """Write a warning, unless this process has already written it."""
     logger.warning(text)

@@ -44,7 +44,7 @@ class Library:
 
 
 def loaded() -> list[str]:
-    """The MPI libraries that this process has loaded."""
+    """Return the MPI libraries that this process has loaded."""
     found = []
     for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
         path = line[line.find("/") :]
@@ -83,7 +83,7 @@ class NotFoundError(RuntimeError):
 
 
 def load() -> tuple[str, Library]:
-    """Loads the first usable MPI library into this process. Returns its ABI, and the library.
+    """Load the first usable MPI library into this process. Returns its ABI, and the library.
 
     Raises:
         NotFoundError: none was found.
@@ -104,7 +104,7 @@ def load() -> tuple[str, Library]:
 
 
 def refuse_two() -> None:
-    """Raises RuntimeError if this process has loaded two MPI libraries."""
+    """Raise RuntimeError if this process has loaded two MPI libraries."""
     there = loaded()
     if len(there) > 1:
         raise RuntimeError(
@@ -115,7 +115,7 @@ def refuse_two() -> None:
 
 
 def _load(library: Library) -> str:
-    """Returns the ABI according to the library's version text. Raises OSError."""
+    """Return the ABI according to the library's version text. Raises OSError."""
     handle = ctypes.CDLL(library.path)
     text = ctypes.create_string_buffer(8192)  # MPICH's, which is the largest of all MPIs
     try:
@@ -131,7 +131,7 @@ def _load(library: Library) -> str:
 
 
 def _with_version(path: str) -> str:
-    """Resolves a libmpi.so, which may be a linker script, to the library beside it."""
+    """Resolve a libmpi.so, which may be a linker script, to the library beside it."""
     if os.path.realpath(path).endswith(".so"):
         for name in _NAMES:
             versioned = os.path.join(os.path.dirname(path), name)

@@ -54,7 +54,7 @@ class ProcessSet:
         return list(range(rank_info.size())) if self._ranks is None else list(self._ranks)
 
     def size(self) -> int:
-        """The number of ranks in the set."""
+        """Return the number of ranks in the set."""
         return len(self.ranks)
 
     def included(self) -> bool:
@@ -71,7 +71,7 @@ class ProcessSet:
         return self.ranks.index(rank_info.rank())
 
     def id(self) -> int:
-        """Returns ``process_set_id``.
+        """Return ``process_set_id``.
 
         Raises:
             ValueError: the set was not added, or was removed.
@@ -84,7 +84,7 @@ class ProcessSet:
         return self.process_set_id
 
     def check_included(self, caller: str) -> None:
-        """Raises ValueError unless the set was added and includes this process."""
+        """Raise ValueError unless the set was added and includes this process."""
         self.id()
         if not self.included():
             raise ValueError(
@@ -93,14 +93,14 @@ class ProcessSet:
             )
 
     def text(self) -> str:
-        """The ranks as text, such as "0, 2" or "0 to 3"."""
+        """Return the ranks as text, such as "0, 2" or "0 to 3"."""
         ranks = self.ranks
         if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
             return f"{ranks[0]} to {ranks[-1]}"
         return ", ".join(map(str, ranks))
 
     def __reduce__(self) -> Any:
-        """Makes copies of a set that was added the set itself, so that copied callbacks have it."""
+        """Make copies of a set that was added the set itself, so that copied callbacks have it."""
         if self.process_set_id is not None:
             return of_id, (self.process_set_id,)
         return ProcessSet, (self._ranks if self.mpi_comm is None else self.mpi_comm,)
@@ -129,7 +129,7 @@ _next_number = 1
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
-    """Adds a process set. Every rank of the job must call it, in the set or not.
+    """Add a process set. Every rank of the job must call it, in the set or not.
 
     Args:
         process_set: a ``ProcessSet``, or the argument for one: ranks, or an mpi4py communicator.
@@ -185,7 +185,7 @@ def _add(process_set: ProcessSet) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a process set. Every rank of the job must call it, in the set or not.
+    """Remove a process set. Every rank of the job must call it, in the set or not.
 
     Args:
         process_set: the set to remove; of sets made by ``MPI.Comm.Split`` each rank's own.
@@ -218,7 +218,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def of_id(process_set_id: int) -> ProcessSet:
-    """The process set with this number."""
+    """Return the process set with this number."""
     return _added[process_set_id]
 
 

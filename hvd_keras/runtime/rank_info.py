@@ -31,12 +31,12 @@ _left_alone = False
 
 
 def set_world_ranks(ranks: list[int]) -> None:
-    """Records the ranks of MPI_COMM_WORLD that form the job, by rank of the job; empty: all."""
+    """Record the ranks of MPI_COMM_WORLD that form the job, by rank of the job; empty: all."""
     _world_ranks[:] = ranks
 
 
 def from_world(world_rank: int) -> int:
-    """Converts a rank of MPI_COMM_WORLD to the rank in the job.
+    """Convert a rank of MPI_COMM_WORLD to the rank in the job.
 
     Raises:
         ValueError: the process is not in the job.
@@ -51,7 +51,7 @@ def from_world(world_rank: int) -> int:
 
 
 def mark_left_alone() -> None:
-    """Records that this process has left the job, but not together with the other ranks."""
+    """Record that this process has left the job, but not together with the other ranks."""
     global _left_alone
     _left_alone = True
 
@@ -72,7 +72,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """The number of processes in the job."""
+    """Return the number of processes in the job."""
     return _read().size
 
 
@@ -82,7 +82,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """The number of processes of the job on this host."""
+    """Return the number of processes of the job on this host."""
     return _read().local_size
 
 
@@ -92,7 +92,7 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """The number of hosts that have a process with this ``local_rank()``."""
+    """Return the number of hosts that have a process with this ``local_rank()``."""
     return _read().cross_size
 
 

@@ -76,7 +76,7 @@ class Settings:
 
 @functools.cache
 def read() -> Settings:
-    """Reads the environment, once per process.
+    """Read the environment, once per process.
 
     Raises:
         ValueError: a variable has an invalid value.
@@ -130,7 +130,7 @@ def library_path() -> str:
 
 
 def user_cache() -> pathlib.Path:
-    """The folder for what programs of this user keep to save work."""
+    """Return the folder for what programs of this user keep to save work."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
 
 
@@ -160,7 +160,7 @@ def is_launched() -> bool:
 
 
 def launched_rank() -> int:
-    """The number that the launcher has given this process; without a launcher 0."""
+    """Return the number that the launcher has given this process; without a launcher 0."""
     _, found, _ = launched()
     return next((int(os.environ.get(rank, 0)) for _, name, rank in _LAUNCHERS if name == found), 0)
 
@@ -170,7 +170,7 @@ _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def set_horovods_ranks() -> None:
-    """Sets the variables in which horovodrun gives a process its rank, from those of MPI."""
+    """Set the variables in which horovodrun gives a process its rank, from those of MPI."""
     _, name, size = launched()
     if not name:
         return
@@ -219,7 +219,7 @@ def show_gpus(numbers: str) -> None:
 
 
 def point_mpi4py_at(mpi_library: str) -> None:
-    """Makes a later import of mpi4py use this MPI library, unless the user has chosen one.
+    """Make a later import of mpi4py use this MPI library, unless the user has chosen one.
 
     Args:
         mpi_library: a path, or empty if there is none.
@@ -229,7 +229,7 @@ def point_mpi4py_at(mpi_library: str) -> None:
 
 
 def choose_transports(mpi_version: str) -> None:
-    """Turns off unneeded transports of Open MPI 5, unless the user has chosen some.
+    """Turn off unneeded transports of Open MPI 5, unless the user has chosen some.
 
     The one-sided transport over libfabric sleeps for a second in MPI_Init while it looks for
     networks; hvd_keras does not use it. A process that no launcher has started needs no transport,

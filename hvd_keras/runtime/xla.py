@@ -9,7 +9,7 @@ from hvd_keras.runtime import libraries
 
 
 def problem() -> str:
-    """Returns why XLA cannot compile collectives here, or "" if it can."""
+    """Return why XLA cannot compile collectives here, or "" if it can."""
     return libraries.why_no_xla()
 
 
@@ -25,7 +25,7 @@ def is_compiling() -> bool:
 
 
 def check(kind: str) -> None:
-    """Raises NotImplementedError if the collective that is being traced cannot be compiled."""
+    """Raise NotImplementedError if the collective that is being traced cannot be compiled."""
     why = libraries.why_no_xla()
     if why and is_compiling():
         raise NotImplementedError(
@@ -35,7 +35,7 @@ def check(kind: str) -> None:
 
 
 def function_of(graph: Any) -> Any:
-    """Returns the function that contains a loop's or branch's graph; other graphs unchanged."""
+    """Return the function that contains a loop's or branch's graph; other graphs unchanged."""
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
     return graph

@@ -20,7 +20,7 @@ _BLOCK, _FACTOR = 1 << 16, 0x9E3779B97F4A7C15
 
 
 def random_states(process_set: ProcessSet) -> list[Any]:
-    """Returns every rank's state. States are large, so they are exchanged only if they differ."""
+    """Return every rank's state. States are large, so they are exchanged only if they differ."""
     mine = random_state()
     digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
     digests = agree.gather_json("checkpoint random digests", digest, process_set)
@@ -30,7 +30,7 @@ def random_states(process_set: ProcessSet) -> list[Any]:
 
 
 def mean(stack: Any) -> Any:
-    """The ranks' mean; of integers, such as a seed, the first rank's value."""
+    """Return the ranks' mean; of integers, such as a seed, the first rank's value."""
     return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
 
 
@@ -46,7 +46,7 @@ def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: P
 
 
 def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
-    """Returns the stacked values of all ranks, by index, for variables that differ by rank."""
+    """Return the stacked values of all ranks, by index, for variables that differ by rank."""
     if process_set.size() == 1:
         return {}
     # Parts of tables have files of their own, so they do not count as different.
@@ -86,7 +86,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Sets the state that ``random_state`` returned."""
+    """Set the state that ``random_state`` returned."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))

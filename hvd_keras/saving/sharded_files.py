@@ -27,7 +27,7 @@ _BLOCK = 1 << 20  # values that are read at once
 
 
 def describe(own: list[Any]) -> dict[str, Any]:
-    """Describes the tables among some variables, by index, in a form that JSON can represent.
+    """Describe the tables among some variables, by index, in a form that JSON can represent.
 
     Slots of optimizers whose state is in shares count as tables, of any shape.
     """
@@ -46,7 +46,7 @@ def _layout(metadata: dict[str, Any]) -> shards.Layout:
 def write(
     path: pathlib.Path, own: list[Any], tables: dict[str, Any], process_set: ProcessSet
 ) -> list[str]:
-    """Writes this rank's parts beside the checkpoint that will be written to ``path``.
+    """Write this rank's parts beside the checkpoint that will be written to ``path``.
 
     Args:
         path: of the checkpoint.
@@ -83,7 +83,7 @@ def _as_rows(variable: Any) -> Any:
 
 
 def remove_others(directory: pathlib.Path, path: pathlib.Path | None, names: list[str]) -> None:
-    """Removes files that belong to no checkpoint.
+    """Remove files that belong to no checkpoint.
 
     Args:
         directory: of the checkpoints.
@@ -110,7 +110,7 @@ def remove_others(directory: pathlib.Path, path: pathlib.Path | None, names: lis
 def problem_of(
     directory: pathlib.Path, metadata: dict[str, Any], process_set: ProcessSet
 ) -> str | None:
-    """Verifies the files of a checkpoint, each on one rank; returns what is wrong, on all ranks."""
+    """Verify the files of a checkpoint, each on one rank; return what is wrong, on all ranks."""
     names = metadata.get("parts", {}).get("files", [])
     if not names:
         return None
@@ -127,7 +127,7 @@ def problem_of(
 def restore(
     directory: pathlib.Path, metadata: dict[str, Any], own: list[Any], process_set: ProcessSet
 ) -> None:
-    """Assigns what the files have, of any number of ranks, to parts and to whole variables.
+    """Assign what the files have, of any number of ranks, to parts and to whole variables.
 
     Raises:
         OSError: a file cannot be read.
@@ -151,7 +151,7 @@ def restore(
 
 
 def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> None:
-    """Copies what two parts of a table have in common from a file."""
+    """Copy what two parts of a table have in common from a file."""
     first = max(theirs.columns.start, mine.columns.start)
     last = min(theirs.columns.stop, mine.columns.stop)
     if first >= last or not theirs.rows or not mine.rows:
@@ -171,7 +171,7 @@ def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> Non
 
 
 def _without_numbers(path: str) -> str:
-    """Removes the numbers by which Keras makes names unique in a process."""
+    """Remove the numbers by which Keras makes names unique in a process."""
     return re.sub(r"_\d+(?=[_/]|$)", "", path)
 
 

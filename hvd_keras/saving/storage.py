@@ -70,7 +70,7 @@ def path_of(directory: pathlib.Path, epoch: int, batch: int) -> pathlib.Path:
 
 
 def files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The checkpoints in a directory, the most advanced first; [] if there is no directory.
+    """Return the checkpoints in a directory, the most advanced first; [] if there is no directory.
 
     Raises:
         OSError: the directory cannot be read.
@@ -88,7 +88,7 @@ def _position(path: pathlib.Path) -> tuple[int, ...]:
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:
-    """Removes what killed writers have left. No other writer may use the directory.
+    """Remove what killed writers have left. No other writer may use the directory.
 
     Raises:
         OSError: the directory cannot be read.
@@ -100,7 +100,7 @@ def remove_unfinished(directory: pathlib.Path) -> None:
 
 
 def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Variable]) -> None:
-    """Writes a checkpoint atomically: a crash leaves either no file of this name or a complete one.
+    """Write a checkpoint atomically: a crash leaves either no file of this name or a complete one.
 
     Args:
         path: from ``path_of``. A file of this name is replaced.
@@ -139,7 +139,7 @@ class _Disk(io.FileIO):
     _error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Writes all bytes, or none after an error."""
+        """Write all bytes, or none after an error."""
         rest = memoryview(data).cast("B")
         length = len(rest)
         try:
@@ -153,13 +153,13 @@ class _Disk(io.FileIO):
         """Called by HDF5; there is no buffer."""
 
     def check(self) -> None:
-        """Raises the error of an earlier ``write``."""
+        """Raise the error of an earlier ``write``."""
         if self._error is not None:
             raise self._error
 
 
 def prune(newest: pathlib.Path, keep: int) -> None:
-    """Removes all checkpoints except ``newest`` and the ``keep`` - 1 before it.
+    """Remove all checkpoints except ``newest`` and the ``keep`` - 1 before it.
 
     More advanced ones are removed, too: they belong to an abandoned training, and the next restart
     would take them for this one's.
@@ -174,7 +174,7 @@ def prune(newest: pathlib.Path, keep: int) -> None:
 
 
 def read(path: pathlib.Path) -> Content:
-    """Verifies and reads a checkpoint.
+    """Verify and read a checkpoint.
 
     Raises:
         DamagedError: the file is not as it was written.
@@ -191,7 +191,7 @@ def read(path: pathlib.Path) -> Content:
 
 
 def verify(path: pathlib.Path) -> None:
-    """Verifies every byte of a checkpoint.
+    """Verify every byte of a checkpoint.
 
     Raises:
         DamagedError: the file is not as it was written.
@@ -214,7 +214,7 @@ def verify(path: pathlib.Path) -> None:
 
 
 def _block(file: Any, name: str) -> bytes:
-    """Computes the user block for the content of an open file, which will have this name."""
+    """Compute the user block for the content of an open file, which will have this name."""
     digest = hashlib.sha256()
     file.seek(_BLOCK)
     while piece := file.read(1 << 20):
@@ -224,14 +224,14 @@ def _block(file: Any, name: str) -> bytes:
 
 
 def _storable(value: Any) -> Any:
-    """Converts dtypes that HDF5 lacks, such as bfloat16, to bytes with one more axis."""
+    """Convert dtypes that HDF5 lacks, such as bfloat16, to bytes with one more axis."""
     if value.dtype.isbuiltin == 1:
         return value
     return np.frombuffer(value.tobytes(), np.uint8).reshape(*value.shape, value.dtype.itemsize)
 
 
 def restored(data: Any) -> Any:
-    """The value of a dataset of ``write``, of the dtype that it had."""
+    """Return the value of a dataset of ``write``, of the dtype that it had."""
     dtype = np.dtype(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
     value = np.asarray(data[()])
     if dtype.isbuiltin == 1:
@@ -240,7 +240,7 @@ def restored(data: Any) -> Any:
 
 
 def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., Any]:
-    """Wraps a function that saves a model: each file is complete at every moment.
+    """Wrap a function that saves a model: each file is complete at every moment.
 
     A script that saves on all ranks would otherwise have several processes write one file at once.
 
@@ -329,7 +329,7 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps the files of one writer together: those of two would not fit to each other."""
+    """Keep the files of one writer together: those of two would not fit to each other."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks

@@ -67,7 +67,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 def _array(name: str, column: Any) -> Any:
-    """A column of pyarrow as an array of shape [rows, ...]."""
+    """Return a column of pyarrow as an array of shape [rows, ...]."""
     from pyarrow import types
 
     if column.null_count:

@@ -25,7 +25,7 @@ class Rows:
     batch_size: int
 
     def dataset(self, **options: Any) -> tf.data.Dataset:
-        """Returns this rank's batches; to be called on all ranks, after ``hvd.init()``.
+        """Return this rank's batches; to be called on all ranks, after ``hvd.init()``.
 
         Args:
             options: those of ``hvd.data.shard``, which this calls: ``shuffle`` (whole batches),
@@ -47,7 +47,7 @@ class Rows:
 
 
 def shard(df: Any, columns: Any, batch_size: int, *, path: str, seed: int | None = 0) -> Rows:
-    """Writes a DataFrame's columns once, as Parquet files from which ranks read their rows.
+    """Write a DataFrame's columns once, as Parquet files from which ranks read their rows.
 
     To be called on the driver. What it returns can be passed to the function of ``hvd.spark.run``.
     Each row group has the rows of one batch, so a rank reads its own rows only.
@@ -113,7 +113,7 @@ def _names(columns: Any) -> list[str]:
 
 
 def _plain(df: Any, name: str) -> Any:
-    """The column, as an array if it is a vector of Spark ML."""
+    """Return the column, as an array if it is a vector of Spark ML."""
     if type(df.schema[name].dataType).__name__ == "VectorUDT":
         from pyspark.ml.functions import vector_to_array
 

@@ -52,7 +52,7 @@ def run(
     min_num_proc: int | None = None,
     allow_unencrypted: bool = False,
 ) -> list[Any]:
-    """Calls a function on ranks on Spark's executors, one rank per task of a barrier stage.
+    """Call a function on ranks on Spark's executors, one rank per task of a barrier stage.
 
     The driver prints the output of rank 0; that of all ranks is in the executors' logs. The
     function calls ``hvd.init()`` itself. Function, arguments and results are pickled by
@@ -142,7 +142,7 @@ class HorovodRunner:
         self.np = np
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
-        """Calls ``main(**kwargs)`` on all ranks and returns the result of rank 0.
+        """Call ``main(**kwargs)`` on all ranks and return the result of rank 0.
 
         Raises:
             As ``hvd.spark.run``.
@@ -177,7 +177,7 @@ def _is_stopped(context: Any) -> bool:
 
 
 def _check_settings(context: Any, allow_unencrypted: bool) -> None:
-    """Raises ValueError if a setting of the cluster forbids the job."""
+    """Raise ValueError if a setting of the cluster forbids the job."""
     settings = context.getConf()
     encrypted = [name for name in ENCRYPTION if settings.get(name, "false").lower() == "true"]
     if encrypted and not allow_unencrypted:
@@ -201,7 +201,7 @@ def _slots(context: Any) -> int:
 
 
 def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
-    """Waits until the executors have slots for ``least`` ranks; returns for how many of ``size``.
+    """Wait until the executors have slots for ``least`` ranks; return for how many of ``size``.
 
     Raises ValueError if they have not within the timeout.
     """
@@ -222,7 +222,7 @@ def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
 
 
 def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) -> tuple[str, Any]:
-    """Runs one barrier stage.
+    """Run one barrier stage.
 
     Returns:
         ("results", pickles), or "refused", "cancelled" or "failed" with the reason.
@@ -263,7 +263,7 @@ def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) ->
 
 
 def _watch(stage: threading.Thread, tasks: Tasks, limit: float) -> tuple[str, str] | None:
-    """Waits for the end of the stage; returns why it must be cancelled, or None if it has ended."""
+    """Wait for the end of the stage; return why it must be cancelled, or None if it has ended."""
     failed = float("inf")
     while stage.is_alive():
         stage.join(CHECK)
@@ -282,7 +282,7 @@ def _watch(stage: threading.Thread, tasks: Tasks, limit: float) -> tuple[str, st
 
 
 def _reason(error: str, tasks: Tasks) -> tuple[str, str]:
-    """What a user wants to know of the end of a stage that has failed with this text."""
+    """Return what a user wants to know of the end of a stage that has failed with this text."""
     if re.search(r"Job \d+ cancelled", error):
         return "cancelled", "the Spark job was cancelled"
     if tasks.failure:

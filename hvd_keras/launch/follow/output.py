@@ -280,7 +280,7 @@ class Output:
         self._streams: dict[tuple[int | None, str], Stream] = {}
 
     def stream(self, rank: int, name: str) -> Stream:
-        """A rank's stream "out" or "err"."""
+        """Return a rank's stream "out" or "err"."""
         if (rank, name) not in self._streams:
             prefix = f"[{rank}] ".encode() if self._prefix else b""
             copy = None

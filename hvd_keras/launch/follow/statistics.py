@@ -95,7 +95,7 @@ def _spent(own: Any, what: str) -> float:
 
 
 def table(statistics: Mapping[int, Any], size: int) -> str:
-    """What the ranks have sent last (see docs/observing.md), in words."""
+    """Return what the ranks have sent last (see docs/observing.md), in words."""
     stats = dict(sorted(statistics.items()))
     if not stats:
         return "no statistics: no rank has called hvd.init()"

@@ -47,7 +47,7 @@ class ProtocolError(Exception):
 
 
 def new_secret() -> str:
-    """A secret for one job: 256 bits as text."""
+    """Return a secret for one job: 256 bits as text."""
     return secrets.token_hex(32)
 
 

@@ -12,7 +12,7 @@ MARK = "hvdrun-probe:"
 
 
 def version(*names: str) -> "str | None":
-    """The version of the first of these that is installed."""
+    """Return the version of the first of these that is installed."""
     import importlib.metadata  # slow, and hvdrun needs it for several hosts alone
 
     for name in names:
@@ -24,7 +24,7 @@ def version(*names: str) -> "str | None":
 
 
 def place(name: str) -> "str | None":
-    """The file of a package."""
+    """Return the file of a package."""
     import importlib.util
 
     found = importlib.util.find_spec(name)
@@ -32,7 +32,7 @@ def place(name: str) -> "str | None":
 
 
 def look(directory: str, program: str) -> "dict[str, object]":
-    """The facts of this host."""
+    """Return the facts of this host."""
     facts: dict[str, object] = {
         "host": socket.gethostname(),
         "python": ".".join(map(str, sys.version_info[:3])),

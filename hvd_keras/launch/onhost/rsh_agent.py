@@ -23,7 +23,7 @@ PASSES = "passes"
 
 
 def ssh_command(mode: str, job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """The command of ssh that does it."""
+    """Return the command of ssh that does it."""
     # mpirun takes us for ssh and adds -x, which `ssh` has already, and the user's own options for
     # ssh, which hvdrun takes by --ssh-port and --ssh-identity-file.
     start = 0

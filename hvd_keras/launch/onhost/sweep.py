@@ -34,7 +34,7 @@ STEP = 0.05
 
 
 def processes(job: str) -> "list[int]":
-    """The job's processes of this user, except this one and zombies."""
+    """Return the job's processes of this user, except this one and zombies."""
     marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF", AGENT)}
     found = []
     for entry in os.listdir("/proc"):
@@ -51,7 +51,7 @@ def processes(job: str) -> "list[int]":
 
 
 def shared_memory(pids: "list[int]") -> "set[str]":
-    """The files of MPI and the like in /dev/shm that these processes use."""
+    """Return the files of MPI and the like in /dev/shm that these processes use."""
     name = re.compile(rf"/dev/shm/(?:{'|'.join(NAMES)})\S*$", re.MULTILINE)
     found = set()
     for pid in pids:

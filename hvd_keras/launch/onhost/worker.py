@@ -76,7 +76,7 @@ def find_rank(environment: Mapping[str, str]) -> int:
 
 
 def _folder_path() -> Path:
-    """The job's folder for temporary files on this host; mpirun's agent may have made it."""
+    """Return the job's folder for temporary files on this host; mpirun's agent may have made it."""
     folder, name = Path(tempfile.gettempdir()), f"hvdrun-{os.environ[JOB]}"
     return folder if folder.name == name else folder / name
 

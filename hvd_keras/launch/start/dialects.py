@@ -66,11 +66,11 @@ class Dialect:
     withheld: ClassVar[Sequence[str]] = ()
 
     def command(self, start: Start) -> list[str]:
-        """The command line that starts the ranks."""
+        """Return the command line that starts the ranks."""
         raise NotImplementedError
 
     def files(self, start: Start) -> dict[Path, str]:
-        """The files that the command needs."""
+        """Return the files that the command needs."""
         return {} if start.is_local else {start.ssh: start.agent}
 
     def settings(self, start: Start) -> Mapping[str, str]:
@@ -186,7 +186,7 @@ class Mpich(Dialect):
         return [self.path, "-n", start.size, *words, *start.extra, *start.program]
 
     def hosts(self, start: Start) -> list[str]:
-        """The options that name the hosts and the agent."""
+        """Return the options that name the hosts and the agent."""
         hosts = ["-hosts", ",".join(start.slots)]
         return [*hosts, "-launcher", "ssh", "-launcher-exec", str(start.ssh)]
 

@@ -69,7 +69,7 @@ class RemoteShell:
         return f"cannot be reached by {name}: {reason}; expected that `{test}` works{self.advice}"
 
     def agent(self, job: str, cleans: bool) -> str:
-        """A shell script that mpirun calls instead of ssh: [OPTION …] HOST COMMAND …
+        """Return a shell script that mpirun calls as ssh, with options, a host and a command.
 
         `cleans` tells that it removes the job's files when the command there has ended.
         """
@@ -79,7 +79,7 @@ class RemoteShell:
 
 
 def ssh(port: int | None, identity: str | None) -> RemoteShell:
-    """ssh in batch mode, with keep-alives; None leaves the choice to ssh's configuration."""
+    """Return ssh in batch mode, with keep-alives; None leaves the choice to ssh's configuration."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_TIMEOUT),
