@@ -48,6 +48,9 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     Args:
         root_rank: the rank whose state all ranks get.
+        local_variables: variables that keep their values, besides those that the optimizer knows as
+            local: those of a ``hvd.PartialDistributedGradientTape`` in ``train_step``, because a
+            tape names them only in the first step.
 
     Raises:
         ValueError: (in ``fit``, on every rank) ``root_rank`` is not among the ranks that train the
@@ -58,9 +61,10 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     """
 
-    def __init__(self, root_rank: int) -> None:
+    def __init__(self, root_rank: int, local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
         self.root_rank = root_rank
+        self._local = {agreement.variable_id(v): v for v in local_variables or ()}
         self._epoch_runs = False
 
     def set_model(self, model: Any) -> None:
@@ -121,7 +125,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
 
     def shared(self, variables: Iterable[Any]) -> list[Any]:
         """Those of some variables that do not belong to one rank alone."""
-        return model_ranks.without_local(self.model, variables)
+        shared = model_ranks.without_local(self.model, variables)
+        return [v for v in shared if agreement.variable_id(v) not in self._local]
 
 
 @functools.cache

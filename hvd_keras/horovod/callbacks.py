@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from hvd_keras import callbacks
-from hvd_keras.gradients import agreement
 from hvd_keras.runtime.keras import keras
 
 
@@ -14,7 +13,7 @@ class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallbac
     Args:
         root_rank: the rank whose state all get.
         device: not needed: TensorFlow chooses.
-        local_variables: variables that keep their values, besides those registered as local.
+        local_variables: as in ``hvd_keras.callbacks``.
 
     Raises:
         As ``hvd_keras.callbacks.BroadcastGlobalVariablesCallback``.
@@ -23,12 +22,7 @@ class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallbac
     def __init__(
         self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
     ) -> None:
-        super().__init__(root_rank)
-        self._local = {agreement.variable_id(v): v for v in local_variables or ()}
-
-    def shared(self, variables: Iterable[Any]) -> list[Any]:
-        """Of some variables those that all ranks have in common."""
-        return [v for v in super().shared(variables) if agreement.variable_id(v) not in self._local]
+        super().__init__(root_rank, local_variables)
 
 
 class MetricAverageCallback(callbacks.MetricAverageCallback):  # type: ignore[misc]

@@ -236,7 +236,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     "callbacks": (
         Row(
             "callbacks.BroadcastGlobalVariablesCallback",
-            note="no `device`; `local_variables` is not needed; runs before the first step of each "
+            note="no `device`; runs before the first step of each "
             "`fit`, with the optimizer's state",
             horovod="runs before the first step of each `fit`, with the optimizer's state",
             home="horovod.callbacks",

@@ -27,7 +27,7 @@ _KERAS_ARGUMENTS = {
 #: Arguments that hvd_keras does not have and does not need, by function.
 _DROPPED = {
     "DistributedOptimizer": ("use_locking",),
-    "BroadcastGlobalVariablesCallback": ("device", "local_variables"),
+    "BroadcastGlobalVariablesCallback": ("device",),
     "MetricAverageCallback": ("device",),
     "load_model": ("legacy_opts",),
     "run": ("use_gloo", "use_mpi", "verbose", "disable_cache", "max_np", "max_num_proc"),

@@ -280,9 +280,10 @@ def data(side: Side) -> dict[str, Any]:
     return {"x": tf.data.Dataset.from_generator(batches, output_signature=signature)}
 
 
-def callbacks(side: Side) -> list[Any]:
+def callbacks(side: Side, model: Net) -> list[Any]:
     """Those that every training on several ranks has."""
-    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(side.of.ranks[-1])]
+    own = [v for layer in model.local for v in layer.variables] if side.has("tape") else None
+    first = [hvd.callbacks.BroadcastGlobalVariablesCallback(side.of.ranks[-1], own)]
     first.append(hvd.callbacks.MetricAverageCallback())
     if side.has("tape"):
         for callback in first:
@@ -292,7 +293,7 @@ def callbacks(side: Side) -> list[Any]:
 
 def fit(model: Net, side: Side, *more: Any, epochs: int = 2) -> Any:
     """Trains; returns the logs of each epoch."""
-    chosen = [*([] if side.alone else callbacks(side)), *more]
+    chosen = [*([] if side.alone else callbacks(side, model)), *more]
     arguments = {"epochs": epochs, "shuffle": False, "verbose": 0, "callbacks": chosen}
     return model.fit(**data(side), **arguments).history
 

@@ -111,7 +111,7 @@ def evaluate(side: Side, folder: pathlib.Path) -> dict[str, np.ndarray]:
     fit(model, side, epochs=1)
     x, y = rows(side)
     arguments = {"batch_size": side.batch, "verbose": 0}
-    average = [] if side.alone else callbacks(side)[1:]
+    average = [] if side.alone else callbacks(side, model)[1:]
     loss = np.float32(model.evaluate(x, y, callbacks=average, **arguments))
     predicted = model.predict(x, **arguments)
     if not side.alone:
