@@ -25,7 +25,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hvd_keras.launch import onhost, run_function
 from hvd_keras.launch.onhost.agent import OF_HVDRUN
@@ -59,8 +59,8 @@ class Agent:
         self._process = subprocess.Popen(
             onhost.program("agent"), stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
-        self._in: Any = self._process.stdin
-        self._out: Any = self._process.stdout
+        self._in = cast(Any, self._process.stdin)
+        self._out = cast(Any, self._process.stdout)
         told = {"secret": secret, "run": run, "address": self._address}
         print(json.dumps(told), file=self._in, flush=True)
         self._port = self._out.readline().strip()
