@@ -83,10 +83,9 @@ def of_training(model: Any) -> Description:
     steps = getattr(model, "steps_per_execution", 1)
     found["compile.steps_per_execution"] = repr(int(steps or 1))
     found["keras.config"] = f"floatx {keras.backend.floatx()}, epsilon {keras.backend.epsilon()}"
-    reducers = model_ranks.reducers_of(model)
     for i, layer in enumerate(model._flatten_layers()):
         key = f"layer {i} {type(layer).__name__}"
-        if any(model_ranks.is_local(reducer, v) for reducer in reducers for v in layer.variables):
+        if any(variable in model_ranks.local_variables for variable in layer.variables):
             found[key + _LOCAL] = ""
             continue
         found[key] = f"dtype {_name_of_policy(layer)}, trainable {layer.trainable}"
