@@ -358,6 +358,8 @@ class KerasReducer(GradientReducer):
         self.ahead: Step | None = None  # that a LossScaleOptimizer exchanges
         self._applied = False
         optimizer._hvd_reducer = self
+        if optimizer.gradient_accumulation_steps and self.process_set.size() > 1:
+            missing_calls.mark_accumulating(optimizer)
         outermost.register_local_var = self.register_local
         # What Keras's methods become on this optimizer; the step that apply is in joins them.
         hooks: dict[str, Callable[..., Any]] = {
