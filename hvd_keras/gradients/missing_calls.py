@@ -149,13 +149,14 @@ def mark_alone(optimizer: Any) -> None:
         optimizer.inner_optimizer._hvd_alone = True
 
 
-# Distributed optimizers that accumulate the gradients of several steps.
-_accumulating: weakref.WeakSet[Any] = weakref.WeakSet()
+# Distributed optimizers that accumulate the gradients of several steps, and how many steps they had
+# made when this rank last joined.
+_accumulating: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def mark_accumulating(optimizer: Any) -> None:
     """Record that an optimizer accumulates gradients before they are exchanged."""
-    _accumulating.add(optimizer)
+    _accumulating[optimizer] = 0
 
 
 @contextlib.contextmanager
@@ -167,9 +168,11 @@ def _tell_of_lost_steps() -> Iterator[None]:
     """
     before = _count_requests("allreduce")
     yield
-    for optimizer in _accumulating if _count_requests("allreduce") != before else ():
+    others_went_on = _count_requests("allreduce") != before
+    for optimizer, then in list(_accumulating.items()):
+        made = _accumulating[optimizer] = int(optimizer._iterations)
         every = optimizer.gradient_accumulation_steps
-        if steps := int(optimizer._iterations) % every:
+        if others_went_on and made != then and (steps := made % every):
             text = (
                 f"rank {rank_info.rank()} has joined (hvd.join) with the gradients of {steps} of "
                 f"{every} steps that its {type(optimizer).__name__} accumulates. They are lost, so "
