@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import log
 from tests.harness import training
 
@@ -16,12 +15,6 @@ RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, STEPS, LENGTH = 4, 6, 6
 losses = keras.losses
 NONE = "sum_over_batch_size"
-
-
-@pytest.fixture(autouse=True)
-def not_horovods(monkeypatch) -> None:
-    """Under Horovod's names, which another test of this job may have used, nothing is weighed."""
-    monkeypatch.setattr(missing_calls, "_is_horovods", False)
 
 
 def rows(seed: int = 1):
