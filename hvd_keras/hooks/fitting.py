@@ -147,6 +147,7 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
     Callbacks write on the first rank only.
     """
     signature = inspect.signature(evaluate)
+    is_predict = "return_dict" not in signature.parameters
 
     @functools.wraps(evaluate)
     def evaluate_together(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
         if given is None and args:
             with contextlib.suppress(TypeError):  # which evaluate raises, too
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
-        if not rank_info.is_initialized():
+        if not rank_info.is_initialized() or (is_predict and given is None):
             return evaluate(self, *args, **kwargs)
         callbacks, fits = _flat(given), hasattr(given, "callbacks")
         process_set = _process_set(self, callbacks)
@@ -164,7 +165,7 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             if callbacks and not fits:
                 keras_callbacks.refuse(callbacks, self, process_set)
                 stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
-            if "return_dict" not in signature.parameters or not tf.executing_eagerly():  # predict
+            if is_predict or not tf.executing_eagerly():
                 return evaluate(self, *args, **kwargs)
             _weigh(stack, self, process_set, "test_step")
             own = _current.get()
