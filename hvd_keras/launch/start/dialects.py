@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.start.hosts import Host
+from hvd_keras.launch.start.hosts import Host, count
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Start:
     @property
     def size(self) -> str:
         """The number of ranks."""
-        return str(sum(host.slots or 0 for host in self.hosts))
+        return str(count(self.hosts))
 
     @property
     def slots(self) -> list[str]:
