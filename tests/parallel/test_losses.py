@@ -203,7 +203,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str) -> None:
     alone, together = train(**CASES[name])
@@ -314,6 +314,7 @@ def validate(validation, batch: int, jit: bool = False):
     return shown
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_validation_as_on_one_process(jit: bool) -> None:
     def batches(part, batch):
