@@ -480,6 +480,7 @@ def test_collectives_in_graphs_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
     assert job.output.count("done") == 2, job.output
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_early_ends_a_monitored_session(tmp_path: pathlib.Path) -> None:
     job = run_script(tmp_path, 2, ENDS_EARLY, timeout=60)
     assert job.status != 0
