@@ -87,8 +87,8 @@ wheel: .venv/wheel  ## Build the wheel for all TensorFlows and MPIs, and the sdi
 	@$(BIN)/python -m build --sdist --no-isolation --skip-dependency-check > build/wheel/sdist.log || (cat build/wheel/sdist.log; exit 1)
 	@$(BIN)/twine check --strict dist/*
 
-wheel-test:  ## Install that wheel where no compiler is, with every TensorFlow and MPI, and train (half an hour).
-	@deploy/wheel-test
+wheel-test:  ## Install that wheel where no compiler is, with every TensorFlow and MPI, and train (half an hour; ARCH=aarch64, emulated).
+	@$(if $(filter aarch64,$(ARCH)),deploy/aarch64-test,deploy/wheel-test)
 
 versions-test: setup  ## Train and test with the oldest and newest Python, TensorFlow and Keras (ROWS="3.10:2.16:3.6 ..."; 3.6: Keras alone).
 	@deploy/versions-test $(ROWS)

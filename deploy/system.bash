@@ -22,12 +22,12 @@ isolate() {
 
 make_system() { # folder release [packages, with commas]
   [[ ! -e $1/complete ]] || return 0
-  local components=main
-  [[ $2 != jammy && $2 != noble ]] || components=main,universe
+  local components=main known=sid
+  [[ $2 != jammy && $2 != noble ]] || components=main,universe known=jammy
   rm -rf "$1" && mkdir -p "$(dirname "$1")"
   # debootstrap need not know a release that is newer than it is.
   local script=/usr/share/debootstrap/scripts/$2
-  [[ -e $script ]] || script=${script%/*}/sid
+  [[ -e $script ]] || script=${script%/*}/$known
   debootstrap --variant=minbase --components=$components ${3:+--include="$3"} "$2" "$1" "" "$script" > "$1.log" ||
     fail "debootstrap failed: $(tail -n 3 "$1.log")"
   touch "$1/complete"

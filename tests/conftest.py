@@ -19,6 +19,8 @@ for name, value in {
     "TF_NUM_INTRAOP_THREADS": "1",
     "TF_NUM_INTEROP_THREADS": "1",
     "OMP_NUM_THREADS": "1",
+    # XLA, which Keras uses by default, compiles quickly; the tests compare results, not times.
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     "HVD_STALL_WARNING_SECONDS": "10",
     "PYTHONPATH": str(pathlib.Path(__file__).parent / "harness" / "start"),
 }.items():

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 
+import pytest
+
 from tests.harness.hosts import Host, Hosts, lives
 from tests.harness.launcher import wait_until
 
@@ -32,6 +34,7 @@ def test_hosts_are_isolated(hosts: Hosts) -> None:
         assert sleeper.wait(timeout=60) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_network_faults_can_be_injected_and_undone(hosts: Hosts) -> None:
     first, second, _ = hosts
     second.unplug()
@@ -44,6 +47,7 @@ def test_network_faults_can_be_injected_and_undone(hosts: Hosts) -> None:
     assert ssh(first, second, "true").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_throttled_host_sends_no_faster_than_its_limit(hosts: Hosts) -> None:
     """2 MB would take 16 s at 1 Mbit/s: the queue must have been dropped."""
     hosts.throttle(1)
@@ -54,6 +58,7 @@ def test_a_throttled_host_sends_no_faster_than_its_limit(hosts: Hosts) -> None:
     wait_until(lambda: not hosts[1].processes(), "the end of what was cut off")
 
 
+@pytest.mark.slow
 def test_a_host_can_crash_and_come_back() -> None:
     with Hosts(2) as hosts:
         first, second = hosts

@@ -139,7 +139,7 @@ def chain(
 
 
 # The others end as on one host, which tests/jobs/test_faults.py shows.
-FAST = ["SIGKILL", "SIGSTOP", "cut"]
+FAST = ["SIGSTOP", "SIGKILL", "cut"]
 
 
 @pytest.mark.cases(1)

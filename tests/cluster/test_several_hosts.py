@@ -77,6 +77,7 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert re.search(r"^HVDRUN_SECRET=SECRET$", done.stderr, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_any_program_that_is_called_as_ssh_is(hosts: Hosts, tmp_path: Path) -> None:
     """Checks, mpirun and the clean-up reach the hosts through it, and its errors are told."""
     program = tmp_path / "reach"
@@ -100,6 +101,7 @@ def test_any_program_that_is_called_as_ssh_is(hosts: Hosts, tmp_path: Path) -> N
     assert (done.returncode, done.stderr) == (2, f"hvdrun: {told}\n")
 
 
+@pytest.mark.slow
 def test_ranks_that_end_at_different_times(hosts: Hosts, tmp_path: Path) -> None:
     """A worker whose report hvdrun has read does not end the others."""
     command = script(tmp_path, "time.sleep(0.01 * rank if rank else 1.5)")
@@ -138,6 +140,7 @@ def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(
     hosts: Hosts, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def test_the_first_failure_is_named_with_its_node(ready: Slurm, tmp_path: Path) 
     assert not ready.left()
 
 
+@pytest.mark.slow
 def test_problems_of_nodes_are_reported_before_anything_starts(
     ready: Slurm, tmp_path: Path
 ) -> None:
@@ -126,7 +127,7 @@ def test_ctrl_c_ends_all_ranks(ready: Slurm, tmp_path: Path) -> None:
 
 
 @pytest.mark.cases(1)
-@pytest.mark.parametrize("fault", ["kill", "unplug"])
+@pytest.mark.parametrize("fault", ["unplug", "kill"])
 def test_a_fault_is_reported_and_a_restart_recovers(
     ready: Slurm, tmp_path: Path, fault: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""Runs the code of PAGES, and the examples of docstrings, on each rank of a job.
+"""Runs the code of PAGES and of docstrings, or the scripts that are named, on each rank of a job.
 
 The blocks of a page are one script. docs/api.md shows the docstrings; the names that their examples
 take for granted are made here. The ranks' weights and objects differ.
@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import runpy
+import sys
 import tempfile
 import textwrap
 from contextlib import nullcontext
@@ -140,14 +141,20 @@ def main() -> None:
     hvd.init()
     folder = Path(agree.gather_json("folder", tempfile.mkdtemp())[0])
     os.chdir(folder)
-    for page in PAGES:
-        run_page(page, folder)
-        print("ran the code of", page, flush=True)
-    for script in SCRIPTS:
+    scripts = sys.argv[1:]
+    for script in scripts:
         keras.utils.set_random_seed(1 + hvd.rank())
         run_script(script)
         hvd.barrier()
         print("ran the script", script, flush=True)
+    if not scripts:
+        run_documents(folder)
+
+
+def run_documents(folder: Path) -> None:
+    for page in PAGES:
+        run_page(page, folder)
+        print("ran the code of", page, flush=True)
     folder /= "of docstrings"  # whose Checkpoint finds none of the pages' files
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     os.chdir(folder)

@@ -48,7 +48,7 @@ NOT_DISTRIBUTED = "applies gradients of this rank alone"
 DIFFERENT = "began to train with different weights"
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("script", "told"),
     [

@@ -206,6 +206,7 @@ def test_ranks_that_wait_for_different_things_are_reported(tmp_path: pathlib.Pat
     assert "rank 1 has submitted: allreduce 'b'" in job.output
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [

@@ -138,6 +138,7 @@ def test_fit_goes_on_from_the_last_commit(hvdrun) -> None:
     assert lines[:2] == run(hvdrun, FIT)[:2]
 
 
+@pytest.mark.slow
 def test_what_is_left_after_a_failure_is_told(hvdrun) -> None:
     script = hvdrun.folder / "train.py"
     script.write_text(LOOP.replace('open("failed", "w").close()', "pass"))

@@ -48,6 +48,7 @@ def test_module_as_a_launcher_of_scripts(tmp_path: pathlib.Path) -> None:
     check(ranks.mpirun(2, *python(tmp_path, "-u", "-m", "hvd_keras.horovod")))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["program", "module"])
 def test_module_as_a_launcher_of_programs(kind: str, tmp_path: pathlib.Path) -> None:
     if kind == "program":

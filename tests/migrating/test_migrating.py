@@ -19,6 +19,7 @@ def test_the_documentation_is_that_of_the_package() -> None:
     assert migrating.written(text) == text, "run python -m tests.harness.migrating"
 
 
+@pytest.mark.slow
 def test_every_module_of_the_table_can_be_imported() -> None:
     """In a process of its own, as a program does it, with names that load when first used."""
     script = """

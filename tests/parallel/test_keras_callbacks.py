@@ -167,6 +167,7 @@ def with_metric_average(order: str, callback: keras.callbacks.Callback) -> list:
     ]
 
 
+@pytest.mark.cases(3)
 @ORDERS
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str, shape) -> None:
@@ -177,6 +178,14 @@ def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str, shape) 
     assert watch.batches == {1: 4, 2: 2, 3: 2}[SIZE] * training.STEPS
     if order == "without":  # others see what this rank has logged
         assert history["watched"] == WATCHED[: len(history["watched"])]
+
+
+@several
+def test_early_stopping_by_an_array_is_an_error() -> None:
+    watch = Watch([np.array([0.1, 0.2])])
+    stop = keras.callbacks.EarlyStopping("watched", mode="max")
+    with pytest.raises(ValueError, match="decide by one number, but 'watched' is an array"):
+        fit(compiled(), [watch, *([stop] if RANK == 0 else [])], epochs=1)
 
 
 @ORDERS
@@ -293,6 +302,7 @@ def test_a_nan_raises_on_all_ranks() -> None:
         model.fit(x, y, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN(raise_error=True)])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["model.keras", "model.h5", "my.weights.h5"])
 def test_a_file_that_all_ranks_write_is_complete_at_every_moment(directory, name: str) -> None:
     model = keras.Sequential([keras.Input((64,)), *[keras.layers.Dense(64) for _ in range(8)]])

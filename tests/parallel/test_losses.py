@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.gradients import missing_calls
 from hvd_keras.runtime import log
 from tests.harness import training
 
@@ -16,12 +15,6 @@ RANK, SIZE = hvd.rank(), hvd.size()
 ROWS, STEPS, LENGTH = 4, 6, 6
 losses = keras.losses
 NONE = "sum_over_batch_size"
-
-
-@pytest.fixture(autouse=True)
-def not_horovods(monkeypatch) -> None:
-    """Under Horovod's names, which another test of this job may have used, nothing is weighed."""
-    monkeypatch.setattr(missing_calls, "_is_horovods", False)
 
 
 def rows(seed: int = 1):
@@ -210,7 +203,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str) -> None:
     alone, together = train(**CASES[name])
@@ -321,6 +314,7 @@ def validate(validation, batch: int, jit: bool = False):
     return shown
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("jit", [False, True])
 def test_validation_as_on_one_process(jit: bool) -> None:
     def batches(part, batch):

@@ -220,13 +220,13 @@ def test_metrics_are_those_of_one_process(outputs, make_metrics, weighted, argum
     assert all(theirs == everyone[0] for theirs in everyone)
 
 
+@pytest.mark.slow
 def test_without_validation_and_with_validation_now_and_then() -> None:
     train, val = binary(training_data), binary(validation_data)
     for more in {}, {"validation_freq": 2}:
         validation = [part[:2] if more else None for part in (of_all_ranks(val), val(RANK))]
-        alone = make_model(distributed=False, metrics=["accuracy"])
+        alone, model = (make_model(distributed=d, metrics=["accuracy"]) for d in (False, True))
         expected = fit(alone, of_all_ranks(train)[:2], validation[0], epochs=3, **more)
-        model = make_model(metrics=["accuracy"])
         logs = fit(model, train(RANK)[:2], validation[1], averaged(), epochs=3, **more)
         assert_equal(logs, expected)
         assert len(logs.get("val_loss", [])) == (1 if more else 0)
@@ -282,6 +282,7 @@ def test_several_outputs() -> None:
     assert_not_means_of(local, expected)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("metric", [Highest, Extremes, WithPrior])
 def test_states_that_are_no_sums_are_averaged_with_one_warning(metric) -> None:
     train, val = binary(training_data), binary(validation_data)
@@ -368,8 +369,7 @@ def test_evaluate_that_breaks_off_leaves_later_ones_alone() -> None:
 
 def test_callback_serves_fit_and_evaluate_in_turn() -> None:
     train, val = binary(training_data), binary(validation_data)
-    alone = make_model(distributed=False, metrics=["accuracy"])
-    model = make_model(metrics=["accuracy"])
+    alone, model = (make_model(distributed=made, metrics=["accuracy"]) for made in (False, True))
     callback = averaged()
     for _ in range(2):
         expected = fit(alone, of_all_ranks(train)[:2], of_all_ranks(val)[:2])

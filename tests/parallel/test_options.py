@@ -349,6 +349,7 @@ def keras_layer(**kwargs):
     return keras.layers.BatchNormalization(synchronized=True, **kwargs)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("layer", [hvd.SyncBatchNormalization, keras_layer])
 def test_synchronised_batch_normalisation_trains_like_one_process(layer) -> None:
     training.assert_trains_like_one_process(
@@ -381,6 +382,7 @@ def test_plain_batch_normalisation_stays_local() -> None:
     np.testing.assert_allclose(layer.moving_mean, [RANK + 1.0])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("known_length", [False, True])
 def test_moving_statistics_are_averaged_before_they_are_saved(known_length: bool) -> None:
     model = normalised(keras.layers.BatchNormalization)

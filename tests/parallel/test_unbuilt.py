@@ -121,7 +121,7 @@ class AtBegin(keras.callbacks.Callback):
         self.rates = [float(v) for v in self.model.optimizer.variables if v.name == "learning_rate"]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("make", "form", "feed", "options"),
     [

@@ -42,7 +42,7 @@ def test_kill_in_mid_write_leaves_a_loadable_checkpoint(tmp_path: pathlib.Path) 
     (tmp_path / "load.py").write_text(textwrap.dedent(LOAD))
     moment = random.Random(0)
     paths = []
-    for i in range(4):
+    for i in range(2):
         path = tmp_path / f"run {i}" / "model.keras"
         paths.append(path)
         process = subprocess.Popen(

@@ -70,13 +70,18 @@ def test_text_embedding(tmp_path):
     assert keras.models.load_model(checkpoint).count_params() > 0
 
 
-def test_the_code_of_pages_examples_and_docstrings():
+def test_the_code_of_pages_and_docstrings():
     output = run(documents.__file__)
     ran = sorted(re.findall(r"\[\d\] ran the example of (\S+)", output))
     assert ran == sorted(2 * list(documents.examples()))
     assert len(ran) > 2 * 15
     pages = sorted(re.findall(r"\[\d\] ran the code of (\S+)", output))
     assert pages == sorted(2 * documents.PAGES)
+
+
+@pytest.mark.slow
+def test_the_short_examples():
+    output = run(documents.__file__, *documents.SCRIPTS)
     scripts = sorted(re.findall(r"\[\d\] ran the script (\S+)", output))
     assert scripts == sorted(2 * documents.SCRIPTS)
 

@@ -253,6 +253,7 @@ def test_an_mpirun_has_its_library_beside_it(tmp_path: pathlib.Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_wheel_of_this_checkout_works_where_no_compiler_is(tmp_path: pathlib.Path) -> None:
     beside = str(pathlib.Path(sys.executable).parent)
     environment = os.environ | {"PATH": os.pathsep.join([beside, os.environ["PATH"]])}

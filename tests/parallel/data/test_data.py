@@ -84,6 +84,7 @@ def test_share_gives_ranks_equally_many_rows_and_keeps_the_structure(
                 assert min(step) == number * TOGETHER
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_trim_drops_the_incomplete_step_only(kind: str) -> None:
     for length in LENGTHS:
@@ -99,6 +100,7 @@ def test_trim_drops_the_incomplete_step_only(kind: str) -> None:
                 assert sorted(rows_of(steps)) == list(range(len(steps) * TOGETHER))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_epoch_has_an_order_of_its_own_that_a_rerun_repeats(kind: str) -> None:
     # The program's own seeds, which differ by rank here, must not matter.

@@ -127,7 +127,7 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("make", UNKNOWN)
 def test_dataset_of_unknown_length_ends_after_the_same_step_on_all_ranks(make) -> None:
     dataset = data.shard(make(), batch_size=BATCH)

@@ -217,7 +217,7 @@ def positions_model():
     return keras.Model(tokens, keras.layers.Dense(1)(keras.layers.Flatten()(words)))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("make_model", [segments_model, positions_model])
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_common_lookups_train_as_in_one_process(make_model, jit_compile) -> None:

@@ -114,6 +114,7 @@ def test_gradients_are_those_without_xla() -> None:
         np.testing.assert_allclose(got[name], value, rtol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)  # where XLA could change the order in more ways
 def test_many_tensors() -> None:
     check_many_tensors(60, 1)
@@ -383,6 +384,7 @@ def synchronized_model() -> keras.Model:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_convolution_and_batch_norm() -> None:
     assert_trains_as_without_xla(lambda: image_model(0.0), lambda: optimizers.Adam(0.01))
