@@ -113,18 +113,16 @@ def call(
     secret: str,
     run: str,
     *,
-    name: str,
     directory: str,
     cores: int,
     environment: Mapping[str, str],
     options: Sequence[str] = (),
-    out: Any = None,
-    err: Any = None,
+    **how: Any,
 ) -> list[bytes]:
     """Call a pickled function on as many ranks as there are places; this is the first of them.
 
     `secret` and `run` are those of the agents, `cores` those of each rank, `environment` has the
-    ranks' further variables; they start in `directory` if all places have it. All else, and what is
+    ranks' further variables; they start in `directory` if all places have it. `how`, and what is
     returned or raised, is as for ``run_function.call``.
     """
     slots = Counter(place["address"] for place in places)
@@ -144,14 +142,7 @@ def call(
         command = ["-H", hosts, "--remote-shell", shlex.quote(str(client)), *options]
         command += [word for variable in environment for word in ("--env", variable)]
         everywhere = all(place["has_directory"] for place in places)
-        return run_function.call(
-            function,
-            command,
-            name=name,
-            out=out,
-            err=err,
-            env=own,
-            cwd=directory if everywhere else tempfile.gettempdir(),
-        )
+        cwd = directory if everywhere else tempfile.gettempdir()
+        return run_function.call(function, command, env=own, cwd=cwd, **how)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -9,28 +9,18 @@ import re
 import select
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import PARTIAL_LINE_DELAY
 
-# Bytes of a rank's last errors that are kept, to tell at the end why it failed.
-TAIL_LIMIT = 1 << 16
-
-# Lines of output, at the end, that a user sees at once.
-RECENT_LINES = 40
-
-# Lines of an exception's message that are repeated at most.
-MESSAGE_LINES = 20
-
-# Bytes of an unfinished line that are kept at most; bounds the memory for output without line ends.
-PARTIAL_LINE_LIMIT = 1 << 20
-
-# Errors of a disk on which there is no room, at the moment.
-FULL = (errno.ENOSPC, errno.EDQUOT)
-
-# Bytes that may wait for a slow reader before the ranks have to wait, too.
-WAITING_LIMIT = 1 << 20
+TAIL_LIMIT = 1 << 16  # bytes of a rank's last errors that are kept, to tell why it failed
+RECENT_LINES = 40  # lines of output, at the end, that a user sees at once
+MESSAGE_LINES = 20  # lines of an exception's message that are repeated at most
+PARTIAL_LINE_LIMIT = 1 << 20  # bytes of an unfinished line that are kept at most
+WAITING_LIMIT = 1 << 20  # bytes that may wait for a slow reader before the ranks wait, too
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk on which there is no room, at the moment
 
 # What TensorFlow says at its start about CUDA, oneDNN and the CPU, where nothing is wrong: notices
 # of the severity "information" of its C++ part, in its two formats, and that there is no CUDA.
@@ -122,6 +112,7 @@ class Copy:
             self._say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
 
 
+@dataclass
 class Stream:
     """The stdout or stderr of one rank on its way to a destination, with a prefix for each line.
 
@@ -130,22 +121,15 @@ class Stream:
     A `copy` gets every byte, in whole lines, and TensorFlow's notices, which the destination drops.
     """
 
-    def __init__(
-        self,
-        destination: Destination,
-        prefix: bytes,
-        copy: Copy | None = None,
-        drops_notices: bool = False,
-    ) -> None:
-        self.destination = destination
-        self._drops_notices = drops_notices
-        self._shown = 0  # how many lines the destination had when this one wrote last
-        self.copy = copy
-        self.tail = b""  # the last TAIL_LIMIT bytes
-        self.prefix = prefix
-        self._timer: asyncio.TimerHandle | None = None  # shows the unfinished line
-        self._pending = b""
-        self._uncopied = bytearray()
+    destination: Destination
+    prefix: bytes
+    copy: Copy | None = None
+    drops_notices: bool = False
+    tail: bytes = b""  # the last TAIL_LIMIT bytes
+    _shown: int = 0  # how many lines the destination had when this one wrote last
+    _timer: asyncio.TimerHandle | None = None  # shows the unfinished line
+    _pending: bytes = b""
+    _uncopied: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> None:
         """Take over new output and pass on the lines that are complete."""
@@ -156,7 +140,7 @@ class Stream:
         if end:
             self._stop_timer()
             whole = [line + end for line in lines.split(end)]
-            if self._drops_notices:
+            if self.drops_notices:
                 whole = [line for line in whole if not NOTICE.match(line)]
             self._write(whole)
         if len(rest) > PARTIAL_LINE_LIMIT:
@@ -240,9 +224,8 @@ class Output:
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UsageError(
-                    f"--output-dir got {directory!r}, which cannot be made: {error}"
-                ) from error
+                told = f"--output-dir got {directory!r}, which cannot be made: {error}"
+                raise UsageError(told) from error
         self._append = append
         self._copies: dict[int, Copy] = {}
         self._streams: dict[tuple[int | None, str], Stream] = {}

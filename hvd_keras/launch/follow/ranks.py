@@ -29,8 +29,7 @@ UNPROVEN = 64
 
 TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimit -n`)"
 
-# The socket in the job's directory, for a job on this host.
-SOCKET = "socket"
+SOCKET = "socket"  # in the job's directory, for a job on this host
 
 
 class _Peer(Connection):

@@ -12,14 +12,9 @@ from collections.abc import Callable, Sequence
 from hvd_keras.launch.follow.statistics import Recent, Statistics
 from hvd_keras.launch.onhost.limits import SCREEN_REFRESH
 
-# Ranks that are shown at most: those for which the others wait most.
-SHOWN = 8
-
-# Lines of the terminal that are left to the output at least.
-OUTPUT_LINES = 8
-
-# Length of the bar for the straggler score.
-BAR = 10
+SHOWN = 8  # ranks that are shown at most: those for which the others wait most
+OUTPUT_LINES = 8  # lines of the terminal that are left to the output at least
+BAR = 10  # length of the bar for the straggler score
 
 
 class Screen:

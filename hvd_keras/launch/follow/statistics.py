@@ -10,8 +10,7 @@ from typing import Any
 WORTH_A_WORD = 0.05
 FAR_MORE = 2
 
-# How many of a rank's last messages rates are taken over; there is about one per second.
-WINDOW = 10
+WINDOW = 10  # of a rank's last messages, about one per second, over which rates are taken
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,19 +29,13 @@ from .limits import CONNECT_TIMEOUT, PROOF_TIMEOUT, REACH_TIMEOUT, SILENCE
 
 GREETING = b"hvdrun 2 "
 
-# Characters of a nonce and of a proof.
-NONCE, PROOF = 32, 64
+NONCE, PROOF = 32, 64  # characters of a nonce and of a proof
 
 # Bytes of a line at most: before and after the other end has proved that it knows the secret.
-FIRST_LIMIT = 256
-LIMIT = 1 << 24
+FIRST_LIMIT, LIMIT = 256, 1 << 24
 
-# Bytes of a rank's output or input in one message.
-PIECE = 1 << 16
-
-# Bytes of a pickle in one message.
-LARGE_PIECE = 1 << 20
-
+PIECE = 1 << 16  # bytes of a rank's output or input in one message
+LARGE_PIECE = 1 << 20  # bytes of a pickle in one message
 
 # The place of tcpi_last_data_recv and tcpi_last_ack_recv, in milliseconds, in Linux's tcp_info.
 _LAST_RECEIVED = 52

@@ -51,15 +51,10 @@ STATISTICS = "HVDRUN_STATISTICS"
 CALL = "HVDRUN_CALL"
 
 # Files there: the pickled function with its arguments, and what the function has returned.
-FUNCTION = "function"
-RESULT = "result"
+FUNCTION, RESULT = "function", "result"
 
-
-# Bytes of one message of the rank at most.
-TOLD = 1 << 18
-
-# The script that ends everything left of a job on this host.
-SWEEP = Path(__file__).with_name("sweep.py")
+TOLD = 1 << 18  # bytes of one message of the rank at most
+SWEEP = Path(__file__).with_name("sweep.py")  # the script that ends all that is left of a job here
 
 
 def find_rank(environment: Mapping[str, str]) -> int:
@@ -126,7 +121,7 @@ class Worker:
         await self._until(lambda: self._order is not None or self._stopped)
         if self._order is None:
             return 128 + signal.SIGTERM
-        status = await self._run_command(**self._order)
+        status = await self._run_command(self._order)
         if self._folder is not None:
             status = await self._send_result(status)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -204,7 +199,7 @@ class Worker:
     async def _send_output(self, name: str, data: bytes) -> None:
         await self._send(output=name, data=base64.b64encode(data).decode())
 
-    async def _run_command(self, command: list[str], **how: Any) -> int:
+    async def _run_command(self, order: dict[str, Any]) -> int:
         """Run it, pass on what it writes and what hvd_keras tells in it; returns its status."""
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=temporary_folder()))
@@ -212,10 +207,10 @@ class Worker:
             with channel.in_folder(self._folder) as folder:
                 ear.bind(f"{folder}/tell")
             ear.setblocking(False)
-            child = self._child = self._start(command, **how)
+            child = self._child = self._start(order, self._folder)
         except OSError as error:  # such as a full /dev/shm or a TMPDIR that cannot be written
-            text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
-            await self._send_output("err", text.encode())
+            what = f"{order['command'][0]!r} on {socket.gethostname()}"
+            await self._send_output("err", f"hvdrun: cannot start {what}: {error}\n".encode())
             return 127 if isinstance(error, FileNotFoundError) else 126
         pipes: dict[str, Any] = {"out": child.stdout, "err": child.stderr}
         tasks = [asyncio.create_task(self._relay(pipes[name].fileno(), name)) for name in pipes]
@@ -236,28 +231,20 @@ class Worker:
             await self._send_rest(pipe.fileno(), name)
         return int(child.returncode)
 
-    def _start(
-        self,
-        command: list[str],
-        directory: str,
-        environment: dict[str, str],
-        folders: list[str],
-        statistics: bool,
-        open_files: int | None,
-    ) -> subprocess.Popen[bytes]:
-        assert self._folder is not None
-        for folder in folders:
-            private_folder(Path(folder))
+    def _start(self, order: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+        """Start what `run_job` describes; `folder` is for its files."""
+        for path in order["folders"]:
+            private_folder(Path(path))
         own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
         # Not the job's folder itself, which holds our files.
         own["TMPDIR"] = str(private_folder(temporary_folder() / "tmp"))
-        own[TELL] = str(self._folder / "tell")
-        if statistics:
+        own[TELL] = str(folder / "tell")
+        if order["statistics"]:
             own[STATISTICS] = "1"
         if self._function is not None:
-            own[CALL] = str(self._folder)
-            (self._folder / FUNCTION).write_bytes(self._function)
-        worker = os.getpid()
+            own[CALL] = str(folder)
+            (folder / FUNCTION).write_bytes(self._function)
+        worker, open_files = os.getpid(), order["open_files"]
 
         def prepare() -> None:
             os.setpgid(0, 0)
@@ -268,9 +255,9 @@ class Worker:
 
         pipe = subprocess.PIPE
         child = subprocess.Popen(
-            command,
-            cwd=directory,
-            env=own | environment,
+            order["command"],
+            cwd=order["directory"],
+            env=own | order["environment"],
             stdin=pipe if self._rank == 0 else subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,

@@ -1,5 +1,6 @@
 """This host's addresses and networks on the routes to the hosts of a job."""
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -54,10 +55,8 @@ def common_network(wanted: Iterable[Host]) -> str | None:
 def _interfaces() -> list[ipaddress.IPv4Interface]:
     found = []
     for _, name in socket.if_nameindex():
-        try:
+        with contextlib.suppress(UsageError):  # it has no address
             found.append(_interface(name))
-        except UsageError:
-            continue
     return found
 
 

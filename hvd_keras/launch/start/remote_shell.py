@@ -20,27 +20,18 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hvd_keras.launch.onhost import FAILED, limits, program, rsh_agent
 from hvd_keras.launch.start.command import run
 from hvd_keras.launch.start.hosts import is_here
+from hvd_keras.launch.start.slurm import Srun
 
 # Hosts that are asked at once: each takes a process and three descriptors here.
 AT_ONCE = 200
 
 # Exit statuses of a shell that could not run the program.
 NO_PROGRAM = (126, 127)
-
-
-class Reach(Protocol):
-    """Runs commands on other hosts."""
-
-    def reach(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return what runs a command on a host, with its own standard streams."""
-
-    def failure(self, status: int, err: str) -> str | None:
-        """Return why the host could not be reached, or None if the command itself failed."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +43,11 @@ class RemoteShell:
     test: str = ""  # what a user should try then; default: "PROGRAM HOST true"
 
     def reach(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return what runs a command on a host, with its own standard streams."""
         return [*self.words, host, shlex.join(command)]
 
     def failure(self, status: int, err: str) -> str | None:
+        """Return why the host could not be reached, or None if the command itself failed."""
         if status != FAILED:
             return None
         test = self.test or f"{Path(self.words[0]).name} HOST true"
@@ -67,6 +60,9 @@ class RemoteShell:
         mode = "cleans" if cleans else "passes"
         words = [sys.executable, "-I", "-S", rsh_agent.__file__, mode, job, *self.words, "--"]
         return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
+
+
+Reach = RemoteShell | Srun  # how hosts are reached
 
 
 def ssh(port: int | None, identity: str | None) -> RemoteShell:
