@@ -28,18 +28,21 @@ async def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str
     answers = await ask_all(names, reach, host_facts, ["-I", "-", directory, program])
     facts = {name: json.loads(told.text) for name, told in answers.items() if told.text}
     own = host_facts.look(directory, program)
-    problems = {name: told.problem for name, told in answers.items()}
-    problems |= {name: difference(facts[name], own, directory, program) for name in facts}
+    problems = {
+        name: problem
+        for name, told in answers.items()
+        if (problem := told.problem or difference(facts[name], own, directory, program))
+    }
     owners: dict[str, str] = {}
     for name, theirs in facts.items():
         twin = owners.setdefault(theirs["host"], name)
-        if twin != name and not problems[name]:  # MPI would assume that they share memory
+        if twin != name and name not in problems:  # MPI would assume that they share memory
             problems[name] = (
                 f"calls itself {theirs['host']!r}, as {twin} does; expected distinct host names "
                 "(see `hostname`), or one entry if both are the same host"
             )
     away = sorted(name for name, told in answers.items() if told.away)
-    return Look(facts, {name: text for name, text in problems.items() if text}, away)
+    return Look(facts, problems, away)
 
 
 def difference(
