@@ -64,7 +64,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     def __init__(self, root_rank: int, local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._local = {agreement.variable_id(v): v for v in local_variables or ()}
+        for variable in local_variables or ():
+            model_ranks.local_variables.add(variable)
         self._epoch_runs = False
 
     def set_model(self, model: Any) -> None:
@@ -90,9 +91,9 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         # Not the optimizer's variables: Keras's counters occur elsewhere in their names.
-        specs = map(agreement.spec_of, self.shared(self.model.variables))
+        specs = map(agreement.spec_of, model_ranks.without_local(self.model.variables))
         agreement.check_specs("broadcast", list(specs), process_set)
-        shared = self.shared(variables.of_training(self.model))
+        shared = model_ranks.without_local(variables.of_training(self.model))
         variables.broadcast_variables(shared, self.root_rank, process_set)
         if preprocessing.refresh_derived_values(layers):
             fitting.forget_functions(self.model)  # they hold the old values as constants
@@ -121,12 +122,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             return
         self._epoch_runs = False
         statistics = variables.moving_statistics(self.model._flatten_layers())
-        variables.average_variables(self.shared(statistics), self.process_set)
-
-    def shared(self, variables: Iterable[Any]) -> list[Any]:
-        """Those of some variables that do not belong to one rank alone."""
-        shared = model_ranks.without_local(self.model, variables)
-        return [v for v in shared if agreement.variable_id(v) not in self._local]
+        variables.average_variables(model_ranks.without_local(statistics), self.process_set)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, reducer
+from hvd_keras.gradients import agreement, model_ranks, reducer
 from hvd_keras.ops.compression import Compression, Compressor
 from hvd_keras.optimizer import local_variables
 from hvd_keras.runtime import rank_info
@@ -89,7 +89,7 @@ class DistributedGradientTape:
         """Keep the gradient of this variable or tensor on this rank: it is not exchanged."""
         self._local.append(source)
         if hasattr(source, "assign") and self._reducer.process_set.size() > 1:
-            reducer.local_variables.add(source)
+            model_ranks.local_variables.add(source)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """``tf.GradientTape.gradient``, averaged (or summed) over the ranks.

@@ -83,10 +83,9 @@ def of_training(model: Any) -> Description:
     steps = getattr(model, "steps_per_execution", 1)
     found["compile.steps_per_execution"] = repr(int(steps or 1))
     found["keras.config"] = f"floatx {keras.backend.floatx()}, epsilon {keras.backend.epsilon()}"
-    reducers = model_ranks.reducers_of(model)
     for i, layer in enumerate(model._flatten_layers()):
         key = f"layer {i} {type(layer).__name__}"
-        if any(model_ranks.is_local(reducer, v) for reducer in reducers for v in layer.variables):
+        if any(variable in model_ranks.local_variables for variable in layer.variables):
             found[key + _LOCAL] = ""
             continue
         found[key] = f"dtype {_name_of_policy(layer)}, trainable {layer.trainable}"
@@ -242,7 +241,7 @@ class Values:
     def __init__(self, variables: Sequence[Any], process_set: ProcessSet) -> None:
         self.variables = variables
         self.process_set = process_set
-        self._scalars = [v for v in self.variables if not tuple(v.shape)]
+        self._scalars = [v for v in variables if not tuple(v.shape)]
         self._pieces = itertools.cycle(self._large())
         self.steps = 0
         self._next = _STEPS
@@ -250,15 +249,16 @@ class Values:
         self._since: tuple[int, float] | None = None
         self.reported = False
 
-    def _large(self) -> list[tuple[Any, int, int]]:
-        """Return the variables, in pieces: variable, first row and end."""
+    def _large(self) -> list[tuple[Any, slice | None]]:
+        """Return the variables, in pieces: variable and rows; None: all rows."""
         pieces = []
         for variable in self.variables:
             if tuple(variable.shape):
                 size = agreement.size_in_bytes(agreement.spec_of(variable))
                 rows = int(variable.shape[0])
                 step = max(1, rows * _BYTES // max(1, size))
-                pieces += [(variable, row, row + step) for row in range(0, rows, step)]
+                parts = [slice(row, row + step) for row in range(0, rows, step)]
+                pieces += [(variable, part if len(parts) > 1 else None) for part in parts]
         return pieces
 
     def different(self, name: str) -> str | None:
@@ -293,8 +293,9 @@ class Values:
         begin = time.perf_counter()
         steps, since = self._since
         per_step = (begin - since) / max(1, self.steps - steps)
-        # One row of 24 bytes: a checksum, what the last comparison cost, the time of a step.
-        mine = np.array([[self._part(), self._cost, per_step]])
+        part = self._part()
+        # One row of 24 bytes: a checksum, what a comparison costs, the time of a step.
+        mine = np.array([[part, max(self._cost, time.perf_counter() - begin), per_step]])
         gathered = agree.run_now(
             lambda: ops.allgather(mine, "a part of the values", process_set=self.process_set)
         )
@@ -308,8 +309,10 @@ class Values:
         crc = done = 0
         for variable in self._scalars:
             crc = _crc(tf.convert_to_tensor(variable), crc)
-        for variable, row, end in itertools.islice(self._pieces, _MOST_PIECES):
-            piece = tf.convert_to_tensor(variable)[row:end]
+        for variable, part in itertools.islice(self._pieces, _MOST_PIECES):
+            piece = tf.convert_to_tensor(variable)
+            if part is not None:
+                piece = piece[part]
             crc = _crc(piece, crc)
             done += piece.dtype.size * math.prod(piece.shape)
             if done >= _BYTES:

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, building, shards
+from hvd_keras.ops import barrier_join
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -146,6 +147,44 @@ def mark_alone(optimizer: Any) -> None:
     optimizer._hvd_alone = True
     if hasattr(optimizer, "inner_optimizer"):
         optimizer.inner_optimizer._hvd_alone = True
+
+
+# Distributed optimizers that accumulate the gradients of several steps, and how many steps they had
+# made when this rank last joined.
+_accumulating: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def mark_accumulating(optimizer: Any) -> None:
+    """Record that an optimizer accumulates gradients before they are exchanged."""
+    _accumulating[optimizer] = 0
+
+
+@contextlib.contextmanager
+def _tell_of_lost_steps() -> Iterator[None]:
+    """Tells, after ``hvd.join``, that others have updated without what this rank had accumulated.
+
+    Raises:
+        RuntimeError: they have, and ``HVD_STRICT`` is set.
+    """
+    before = _count_requests("allreduce")
+    yield
+    others_went_on = _count_requests("allreduce") != before
+    for optimizer, then in list(_accumulating.items()):
+        made = _accumulating[optimizer] = int(optimizer._iterations)
+        every = optimizer.gradient_accumulation_steps
+        if others_went_on and made != then and (steps := made % every):
+            text = (
+                f"rank {rank_info.rank()} has joined (hvd.join) with the gradients of {steps} of "
+                f"{every} steps that its {type(optimizer).__name__} accumulates. They are lost, so "
+                "the last update is not that of one process. Let each rank make a multiple of "
+                f"{every} steps before hvd.join."
+            )
+            if settings.read().strict:
+                raise RuntimeError(f"hvd_keras: {text}")
+            log.warn_once(text)
+
+
+barrier_join.while_joined.append(_tell_of_lost_steps)
 
 
 def mark_synchronized(variables: Iterable[Any]) -> None:
@@ -331,10 +370,10 @@ def _digest(variables: Sequence[Any]) -> str | None:
     return digest.hexdigest()
 
 
-def _count_requests() -> int:
-    """How many requests this process has made that may be for gradients."""
+def _count_requests(*kinds: str) -> int:
+    """How many requests of some kinds this process has served; by default, for gradients."""
     counters = json.loads(libraries.core().hvd_stats())["collectives"]
-    kinds = ("allreduce", "allgather")
+    kinds = kinds or ("allreduce", "allgather")
     return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from hvd_keras.gradients import shards
-from hvd_keras.gradients.agreement import variable_id
+from hvd_keras.gradients.agreement import VariableSet
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -98,26 +98,27 @@ def process_set_of(model: Any) -> ProcessSet | None:
     return _together.get(model)
 
 
-def without_local(model: Any, variables: Iterable[Any]) -> list[Any]:
-    """Return the variables that all ranks have in common."""
-    reducers = reducers_of(model)
-    return [
-        variable
-        for variable in shards.without(variables)
-        if not any(is_local(reducer, variable) for reducer in reducers)
-    ]
+#: Variables that belong to this rank alone, of all models.
+local_variables = VariableSet()
 
 
-def is_local(reducer: "GradientReducer", variable: Any) -> bool:
+def without_local(variables: Iterable[Any]) -> list[Any]:
+    """Return those of a model's and its optimizers' variables that all ranks have in common."""
+    found = shards.without(variables)
+    local = [variable for variable in found if variable in local_variables]
+    return [variable for variable in found if not _is_local(variable, local)]
+
+
+def _is_local(variable: Any, local_ones: Iterable[Any]) -> bool:
     """Whether a model's or an optimizer's variable belongs to this rank alone.
 
     An optimizer's variable, such as a momentum, belongs to the model's variable whose path is in
     its name.
     """
-    if variable_id(variable) in reducer.local:
+    if variable in local_variables:
         return True
     name = getattr(variable, "name", "")
-    for local in reducer.local.values():
+    for local in local_ones:
         path = getattr(local, "path", None)
         if path is not None and name.startswith(path.replace("/", "_") + "_"):
             return tuple(local.shape) == tuple(variable.shape)

@@ -24,6 +24,7 @@ from hvd_keras.gradients import (
     compare,
     losses,
     missing_calls,
+    model_ranks,
     shards,
     zero,
 )
@@ -33,9 +34,6 @@ from hvd_keras.runtime.process_sets import ProcessSet
 
 # By process set: the ranks of one set create the same optimizers, those of another may differ.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
-
-#: Variables that belong to this rank alone, of all reducers.
-local_variables = agreement.VariableSet()
 
 
 class GradientReducer:
@@ -75,7 +73,7 @@ class GradientReducer:
         """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
         self.local[agreement.variable_id(variable)] = variable
         if self.process_set.size() > 1:
-            local_variables.add(variable)
+            model_ranks.local_variables.add(variable)
 
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
@@ -360,6 +358,8 @@ class KerasReducer(GradientReducer):
         self.ahead: Step | None = None  # that a LossScaleOptimizer exchanges
         self._applied = False
         optimizer._hvd_reducer = self
+        if optimizer.gradient_accumulation_steps and self.process_set.size() > 1:
+            missing_calls.mark_accumulating(optimizer)
         outermost.register_local_var = self.register_local
         # What Keras's methods become on this optimizer; the step that apply is in joins them.
         hooks: dict[str, Callable[..., Any]] = {

@@ -172,10 +172,13 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             validates = keras_callbacks.averages(callbacks)
             if fits and own is not None and own.model is self:
                 validates = own.common.validates
-            if validates and not is_legacy:
+            if validates:
                 stack.callback(losses.validate_together, False)
                 stack.enter_context(_set(_validating, (self, process_set)))
                 stack.callback(losses.tell_of_validation, self)
+                handler = getattr(self, "_eval_data_handler", None)  # tf_keras made it in fit
+                if fits and handler is not None:
+                    _validate(process_set, handler.inferred_steps)
             return evaluate(self, *args, **kwargs)
 
     return evaluate_together
@@ -232,6 +235,9 @@ def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[...,
         own = _current.get()
         if own is not None and own.model is kwargs.get("model") and not own.has_begun:
             _begin(own, handler._dataset, handler.inferred_steps)
+        model, process_set = _validating.get()
+        if model is not None and model is kwargs.get("model"):
+            _validate(process_set, handler.inferred_steps)
         return handler
 
     return get
@@ -353,7 +359,7 @@ def _validates_every(own: _Fit) -> Any:
     """After which epochs the ranks validate together; None if they do not."""
     given = own.arguments
     validates = given["validation_data"] is not None or given["validation_split"]
-    averages = validates and not is_legacy and keras_callbacks.averages(own.callbacks)
+    averages = validates and keras_callbacks.averages(own.callbacks)
     return repr(given["validation_freq"]) if averages else None
 
 

@@ -208,17 +208,29 @@ class _Agree(_Internal):
                 self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace values that differ by their mean over the ranks."""
+        """Replace values that differ by their mean over the ranks.
+
+        Raises:
+            ValueError: (on every rank) a value is an array.
+        """
         self.own = {}
         if not self.common.monitored:
             return
         logs = {} if logs is None else logs
         values = {name: logs.get(name) for name in self.common.monitored}
         # Keras logs F1Score of one class as an array of one number.
-        mine = {k: None if v is None else float(np.squeeze(v)) for k, v in values.items()}
+        mine = {
+            k: None if v is None else np.asarray(v, "float64").squeeze().tolist()
+            for k, v in values.items()
+        }
         gathered = agree.gather_json("monitored", mine, self.common.process_set)
         for name, value in mine.items():
             known = [theirs[name] for theirs in gathered if theirs[name] is not None]
+            if any(isinstance(theirs, list) for theirs in known):
+                raise ValueError(
+                    f"EarlyStopping and ReduceLROnPlateau decide by one number, but {name!r} is an "
+                    "array. Monitor another metric, or average it, as F1Score(average='macro')."
+                )
             if known and any(theirs[name] != value for theirs in gathered):
                 self.own[name] = logs.get(name)
                 logs[name] = sum(known) / len(known)

@@ -15,9 +15,9 @@ import tensorflow as tf
 import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
-from hvd_keras.gradients import clipping, losses, missing_calls, reducer, shards, zero
+from hvd_keras.gradients import clipping, losses, missing_calls, model_ranks, shards, zero
 from hvd_keras.hooks import embedding_lookup, fitting, loss_scale, sync_batch_norm
-from hvd_keras.runtime import log
+from hvd_keras.runtime import log, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.saving import storage
 
@@ -242,7 +242,9 @@ def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
                 grads = list(grads)
                 variables = list(variables_of(self, grads, *args, **kwargs))
                 missing_calls.check_optimizer(self, variables)
-                clipping.check_alone(self, variables, reducer.local_variables)
+                several = rank_info.is_initialized() and rank_info.size() > 1
+                local = model_ranks.local_variables if several else ()
+                clipping.check_alone(self, variables, local)
             return method(self, grads, *args, **kwargs)
 
         apply.__doc__ = method.__doc__

@@ -165,7 +165,7 @@ def in_common(model: Any) -> list[Any]:
         found += [v for v in candidates if not tuple(v.shape)]
     found += model.variables  # after the rates: a rate that differs is named, not what it moved
     left_out = {agreement.variable_id(v) for v in own}
-    unique = {agreement.variable_id(v): v for v in model_ranks.without_local(model, found)}
+    unique = {agreement.variable_id(v): v for v in model_ranks.without_local(found)}
     return [v for number, v in unique.items() if number not in left_out]
 
 

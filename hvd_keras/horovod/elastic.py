@@ -237,7 +237,7 @@ class TensorFlowKerasState(TensorFlowState):
                 optimizer.build(model.trainable_variables)
             own = optimizer.variables
             found += own() if callable(own) else own
-        super().__init__(model_ranks.without_local(model, found), **attributes)
+        super().__init__(model_ranks.without_local(found), **attributes)
 
 
 KerasState = TensorFlowKerasState

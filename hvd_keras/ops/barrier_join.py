@@ -1,10 +1,16 @@
 """Barrier and join: the collectives without data."""
 
+import contextlib
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from hvd_keras.ops import validate
 from hvd_keras.runtime import rank_info, xla
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+#: Make contexts in which a rank waits in ``join`` in eager code.
+while_joined: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -27,7 +33,9 @@ def join() -> tf.Tensor:
 
     Meanwhile this rank takes part in the collectives of the others. It contributes zeros to sums
     and averages (which still divide by ``size()``), neutral values to other reductions, and no rows
-    to ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks.
+    to ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks. What an
+    optimizer has accumulated (``gradient_accumulation_steps``) is lost, with a warning, if other
+    ranks update later.
 
     Returns:
         The last rank to join, an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the
@@ -37,6 +45,7 @@ def join() -> tf.Tensor:
         ValueError: ``init()`` was not called.
         NotImplementedError: the call is in a function that XLA compiles.
         tf.errors.AbortedError: a rank has left the job without joining.
+        RuntimeError: accumulated gradients are lost, and ``HVD_STRICT`` is set.
     """
     rank_info.rank()  # raises if hvd.init() was not called
     if xla.is_compiling():
@@ -44,4 +53,7 @@ def join() -> tf.Tensor:
             "hvd.join cannot be compiled by XLA. Call it outside of functions with "
             "jit_compile=True."
         )
-    return validate.raw.hvd_join(tensor_name="")
+    with contextlib.ExitStack() as stack:
+        for make_context in while_joined if tf.executing_eagerly() else ():
+            stack.enter_context(make_context())
+        return validate.raw.hvd_join(tensor_name="")

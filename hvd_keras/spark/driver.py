@@ -6,8 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from hvd_keras.launch.onhost.channel import ProtocolError
-from hvd_keras.launch.onhost.link import Link
+from hvd_keras.launch.onhost.channel import Link, ProtocolError
 
 
 class Tasks:

@@ -183,7 +183,7 @@ with tf.Graph().as_default(), tf.compat.v1.Session() as session:
 print("done")
 """
 
-# The same for tf_keras, to which tf.keras must refer.
+# The same for tf_keras, to which tf.keras must refer. Each part is a job that begins with this.
 TF_KERAS = """
 import sys
 import numpy as np
@@ -218,15 +218,18 @@ def make_model(seed, *, synchronized=None, policy="float32"):
 def flat(model):
     return np.concatenate([w.ravel() for w in model.get_weights()])
 
-def train(model, optimizer, data, batch, callbacks=(), epochs=2, **options):
-    model.compile(optimizer=optimizer, loss="mse", metrics=["mae", tf.keras.metrics.AUC(name="auc"),
-        tf.keras.metrics.RootMeanSquaredError()], experimental_run_tf_function=False,
-        run_eagerly=options.pop("run_eagerly", False))
+def train(model, optimizer, data, batch, callbacks=(), epochs=2, metrics=(), **options):
+    model.compile(optimizer=optimizer, loss="mse", metrics=list(metrics),
+                  experimental_run_tf_function=False,
+                  run_eagerly=options.pop("run_eagerly", False))
     x, words, y = data
     y = (y > 0).astype("float32") if options.pop("binary", False) else y
     return model.fit([x, words], y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0,
                      callbacks=list(callbacks), **options)
+"""
 
+TF_KERAS_PARTS = {
+    "optimizers": """
 def check(make_optimizer, synchronized=None):
     # One process normalises over its batch, which is the whole one.
     alone = make_model(0, synchronized=False if synchronized else None)
@@ -244,94 +247,6 @@ check(lambda: optimizers.Adam(0.05, global_clipnorm=0.5))
 check(lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3, use_ema=True))
 check(lambda: optimizers.legacy.Adam(0.05, clipnorm=0.1))
 check(lambda: optimizers.SGD(0.05), synchronized=True)
-
-# All callbacks: one log for all ranks, and it is that of one process.
-alone, together = make_model(0), make_model(rank)
-plan = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5 ** epoch)
-expected = train(alone, optimizers.SGD(0.1, momentum=0.9), everything, size * B, [plan],
-                 binary=True, validation_data=([everything[0][::2], everything[1][::2]],
-                 everything[2][::2] > 0)).history
-path = f"{sys.argv[0]}.keras"
-average = hvd.callbacks.MetricAverageCallback()
-history = train(
-    together, hvd.DistributedOptimizer(optimizers.SGD(0.1, momentum=0.9)), share, B,
-    [hvd.callbacks.BroadcastGlobalVariablesCallback(0), average,
-     hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5 ** epoch),
-     hvd.callbacks.ModelCheckpoint(path, monitor="val_loss", mode="min")],
-    binary=True, validation_data=([everything[0][::2][rank::size], everything[1][::2][rank::size]],
-    everything[2][::2][rank::size] > 0)).history
-assert history.keys() == expected.keys() and len(history) == 9, history.keys()
-for key in history:
-    np.testing.assert_allclose(history[key], expected[key], rtol=1e-4, err_msg=key)
-data = [everything[0][rank::size], everything[1][rank::size]], everything[2][rank::size] > 0
-results = together.evaluate(*data, callbacks=[average], verbose=0)
-np.testing.assert_allclose(
-    results, alone.evaluate(everything[:2], everything[2] > 0, verbose=0), rtol=1e-4)
-
-# Training goes on from the file, with the optimizer's state.
-loaded = hvd.load_model(path)
-for model in loaded, together:
-    model.fit(share[:2], share[2], batch_size=B, shuffle=False, verbose=0)
-np.testing.assert_allclose(flat(loaded), flat(together), rtol=1e-5)
-assert np.abs(flat(loaded) - flat(alone)).max() > 0.01
-
-warmup = hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=1)
-rates = []
-see = tf.keras.callbacks.LambdaCallback(
-    on_train_batch_end=lambda batch, logs: rates.append(float(loaded.optimizer.learning_rate)))
-loaded.fit(share[:2], share[2], batch_size=B, verbose=0, callbacks=[warmup, see])
-np.testing.assert_allclose(rates, 0.2 * (1 + np.arange(1, 6) / 5 * (size - 1)) / size, rtol=1e-5)
-
-# An overflow on one rank: no rank makes the step.
-for family in optimizers, optimizers.legacy:
-    model = make_model(rank, policy="mixed_float16")
-    model.compile(optimizer=tf.keras.mixed_precision.LossScaleOptimizer(
-        hvd.DistributedOptimizer(family.SGD(0.1))), loss="mse")
-    data = [np.float32(a[:B]) for a in share]
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-    model.fit(data[:2], data[2], batch_size=B, verbose=0, callbacks=[broadcast])
-    before, scale = flat(model), float(model.optimizer.loss_scale)
-    everyone = hvd.allgather_object(before.tobytes())
-    assert all(theirs == everyone[0] for theirs in everyone)
-    if rank == size - 1:
-        data[2] = data[2] * np.inf
-    model.fit(data[:2], data[2], batch_size=B, verbose=0)
-    assert (flat(model) == before).all() and float(model.optimizer.loss_scale) == scale / 2
-
-# Local steps are added up, or averaged, before the ranks exchange them; also eagerly.
-accumulated = [
-    (lambda: optimizers.Adagrad(0.05), False, False),
-    (lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3), True, True),
-    (lambda: optimizers.legacy.RMSprop(0.01, momentum=0.5), True, False),
-]
-for make_optimizer, averages, eagerly in accumulated:
-    alone, optimizer, sums = make_model(0), make_optimizer(), None
-    for number in range(2 * STEPS):
-        rows = slice(number % STEPS * size * B, (number % STEPS + 1) * size * B)
-        a, b, c = (part[rows] for part in everything)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((alone([a, b]) - c) ** 2)
-        gradients = map(tf.convert_to_tensor, tape.gradient(loss, alone.trainable_variables))
-        sums = [s + g for s, g in zip(sums, gradients)] if sums else list(gradients)
-        if number % 2:
-            sums = [s / 2 if averages else s for s in sums]
-            optimizer.apply_gradients(zip(sums, alone.trainable_variables))
-            sums = None
-    together = make_model(rank)
-    optimizer = hvd.DistributedOptimizer(make_optimizer(), backward_passes_per_step=2,
-                                         average_aggregated_gradients=averages)
-    train(together, optimizer, share, B, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
-          run_eagerly=eagerly)
-    np.testing.assert_allclose(flat(together), flat(alone), rtol=1e-4, atol=1e-5)
-    assert int(optimizer.iterations) == 2 * STEPS
-scaled = tf.keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.1))
-try:
-    train(make_model(0, policy="mixed_float16"),
-          hvd.DistributedOptimizer(scaled, backward_passes_per_step=2), share, B)
-except ValueError as error:
-    assert "LossScaleOptimizer of tf_keras cannot accumulate" in str(error)
-else:
-    raise AssertionError("accepted")
 
 # compute_gradients returns gradients over all ranks, which are not exchanged again.
 def three_steps(kind, compute, change=lambda pairs: pairs, passes=1, **arguments):
@@ -367,6 +282,126 @@ for op in (hvd.Average, hvd.Sum):
 op = hvd.Average
 summed = three_steps(new, private, passes=3, skip_gradients_aggregation=True)
 assert summed == -3 * total / size, summed
+print("done")
+""",
+    "callbacks": """
+# All callbacks: one log for all ranks, and it is that of one process.
+alone, together = make_model(0), make_model(rank)
+kinds = tf.keras.metrics
+def metrics():
+    return ["mae", kinds.AUC(name="auc"), kinds.RootMeanSquaredError()]
+
+plan = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5 ** epoch)
+expected = train(alone, optimizers.SGD(0.1, momentum=0.9), everything, size * B, [plan],
+                 binary=True, metrics=metrics(), validation_data=(
+                     [everything[0][::2], everything[1][::2]], everything[2][::2] > 0)).history
+path = f"{sys.argv[0]}.keras"
+average = hvd.callbacks.MetricAverageCallback()
+history = train(
+    together, hvd.DistributedOptimizer(optimizers.SGD(0.1, momentum=0.9)), share, B,
+    [hvd.callbacks.BroadcastGlobalVariablesCallback(0), average,
+     hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 0.5 ** epoch),
+     hvd.callbacks.ModelCheckpoint(path, monitor="val_loss", mode="min")],
+    binary=True, metrics=metrics(), validation_data=(
+        [everything[0][::2][rank::size], everything[1][::2][rank::size]],
+        everything[2][::2][rank::size] > 0)).history
+assert history.keys() == expected.keys() and len(history) == 9, history.keys()
+for key in history:
+    np.testing.assert_allclose(history[key], expected[key], rtol=1e-4, err_msg=key)
+data = [everything[0][rank::size], everything[1][rank::size]], everything[2][rank::size] > 0
+results = together.evaluate(*data, callbacks=[average], verbose=0)
+np.testing.assert_allclose(
+    results, alone.evaluate(everything[:2], everything[2] > 0, verbose=0), rtol=1e-4)
+
+# Training goes on from the file, with the optimizer's state.
+loaded = hvd.load_model(path)
+for model in loaded, together:
+    model.fit(share[:2], share[2], batch_size=B, shuffle=False, verbose=0)
+np.testing.assert_allclose(flat(loaded), flat(together), rtol=1e-5)
+assert np.abs(flat(loaded) - flat(alone)).max() > 0.01
+
+warmup = hvd.callbacks.LearningRateWarmupCallback(0.2, warmup_epochs=1)
+rates = []
+see = tf.keras.callbacks.LambdaCallback(
+    on_train_batch_end=lambda batch, logs: rates.append(float(loaded.optimizer.learning_rate)))
+loaded.fit(share[:2], share[2], batch_size=B, verbose=0, callbacks=[warmup, see])
+np.testing.assert_allclose(rates, 0.2 * (1 + np.arange(1, 6) / 5 * (size - 1)) / size, rtol=1e-5)
+
+# A masked loss is divided by a number that differs by rank, also in validation.
+tokens = np.maximum(words, 1)
+tokens[:, 1:, :, 1:] = 0
+targets = np.repeat(y, 3, -1)[..., np.newaxis]
+tokens, targets = (np.asarray(a).swapaxes(0, 1) for a in (tokens, targets))
+def validated(optimizer, mine, batch, callbacks):
+    model = tf.keras.Sequential([tf.keras.Input((3,)), layers.Embedding(20, 2, mask_zero=True),
+                                 layers.Dense(1)])
+    random = np.random.default_rng(1)
+    model.set_weights([random.normal(size=w.shape) for w in model.get_weights()])
+    model.compile(optimizer, "mse")
+    a, b = (part[mine].swapaxes(0, 1).reshape(-1, *part.shape[3:]) for part in (tokens, targets))
+    logs = model.fit(a, b, batch_size=batch, epochs=2, shuffle=False, verbose=0,
+                     callbacks=callbacks, validation_data=(a, b), validation_batch_size=batch)
+    loss = model.evaluate(a, b, batch_size=batch, verbose=0, callbacks=callbacks)
+    return [*logs.history["loss"], *logs.history["val_loss"], loss]
+
+together = validated(hvd.DistributedOptimizer(optimizers.SGD(0.05)), slice(rank, rank + 1), B,
+                     [average])
+with hvd.local_fit():
+    alone = validated(optimizers.SGD(0.05), slice(None), size * B, [])
+np.testing.assert_allclose(together, alone, rtol=1e-4)
+
+# An overflow on one rank: no rank makes the step.
+for family in optimizers, optimizers.legacy:
+    model = make_model(rank, policy="mixed_float16")
+    model.compile(optimizer=tf.keras.mixed_precision.LossScaleOptimizer(
+        hvd.DistributedOptimizer(family.SGD(0.1))), loss="mse")
+    data = [np.float32(a[:B]) for a in share]
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(data[:2], data[2], batch_size=B, verbose=0, callbacks=[broadcast])
+    before, scale = flat(model), float(model.optimizer.loss_scale)
+    everyone = hvd.allgather_object(before.tobytes())
+    assert all(theirs == everyone[0] for theirs in everyone)
+    if rank == size - 1:
+        data[2] = data[2] * np.inf
+    model.fit(data[:2], data[2], batch_size=B, verbose=0)
+    assert (flat(model) == before).all() and float(model.optimizer.loss_scale) == scale / 2
+print("done")
+""",
+    "steps": """
+# Local steps are added up, or averaged, before the ranks exchange them; also eagerly.
+accumulated = [
+    (lambda: optimizers.Adagrad(0.05), False, False),
+    (lambda: optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3), True, True),
+    (lambda: optimizers.legacy.RMSprop(0.01, momentum=0.5), True, False),
+]
+for make_optimizer, averages, eagerly in accumulated:
+    alone, optimizer, sums = make_model(0), make_optimizer(), None
+    for number in range(2 * STEPS):
+        rows = slice(number % STEPS * size * B, (number % STEPS + 1) * size * B)
+        a, b, c = (part[rows] for part in everything)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((alone([a, b]) - c) ** 2)
+        gradients = map(tf.convert_to_tensor, tape.gradient(loss, alone.trainable_variables))
+        sums = [s + g for s, g in zip(sums, gradients)] if sums else list(gradients)
+        if number % 2:
+            sums = [s / 2 if averages else s for s in sums]
+            optimizer.apply_gradients(zip(sums, alone.trainable_variables))
+            sums = None
+    together = make_model(rank)
+    optimizer = hvd.DistributedOptimizer(make_optimizer(), backward_passes_per_step=2,
+                                         average_aggregated_gradients=averages)
+    train(together, optimizer, share, B, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+          run_eagerly=eagerly)
+    np.testing.assert_allclose(flat(together), flat(alone), rtol=1e-4, atol=1e-5)
+    assert int(optimizer.iterations) == 2 * STEPS
+scaled = tf.keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.1))
+try:
+    train(make_model(0, policy="mixed_float16"),
+          hvd.DistributedOptimizer(scaled, backward_passes_per_step=2), share, B)
+except ValueError as error:
+    assert "LossScaleOptimizer of tf_keras cannot accumulate" in str(error)
+else:
+    raise AssertionError("accepted")
 
 # Data of every kind for fit.
 inputs = np.random.default_rng(5).normal(size=(8 * size, 3))
@@ -427,9 +462,10 @@ def fails(error, text, *args, **kwargs):
 
 import keras
 fails(TypeError, "unset it", keras.optimizers.SGD())
-fails(ValueError, "distributed already", loaded.optimizer)
+fails(ValueError, "distributed already", opt)
 print("done")
-"""
+""",
+}
 
 
 def test_scripts_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
@@ -453,7 +489,9 @@ def test_a_rank_that_ends_early_ends_a_monitored_session(tmp_path: pathlib.Path)
 
 
 @pytest.mark.slow
-def test_scripts_of_tf_keras(tmp_path: pathlib.Path) -> None:
-    job = run_script(tmp_path, 2, TF_KERAS, TF_USE_LEGACY_KERAS="1")
+@pytest.mark.parametrize("part", TF_KERAS_PARTS)
+def test_scripts_of_tf_keras(part: str, tmp_path: pathlib.Path) -> None:
+    script = TF_KERAS + TF_KERAS_PARTS[part]
+    job = run_script(tmp_path, 2, script, timeout=240, TF_USE_LEGACY_KERAS="1")
     assert job.status == 0, job.output
     assert job.output.count("done") == 2, job.output

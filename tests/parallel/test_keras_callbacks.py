@@ -180,6 +180,14 @@ def test_early_stopping_stops_all_ranks_after_the_same_epoch(order: str, shape) 
         assert history["watched"] == WATCHED[: len(history["watched"])]
 
 
+@several
+def test_early_stopping_by_an_array_is_an_error() -> None:
+    watch = Watch([np.array([0.1, 0.2])])
+    stop = keras.callbacks.EarlyStopping("watched", mode="max")
+    with pytest.raises(ValueError, match="decide by one number, but 'watched' is an array"):
+        fit(compiled(), [watch, *([stop] if RANK == 0 else [])], epochs=1)
+
+
 @ORDERS
 def test_reduce_lr_on_plateau_gives_all_ranks_the_same_rate(order: str) -> None:
     reduce = keras.callbacks.ReduceLROnPlateau("watched", mode="max", factor=0.5, patience=1)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.gradients import agreement
+from hvd_keras.runtime import log
 from tests.harness import training
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -109,14 +110,33 @@ def test_heads_that_differ_by_rank_and_step() -> None:
     training.assert_bit_identical_on_all_ranks(together)
 
 
-def test_local_layers_keep_their_values_and_their_momentum() -> None:
+class WithTape(keras.Sequential):
+    """Its training step exchanges the gradients of all layers but the last two."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=self.layers[-2:])
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("by", ["optimizer", "tape"])
+def test_local_layers_keep_their_values_and_their_momentum(by: str, monkeypatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
     mine, _ = share()
     shared, own = keras.layers.Dense(3), keras.layers.Dense(1, name=f"own_{RANK}_of_this_rank")
     norm = keras.layers.BatchNormalization()
-    model = keras.Sequential([keras.Input((5,)), shared, norm, own])
+    kind = keras.Sequential if by == "optimizer" else WithTape
+    model = kind([keras.Input((5,)), shared, norm, own])
+    local = [*own.variables, *norm.variables]
     training.set_weights(model, seed=RANK)
     optimizer = keras.optimizers.SGD(0.0, momentum=0.9)  # nothing moves but the buffers
-    optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[own, norm])
+    if by == "optimizer":
+        optimizer = hvd.PartialDistributedOptimizer(optimizer, local_layers=[own, norm])
     optimizer.build(model.trainable_variables)
     for variable in optimizer.variables:
         if "momentum" in variable.name:
@@ -129,9 +149,9 @@ def test_local_layers_keep_their_values_and_their_momentum() -> None:
     )
     after: dict[str, np.ndarray] = {}
     model.compile(optimizer=optimizer, loss="mse")
-    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local if by == "tape" else None)
     model.fit(mine, mine[:, :1], batch_size=4, verbose=0, callbacks=[broadcast, begin])
-    local = [*own.variables, *norm.variables]
+    assert warnings == []  # although the ranks' values differ
     for variable in local:
         np.testing.assert_array_equal(after[variable.path], values[variable.path])
     for variable in optimizer.variables:

@@ -136,15 +136,15 @@ def _loop(side: Side) -> dict[str, np.ndarray]:
         is_last = step.stop >= len(y)
         if is_last and side.mine == (last,):
             break
-        with tf.GradientTape() as tape:
-            predicted = model({name: values[step] for name, values in x.items()}, training=True)
-            each = tf.reduce_mean(tf.square(predicted - y[step]), [1, 2])
-            if side.alone and is_last:  # the rank that has joined gives zeros
-                each *= tf.cast(owner[step] != last, each.dtype)
-            loss = model.optimizer.scale_loss(tf.reduce_mean(each))
-        if side.has("tape") and not side.alone:
-            tape = hvd.DistributedGradientTape(tape, **side.options("distributed"))
         try:
+            with tf.GradientTape() as tape:
+                predicted = model({name: v[step] for name, v in x.items()}, training=True)
+                each = tf.reduce_mean(tf.square(predicted - y[step]), [1, 2])
+                if side.alone and is_last:  # the rank that has joined gives zeros
+                    each *= tf.cast(owner[step] != last, each.dtype)
+                loss = model.optimizer.scale_loss(tf.reduce_mean(each))
+            if side.has("tape") and not side.alone:
+                tape = hvd.DistributedGradientTape(tape, **side.options("distributed"))
             variables = model.trainable_variables
             model.optimizer.apply(tape.gradient(loss, variables), variables)
         except tf.errors.OpError as error:

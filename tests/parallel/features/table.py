@@ -153,7 +153,11 @@ RULES = [
         ),
     ),
     *_rules("no", "`hvd.join` is for all ranks", "join + process set"),
-    *_rules("no", "what a rank has accumulated when it joins is lost", "join + accumulation"),
+    *_rules(
+        "no",
+        "what a rank has accumulated when it joins is lost, which is told",
+        "join + accumulation",
+    ),
     *_rules("no", "a rank that has joined does not update its layer", "join + local layers"),
     *_rules("no", "each rank's model is another", "local layers + save and load"),
     *_rules("no", "`shard_state` is an option of `DistributedOptimizer`", "tape + shard_state"),
@@ -174,11 +178,6 @@ RULES = [
         "tf_keras + join",
         "tf_keras + tape",
         "tf_keras + custom train_step",
-    ),
-    *_rules(
-        "≠",
-        "tf_keras's validation does not communicate: each batch of a rank counts by its rows",
-        "tf_keras + masked loss + evaluate and predict",
     ),
     *_rules(
         "≠",

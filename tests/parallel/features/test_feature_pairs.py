@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.horovod import elastic
-from hvd_keras.runtime import settings
+from hvd_keras.runtime import log, settings
 
 RANK, SIZE = hvd.rank(), hvd.size()
 BROADCAST = hvd.callbacks.BroadcastGlobalVariablesCallback
@@ -154,6 +154,24 @@ def test_join_with_state_in_shares_is_an_error() -> None:
         hvd.join()
     for old, kernel in zip(before, kernels, strict=True):
         assert np.abs(np.asarray(kernel) - old).max() < 0.02  # its own step, not another's values
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_accumulated_gradients_that_a_join_loses_are_told(others: int, monkeypatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(log, "warn_once", warnings.append)
+    model = two_layers()
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    optimizer = hvd.DistributedOptimizer(optimizer)
+    x, y = rows_of(RANK)
+    for _ in range(1 + (others if RANK == 0 else 0)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+    hvd.join()
+    told = [text for text in warnings if "gradients of 1 of 2 steps" in text]
+    assert len(told) == (RANK > 0 and others > 0)
 
 
 # Random numbers.
