@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hvd_keras.launch import agents
-from hvd_keras.launch.onhost.channel import ProtocolError, new_secret
-from hvd_keras.launch.onhost.link import Link
+from hvd_keras.launch.onhost.channel import Link, ProtocolError, new_secret
 from hvd_keras.spark import task
 
 # Seconds to wait for free slots, unless the user says otherwise.
