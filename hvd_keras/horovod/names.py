@@ -54,9 +54,9 @@ is_homogeneous mpi_threads_supported mpi_enabled mpi_built nccl_built cuda_built
     NCCL, CUDA: found at run time; ROCm: always False
 gloo_built gloo_enabled ddl_built ccl_built
     always False
-sycl_built  gone @common
+sycl_built  gone @basics
     Intel's GPUs are not supported | always False
-gpu_available  gone @common
+gpu_available  gone @basics
     `tf.config.list_physical_devices('GPU')` |
 rank_op local_rank_op local_size_op
 size_op process_set_included_op  @basics
@@ -199,7 +199,7 @@ TABLE: dict[str, tuple[Row, ...]] = {
     for title, rows in re.findall(r"# (.*)\n((?:[^#].*\n)+)", _TEXT)
 }
 
-_COLLECTIVES, _SETS = "horovod.collectives", "horovod.basics"
+_COLLECTIVES, _BASICS = "horovod.collectives", "horovod.basics"
 _ELASTIC, _LAUNCHING = "horovod.elastic", "horovod.launching"
 
 
@@ -213,7 +213,7 @@ _KERAS_MODULE = _homes(
     "the job", "collectives", "training", "horovod.keras and horovod.tensorflow.keras"
 )
 _ERRORS = "HorovodInternalError HostsUpdatedInterrupt"
-_STATES = _homes("elastic") | dict.fromkeys(_ERRORS.split(), "horovod.common")
+_STATES = _homes("elastic") | dict.fromkeys(_ERRORS.split(), _BASICS)
 _CALLBACKS = _homes("callbacks") | {k: v for k, v in _STATES.items() if k.endswith("Callback")}
 _RUN = {"run": _LAUNCHING}
 
@@ -222,12 +222,11 @@ def _of(home: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), home)
 
 
-_COMMON = "horovod.common"
-_REFERENCES = _of(_COMMON, "vars_to_refs refs_to_vars _executing_eagerly _cache _make_subgraph")
+_REFERENCES = _of(_BASICS, "vars_to_refs refs_to_vars _executing_eagerly _cache _make_subgraph")
 _OPS = (
-    _of("horovod.basics", "_basics")
+    _of(_BASICS, "_basics")
     | _of(_COLLECTIVES, "_allreduce")
-    | _of(_COMMON, "handle_average_backwards_compatibility _executing_eagerly gpu_available")
+    | _of(_BASICS, "handle_average_backwards_compatibility _executing_eagerly gpu_available")
 )
 
 
@@ -237,18 +236,18 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.runner": _RUN,
     "horovod.runner.common": {},
     "horovod.runner.common.util": {},
-    "horovod.runner.common.util.env": _of(_COMMON, "get_env_rank_and_size"),
+    "horovod.runner.common.util.env": _of(_BASICS, "get_env_rank_and_size"),
     "horovod.tensorflow": _TENSORFLOW
     | _OPS
     | _REFERENCES
-    | _of(_COMMON, "check_extension split_list _LegacyOptimizer"),
+    | _of(_BASICS, "check_extension split_list _LegacyOptimizer"),
     "horovod.tensorflow.mpi_ops": _TENSORFLOW | _OPS,
-    "horovod.tensorflow.util": _REFERENCES | _of(_COMMON, "_has_eager"),
+    "horovod.tensorflow.util": _REFERENCES | _of(_BASICS, "_has_eager"),
     "horovod.tensorflow.functions": _of(
         _COLLECTIVES, "allgather_object broadcast_object broadcast_object_fn broadcast_variables"
     ),
     "horovod.tensorflow.compression": _of("", "Compression Compressor")
-    | _of(_COMMON, "NoneCompressor FP16Compressor"),
+    | _of(_BASICS, "NoneCompressor FP16Compressor"),
     "horovod.tensorflow.sync_batch_norm": _of("", "SyncBatchNormalization"),
     "horovod.tensorflow.elastic": _STATES,
     "horovod.tensorflow.keras": _KERAS_MODULE,
@@ -260,15 +259,15 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.spark": _of(f"{_LAUNCHING}:spark_run", "run"),
     "horovod.ray": _of(_LAUNCHING, "RayExecutor"),
     "horovod.common": _homes("the job"),
-    "horovod.common.basics": _of("horovod.basics", "HorovodBasics"),
+    "horovod.common.basics": _of(_BASICS, "HorovodBasics"),
     "horovod.common.util": _of("", "cuda_built rocm_built mpi_enabled gloo_enabled")
-    | _of(_COMMON, "mpi_built gloo_built nccl_built ddl_built ccl_built _cache")
-    | _of(_COMMON, "check_extension extension_available gpu_available num_rank_is_power_2")
-    | _of(_COMMON, "split_list is_version_greater_equal_than"),
-    "horovod.common.elastic": _of(_ELASTIC, "State ObjectState run_fn") | _of(_COMMON, _ERRORS),
-    "horovod.common.exceptions": _of(_COMMON, f"{_ERRORS} HorovodVersionMismatchError"),
+    | _of(_BASICS, "mpi_built gloo_built nccl_built ddl_built ccl_built _cache")
+    | _of(_BASICS, "check_extension extension_available gpu_available num_rank_is_power_2")
+    | _of(_BASICS, "split_list is_version_greater_equal_than"),
+    "horovod.common.elastic": _of(_ELASTIC, "State ObjectState run_fn") | _of(_BASICS, _ERRORS),
+    "horovod.common.exceptions": _of(_BASICS, f"{_ERRORS} HorovodVersionMismatchError"),
     "horovod.common.process_sets": _of(
-        _SETS, "ProcessSet add_process_set global_process_set remove_process_set"
+        _BASICS, "ProcessSet add_process_set global_process_set remove_process_set"
     ),
 }
 
