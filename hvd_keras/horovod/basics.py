@@ -1,16 +1,154 @@
-"""``init``, and ``horovod.common.basics``: the job's functions as methods, and process sets."""
+"""``init``, ``horovod.common.basics``, and process sets as Horovod has them: text and numbers."""
 
 import functools
 import importlib.metadata
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle, ops
 from hvd_keras.gradients import missing_calls
-from hvd_keras.horovod import process_sets as horovods
+from hvd_keras.ops import without_data
 from hvd_keras.runtime import log, rank_info
 from hvd_keras.runtime import process_sets as own
+
+
+class ProcessSet(own.ProcessSet):
+    """``hvd_keras.ProcessSet``; its number is used again after it was removed.
+
+    Args:
+        ranks_or_comm: as in ``hvd_keras.ProcessSet``.
+
+    Raises:
+        ValueError: as ``hvd_keras.ProcessSet``, and for what is neither ranks nor a communicator.
+    """
+
+    _number: int | None = None  # that of hvd_keras, which graphs may hold
+    _horovod_number: int | None = None
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        try:
+            super().__init__(ranks_or_comm)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def process_set_id(self) -> int | None:
+        """The lowest number that no other set had when this one was added; None if it is not."""
+        return self._horovod_number
+
+    @process_set_id.setter
+    def process_set_id(self, number: int | None) -> None:
+        taken = {process_set.process_set_id for process_set in own.added()}
+        free = next(i for i in itertools.count(1) if i not in taken)
+        self._number, self._horovod_number = number, None if number is None else free
+
+    def id(self) -> int:
+        """Return the number of the set in hvd_keras.
+
+        Raises:
+            ValueError: the set was not added, or was removed.
+        """
+        if self._number is None or self not in own.added():
+            raise ValueError(f"{self} was not added, or was removed.")
+        return self._number
+
+    def size(self) -> int | None:  # type: ignore[override]
+        """Return the number of ranks in the set; None if it was not added."""
+        return None if self.process_set_id is None else super().size()
+
+    def included(self) -> bool | None:  # type: ignore[override]
+        """Whether this process is in the set; None if it was not added."""
+        return None if self.process_set_id is None else super().included()
+
+    def rank(self) -> int | None:  # type: ignore[override]
+        """This process's rank within the set; None if the set was not added.
+
+        Raises:
+            ValueError: this process is not in the set.
+        """
+        return None if self.process_set_id is None else super().rank()
+
+    def __repr__(self) -> str:
+        known = self._ranks is not None or rank_info.is_initialized()
+        ranks = self.ranks if known else None
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks}, "
+            f"mpi_comm={self.mpi_comm})"
+        )
+
+
+class _AllRanks(ProcessSet):
+    process_set_id = 0
+
+    def __init__(self) -> None:
+        self.mpi_comm = self._ranks = self._world_ranks = None
+
+    def id(self) -> int:
+        return 0
+
+
+global_process_set: ProcessSet = _AllRanks()
+
+
+def add_process_set(process_set: Any) -> own.ProcessSet:
+    """``hvd_keras.add_process_set``.
+
+    Raises:
+        As ``hvd_keras.add_process_set``.
+    """
+    return own.add_process_set(as_process_set(process_set))
+
+
+def as_process_set(given: Any) -> Any:
+    """Return a process set, of what ``ProcessSet`` takes."""
+    return given if isinstance(given, own.ProcessSet) else ProcessSet(given)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """``hvd_keras.remove_process_set``; of the set of all ranks False, not an error.
+
+    Args:
+        process_set: one that was added.
+
+    Returns:
+        Whether there was such a set, and it was removed.
+
+    Raises:
+        ValueError: the ranks name different sets; on every rank.
+    """
+    if process_set.process_set_id == 0:
+        return False
+    return own.remove_process_set(process_set)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """``hvd_keras.size_op`` of the set that has this number now.
+
+    Raises:
+        As ``hvd_keras.size_op``.
+    """
+    return without_data.size_op(_number(process_set_id), name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """``hvd_keras.process_set_included_op`` of the set that has this number now.
+
+    Raises:
+        As ``hvd_keras.process_set_included_op``.
+    """
+    return without_data.process_set_included_op(_number(process_set_id), name)
+
+
+def _number(process_set_id: int) -> int:
+    for process_set in own.added():
+        if process_set.process_set_id == process_set_id:
+            return process_set.id()
+    return process_set_id
+
 
 # What the job's functions are called in hvd_keras, too.
 _SAME = (
@@ -30,11 +168,11 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         As ``hvd_keras.init``.
     """
     if process_sets is not None and not isinstance(process_sets, str):
-        process_sets = [horovods.as_process_set(given) for given in process_sets]
+        process_sets = [as_process_set(given) for given in process_sets]
     lifecycle.init(comm, process_sets)
     missing_calls.allow_a_first_step()
     if hasattr(comm, "Get_group"):
-        horovods.global_process_set.mpi_comm = comm
+        global_process_set.mpi_comm = comm
     if rank_info.rank() == 0:
         _tell()
 
@@ -74,7 +212,7 @@ class HorovodBasics:
         return len(_added(process_set_id).ranks)
 
     def _comm_process_set_id(self, comm: Any) -> int:
-        ranks = horovods.ProcessSet(comm).ranks
+        ranks = ProcessSet(comm).ranks
         for one in own.added():
             if one.ranks == ranks:
                 return one.process_set_id  # type: ignore[return-value]
@@ -83,7 +221,7 @@ class HorovodBasics:
     def _add_process_set_impl(self, ranks: Sequence[int]) -> int | None:
         if sorted(ranks) in (one.ranks for one in own.added()):
             return None
-        return horovods.add_process_set(ranks).process_set_id
+        return add_process_set(ranks).process_set_id
 
     def _remove_process_set_impl(self, process_set_id: int) -> int | None:
         if process_set_id == 0 or process_set_id not in self._get_process_set_ids_and_ranks():

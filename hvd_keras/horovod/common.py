@@ -10,7 +10,7 @@ from packaging import version
 
 import hvd_keras
 from hvd_keras.ops import ReduceOp
-from hvd_keras.ops.reduce_op import chosen
+from hvd_keras.ops.reduction import chosen
 from hvd_keras.runtime import settings
 
 _Result = TypeVar("_Result")

@@ -14,9 +14,6 @@ are one host with several slots. When a place ends or is killed, its agent ends 
 and hvdrun, if it was the first place, ends the job.
 """
 
-from __future__ import annotations
-
-import importlib.metadata
 import json
 import os
 import platform
@@ -25,13 +22,15 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hvd_keras.launch import onhost, run_function
 from hvd_keras.launch.onhost.agent import OF_HVDRUN
 from hvd_keras.launch.onhost.cores import thread_settings
+from hvd_keras.launch.onhost.host_facts import version
 from hvd_keras.launch.onhost.sweep import AGENT
 
 # What must be equal where the function is pickled and where it runs, if both have it.
@@ -40,45 +39,31 @@ PACKAGES = ("hvd_keras", "tensorflow", "keras", "cloudpickle")
 
 def versions() -> dict[str, str]:
     """The versions here of Python and of the packages that must agree; those that are there."""
-    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    python = ".".join(platform.python_version_tuple()[:2])
+    found = {name: version(name) for name in PACKAGES}
+    return {"Python": python, **{name: own for name, own in found.items() if own is not None}}
 
 
 class Agent:
     """The agent of the place that this process is, while the context lasts.
 
-    Args:
-        secret: of the call, equal in all places; it must have come by a channel of the system.
-        run: the name of the call and of its restarts, 16 hexadecimal digits. What earlier starts
-            of this name have left here is ended first.
-        address: where the other places reach this one, a name or an IPv4 address.
-
-    Raises:
-        OSError: the address is not one of this host's.
+    `secret` is equal in all places; it must have come by a channel of the system. `run` names the
+    call and its restarts by 16 hexadecimal digits: what earlier starts have left here is ended
+    first. Others reach this place at `address`, a name or an IPv4 address; raises OSError if it is
+    not one of this host's.
     """
 
     def __init__(self, secret: str, run: str, address: str) -> None:
         self._address = socket.gethostbyname(address)
+        pipe: Any = subprocess.PIPE
         self._process = subprocess.Popen(
-            onhost.program("agent"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+            onhost.program("agent"), stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(
-            json.dumps({"secret": secret, "run": run, "address": self._address}),
-            file=self._process.stdin,
-            flush=True,
-        )
-        self._port = self._process.stdout.readline().strip()
+        self._in = cast(Any, self._process.stdin)
+        self._out = cast(Any, self._process.stdout)
+        told = {"secret": secret, "run": run, "address": self._address}
+        print(json.dumps(told), file=self._in, flush=True)
+        self._port = self._out.readline().strip()
         if not self._port:
             self.__exit__()
             raise OSError(f"no agent can listen on {self._address} of {socket.gethostname()}")
@@ -93,26 +78,24 @@ class Agent:
             "has_directory": Path(directory).is_dir(),
         }
 
-    def __enter__(self) -> Agent:
+    def __enter__(self) -> "Agent":
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.read()  # to its end, which is that of the agent
-        self._process.stdout.close()
+        self._in.close()
+        self._out.read()  # to its end, which is that of the agent
+        self._out.close()
         self._process.wait()
 
 
 def difference(places: Sequence[Mapping[str, Any]], expected: Mapping[str, str]) -> str:
     """Why these places cannot run what was pickled where these versions are; empty if they can."""
     for number, place in enumerate(places):
-        for name, version in expected.items():
+        for name, wanted in expected.items():
             got = place["versions"].get(name)
-            if got != version:
+            if got != wanted:
                 has = f"has {name} {got}" if got else f"has no {name}"
-                return f"{place['host'][0]} (task {number}) {has}; expected {version}, as here"
+                return f"{place['host'][0]} (task {number}) {has}; expected {wanted}, as here"
     by_address: dict[str, Any] = {}
     for place in places:
         other = by_address.setdefault(place["address"], place["host"])
@@ -140,25 +123,11 @@ def call(
 ) -> list[bytes]:
     """Call a pickled function on as many ranks as there are places; this is the first of them.
 
-    Args:
-        function, name, out, err: as for ``run_function.call``.
-        places: the facts of all places.
-        secret, run: those of the agents.
-        directory: where the ranks start, if it is there in all places; else in the temporary one.
-        cores: cores of each rank.
-        environment: further variables for the ranks.
-        options: further ones of hvdrun.
-
-    Returns:
-        The pickled results, in rank order.
-
-    Raises:
-        ValueError: hvdrun refuses to start the job.
-        RuntimeError: the job failed; the text has the culprit's traceback.
+    `secret` and `run` are those of the agents, `cores` those of each rank, `environment` has the
+    ranks' further variables; they start in `directory` if all places have it. All else, and what is
+    returned or raised, is as for ``run_function.call``.
     """
-    slots: dict[str, int] = {}
-    for place in places:
-        slots[place["address"]] = slots.get(place["address"], 0) + 1
+    slots = Counter(place["address"] for place in places)
     ports = {place["address"]: place["port"] for place in reversed(places)}
     folder = Path(tempfile.gettempdir(), f"hvdrun-{run}")  # which agents remove, however we end
     folder.mkdir(0o700)

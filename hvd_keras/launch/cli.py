@@ -1,7 +1,5 @@
 """hvdrun: from the command line to the exit status."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shlex
@@ -40,8 +38,7 @@ def _launch(arguments: Sequence[str] | None) -> int:
 
 
 async def _run(asked: job_spec.JobSpec) -> Verdict:
-    with Signals() as signals:
-        return await restarts.run(asked, signals)
+    return await restarts.run(asked, Signals())
 
 
 def _open_standard_streams() -> None:

@@ -1,7 +1,5 @@
 """Checks the user's command before anything starts, so that a typo gives one error, not N."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -24,10 +22,7 @@ _IMPORT = re.compile(rb"^(import|from) +hvd_keras\b", re.MULTILINE)
 
 
 def resolve(command: Sequence[str]) -> list[str]:
-    """Return the command with the full path of its program. Raises UsageError.
-
-    A Python file and "-m module" are run by the Python that runs hvdrun.
-    """
+    """Return the command with its program's full path, or our Python's. Raises UsageError."""
     if command[0].endswith(".py") or command[0] == "-m":
         command = [sys.executable, *command]
     path = shutil.which(command[0])

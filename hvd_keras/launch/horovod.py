@@ -1,15 +1,16 @@
-"""Runs a command for which ``import horovod`` finds hvd_keras, by its PYTHONPATH."""
+"""What programs written for Horovod need: its options, its settings and `import horovod`."""
 
-from __future__ import annotations
-
+import argparse
+import functools
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import hvd_keras.horovod
-from hvd_keras.launch import horovodrun
+from hvd_keras.launch.errors import UsageError, say
 
 USAGE = """\
 usage: python -m hvd_keras.horovod COMMAND ...
@@ -18,11 +19,126 @@ Runs a program written for Horovod; hvd_keras answers to its 'import horovod'. C
 file, '-m module', '-c code', or the name of a program such as a console script, with arguments."""
 
 
+def _bytes_of_megabytes(text: str) -> str:
+    if not text.isdecimal():
+        raise UsageError(f"--fusion-threshold-mb got {text!r}; expected a whole number of MiB")
+    return str(max(1, int(text) << 20))
+
+
+def _log_level(text: str) -> str:
+    level = {"TRACE": "DEBUG", "FATAL": "ERROR"}.get(text.upper(), text.upper())
+    if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise UsageError(f"the log level is {text!r}; expected debug, info, warning or error")
+    return level
+
+
+# Further names of hvdrun's options.
+ALIASES = {
+    "--nproc-per-node": ["--slots-per-host"],
+    "--version": ["-v"],
+    "--hostfile": ["-hostfile"],
+    "--ssh-port": ["-p"],
+    "--ssh-identity-file": ["-i"],
+    "--check": ["-cb", "--check-build"],
+    "--min-np": ["--min-num-proc"],
+    "--network-interface": ["--network-interfaces"],
+    "--output-dir": ["--output-filename"],
+    "--timeline": ["--timeline-filename"],
+    "--max-restarts": ["--reset-limit"],
+    "--restart-timeout": ["--elastic-timeout"],
+}
+
+# Options that stand for a setting, and how its value is made.
+SETTING_OPTIONS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "--fusion-threshold-mb": ("HVD_BUCKET_BYTES", _bytes_of_megabytes),
+    "--log-level": ("HVD_LOG_LEVEL", _log_level),
+    "--stall-check-warning-time-seconds": ("HVD_STALL_WARNING_SECONDS", str),
+    "--stall-check-shutdown-time-seconds": ("HVD_TIMEOUT_SECONDS", str),
+}
+NO_STALL_CHECK = ("--no-stall-check", ("HVD_STALL_WARNING_SECONDS", "0"))
+
+# Options without effect, by how many words follow them.
+NO_EFFECT = {
+    0: "--stall-check --disable-cache --timeline-mark-cycles --no-timeline-mark-cycles "
+    "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather "
+    "--no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune "
+    "--gloo --mpi --tcp --mpi-threads-disable --no-mpi-threads-disable -prefix-timestamp "
+    "--prefix-output-with-timestamp --log-with-timestamp --log-without-timestamp "
+    "--log-hide-timestamp --no-log-hide-timestamp",
+    1: "--cycle-time-ms --cache-capacity --autotune-log-file --autotune-warmup-samples "
+    "--autotune-steps-per-sample --autotune-bayes-opt-max-samples "
+    "--autotune-gaussian-process-noise --gloo-timeout-seconds --thread-affinity --num-nccl-streams "
+    "--max-np --max-num-proc",
+    2: "--blacklist-cooldown-range",
+}
+
+# Options that are errors, and what to do.
+REFUSED = {
+    "--jsrun": "start the script with jsrun, not hvdrun",
+    "--binding-args": "use --mpi-args",
+    "--config-file": "give the options on the command line",
+}
+
+
+class _NoCounterpart(argparse.Action):
+    """Says that an option has no effect, or refuses it."""
+
+    def __call__(self, *given: Any, **_: Any) -> None:
+        option = given[3]
+        if option in REFUSED:
+            raise UsageError(f"{option} is an option of horovodrun; {REFUSED[option]}")
+        say(f"{option} of horovodrun has no effect here")
+
+
+# Horovod's settings that have a counterpart.
+SETTINGS: dict[str, tuple[str, Callable[[str], str]]] = {
+    "HOROVOD_FUSION_THRESHOLD": ("HVD_BUCKET_BYTES", lambda text: text if text != "0" else "1"),
+    "HOROVOD_LOG_LEVEL": ("HVD_LOG_LEVEL", _log_level),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("HVD_STALL_WARNING_SECONDS", str),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("HVD_TIMEOUT_SECONDS", str),
+    "HOROVOD_TIMELINE": ("HVD_TIMELINE", str),
+}
+
+# For an elastic job, in which horovodrun replaces ranks as often as needed.
+_ELASTIC_RESTARTS = 10
+
+_say_once = functools.cache(say)
+
+
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """What an environment needs besides: ``import horovod`` finds hvd_keras; Horovod's settings."""
     others = environment.get("PYTHONPATH")
-    path = os.pathsep.join(filter(None, [hvd_keras.horovod.PATH, others]))
-    return {"PYTHONPATH": path, **horovodrun.translated(environment)}
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, [hvd_keras.horovod.PATH, others]))}
+    for theirs, (ours, convert) in SETTINGS.items():
+        if environment.get(theirs) and not environment.get(ours):
+            found[ours] = convert(environment[theirs])
+            _say_once(f"{theirs} is {ours}={found[ours]} here")
+    return found
+
+
+def restarts(given: argparse.Namespace) -> int:
+    """Return how often a job restarts whose command line does not say it."""
+    is_elastic = given.min_np is not None or given.host_discovery_script is not None
+    if not given.horovod or not is_elastic:
+        return 0
+    say(f"an elastic job restarts up to {_ELASTIC_RESTARTS} times; --reset-limit N changes that")
+    return _ELASTIC_RESTARTS
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Let a parser of hvdrun's options understand horovodrun's that are no aliases."""
+    add = functools.partial(parser.add_argument, help=argparse.SUPPRESS)
+    for flag, (name, convert) in SETTING_OPTIONS.items():
+        pair = functools.partial(_pair, name, convert)
+        add(flag, dest="settings", action="append", type=pair)
+    add(NO_STALL_CHECK[0], dest="settings", action="append_const", const=NO_STALL_CHECK[1])
+    for count, flags in NO_EFFECT.items():
+        add(*flags.split(), action=_NoCounterpart, dest=argparse.SUPPRESS, nargs=count)
+    add(*REFUSED, action=_NoCounterpart, dest=argparse.SUPPRESS, nargs="?")
+
+
+def _pair(name: str, convert: Callable[[str], str], text: str) -> tuple[str, str]:
+    return name, convert(text)
 
 
 def execute(arguments: Sequence[str]) -> int:
@@ -30,8 +146,9 @@ def execute(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, file=sys.stderr)
         return 0 if arguments else 2
-    program = _program(arguments[0])
-    if program is None:
+    name, own = arguments[0], str(Path(sys.executable).parent)
+    program = shutil.which(name) or shutil.which(name, path=own)
+    if program is None or name.startswith("-") or name.endswith(".py"):  # for the interpreter
         if sys.flags.ignore_environment:
             print(
                 "python -m hvd_keras.horovod: Python ignores PYTHONPATH because of -E or -I. Leave "
@@ -47,11 +164,3 @@ def execute(arguments: Sequence[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, {**os.environ, **settings(os.environ)})
-
-
-def _program(name: str) -> str | None:
-    """The path of a program; None for Python files and options, which the interpreter takes."""
-    if name.startswith("-") or name.endswith(".py"):
-        return None
-    own = str(Path(sys.executable).parent)
-    return shutil.which(name) or shutil.which(name, path=own)

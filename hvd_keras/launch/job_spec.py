@@ -1,7 +1,5 @@
 """The job that the user asked for, checked and completed; the same for every restart."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -58,9 +56,8 @@ def build(given: argparse.Namespace) -> JobSpec:
         words = ["-m", *given.module]
     if given.check:
         if words:
-            raise UsageError(
-                f"--check got the command {' '.join(words)!r}; --check takes no command"
-            )
+            told = " ".join(words)
+            raise UsageError(f"--check got the command {told!r}; --check takes no command")
         words = [sys.executable, "-m", "hvd_keras.check"]
         if given.size is None and not (given.hosts or given.hostfile):
             given.size = min(2, usable_cores())
@@ -82,18 +79,10 @@ def build(given: argparse.Namespace) -> JobSpec:
     _check_observers(given)
     for name in given.env:
         if name not in os.environ:
-            raise UsageError(
-                f"--env got {name!r}, which is not set; expected the name of a variable"
-            )
-    return JobSpec(
-        options=given,
-        command=command_check.resolve(words),
-        dialect=dialect,
-        hosts=wanted,
-        is_local=is_local,
-        size=given.size,
-        shell=_shell(given),
-    )
+            told = f"--env got {name!r}, which is not set"
+            raise UsageError(f"{told}; expected the name of a variable")
+    command, shell = command_check.resolve(words), _shell(given)
+    return JobSpec(given, command, dialect, wanted, is_local, given.size, shell)
 
 
 def _shell(given: argparse.Namespace) -> RemoteShell:
@@ -117,22 +106,14 @@ def _shell(given: argparse.Namespace) -> RemoteShell:
 
 
 def _hosts(given: argparse.Namespace) -> list[Host] | None:
-    named = [
-        option
-        for option, value in (
-            ("-H", given.hosts),
-            ("--hostfile", given.hostfile),
-            ("--host-discovery-script", given.host_discovery_script),
-        )
-        if value is not None
-    ]
+    ways = {"-H": given.hosts, "--hostfile": given.hostfile}
+    ways["--host-discovery-script"] = given.host_discovery_script
+    named = [option for option, value in ways.items() if value is not None]
     if len(named) > 1:
         raise UsageError(f"got {' and '.join(named)}; expected one of them")
     if given.hosts is not None:
         return hosts.parse(given.hosts)
-    if given.hostfile is not None:
-        return hosts.read(given.hostfile)
-    return None
+    return None if given.hostfile is None else hosts.read(given.hostfile)
 
 
 def _is_local(given: argparse.Namespace, wanted: list[Host] | None) -> bool:
@@ -161,19 +142,15 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
     there, what = (usable_cores(), "core") if slots is None else (slots, "slot")
     if size > there and not given.oversubscribe:
         if not given.horovod or slots is not None:
-            raise _too_many(size, there, what)
+            place = "this process may use" if what == "core" else "-H has"
+            raise UsageError(
+                f"-np got {size}, but {place} {there} {what}{'s' * (there != 1)}; expected at most "
+                f"{there}, or --oversubscribe to let ranks share cores, which is slow"
+            )
         given.oversubscribe = True  # horovodrun never refuses
         say(f"{size} ranks share {there} cores, which is slow")
     given.oversubscribe = given.oversubscribe or slots is not None
     return Host("localhost", size)
-
-
-def _too_many(size: int, there: int, what: str) -> UsageError:
-    place = "this process may use" if what == "core" else "-H has"
-    return UsageError(
-        f"-np got {size}, but {place} {there} {what}{'s' * (there != 1)}; expected "
-        f"at most {there}, or --oversubscribe to let ranks share cores, which is slow"
-    )
 
 
 def _check_observers(given: argparse.Namespace) -> None:

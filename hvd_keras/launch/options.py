@@ -1,15 +1,15 @@
 """The command line of hvdrun."""
 
-from __future__ import annotations
-
 import argparse
+import functools
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import hvd_keras
-from hvd_keras.launch import horovodrun
+from hvd_keras.launch import horovod
 from hvd_keras.launch.errors import UsageError
 
 USAGE = "hvdrun -np N [options] train.py [arguments ...]"
@@ -38,41 +38,30 @@ rank that failed first (128 + N if signal N killed it), 2 for a wrong command li
 Ctrl-C."""
 
 
-def _at_least(least: int, option: str) -> Callable[[str], int]:
-    """Return the type of an option that takes an integer of at least `least`."""
-
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and int(text) >= least):
-            expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
-            raise UsageError(f"{option} got {text!r}; expected {expected}")
-        return int(text)
-
-    return parse
+def _at_least(least: int, option: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) >= least):
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise UsageError(f"{option} got {text!r}; expected {expected}")
+    return int(text)
 
 
-def _size(text: str) -> int:
-    """Return the type of -np, which gets "p2" of "-np2" by way of -n."""
-    number = text.removeprefix("p")
-    return AUTO if number == "auto" else _at_least(1, "-np")(number)
+def _size(option: str, text: str) -> int:
+    number = text.removeprefix("p")  # "-np2" is "-n p2" to argparse
+    return AUTO if number == "auto" else _at_least(1, option, number)
 
 
-def _words(option: str) -> Callable[[str], list[str]]:
-    """Return the type of an option that takes several words, quoted as in a shell."""
-
-    def parse(text: str) -> list[str]:
-        try:
-            return shlex.split(text)
-        except ValueError as error:
-            raise UsageError(
-                f"{option} got {text!r}: {error}; expected arguments quoted as in a shell"
-            ) from error
-
-    return parse
+def _words(option: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{option} got {text!r}: {error}; expected arguments quoted as in a shell"
+        ) from error
 
 
-def _one_interface(text: str) -> str:
+def _one_interface(option: str, text: str) -> str:
     if "," in text:
-        raise UsageError(f"--network-interface got {text!r}; expected one interface")
+        raise UsageError(f"{option} got {text!r}; expected one interface")
     return text
 
 
@@ -100,238 +89,110 @@ complete -o default -F _hvdrun hvdrun
 """
 
 
-class _Completion(argparse.Action):
-    """Prints _COMPLETION with the options that --help lists."""
+# The groups of options, each as "--flag --other METAVAR: help"; without METAVAR it is on or off.
+OPTIONS = f"""\
+usual options
+-np -n --num-proc N: number of ranks, or auto: all slots of the hosts, where a host without a number
+    has one for each GPU, or for each usable core without GPUs (default: all slots, one for each
+    usable core; required on this host alone)
+-H --hosts HOSTS: server1:4,server2:4: hosts and the number of ranks on each; without a number, one
+    rank per usable core (default: this host)
+--oversubscribe: allow more ranks than usable cores or slots (default: off)
+-m MODULE: run a Python module, as `python -m MODULE` does; all that follows are its arguments
+    (default: none)
+--max-restarts N: maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training
+    resume (default: 0; 10 for elastic training with --horovod)
+--output-dir FOLDER: also write each rank's stdout and stderr to rank-N.txt in this folder (default:
+    none)
+--stats: show in a terminal how fast the ranks train and which one the others wait for; at the end,
+    print to stderr how long they waited and the bytes exchanged (default: off)
+--verbose: print mpirun's command and its own messages to stderr (default: off)
+--check: print the installation and run a self-test of every collective for two seconds, by default
+    on two ranks; takes no command (default: off)
+-h --help: print this text and exit
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """From argparse."""
-        flags = parser._option_string_actions.items()
-        names = [flag for flag, action in flags if action.help != argparse.SUPPRESS]
-        print(_COMPLETION.format(options=" ".join(names)), end="")
-        parser.exit()
+output
+--prefix: prefix each line of output with its rank, as in '[0] text' (default: on)
+--metrics PORT: serve the numbers of --stats for Prometheus at this port of 127.0.0.1, or at
+    ADDRESS:PORT (default: none)
+--postmortem FOLDER: after a failure, keep each rank's last requests and stacks in this folder, and
+    say which rank did something else first (default: none)
+--timeline FILE: record a timeline of all ranks in FILE, for https://ui.perfetto.dev or
+    chrome://tracing (default: none)
 
+several hosts
+--nproc-per-node --nproc_per_node N: number of ranks on each host that is named without a number
+    (default: one per usable core)
+--hostfile FILE: file with one host per line: server1:4 or server1 slots=4 (default: none)
+--host-discovery-script COMMAND: a program that prints such lines; run at the start and before each
+    restart (default: none)
+--ssh-port PORT: ssh port of the hosts (default: ssh's own)
+--ssh-identity-file FILE: key for ssh (default: ssh's own)
+--remote-shell PROGRAM: the program by which hosts are reached, with its options in one string: it
+    is called as ssh is, and exits with 255 if it cannot reach the host; or 'kubectl exec', with
+    hosts that are pods (default: ssh)
+--env NAME: pass this environment variable to ranks on other hosts; may be repeated (default:
+    {", ".join(PASSED)}, and variables that begin with {", ".join(PASSED_PREFIXES[:-1])} or
+    {PASSED_PREFIXES[-1]})
+--network-interface NAME: network between the hosts: an interface, such as eth0, or an address
+    range, such as 10.0.0.0/24 (default: the network through which all hosts are reached, if there
+    is only one)
+--wait-for-hosts SECONDS: how long to wait before the first start for hosts that cannot be reached
+    yet, such as containers that are starting (default: %(default)s)
+--start-timeout SECONDS: time limit for starting ranks on several hosts (default: %(default)s)
 
-def _option(spec: str, text: str, **kwargs: Any) -> tuple[list[str], dict[str, Any]]:
-    """Describe an option: "--flag --other METAVAR" and its help; without METAVAR it is on or off.
+restarts and the end
+--min-np K: minimum number of ranks for a restart on the hosts that answer; hvdrun waits until there
+    are enough slots (default: as many as at the start)
+--restart-timeout SECONDS: how long to wait for enough slots before a restart (default: %(default)s)
+--stop-timeout SECONDS: how long ranks may take to save their work when a signal asks hvdrun to end,
+    until they are killed; a second Ctrl-C does not wait (default: %(default)s)
 
-    `least` makes it an integer.
-    """
-    *flags, last = spec.split()
-    if last.startswith("-"):
-        flags.append(last)
-        kwargs.setdefault("action", "store_true")
-    else:
-        kwargs["metavar"] = last
-    if "least" in kwargs:
-        kwargs["type"] = _at_least(kwargs.pop("least"), flags[0])
-    return flags, {**kwargs, "help": text}
+programs
+--horovod: let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)
+--strict: turn hvd_keras's warnings about ranks that train separate models into errors; sets
+    HVD_STRICT=1 for the ranks (default: off)
+--separate: allow that ranks of a program that uses hvd_keras end without having completed
+    hvd.init() (default: off: exit status 1)
 
+MPI
+--mpirun PATH: the mpirun to use (default: srun in a SLURM allocation, else that of the build, else
+    the one beside this Python, else the one on PATH)
+--mpi-args ARGS: further arguments for mpirun or srun, in one string, quoted as in a shell; add
+    --verbose to see mpirun's own messages (default: empty)
 
-_GROUPS = {
-    "usual options": [
-        _option(
-            "-np -n --num-proc N",
-            "number of ranks, or auto: all slots of the hosts, where a host without a number has "
-            "one for each GPU, or for each usable core without GPUs (default: all slots, one for "
-            "each usable core; required on this host alone)",
-            dest="size",
-            type=_size,
-        ),
-        _option(
-            "-H --hosts HOSTS",
-            "server1:4,server2:4: hosts and the number of ranks on each; without a number, one "
-            "rank per usable core (default: this host)",
-        ),
-        _option("--oversubscribe", "allow more ranks than usable cores or slots (default: off)"),
-        _option(
-            "-m MODULE",
-            "run a Python module, as `python -m MODULE` does; all that follows are its arguments "
-            "(default: none)",
-            dest="module",
-            nargs=argparse.REMAINDER,
-        ),
-        _option(
-            "--max-restarts N",
-            "maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training "
-            "resume (default: 0; 10 for elastic training with --horovod)",
-            least=0,
-        ),
-        _option(
-            "--output-dir FOLDER",
-            "also write each rank's stdout and stderr to rank-N.txt in this folder (default: none)",
-        ),
-        _option(
-            "--stats",
-            "show in a terminal how fast the ranks train and which one the others wait for; at "
-            "the end, print to stderr how long they waited and the bytes exchanged (default: off)",
-        ),
-        _option(
-            "--verbose",
-            "print mpirun's command and its own messages to stderr (default: off)",
-        ),
-        _option(
-            "--check",
-            "print the installation and run a self-test of every collective for two seconds, by "
-            "default on two ranks; takes no command (default: off)",
-        ),
-        _option("-h --help", "print this text and exit", action="help"),
-    ],
-    "output": [
-        _option(
-            "--prefix",
-            "prefix each line of output with its rank, as in '[0] text' (default: on)",
-            action=argparse.BooleanOptionalAction,
-            default=True,
-        ),
-        _option(
-            "--metrics PORT",
-            "serve the numbers of --stats for Prometheus at this port of 127.0.0.1, or at "
-            "ADDRESS:PORT (default: none)",
-        ),
-        _option(
-            "--postmortem FOLDER",
-            "after a failure, keep each rank's last requests and stacks in this folder, and say "
-            "which rank did something else first (default: none)",
-        ),
-        _option(
-            "--timeline FILE",
-            "record a timeline of all ranks in FILE, for https://ui.perfetto.dev or "
-            "chrome://tracing (default: none)",
-        ),
-    ],
-    "several hosts": [
-        _option(
-            "--nproc-per-node --nproc_per_node N",
-            "number of ranks on each host that is named without a number (default: one per usable "
-            "core)",
-            dest="per_host",
-            least=1,
-        ),
-        _option(
-            "--hostfile FILE",
-            "file with one host per line: server1:4 or server1 slots=4 (default: none)",
-        ),
-        _option(
-            "--host-discovery-script COMMAND",
-            "a program that prints such lines; run at the start and before each restart "
-            "(default: none)",
-            type=_words("--host-discovery-script"),
-        ),
-        _option("--ssh-port PORT", "ssh port of the hosts (default: ssh's own)", least=1),
-        _option("--ssh-identity-file FILE", "key for ssh (default: ssh's own)"),
-        _option(
-            "--remote-shell PROGRAM",
-            "the program by which hosts are reached, with its options in one string: it is called "
-            "as ssh is, and exits with 255 if it cannot reach the host; or 'kubectl exec', with "
-            "hosts that are pods (default: ssh)",
-            type=_words("--remote-shell"),
-            default="",
-        ),
-        _option(
-            "--env NAME",
-            "pass this environment variable to ranks on other hosts; may be repeated (default: "
-            f"{', '.join(PASSED)}, and variables that begin with "
-            f"{', '.join(PASSED_PREFIXES[:-1])} or {PASSED_PREFIXES[-1]})",
-            action="append",
-            default=[],
-        ),
-        _option(
-            "--network-interface NAME",
-            "network between the hosts: an interface, such as eth0, or an address range, such as "
-            "10.0.0.0/24 (default: the network through which all hosts are reached, if there is "
-            "only one)",
-            type=_one_interface,
-        ),
-        _option(
-            "--wait-for-hosts SECONDS",
-            "how long to wait before the first start for hosts that cannot be reached yet, such "
-            "as containers that are starting (default: %(default)s)",
-            least=0,
-            default=0,
-        ),
-        _option(
-            "--start-timeout SECONDS",
-            "time limit for starting ranks on several hosts (default: %(default)s)",
-            least=1,
-            default=120,
-        ),
-    ],
-    "restarts and the end": [
-        _option(
-            "--min-np K",
-            "minimum number of ranks for a restart on the hosts that answer; hvdrun waits until "
-            "there are enough slots (default: as many as at the start)",
-            least=1,
-        ),
-        _option(
-            "--restart-timeout SECONDS",
-            "how long to wait for enough slots before a restart (default: %(default)s)",
-            least=0,
-            default=600,
-        ),
-        _option(
-            "--stop-timeout SECONDS",
-            "how long ranks may take to save their work when a signal asks hvdrun to end, until "
-            "they are killed; a second Ctrl-C does not wait (default: %(default)s)",
-            least=0,
-            default=20,
-        ),
-    ],
-    "programs": [
-        _option(
-            "--horovod",
-            "let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)",
-        ),
-        _option(
-            "--strict",
-            "turn hvd_keras's warnings about ranks that train separate models into errors; sets "
-            "HVD_STRICT=1 for the ranks (default: off)",
-        ),
-        _option(
-            "--separate",
-            "allow that ranks of a program that uses hvd_keras end without having completed "
-            "hvd.init() (default: off: exit status 1)",
-        ),
-    ],
-    "MPI": [
-        _option(
-            "--mpirun PATH",
-            "the mpirun to use (default: srun in a SLURM allocation, else that of the build, else "
-            "the one beside this Python, else the one on PATH)",
-        ),
-        _option(
-            "--mpi-args ARGS",
-            "further arguments for mpirun or srun, in one string, quoted as in a shell; add "
-            "--verbose to see mpirun's own messages (default: empty)",
-            type=_words("--mpi-args"),
-            default="",
-        ),
-    ],
-    "hvdrun itself": [
-        _option(
-            "--dry-run",
-            "print the environment settings and mpirun's command, and stop (default: off)",
-        ),
-        _option(
-            "--completion",
-            "print a script that completes options in bash and zsh, and exit; use it by "
-            'eval "$(hvdrun --completion)" (default: off)',
-            action=_Completion,
-            nargs=0,
-        ),
-        _option(
-            "--version",
-            "print the version and exit (default: off)",
-            action="version",
-            version=f"hvdrun of hvd_keras {hvd_keras.__version__}",
-        ),
-    ],
+hvdrun itself
+--dry-run: print the environment settings and mpirun's command, and stop (default: off)
+--completion: print a script that completes options in bash and zsh, and exit; use it by eval
+    "$(hvdrun --completion)" (default: off)
+--version: print the version and exit (default: off)
+"""
+
+# What the text does not say: how argparse treats an option, its type and its default.
+_DETAILS: dict[str, dict[str, Any]] = {
+    "-np": {"dest": "size"},
+    "-m": {"dest": "module", "nargs": argparse.REMAINDER},
+    "-h": {"action": "help"},
+    "--prefix": {"action": argparse.BooleanOptionalAction},
+    "--nproc-per-node": {"dest": "per_host"},
+    "--env": {"action": "append"},
+    "--version": {
+        "action": "version",
+        "version": f"hvdrun of hvd_keras {hvd_keras.__version__}",
+    },
+}
+_POSITIVE, _NOT_NEGATIVE = functools.partial(_at_least, 1), functools.partial(_at_least, 0)
+_TYPES: dict[str, Callable[[str, str], Any]] = {
+    "-np": _size,
+    "--network-interface": _one_interface,
+    **dict.fromkeys(("--host-discovery-script", "--remote-shell", "--mpi-args"), _words),
+    **dict.fromkeys(("--nproc-per-node", "--ssh-port", "--start-timeout", "--min-np"), _POSITIVE),
+    **dict.fromkeys(("--max-restarts", "--wait-for-hosts"), _NOT_NEGATIVE),
+    **dict.fromkeys(("--restart-timeout", "--stop-timeout"), _NOT_NEGATIVE),
+}
+_DEFAULTS = {
+    **{"prefix": True, "remote_shell": [], "env": [], "mpi_args": [], "settings": []},
+    **{"wait_for_hosts": 0, "start_timeout": 120, "restart_timeout": 600, "stop_timeout": 20},
 }
 
 
@@ -344,24 +205,40 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    for title, described in _GROUPS.items():
+    for described in OPTIONS.split("\n\n"):
+        title, *entries = re.split(r"\n(?=-)", described)
         group = parser.add_argument_group(title)
-        for flags, kwargs in described:
+        for entry in entries:
+            names, _, text = entry.partition(": ")
+            *flags, last = names.split()
+            kwargs: dict[str, Any] = {"metavar": last}
+            if last.startswith("-"):
+                flags, kwargs = [*flags, last], {"action": "store_true"}
+            kwargs |= {"help": " ".join(text.split())} | _DETAILS.get(flags[0], {})
+            if flags[0] in _TYPES:
+                kwargs["type"] = functools.partial(_TYPES[flags[0]], flags[0])
             action = group.add_argument(*flags, **kwargs)
-            if names := horovodrun.ALIASES.get(flags[0]):
+            if others := horovod.ALIASES.get(flags[0]):
                 hidden = {"dest": action.dest, "help": argparse.SUPPRESS}
-                group.add_argument(*names, **{**kwargs, **hidden})
+                group.add_argument(*others, **{**kwargs, **hidden})
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
     parser.add_argument("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
-    horovodrun.add_to(parser)
+    horovod.add_to(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(**_DEFAULTS)
     return parser
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line (default: the process's own). Raises UsageError."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.completion:
+        flags = parser._option_string_actions.items()
+        names = [flag for flag, action in flags if action.help != argparse.SUPPRESS]
+        print(_COMPLETION.format(options=" ".join(names)), end="")
+        parser.exit()
     given.settings = dict(given.settings)
     if given.max_restarts is None:
-        given.max_restarts = horovodrun.restarts(given)
+        given.max_restarts = horovod.restarts(given)
     return given

@@ -1,23 +1,20 @@
 """The command that starts the ranks of a job, with its settings and files."""
 
-from __future__ import annotations
-
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_keras.launch import horovod, options
 from hvd_keras.launch.job_spec import JobSpec
-from hvd_keras.launch.onhost import worker
+from hvd_keras.launch.onhost import program, worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
 from hvd_keras.launch.start.dialects import Start
 from hvd_keras.launch.start.hosts import Host, count, describe
 from hvd_keras.launch.start.network import common_network
 
-PROGRAM = [sys.executable, "-I", "-S", str(Path(worker.__file__).with_name("start_worker.py"))]
+PROGRAM = program("worker")
 
 # Shown in place of the secret.
 HIDDEN = "SECRET"
@@ -25,14 +22,10 @@ HIDDEN = "SECRET"
 
 @dataclass(frozen=True)
 class Placement:
-    """The hosts of one start, with the number of ranks of each.
-
-    `names` maps the hosts' own names to the names that the user gave; in a job on this host alone,
-    to "".
-    """
+    """The hosts of one start, with the number of ranks of each."""
 
     hosts: Sequence[Host]
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # the user's names, by the hosts' own; in a job here alone, ""
 
     @property
     def size(self) -> int:
@@ -51,15 +44,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings and the command of mpirun or srun, and the files that they need.
-
-    `environment` is what the ranks get, besides what depends on their hosts.
-    """
+    """The settings and the command of mpirun or srun, and the files that they need."""
 
     settings: Mapping[str, str]
     command: Sequence[str]
     files: Mapping[Path, str]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str]  # for the ranks, besides what depends on their hosts
     is_local: bool
 
     def describe(self) -> str:
@@ -80,10 +70,7 @@ def memory_folder(job: str) -> str:
 
 
 def rank_environment(spec: JobSpec, size: int, job: str) -> dict[str, str]:
-    """Return what each rank's command gets: on this host, besides hvdrun's own environment.
-
-    Workers add what depends on their host (see `Worker`), and hvdrun the threads of each rank.
-    """
+    """Return what ranks get besides what depends on their host; here, besides our environment."""
     given, own = spec.options, os.environ
     settings = horovod.settings(own) if given.horovod else {}
     settings |= given.settings | spec.dialect.rank_settings(memory_folder(job))

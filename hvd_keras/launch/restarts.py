@@ -1,7 +1,5 @@
 """Runs a job, and restarts it after a failure on the hosts that answer."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import os
@@ -19,14 +17,7 @@ from hvd_keras.launch.errors import UsageError, say
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
-from hvd_keras.launch.onhost.limits import (
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
-    LOOK_AGAIN,
-    QUICK,
-    SILENCE,
-    WAIT_AGAIN,
-)
+from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.plan import Placement
 from hvd_keras.launch.start import clean_up, hosts, preflight
 from hvd_keras.launch.start.hosts import Host
@@ -36,7 +27,7 @@ T = TypeVar("T")
 
 async def run(spec: JobSpec, signals: Signals) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
-    placement = await _heed(signals, _first(spec, signals))
+    placement = await _heed(signals, place(spec))
     if placement is None:
         assert signals.stop is not None
         say(f"{signal.Signals(signals.stop).name} received before the start")
@@ -55,7 +46,7 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
         if verdict.status == 0 or not await signals.sleep(pause):
             break
         if not spec.is_local:
-            placement = await _heed(signals, _replace(spec, size, least, signals))
+            placement = await _heed(signals, _replace(spec, size, least))
             if placement is None:
                 break
         ranks = placement.size
@@ -63,11 +54,11 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
         say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
         verdict = await run_job.run(spec, placement, signals, first=False)
-        is_quick = time.monotonic() < start + QUICK
-        pause = min(2 * pause or FIRST_PAUSE, LONGEST_PAUSE) if is_quick else 0.0
+        is_quick = time.monotonic() < start + limits.QUICK
+        pause = min(2 * pause or limits.FIRST_PAUSE, limits.LONGEST_PAUSE) if is_quick else 0.0
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)
-        await _sweep_lost(spec, signals, SILENCE)
+        await _sweep_lost(spec, signals, limits.SILENCE)
     elif len(spec.jobs) > 1:  # what the first has lost may be there again
         await _sweep_lost(spec, signals, 0.0)
     if verdict.status != 0 and commits.exists():
@@ -86,9 +77,8 @@ async def run(spec: JobSpec, signals: Signals) -> Verdict:
 async def _heed(signals: Signals, work: Coroutine[None, None, T]) -> T | None:
     """Do this work; returns None as soon as a signal asks hvdrun to end."""
     task = asyncio.create_task(work)
-    task.add_done_callback(lambda _: signals.changed.set())
-    while not task.done() and signals.stop is None:
-        await signals.wait(LOOK_AGAIN)
+    either: list[asyncio.Future[Any]] = [task, signals.stopped]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         return task.result()
     task.cancel()
@@ -109,32 +99,19 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
         say(f"{name} cannot be reached; processes or files of the job may remain there")
 
 
-async def _first(spec: JobSpec, signals: Signals) -> Placement:
-    """Place the ranks for the first start, when all hosts can be reached or have had their time."""
-    limit = time.monotonic() + spec.options.wait_for_hosts
-    told = False
-    while time.monotonic() < limit and not spec.is_local:
-        away = (await _look(spec, await spec.wanted())).away
-        if not away:
-            break
-        if not told:
-            say(f"waiting for {', '.join(sorted(away))} (--wait-for-hosts)")
-            told = True
-        await signals.sleep(WAIT_AGAIN)
-    return await place(spec)
-
-
 async def place(spec: JobSpec, look: bool = True) -> Placement:
-    """Place the ranks for the first start. Raises UsageError if any host has a problem.
-
-    `look=False` asks the hosts only where nothing else tells how many ranks they take.
-    """
+    """Place the ranks for the first start; asks all hosts, or if not `look`, as few as possible."""
+    limit = time.monotonic() + spec.options.wait_for_hosts
+    told: dict[str, str] = {}
     found = await spec.wanted()
     if spec.is_local:
         return Placement(found, {socket.gethostname(): ""})
     names = {host.name: host.name for host in found}
     if look or any(host.slots is None for host in found):
-        seen = await _look(spec, found)
+        while (seen := await _look(spec, found)).away and look and time.monotonic() < limit:
+            _say_once(told, "", f"waiting for {', '.join(seen.away)} (--wait-for-hosts)")
+            await asyncio.sleep(limits.WAIT_AGAIN)
+            found = await spec.wanted()
         if seen.problems:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
         found, names = _with_slots(spec, found, seen), _names(seen)
@@ -169,7 +146,13 @@ def _with_slots(spec: JobSpec, wanted: Sequence[Host], seen: preflight.Look) -> 
     return [Host(host.name, host.slots or slots(seen.facts[host.name])) for host in fitting]
 
 
-async def _replace(spec: JobSpec, size: int, least: int, signals: Signals) -> Placement | None:
+def _say_once(told: dict[str, str], what: str, text: str) -> None:
+    if told.get(what) != text:
+        told[what] = text
+        say(text)
+
+
+async def _replace(spec: JobSpec, size: int, least: int) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
     limit = time.monotonic() + spec.options.restart_timeout
     told: dict[str, str] = {}
@@ -178,25 +161,19 @@ async def _replace(spec: JobSpec, size: int, least: int, signals: Signals) -> Pl
             wanted = await spec.wanted()
         except UsageError as error:  # the hosts' list may be there again soon
             wanted = []
-            if told.get("") != str(error):
-                told[""] = str(error)
-                say(f"no hosts: {error}")
+            _say_once(told, "", f"no hosts: {error}")
         seen = await _look(spec, wanted)
         # Processes may still run on a host that was lost.
         await clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
         for name, text in seen.problems.items():
-            if told.get(name) != text:
-                told[name] = text
-                say(f"left out: {name} {text}")
+            _say_once(told, name, f"left out: {name} {text}")
         found = _with_slots(spec, wanted, seen)
         slots = hosts.count(found)
         if slots >= least or (found and spec.options.oversubscribe):
             ranks = size if spec.options.oversubscribe else min(size, slots)
             return Placement(hosts.share(found, ranks), _names(seen))
         if time.monotonic() >= limit:
-            say(
-                f"no restart: the hosts that answer have {slots} slots, and {least} are needed "
-                "(--min-np)"
-            )
+            there = f"the hosts that answer have {slots} slots"
+            say(f"no restart: {there}, and {least} are needed (--min-np)")
             return None
-        await signals.sleep(LOOK_AGAIN)
+        await asyncio.sleep(limits.LOOK_AGAIN)

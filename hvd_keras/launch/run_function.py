@@ -4,8 +4,6 @@ Each rank is a process of this module. The pickles of the function and of the re
 the connections between hvdrun and its workers, which have proved that they know the job's secret.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -81,20 +79,11 @@ def call(
     err: Any = None,
     **process: Any,
 ) -> list[bytes]:
-    """Call a pickled function with its arguments on all ranks.
+    """Call a pickled function with its arguments on all ranks; raises as ``run``.
 
-    Args:
-        function: the pickle of the function, a tuple and a dict of arguments.
-        options: of hvdrun.
-        name: begins the text of an error.
-        out, err: files that get hvdrun's output line by line. Default: the standard ones.
-        process: further arguments of ``Popen`` for hvdrun.
-
-    Returns:
-        The pickled results, in rank order.
-
-    Raises:
-        As ``run``.
+    `function` is the pickle of the function, a tuple and a dict of arguments. `name` begins the
+    text of an error. The files `out` and `err` get hvdrun's output line by line. `process` are
+    further arguments of ``Popen`` for hvdrun. Returns the pickled results, in rank order.
     """
     with tempfile.TemporaryDirectory(prefix="hvdrun-call-") as folder:
         Path(folder, FUNCTION).write_bytes(function)
@@ -114,16 +103,9 @@ def _follow(
     command: Sequence[str], out: Any, err: Any, process: Mapping[str, Any]
 ) -> tuple[int, str]:
     """Run hvdrun and print its output as Python does, which a notebook shows."""
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        **process,
-    ) as hvdrun:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    how = {**pipes, "text": True, "errors": "replace", "start_new_session": True, **process}
+    with subprocess.Popen(command, **how) as hvdrun:
         last: list[str] = []
         threads = [
             threading.Thread(target=_relay, args=(hvdrun.stdout, out, [])),

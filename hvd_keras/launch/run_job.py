@@ -1,7 +1,5 @@
 """Runs a job once, from start to clean-up."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -56,18 +54,14 @@ def _place(folder: Path, size: int) -> str:
 def _new_folder(parent: str) -> Path:
     """Make the next folder start-N, for the files of one start."""
     number = 1
-    while True:
-        folder = Path(parent).absolute() / f"start-{number}"
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
+    try:
+        while (folder := Path(parent).absolute() / f"start-{number}").exists():
             number += 1
-        except OSError as error:
-            raise UsageError(
-                f"--postmortem got {parent!r}, where no folder can be made: {error.strerror}"
-            ) from error
-        else:
-            return folder
+        folder.mkdir(parents=True)
+    except OSError as error:
+        told = f"--postmortem got {parent!r}, where no folder can be made: {error.strerror}"
+        raise UsageError(told) from error
+    return folder
 
 
 async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
@@ -79,6 +73,7 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         folder, verbose = options.output_dir, options.verbose
         output = Output(options.prefix, folder, not first, changed, verbose)
         names = [host.name for host in placement.hosts]
+        call = None if options.call is None else Path(options.call[1])
         ranks = Ranks(
             placement.size,
             [] if spec.is_local else own_addresses(options.network_interface, names),
@@ -87,6 +82,11 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             directory,
             placement.names,
             {name for name in placement.names.values() if not name or is_here(name)},
+            output,
+            statistics,
+            changed,
+            first,  # a restart has no input, because an earlier start has consumed it
+            call,
         )
         planned = plan(spec, placement, directory, job, secret, ranks.addresses)
         for path, text in planned.files.items():
@@ -96,16 +96,11 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             print(planned.describe(), file=sys.stderr, flush=True)
         elif sys.stderr.isatty() and first:
             output.say(placement.describe())
-        call = None if options.call is None else Path(options.call[1])
         if call is not None:
             Path(call, STARTED).touch()
         statistics.start(ranks.size)
         requests = directory / "postmortem"
-        # A restart has no input, because an earlier start has consumed it.
-        start = _start(spec, planned, job, requests)
-        ranks.open(
-            output, start, has_input=first, call=call, statistics=statistics, changed=changed
-        )
+        ranks.open(_start(spec, planned, job, requests))
         screen = Screen(statistics, output.write_raw)
         if options.screen:
             screen.start()

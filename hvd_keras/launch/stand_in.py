@@ -6,8 +6,6 @@ by their environment, not by their process.) The stand-in lives until the worker
 it does. They meet at an abstract Unix socket and make sure that the other belongs to the same user.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -36,11 +34,7 @@ def _check_user(connection: socket.socket) -> None:
 
 
 def stand_in(name: str) -> None:
-    """What the stand-in runs, a function of ``launch.run_function``.
-
-    Raises:
-        RuntimeError: the worker failed; the text is its traceback.
-    """
+    """Stand in for a rank, by ``run_function``. Raises RuntimeError with its traceback."""
     rank = find_rank(os.environ)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(_address(name, rank))

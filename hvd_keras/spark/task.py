@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_keras.launch import agents
-from hvd_keras.launch.onhost.channel import ProtocolError
-from hvd_keras.launch.onhost.link import Link
+from hvd_keras.launch.onhost.channel import Link, ProtocolError
 
 # Seconds to reach the driver.
 CONNECT_TIMEOUT = 10.0

@@ -445,7 +445,7 @@ def test_verbose_shows_the_command(hvdrun):
     done = hvdrun.run("-n", "1", "--verbose", "python", "-c", "print(1)")
     assert (done.stdout, done.returncode) == ("[0] 1\n", 0)
     assert f"OMP_NUM_THREADS={usable_cores()}\n" in done.stderr
-    assert re.search(r"^\S*mpirun -n 1 .*start_worker\.py", done.stderr, re.MULTILINE)
+    assert re.search(r"^\S*mpirun -n 1 .*/onhost worker", done.stderr, re.MULTILINE)
 
 
 def test_help_and_version(hvdrun):

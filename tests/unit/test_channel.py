@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from hvd_keras.launch.follow import ranks as follow_ranks
 from hvd_keras.launch.follow.output import Destination, Output
 from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
 from hvd_keras.launch.follow.statistics import Statistics
+from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import (
     FIRST_LIMIT,
     GREETING,
@@ -125,13 +125,11 @@ async def listen(
     folder: Path, size: int, call: Path | None = None
 ) -> tuple[Ranks, tuple[str, int]]:
     """A job of so many ranks that waits for its workers, and its address."""
-    ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, ())
-    host, _, port = ranks.addresses.rpartition(":")
     output = Output(True, None, append=False, changed=lambda: None)
-    start = {"command": ["true"], "environment": {}}
-    ranks.open(
-        output, start, has_input=False, call=call, statistics=Statistics(), changed=lambda: None
-    )
+    told = (output, Statistics(), lambda: None, False, call)
+    ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, (), *told)
+    host, _, port = ranks.addresses.rpartition(":")
+    ranks.open({"command": ["true"], "environment": {}})
     return ranks, (host, int(port))
 
 
@@ -164,7 +162,7 @@ async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: P
 @in_loop
 async def test_who_proves_nothing_is_turned_away(tmp_path: Path, monkeypatch) -> None:
     """And leaves a place for another."""
-    monkeypatch.setattr(follow_ranks, "PROOF_TIMEOUT", 0.5)
+    monkeypatch.setattr(limits, "PROOF_TIMEOUT", 0.5)
     ranks, address = await listen(tmp_path, 1)
     for _ in range(UNPROVEN + 1):
         reader, _ = await asyncio.open_connection(*address)
@@ -223,10 +221,10 @@ async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Pat
     ranks, address = await listen(tmp_path, 1)
     worker, channel = await join(address)
     reader, writer = os.pipe()
-    ranks._output._out = Destination(writer, lambda: None)
+    ranks.output._out = Destination(writer, lambda: None)
     channel.put(output="out", data=base64.b64encode(bytes(1 << 21)).decode())
     await send(worker, channel)
-    await until(lambda: ranks._output.full)
+    await until(lambda: ranks.output.full)
 
     def is_quiet() -> bool:
         with contextlib.suppress(BlockingIOError):
@@ -237,7 +235,7 @@ async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Pat
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(until(is_quiet), 6.0)
         pytest.fail("nothing came for 3 s")
-    assert ranks._output.full
+    assert ranks.output.full
     await ranks.close()
     os.close(reader)
 
@@ -288,7 +286,7 @@ async def test_a_function_waits_for_slow_workers_where_it_is(tmp_path: Path) -> 
 @in_loop
 async def test_a_worker_that_is_stopped_ends_the_job(tmp_path: Path, monkeypatch) -> None:
     """The kernel answers for it."""
-    monkeypatch.setattr(follow_ranks, "MUTE", 0.2)
+    monkeypatch.setattr(limits, "MUTE", 0.2)
     ranks, address = await listen(tmp_path, 2)
     stopped, _ = await join(address, 0)
     worker, channel = await join(address, 1)

@@ -15,7 +15,7 @@ import pytest
 from hvd_keras.launch import onhost
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
-from hvd_keras.launch.onhost import sweep
+from hvd_keras.launch.onhost import limits, sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.onhost.rsh_agent import ssh_command
 from hvd_keras.launch.start import clean_up, command, hosts, preflight, slurm
@@ -37,7 +37,7 @@ KEEPALIVE = (
 )
 ONHOST = Path(onhost.__file__).parent
 VARIABLES = ("HVDRUN_JOB", "HVDRUN_ADDRESSES", "HVDRUN_SECRET")
-PROGRAM = f"PYTHON -I -S {ONHOST}/start_worker.py"
+PROGRAM = f"PYTHON -I -S {ONHOST} worker"
 EXPORT = "".join(f"-x {name} " for name in VARIABLES)
 OPEN_MPI = "-H server1:2,server2:1 "
 COMMANDS = {
@@ -215,7 +215,7 @@ def test_a_host_whose_keras_differs_is_refused() -> None:
 def test_a_host_that_differs_is_refused(fact: str, value: object, words: str) -> None:
     own = probe.look("/tmp", "/bin/sh")
     assert own[fact], "the probe finds nothing here"
-    assert preflight.difference(own, own, "/tmp", "/bin/sh") is None
+    assert preflight.difference(own, own, "/tmp", "/bin/sh") == ""
     told = preflight.difference(own | {fact: value}, own, "/tmp", "/bin/sh")
     assert told == words.format(own[fact])
 
@@ -396,7 +396,7 @@ def test_all_hosts_are_cleaned_up_at_once(hvdrun) -> None:
 
 def test_the_limit_is_that_of_each_host(hvdrun, monkeypatch) -> None:
     """Another process of a program that is called as ssh holds its output open."""
-    monkeypatch.setattr(command, "ANSWER_TIMEOUT", 2.0)
+    monkeypatch.setattr(limits, "ANSWER_TIMEOUT", 2.0)
     reach = hvdrun.folder / "reach"
     reach.write_text(
         f"#!/bin/sh\n[ $1 = n1 ] && echo {sweep.MARK} && exit\nsleep {FOREVER} &\nsleep {FOREVER}\n"
@@ -451,5 +451,5 @@ def test_a_greeting_of_the_hosts_shell_is_no_answer(hvdrun, capsys) -> None:
     shell = RemoteShell([str(reach)])
     lost = asyncio.run(clean_up.sweep_hosts(["n1", "n2"], shell, ["0"], 0.0))
     assert lost == set()
-    told = "hvdrun: n2: the clean-up failed: exit status 3: no output\n"
-    assert capsys.readouterr().err == told
+    told = f"it cannot run {sys.executable}: exit status 3: no output\n"
+    assert capsys.readouterr().err == f"hvdrun: n2: the clean-up failed: {told}"

@@ -1,7 +1,5 @@
 """`hvdrun --metrics`: what the ranks tell, for Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

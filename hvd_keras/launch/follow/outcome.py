@@ -1,10 +1,8 @@
 """Judges from the ranks' reports how a job ended, and phrases the summary."""
 
-from __future__ import annotations
-
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hvd_keras.launch.onhost.limits import DESERTER_GRACE, GRACE, TIE
@@ -45,10 +43,7 @@ class Report:
 
     @property
     def follows(self) -> bool:
-        """Whether hvd_keras or MPI ended the rank because of another one.
-
-        Otherwise the status is the script's choice.
-        """
+        """Whether hvd_keras or MPI, not the script, ended the rank because of another one."""
         if self.status not in FOLLOWERS:
             return False
         waits_in_mpi = self.phase in ("arrived", "leaving")
@@ -87,35 +82,24 @@ class Verdict:
 
 
 def first_failure(reports: dict[int, Report]) -> int | None:
-    """Return the rank that failed first, and not because of another rank; None if there is none.
-
-    Ranks that mpirun ended because of it were asked to end, or have not reported an end. Ranks that
-    waited for it have a status that says so.
-    """
-    failed = [rank for rank in _failed(reports) if not reports[rank].follows]
+    """Return the rank that failed first, and not because of another rank; None if there is none."""
+    # Ranks that mpirun ended because of it were asked to end, or have not reported an end.
+    ended = _ended(reports)
+    failed = [rank for rank in ended if reports[rank].status and not reports[rank].follows]
     # A rank that vanished without a report failed first, or mpirun killed it because of another
     # rank's end, of which mpirun may learn before we do.
-    ends = [reports[rank].time for rank in _ended(reports)]
-    first_end = min(ends + [reports[rank].time - TIE for rank in failed], default=float("inf"))
-    failed += [
-        rank
-        for rank, report in reports.items()
-        if report.status is None and report.gone and report.time < first_end
-    ]
+    ends = [reports[rank].time for rank in ended] + [reports[rank].time - TIE for rank in failed]
+    first_end = min(ends, default=float("inf"))
+    failed += _vanished(reports, first_end)
     return min(failed, key=lambda rank: reports[rank].time, default=None)
 
 
-def _killed_with(culprit: int, reports: dict[int, Report]) -> list[int]:
-    """Other ranks that vanished at the same time as this one, as when SLURM kills a step."""
-    if reports[culprit].status is not None:
-        return []
+def _vanished(reports: dict[int, Report], latest: float) -> list[int]:
+    """Ranks whose workers have ended without a report, before this time."""
     return [
         rank
         for rank, report in reports.items()
-        if rank != culprit
-        and report.status is None
-        and report.gone
-        and report.time < reports[culprit].time + TIE
+        if report.status is None and report.gone and report.time < latest
     ]
 
 
@@ -141,19 +125,10 @@ def time_to_end(reports: dict[int, Report], now: float) -> bool:
     return False
 
 
-def _failed(reports: dict[int, Report]) -> list[int]:
-    return [rank for rank, report in reports.items() if report.status and not report.stopped]
-
-
 def _ended(reports: dict[int, Report]) -> list[int]:
     return [
         rank for rank, report in reports.items() if report.status is not None and not report.stopped
     ]
-
-
-def _ended_early(reports: dict[int, Report]) -> list[int]:
-    """Ranks that exited with 0 while others were still running."""
-    return [rank for rank, report in reports.items() if report.status == 0 and not report.stopped]
 
 
 def judge(
@@ -161,9 +136,8 @@ def judge(
 ) -> Verdict:
     """Judge a job of `size` ranks that ended without a request from outside.
 
-    The reports decide; mpirun's own status (as in `subprocess`) counts only if they do not.
-    `lost_hosts` could not be reached at the end. If one was silent before, failures of other ranks
-    are consequences.
+    mpirun's status counts only if the reports do not decide. If one of `lost_hosts`, which could
+    not be reached at the end, was silent before, failures of other ranks are consequences.
     """
     if len(reports) == size and all(
         # A script that was asked to end may save its work and exit with 0; it has not finished.
@@ -191,31 +165,32 @@ def judge(
         host = reports[orphan].host
         cause = f"mpirun's daemon on {host} died first, above {names([orphan])}"
         return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
-    if culprit is not None and (others_too := _killed_with(culprit, reports)):
-        cause = (
-            f"{names(sorted([culprit, *others_too]))} were killed at the same moment, before "
-            "they could report; it is not known which failed first"
-        )
-        lines = [cause, *_describe_others(reports, size, None)]
-        return Verdict(_shell_status(-signal.SIGKILL), lines, False)
+    if culprit is not None and reports[culprit].status is None:
+        together = _vanished(reports, reports[culprit].time + TIE)
+        if together[1:]:  # as when SLURM kills a step
+            cause = (
+                f"{names(sorted(together))} were killed at the same moment, before they could "
+                "report; it is not known which failed first"
+            )
+            lines = [cause, *_describe_others(reports, size, None)]
+            return Verdict(_shell_status(-signal.SIGKILL), lines, False)
     if culprit is not None:
         report = reports[culprit]
         status = -signal.SIGKILL if report.status is None else report.status
         how = report.describe() if report.status is None else _describe_status(status)
         if report.status == -signal.SIGKILL:
             how += " (out of memory? see dmesg)"
-        place = f" on {report.host}" if report.host else ""
-        cause = f"rank {culprit}{place} failed first: {how}"
+        cause = f"{names([culprit], [report.host])} failed first: {how}"
         return Verdict(_shell_status(status), [cause, *others], True, culprit)
-    if early := _ended_early(reports):
+    if early := [rank for rank in _ended(reports) if reports[rank].status == 0]:
         cause = f"{names(early)} exited (status 0) while the others were still running"
         return Verdict(1, [cause, *others], True)
-    followers = [rank for rank in _failed(reports) if reports[rank].follows]
-    if waited := [rank for rank in followers if reports[rank].status == WAITED_IN_VAIN]:
+    followers = {rank: reports[rank].status for rank in _ended(reports) if reports[rank].follows}
+    if waited := [rank for rank, status in followers.items() if status == WAITED_IN_VAIN]:
         known = _describe_absent(reports, waited[0]) or "the error above names that rank"
         cause = f"{names(waited)} timed out waiting for another rank; {known}"
         return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
-    if lost := [rank for rank in followers if reports[rank].status == MPI_LOST]:
+    if lost := [rank for rank, status in followers.items() if status == MPI_LOST]:
         cause = f"{names(lost)} lost the connection to another rank"
         return Verdict(MPI_LOST, [cause, *others], False)
     asked = [rank for rank, report in reports.items() if report.stopped and report.by_signal]
@@ -227,15 +202,13 @@ def judge(
 
 
 def describe_apart(reports: dict[int, Report], size: int) -> str:
-    """Say which of several ranks have ended well outside of the job; empty if none has.
-
-    With a `comm` of some ranks, the script has chosen who joins.
-    """
+    """Say which of several ranks have ended well outside of the job; empty if none has."""
     apart = [
         rank
         for rank, report in sorted(reports.items())
         if report.status == 0 and not report.stopped and "joined" not in report.marks
     ]
+    # With a `comm` of some ranks, the script has chosen which ones join.
     if size == 1 or not apart or any("chosen" in report.marks for report in reports.values()):
         return ""
     if len(apart) == size:
@@ -262,14 +235,15 @@ def _describe_absent(reports: dict[int, Report], waiting: int) -> str:
         what = "not returned from " + ("hvd.init()" if there == "arrived" else "MPI_Finalize")
     if not absent:
         return ""
-    hosts = sorted({reports[rank].host for rank in absent} - {""})
-    place = f" on {' and '.join(hosts)}" * bool(hosts)
-    return f"{names(absent)}{place} {'have' if absent[1:] else 'has'} {what}"
+    there = names(absent, [reports[rank].host for rank in absent])
+    return f"{there} {'have' if absent[1:] else 'has'} {what}"
 
 
-def names(ranks: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def names(ranks: Sequence[int], hosts: Iterable[str] = ()) -> str:
+    """Return "rank 1" or "ranks 1, 2 on server1 and server2"; this host has an empty name."""
+    place = " and ".join(sorted({*hosts} - {""}))
+    told = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{told} on {place}" if place else told
 
 
 def _describe_others(reports: dict[int, Report], size: int, culprit: int | None) -> list[str]:
@@ -281,10 +255,7 @@ def _describe_others(reports: dict[int, Report], size: int, culprit: int | None)
             state = report.describe(ender) if report else "did not start"
             host = report.host if report else ""
             states.setdefault((state, host), []).append(rank)
-    return [
-        f"{names(ranks)}{f' on {host}' * bool(host)}: {state}"
-        for (state, host), ranks in states.items()
-    ]
+    return [f"{names(ranks, [host])}: {state}" for (state, host), ranks in states.items()]
 
 
 def _describe_status(status: int) -> str:

@@ -1,7 +1,5 @@
 """Merges the ranks' output line by line, with the rank before each line."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -12,7 +10,6 @@ import select
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import PARTIAL_LINE_DELAY
@@ -35,7 +32,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 # Bytes that may wait for a slow reader before the ranks have to wait, too.
 WAITING_LIMIT = 1 << 20
 
-
 # What TensorFlow says at its start about CUDA, oneDNN and the CPU, where nothing is wrong: notices
 # of the severity "information" of its C++ part, in its two formats, and that there is no CUDA.
 _SOURCE = rb" \S+\.(?:cc|h):\d+\] "
@@ -49,24 +45,20 @@ NOTICE = re.compile(
 
 
 class Destination:
-    """One of hvdrun's own descriptors.
-
-    `unfinished` is the stream whose line is unfinished there, `waiting` counts the bytes that are
-    not yet written, and `error` is what made writing impossible, if anything. Where a disk is full,
-    for now, which `full` tells, what does not fit is dropped.
+    """One of hvdrun's own descriptors. Calls `changed` when something is, or cannot be, written.
 
     A thread does the writing: a reader that pauses, such as a pager, must not keep hvdrun from
-    hearing a signal. `changed` is called when something has been written, or cannot be.
+    hearing a signal.
     """
 
     def __init__(self, descriptor: int, changed: Callable[[], None]) -> None:
         self.descriptor = descriptor
         self.is_terminal = os.isatty(descriptor)
         self.lines = 0  # written so far
-        self.unfinished: Stream | None = None
-        self.waiting = 0
-        self.error: OSError | None = None
-        self.full: OSError | None = None
+        self.unfinished: Stream | None = None  # whose line is unfinished there
+        self.waiting = 0  # bytes that are not yet written
+        self.error: OSError | None = None  # why nothing can be written
+        self.full: OSError | None = None  # why something was dropped
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -115,42 +107,27 @@ class Copy:
     """The file of one rank in `--output-dir`. The job goes on if it cannot be written."""
 
     def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
-        self._path = path
-        self._say = say
-        self._file: BinaryIO | None = None
-        try:
-            self._file = open(path, "ab" if append else "wb", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            self._tell(error)
+        self._path, self._say, self._has_failed = path, say, False
+        self.write(b"", "ab" if append else "wb")
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, mode: str = "ab") -> None:
         """Write all of `data`; after an error, nothing."""
-        view = memoryview(data)
+        if self._has_failed:
+            return
         try:
-            while view and self._file is not None:
-                view = view[self._file.write(view) :]
+            with open(self._path, mode) as file:
+                file.write(data)
         except OSError as error:
-            self.close()
-            self._tell(error)
-
-    def _tell(self, error: OSError) -> None:
-        self._say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # `write` has told what there is to tell
-                self._file.close()
-            self._file = None
+            self._has_failed = True
+            self._say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
 
 
 class Stream:
-    """The stdout or stderr of one rank on its way to a destination.
+    """The stdout or stderr of one rank on its way to a destination, with a prefix for each line.
 
-    With an empty prefix the bytes pass unchanged. With a prefix each line begins with it; a line
-    that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, and if another
-    stream writes before its rest comes, it is broken there. A `copy` gets every byte, in whole
-    lines. `drops_notices` leaves out TensorFlow's, at the destination alone.
+    A line that stays unfinished for PARTIAL_LINE_DELAY is shown as far as it is known, and broken
+    there if another stream writes before its rest comes; without a prefix the bytes pass unchanged.
+    A `copy` gets every byte, in whole lines, and TensorFlow's notices, which the destination drops.
     """
 
     def __init__(
@@ -236,19 +213,10 @@ class Stream:
         self.destination.write(start + self.prefix.join(lines))
 
 
-def _same_file(first: int, second: int) -> bool:
-    try:
-        return os.path.sameopenfile(first, second)
-    except OSError:  # one of them is closed
-        return False
-
-
 class Output:
-    """All that hvdrun prints: the ranks' streams and its own words.
+    """All that hvdrun prints: its own words, and the ranks' streams, which `directory` gets, too.
 
-    With a `directory`, each rank's output, both streams, goes to its file "rank-N.txt" there, too;
-    `append` keeps what is there already. `verbose` shows TensorFlow's notices. `changed` is called
-    when nothing can be written.
+    `verbose` shows TensorFlow's notices. Calls `changed` when nothing can be written any more.
     """
 
     def __init__(
@@ -264,7 +232,7 @@ class Output:
         self._failed = changed
         self._has_told = False  # that the disk is full
         self._out = Destination(1, self._note)
-        self._err = self._out if _same_file(1, 2) else Destination(2, self._note)
+        self._err = self._out if os.path.sameopenfile(1, 2) else Destination(2, self._note)
         self.patient = True  # whether the ranks wait for the reader
         self._prefix = prefix
         self._directory = None if directory is None else Path(directory)
@@ -283,15 +251,12 @@ class Output:
         """Return a rank's stream "out" or "err"."""
         if (rank, name) not in self._streams:
             prefix = f"[{rank}] ".encode() if self._prefix else b""
-            copy = None
-            if self._directory is not None:
-                if rank not in self._copies:
-                    path = self._directory / f"rank-{rank}.txt"
-                    self._copies[rank] = Copy(path, self._append, self.say)
-                copy = self._copies[rank]
+            if self._directory is not None and rank not in self._copies:
+                path = self._directory / f"rank-{rank}.txt"
+                self._copies[rank] = Copy(path, self._append, self.say)
             destination = self._err if name == "err" else self._out
             drops = name == "err" and self._drops_notices
-            self._streams[rank, name] = Stream(destination, prefix, copy, drops)
+            self._streams[rank, name] = Stream(destination, prefix, self._copies.get(rank), drops)
         return self._streams[rank, name]
 
     def mpirun_stream(self) -> Stream:
@@ -328,12 +293,9 @@ class Output:
         return self._out.waiting == self._err.waiting == 0
 
     def finish(self) -> None:
-        """Show all that is unfinished, and close the copies."""
+        """Show all that is unfinished."""
         for stream in self._streams.values():
             stream.finish()
-        for copy in self._copies.values():
-            copy.close()
-        self._copies.clear()
 
     def write_raw(self, data: bytes) -> None:
         """Write to stderr as it is."""
@@ -346,10 +308,7 @@ class Output:
         self._err.unfinished = None
 
     def traceback(self, rank: int, recent: bool = True) -> tuple[str, str]:
-        """The last traceback that a rank has written to stderr, if any, and its message alone.
-
-        Without `recent` only if it is far above by now.
-        """
+        """A rank's last traceback, and its message alone; if not `recent`, one far above only."""
         stream = self._streams.get((rank, "err"))
         if stream is None:
             return "", ""

@@ -4,8 +4,6 @@ The output scrolls in the lines above, which the terminal is told to keep apart,
 progress bars and unfinished lines work as usual.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -72,10 +70,7 @@ class Screen:
 
 
 def render(ranks: Sequence[Recent], size: int, columns: int, count: int) -> list[str]:
-    """Make `count` lines for a terminal of so many columns: a summary, and a table if they suffice.
-
-    The table has the ranks for which the others wait most, in the order of ranks.
-    """
+    """Make `count` lines: a summary, and a table of the ranks for which the others wait most."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,7 +1,5 @@
 """What the ranks tell while they run: for the table of `hvdrun --stats`, its screen and metrics."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -62,26 +60,22 @@ class Statistics:
     def _recent(self, rank: int) -> Recent:
         past = [*self._past[rank]]
         old, new = past[0], past[-1]
+        now = new["training"]
         seconds = max(new["seconds"] - old["seconds"], 1e-9)
         waited = _spent(new, "waiting") - _spent(old, "waiting")
         awaited = new["late"]["awaited_seconds"] - old["late"]["awaited_seconds"]
         # Rates of the running fit alone; the training looks at its numbers when it likes.
-        steps = [own["training"] for own in past if own["training"].get("at") is not None]
-        now = new["training"]
-        while steps and steps[0]["steps"] > steps[-1]["steps"]:
-            del steps[0]
-        trained = steps[-1]["at"] - steps[0]["at"] if steps else 0.0
-        count = steps[-1]["steps"] - steps[0]["steps"] if steps else 0
-        samples = None
-        first, last = (
-            (own.get("samples") for own in (steps[0], steps[-1])) if count else (None, None)
-        )
-        if first is not None and last is not None:
-            samples = (last - first) / trained
+        fit = [own["training"] for own in past if own["training"].get("at") is not None]
+        while fit and fit[0]["steps"] > fit[-1]["steps"]:
+            del fit[0]
+        first, last = (fit[0], fit[-1]) if fit else ({}, {})
+        trained = last.get("at", 0.0) - first.get("at", 0.0)
+        count = last.get("steps", 0) - first.get("steps", 0)
+        trains = count and None not in (first.get("samples"), last.get("samples"))
         return Recent(
             rank=rank,
             host=self.hosts[rank],
-            samples_per_second=samples,
+            samples_per_second=(last["samples"] - first["samples"]) / trained if trains else None,
             step_seconds=trained / count if count else None,
             waiting=min(max(waited / seconds, 0.0), 1.0),
             straggler=min(max(awaited / seconds, 0.0), 1.0),

@@ -1,7 +1,5 @@
 """Forwards hvdrun's standard input to rank 0; Open MPI 5's mpirun never forwards end of file."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno
@@ -18,10 +16,7 @@ from hvd_keras.launch.onhost.limits import BACKGROUND_WAIT
 
 
 def forward(send: Callable[[bytes], Coroutine[Any, Any, bool]]) -> None:
-    """Pass standard input to `send`, and an empty piece at its end, until `send` returns False.
-
-    A thread reads; it ends with the process.
-    """
+    """Pass standard input to `send`, and an empty piece at its end, until `send` returns False."""
     # If ignored, a read in the background fails instead of stopping hvdrun.
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     loop = asyncio.get_running_loop()

@@ -1,7 +1,5 @@
 """Runs mpirun, forwards the ranks' output, and cleans up after the job."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -15,19 +13,13 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow.outcome import Verdict, describe_apart, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
-from hvd_keras.launch.onhost.limits import (
-    CHECK,
-    GRACE,
-    KILL_GRACE,
-    OVER_GRACE,
-    SLOW_READER_CHECK,
-    SWEEP_GRACE,
-)
+from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.process import FORWARDED, die_with_parent
 
 # Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
@@ -37,7 +29,6 @@ INFINITY = float("inf")
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-
 # How many files the user lets a process open.
 # Some programs try to close every file that they might have open, so this is no more than needed.
 MOST_OPEN_FILES = 1 << 16
@@ -45,10 +36,7 @@ OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def raise_open_files() -> None:
-    """Raise the limit of open files for hvdrun and mpirun, which need several for each rank.
-
-    Workers on this host restore the user's limit for the ranks.
-    """
+    """Let hvdrun and mpirun open several files for each rank; workers here restore the limit."""
     soft, hard = OPEN_FILES
     more = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < more:
@@ -62,10 +50,9 @@ def job_directory(job: str) -> Iterator[Path]:
         path = Path(tempfile.gettempdir(), f"hvdrun-{job}")
         path.mkdir(mode=0o700)
     except OSError as error:
-        raise UsageError(
-            f"cannot make a directory for the job's files: {error}; "
-            "set TMPDIR to a folder with free space that you may write to"
-        ) from error
+        told = f"cannot make a directory for the job's files: {error}"
+        advice = "set TMPDIR to a folder with free space that you may write to"
+        raise UsageError(f"{told}; {advice}") from error
     try:
         yield path
     finally:
@@ -73,38 +60,32 @@ def job_directory(job: str) -> Iterator[Path]:
 
 
 class Signals:
-    """Signals to hvdrun.
-
-    A signal that is ignored stays so, as `nohup` and a shell's `&` want it. `stop` is the first one
-    that asked hvdrun to end, and `hurry` tells that the user does not want to wait. `forward` gets
-    those that are for the ranks. Whoever waits is woken up by `changed`, when a child has ended,
-    too.
-    """
+    """Signals to hvdrun; one that is ignored stays so, as `nohup` and a shell's `&` want it."""
 
     def __init__(self) -> None:
-        self.stop: int | None = None
-        self.hurry = False
-        self.changed = asyncio.Event()
-        self.forward: Callable[[int], None] = lambda number: None
-
-    def __enter__(self) -> Signals:
         loop = asyncio.get_running_loop()
+        self.stopped: asyncio.Future[int] = loop.create_future()  # by the first that asks for it
+        self.hurry = False  # the user does not want to wait
+        self.changed = asyncio.Event()  # wakes up what waits, when a child has ended, too
+        self.forward: Callable[[int], None] = lambda number: None  # gets those for the ranks
         loop.add_signal_handler(signal.SIGCHLD, self.changed.set)
         for number in (*STOP_SIGNALS, *FORWARDED):
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take, number)
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        for number in (*STOP_SIGNALS, *FORWARDED, signal.SIGCHLD):
-            asyncio.get_running_loop().remove_signal_handler(number)
+    @property
+    def stop(self) -> int | None:
+        """The first signal that asked hvdrun to end."""
+        return self.stopped.result() if self.stopped.done() else None
 
     def _take(self, number: int) -> None:
         if number in FORWARDED:
             self.forward(number)
             return
-        self.hurry = self.hurry or (self.stop is not None and number == signal.SIGINT)
-        self.stop = number if self.stop is None else self.stop
+        if not self.stopped.done():
+            self.stopped.set_result(number)
+        elif number == signal.SIGINT:
+            self.hurry = True
         self.changed.set()
 
     async def wait(self, seconds: float) -> None:
@@ -115,10 +96,8 @@ class Signals:
 
     async def sleep(self, seconds: float) -> bool:
         """Sleep; returns False as soon as a signal asks hvdrun to end."""
-        limit = time.monotonic() + seconds
-        while self.stop is None and time.monotonic() < limit:
-            await self.wait(limit - time.monotonic())
-        return self.stop is None
+        await asyncio.wait([self.stopped], timeout=seconds)
+        return not self.stopped.done()
 
 
 @dataclass
@@ -144,7 +123,7 @@ class Job:
     async def run(self) -> Verdict:
         """Run the job to its end."""
         hvdrun = os.getpid()
-        mpirun = subprocess.Popen(
+        mpirun: Any = subprocess.Popen(
             self.command,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -155,11 +134,10 @@ class Job:
             preexec_fn=lambda: die_with_parent(hvdrun),
         )
         self._mpirun = mpirun
-        assert mpirun.stdout is not None
         os.set_blocking(mpirun.stdout.fileno(), False)
         loop = asyncio.get_running_loop()
         loop.add_reader(mpirun.stdout, self._take_mpirun_text)
-        self.signals.forward = self.ranks.signal
+        self.signals.forward = lambda number: self.ranks.tell(signal=number)
         lost: Collection[str] = ()
         try:
             await self._follow()
@@ -168,7 +146,8 @@ class Job:
                 os.killpg(mpirun.pid, signal.SIGKILL)
                 mpirun.wait()
             self.ranks.release()
-            lost = await self._clean()
+            await self._until(lambda: not self.ranks.live(), limits.GRACE)
+            lost = await self.sweep(0.0 if self.signals.hurry else limits.SWEEP_GRACE)
             self._take_mpirun_text()
             loop.remove_reader(mpirun.stdout)
             mpirun.stdout.close()
@@ -176,28 +155,26 @@ class Job:
             self.ended()
         verdict = self._verdict(mpirun.returncode, lost)
         while self.output.patient and not self.output.empty:
-            await self.turn(SLOW_READER_CHECK)
+            await self.turn(limits.SLOW_READER_CHECK)
         return verdict
 
     async def _follow(self) -> None:
-        """Wait for the end of the job and of mpirun; end the job where that must be done.
-
-        The ranks are ended by their workers, which have the patience to let them save their work,
-        and report how they ended; mpirun is ended when they have.
-        """
+        """Wait for the end of the job and of mpirun; end the job where that must be done."""
+        # Workers have the patience to let their ranks save their work, and report how they ended;
+        # mpirun is ended when they have.
         await self._until(self._must_end, INFINITY)
         if not self._all_over() and not self._has_ended():
             self._stopping = True
-            grace = GRACE if self.signals.stop is None else self.stop_timeout
-            self.ranks.stop(grace)
-            await self._until(self.ranks.over, grace + KILL_GRACE)
+            grace = limits.GRACE if self.signals.stop is None else self.stop_timeout
+            self.ranks.tell(stop=grace)
+            await self._until(self.ranks.over, grace + limits.KILL_GRACE)
         self.ranks.release()
         if not self._stopping:
-            await self._until(self._has_ended, GRACE)
+            await self._until(self._has_ended, limits.GRACE)
         if not self._has_ended():
             self._stopping = True
             self._mpirun.terminate()
-            await self._until(self._has_ended, OVER_GRACE)
+            await self._until(self._has_ended, limits.OVER_GRACE)
 
     async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
         """Wait for it, at most so long, and not when the user is in a hurry."""
@@ -205,7 +182,7 @@ class Job:
         while not condition() and (left := limit - time.monotonic()) > 0:
             if self.signals.hurry:
                 return
-            await self.turn(min(left, CHECK))
+            await self.turn(min(left, limits.CHECK))
 
     def _has_ended(self) -> bool:
         return self._mpirun.poll() is not None
@@ -226,7 +203,6 @@ class Job:
 
     def _take_mpirun_text(self) -> None:
         pipe = self._mpirun.stdout
-        assert pipe is not None
         data = pipe.read(TEXT_LIMIT)  # None: there is nothing now
         if data == b"":
             asyncio.get_running_loop().remove_reader(pipe)
@@ -240,24 +216,15 @@ class Job:
         await self.signals.wait(timeout)
         now = time.monotonic()
         if self.signals.stop is not None:
-            self._reader_limit = min(self._reader_limit, now + GRACE)
+            self._reader_limit = min(self._reader_limit, now + limits.GRACE)
         self.output.patient = not self.signals.hurry and now < self._reader_limit
-
-    async def _clean(self) -> Collection[str]:
-        """Wait for the workers' last messages, then clean up all hosts; returns the lost hosts."""
-        limit = time.monotonic() + GRACE
-        while self.ranks.live() and time.monotonic() < limit and not self.signals.hurry:
-            await self.turn(0.1)
-        return await self.sweep(0.0 if self.signals.hurry else SWEEP_GRACE)
 
     def _verdict(self, mpirun_status: int, lost: Collection[str]) -> Verdict:
         reports = self.ranks.reports
         error = self.output.error
         if self.signals.stop is not None:
-            name = signal.Signals(self.signals.stop).name
-            verdict = Verdict(
-                128 + self.signals.stop, [f"{name} received; all ranks were ended"], True
-            )
+            cause = f"{signal.Signals(self.signals.stop).name} received; all ranks were ended"
+            verdict = Verdict(128 + self.signals.stop, [cause], True)
         elif error is not None:
             cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
             verdict = Verdict(1, [cause], True)
@@ -272,21 +239,16 @@ class Job:
                 asked=any(report.marks for report in reports.values()),
             )
             if self.ranks.problem:
-                lines = [self.ranks.problem, *verdict.lines[1:]]
-                verdict = Verdict(1, lines, False)
+                verdict = Verdict(1, [self.ranks.problem, *verdict.lines[1:]], False)
         if not verdict.explained or (verdict.status != 0 and not reports):
             self.output.write_raw(self._mpirun_text)
-        cause, *others = [*verdict.lines] or [""]
-        if cause:
-            self.output.say(cause)
-        texts = [
-            ""
-            if verdict.culprit is None
-            else self.output.traceback(verdict.culprit, recent=self.repeats_traceback)[0],
-            "" if verdict.waiting is None else self.output.traceback(verdict.waiting)[1],
-        ]
-        for text in filter(None, texts):
-            self.output.write_raw(text.encode() + b"\n")
-        for line in others:
+        text = ""
+        if verdict.culprit is not None:
+            text = self.output.traceback(verdict.culprit, recent=self.repeats_traceback)[0]
+        elif verdict.waiting is not None:
+            text = self.output.traceback(verdict.waiting)[1]
+        for number, line in enumerate(verdict.lines):
             self.output.say(line)
+            if number == 0 and text:
+                self.output.write_raw(text.encode() + b"\n")
         return verdict

@@ -1,7 +1,5 @@
 """Code that runs on the hosts of a job, beside the ranks; it uses the standard library only."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -10,7 +8,5 @@ FAILED = 255
 
 
 def program(module: str) -> list[str]:
-    """The command of a module of this package, without what Python otherwise loads at its start."""
-    folder = str(Path(__file__).parents[1])
-    code = f"import sys; sys.path.append({folder!r}); from onhost import {module} as m; "
-    return [sys.executable, "-I", "-S", "-c", code + "sys.exit(m.main())"]
+    """Return the command that runs `main` of a module of this package (see `__main__.py`)."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).parent), module]

@@ -8,9 +8,8 @@ Its first line of input is JSON: the secret, the address to listen on, and the r
 its port when nothing of an earlier agent of this run is left.
 """
 
-from __future__ import annotations
-
 import base64
+import contextlib
 import json
 import os
 import re
@@ -20,11 +19,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import IO
 
-from .channel import PIECE, ProtocolError
+from .channel import PIECE, Link, ProtocolError
 from .limits import DRAIN, GRACE, HVDRUN_END
-from .link import Link
 from .rsh_agent import DAEMON
 from .sweep import AGENT, STEP, processes, sweep
 
@@ -33,12 +32,10 @@ from .sweep import AGENT, STEP, processes, sweep
 OF_HVDRUN = "-hvdrun"
 
 
-def _relay(link: Link, name: str, pipe: IO[bytes]) -> None:
-    try:
+def _relay(link: Link, name: int, pipe: IO[bytes]) -> None:
+    with contextlib.suppress(OSError):  # the client has gone
         while data := os.read(pipe.fileno(), PIECE):
             link.send(output=name, data=base64.b64encode(data).decode())
-    except OSError:  # the client has gone
-        return
 
 
 def _report(link: Link, process: subprocess.Popen[bytes], relays: list[threading.Thread]) -> None:
@@ -46,10 +43,14 @@ def _report(link: Link, process: subprocess.Popen[bytes], relays: list[threading
     status = process.wait()
     for relay in relays:
         relay.join(DRAIN)
-    try:
+    with contextlib.suppress(OSError):  # the client has gone
         link.send(status=status if status >= 0 else 128 - status)
-    except OSError:  # the client has gone
-        return
+
+
+def _thread(function: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=arguments, daemon=True)
+    thread.start()
+    return thread
 
 
 def _serve(connection: socket.socket, secret: str, run: str, jobs: set[str]) -> None:
@@ -59,36 +60,28 @@ def _serve(connection: socket.socket, secret: str, run: str, jobs: set[str]) -> 
             link = Link(connection, secret, listens=True)
         except (ProtocolError, OSError):
             return
-        message = link.receive()
-        if message is None:
+        if (message := link.receive()) is None:
             return
         jobs.update(re.findall(f"{DAEMON}=([0-9a-f]+)", message["run"]))
-        pipe = subprocess.PIPE
         process = subprocess.Popen(
             ["/bin/sh", "-c", message["run"]],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=pipe,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env={**os.environ, AGENT: run},
             start_new_session=True,
         )
         assert process.stdin is not None
-        relays = [
-            threading.Thread(target=_relay, args=(link, name, file), daemon=True)
-            for name, file in (("out", process.stdout), ("err", process.stderr))
-        ]
-        report = threading.Thread(target=_report, args=(link, process, relays), daemon=True)
-        for thread in (*relays, report):
-            thread.start()
+        pipes = {1: process.stdout, 2: process.stderr}
+        relays = [_thread(_relay, link, number, pipe) for number, pipe in pipes.items()]
+        report = _thread(_report, link, process, relays)
         while message := link.receive():
-            try:
-                if "input" in message:
+            with contextlib.suppress(OSError):  # it does not read any more
+                if message["input"]:
                     process.stdin.write(base64.b64decode(message["input"]))
                     process.stdin.flush()
                 else:
                     process.stdin.close()
-            except OSError:  # it does not read any more
-                continue
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         report.join()
@@ -97,7 +90,7 @@ def _serve(connection: socket.socket, secret: str, run: str, jobs: set[str]) -> 
 def _accept(listener: socket.socket, *arguments: object) -> None:
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_serve, args=(connection, *arguments), daemon=True).start()
+        _thread(_serve, connection, *arguments)
 
 
 def _sweep(run: str, jobs: set[str], grace: float) -> None:
@@ -116,8 +109,7 @@ def main() -> int:
     run, jobs = told["run"], set[str]()
     _sweep(run, jobs, 0.0)
     listener = socket.create_server((told["address"], 0))
-    arguments = (listener, told["secret"], run, jobs)
-    threading.Thread(target=_accept, args=arguments, daemon=True).start()
+    _thread(_accept, listener, told["secret"], run, jobs)
     print(listener.getsockname()[1], flush=True)
     sys.stdin.read()
     _sweep(run, jobs, GRACE)

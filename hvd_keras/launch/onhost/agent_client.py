@@ -4,9 +4,8 @@ The table is a file in JSON, readable by its owner alone: the agents' secret, an
 agent of each host.
 """
 
-from __future__ import annotations
-
 import base64
+import contextlib
 import json
 import os
 import socket
@@ -15,18 +14,15 @@ import threading
 from pathlib import Path
 
 from . import FAILED
-from .channel import PIECE, ProtocolError
+from .channel import PIECE, Link, ProtocolError
 from .limits import CONNECT_TIMEOUT
-from .link import Link
 
 
 def _forward_input(link: Link) -> None:
-    try:
+    with contextlib.suppress(OSError):  # the agent has gone, which the main thread sees
         while data := os.read(0, PIECE):
             link.send(input=base64.b64encode(data).decode())
-        link.send(input_ends=True)
-    except OSError:  # the agent has gone, which the main thread sees
-        return
+        link.send(input="")
 
 
 def main() -> int:
@@ -43,8 +39,7 @@ def main() -> int:
     threading.Thread(target=_forward_input, args=(link,), daemon=True).start()
     while message := link.receive():
         if "status" in message:
-            sys.stdout.flush()
             os._exit(message["status"])  # the other thread may wait for input
-        os.write(1 if message["output"] == "out" else 2, base64.b64decode(message["data"]))
+        os.write(message["output"], base64.b64decode(message["data"]))
     os.write(2, b"the agent has gone\n")
     os._exit(FAILED)

@@ -1,7 +1,5 @@
 """How many cores and GPUs a job may use, and the thread counts that follow from it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -3,8 +3,6 @@
 The host is a pod, by its name, or by the name in DNS that begins with it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

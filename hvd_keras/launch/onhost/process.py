@@ -1,7 +1,5 @@
 """How a process ends: with its parent, or soon after it was asked to; and its folders."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -37,10 +35,7 @@ def ask_to_end(process: int, number: int) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can use, unless it is there.
-
-    Raises OSError if it cannot be made, or if another user could have made or can change it.
-    """
+    """Make a folder, unless it is there. Raises OSError if other users can or could use it."""
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     mode = found.st_mode

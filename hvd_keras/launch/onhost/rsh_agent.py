@@ -4,8 +4,6 @@ On the other host the command gets the job's number, by which it and all that it
 found, and a folder for temporary files that goes with the job.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -17,13 +15,9 @@ DAEMON = "HVDRUN_DAEMON_OF"
 # The options of ssh that take a value, which may be the next word.
 WITH_VALUE = {f"-{letter}" for letter in "BbcDEeFIiJLlmOoPpQRSWw"}
 
-# The modes: remove the job's files when the command has ended, or leave them to its workers.
-CLEANS = "cleans"
-PASSES = "passes"
-
 
 def ssh_command(mode: str, job: str, ssh: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return the command of ssh that does it."""
+    """Return the command of ssh; the mode "cleans" removes the job's files when it has ended."""
     # mpirun takes us for ssh and adds -x, which `ssh` has already, and the user's own options for
     # ssh, which hvdrun takes by --ssh-port and --ssh-identity-file.
     start = 0
@@ -35,7 +29,7 @@ def ssh_command(mode: str, job: str, ssh: Sequence[str], arguments: Sequence[str
     # What another user has made there first is refused.
     prepare += 'mkdir -m 700 "$d" || { [ -O "$d" ] && [ ! -L "$d" ]; } || exit; '
     run = f'env {DAEMON}={job} TMPDIR="$d" "${{SHELL:-/bin/sh}}" -c "$0"'
-    if mode == CLEANS:
+    if mode == "cleans":
         prepare += f'{run}; status=$?; rm -rf "$d" /dev/shm/hvdrun-{job}; exit $status'
     else:
         prepare += f"exec {run}"

@@ -86,14 +86,11 @@ def end(job: str, grace: float) -> "tuple[set[str], list[int]]":
 
 
 def abandoned() -> "set[str]":
-    """Shared memory of MPICH, which killed ranks leave, and whose name tells no job.
-
-    What is younger than a second may be about to be used.
-    """
+    """Return what killed ranks of MPICH have left, whose names tell no job."""
     found = set()
     for path in glob.glob("/dev/shm/mpich_shm_*"):
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_mtime < time.time() - 1.0:
+            if os.stat(path).st_mtime < time.time() - 1.0:  # else it may be about to be used
                 found.add(path)
     return found
 

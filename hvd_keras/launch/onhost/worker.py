@@ -1,18 +1,17 @@
 """Runs the command of one rank and reports how it ended.
 
-mpirun or srun starts a worker once per rank, on every host (see `start_worker.py`). It connects to
+mpirun or srun starts a worker once per rank, on every host (see `__main__.py`). It connects to
 hvdrun, learns the command, and passes the command's input, its output and the report of its end
 through that connection: mpirun would join pieces of lines, mix in messages of its own, and its exit
 status can be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended. What
 hvd_keras tells of a rank comes over a datagram socket (see `hvd_keras.runtime.settings`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import resource
@@ -24,15 +23,14 @@ import subprocess
 import sys
 import tempfile
 import termios
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
-from .channel import LARGE_PIECE, PIECE, Channel, ProtocolError, silence, watch_liveness
-from .connect import connect, in_folder
+from . import channel
+from .channel import PIECE, Channel, Connection, ProtocolError, silence
 from .cores import usable_cores
-from .limits import GRACE, SILENCE, WORKER_ALIVE, WORKER_CHECK
+from .limits import ALIVE_CHECKS, GRACE, SILENCE, WORKER_CHECK
 from .process import FORWARDED, ask_to_end, die_with_parent, private_folder
 from .rsh_agent import DAEMON
 from .sweep import AGENT
@@ -82,10 +80,7 @@ def _folder_path() -> Path:
 
 
 def temporary_folder() -> Path:
-    """Make the job's folder for temporary files on this host, which is removed with the job.
-
-    (Killed processes cannot remove their files.) Raises OSError if it is not private.
-    """
+    """Make the job's folder for temporary files here. Raises OSError if it is not private."""
     return private_folder(_folder_path())
 
 
@@ -104,17 +99,10 @@ async def _ready(
 class Worker:
     """One rank's end of the connection to hvdrun, and its command."""
 
-    def __init__(
-        self, rank: int, secret: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._rank = rank
-        self._channel = Channel(secret, is_hvdrun=False)
-        self._reader, self._writer = reader, writer
-        self._connection = writer.get_extra_info("socket")
-        watch_liveness(self._connection)
+    def __init__(self, rank: int, connection: Connection) -> None:
+        self._rank, self._connection = rank, connection
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()  # a child has ended, or hvdrun has told something
-        self._sending = asyncio.Lock()
         self._parent = os.getppid()
         self._order: dict[str, Any] | None = None  # what to start
         self._child: subprocess.Popen[bytes] | None = None
@@ -124,8 +112,7 @@ class Worker:
         self._stopped = False
         self._by_signal = False  # a signal to this process was the first to ask for the end
         self._hvdrun_gone = False
-        self._reported = False  # the report is on its way to hvdrun
-        self._released = False  # hvdrun has it, and needs this process no more
+        self._released = False  # hvdrun has our report, and needs this process no more
         self._must_watch = False  # but others of the job go on
 
     async def run(self) -> int:
@@ -143,8 +130,8 @@ class Worker:
         if self._folder is not None:
             status = await self._send_result(status)
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._send(report={"status": status, **self._why_stopped()})
-        self._reported = True
+        report = {"status": status, "stopped": self._stopped, "by_signal": self._by_signal}
+        self._connection.send(report=report)
         # hvdrun may have to wait for the reader of its output, for any time.
         await self._until(lambda: self._released or self._hvdrun_gone)
         for task in tasks:
@@ -154,15 +141,12 @@ class Worker:
         return status if status >= 0 else 128 - status
 
     def _watch_alone(self) -> NoReturn:
-        """In a child that mpirun does not know: end what is left here if hvdrun is lost.
-
-        hvdrun's clean-up, at the end of the job, ends it.
-        """
+        """Until hvdrun's clean-up ends this child: end what is left here if hvdrun is lost."""
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(null, descriptor)
-        connection = socket.socket(fileno=os.dup(self._connection.fileno()))
+        connection = socket.socket(fileno=os.dup(self._connection.socket.fileno()))
         connection.settimeout(WORKER_CHECK)
         with contextlib.suppress(OSError):
             while silence(connection) < SILENCE:
@@ -172,9 +156,6 @@ class Worker:
         self._sweep()
         os._exit(0)
 
-    def _why_stopped(self) -> dict[str, bool]:
-        return {"stopped": self._stopped, "by_signal": self._by_signal}
-
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
@@ -182,32 +163,20 @@ class Worker:
 
     async def _watch(self) -> None:
         """Check what must be polled: hvdrun's host, mpirun's daemon; and show hvdrun our life."""
-        told = 0.0
-        while True:
+        for turn in itertools.count():
             await asyncio.sleep(WORKER_CHECK)
-            if not self._hvdrun_gone and silence(self._connection) > SILENCE:
+            if not self._hvdrun_gone and silence(self._connection.socket) > SILENCE:
                 self._lose_hvdrun()
             if os.getppid() != self._parent and not self._stopped:
                 self._follow_daemon()
-            now = time.monotonic()
-            if now > told + WORKER_ALIVE and self._channel.open:
-                told = now
-                if not self._writer.transport.get_write_buffer_size():
-                    self._send(alive=True)
+            if turn % ALIVE_CHECKS == 0 and not self._connection.busy:
+                self._connection.send(alive=True)
 
     async def _listen(self) -> None:
         """Take hvdrun's messages until it releases us, or is lost."""
-        try:
-            while data := await self._reader.read(PIECE):
-                was_open = self._channel.open
-                for message in self._channel.feed(data):
-                    self._take_message(message)
-                if self._channel.open and not was_open:
-                    host, cores = socket.gethostname(), usable_cores()
-                    self._channel.put(hello={"rank": self._rank, "host": host, "cores": cores})
-                self._writer.write(self._channel.take())
-        except (ProtocolError, OSError):
-            pass
+        with contextlib.suppress(ProtocolError, OSError):
+            async for message in self._connection.messages():
+                self._take_message(message)
         if not self._released:
             self._lose_hvdrun()
 
@@ -227,24 +196,20 @@ class Worker:
             self._released, self._must_watch = True, message["end"] == "watch"
         self._changed.set()
 
-    def _send(self, **message: Any) -> None:
-        if not self._hvdrun_gone and not self._reported:
-            self._channel.put(**message)
-            self._writer.write(self._channel.take())
-
-    async def _send_much(self, **message: Any) -> None:
+    async def _send(self, **message: Any) -> None:
         """Send what the command must wait for if hvdrun does not take it."""
-        self._send(**message)
         with contextlib.suppress(OSError):
-            async with self._sending:
-                await self._writer.drain()
+            await self._connection.send_much(**message)
+
+    async def _send_output(self, name: str, data: bytes) -> None:
+        await self._send(output=name, data=base64.b64encode(data).decode())
 
     async def _run_command(self, command: list[str], **how: Any) -> int:
         """Run it, pass on what it writes and what hvd_keras tells in it; returns its status."""
         try:
             self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=temporary_folder()))
             ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            with in_folder(self._folder) as folder:
+            with channel.in_folder(self._folder) as folder:
                 ear.bind(f"{folder}/tell")
             ear.setblocking(False)
             child = self._child = self._start(command, **how)
@@ -252,12 +217,10 @@ class Worker:
             text = f"hvdrun: cannot start {command[0]!r} on {socket.gethostname()}: {error}\n"
             await self._send_output("err", text.encode())
             return 127 if isinstance(error, FileNotFoundError) else 126
-        assert child.stdout is not None
-        assert child.stderr is not None
-        pipes = {"out": child.stdout.fileno(), "err": child.stderr.fileno()}
-        tasks = [asyncio.create_task(self._relay(pipe, name)) for name, pipe in pipes.items()]
+        pipes: dict[str, Any] = {"out": child.stdout, "err": child.stderr}
+        tasks = [asyncio.create_task(self._relay(pipes[name].fileno(), name)) for name in pipes]
         if child.stdin is not None:
-            tasks.append(asyncio.create_task(self._feed_command(child.stdin.fileno())))
+            tasks.append(asyncio.create_task(self._feed_command(child.stdin)))
         self._loop.add_reader(ear, self._hear, ear)
         if self._stopped:
             self._signal(signal.SIGTERM)
@@ -270,9 +233,8 @@ class Worker:
             pass
         ear.close()
         for name, pipe in pipes.items():
-            await self._send_rest(pipe, name)
-        status: int = child.returncode
-        return status
+            await self._send_rest(pipe.fileno(), name)
+        return int(child.returncode)
 
     def _start(
         self,
@@ -326,7 +288,7 @@ class Worker:
         except BlockingIOError:
             return False
         with contextlib.suppress(ValueError):  # not of hvd_keras
-            self._send(told=json.loads(told))
+            self._connection.send(told=json.loads(told))
         return True
 
     async def _relay(self, pipe: int, name: str) -> None:
@@ -346,29 +308,22 @@ class Worker:
             count -= len(data)
             await self._send_output(name, data)
 
-    async def _send_output(self, name: str, data: bytes) -> None:
-        await self._send_much(output=name, data=base64.b64encode(data).decode())
-
-    async def _feed_command(self, pipe: int) -> None:
+    async def _feed_command(self, pipe: IO[bytes]) -> None:
         """Write the input to the command, and report when it has taken a piece."""
         try:
             while data := await self._input.get():
                 while data:
-                    await _ready(self._loop.add_writer, self._loop.remove_writer, pipe)
-                    data = data[os.write(pipe, data) :]
-                self._send(input_was_read=True)
+                    await _ready(self._loop.add_writer, self._loop.remove_writer, pipe.fileno())
+                    data = data[os.write(pipe.fileno(), data) :]
+                self._connection.send(input_was_read=True)
         except BrokenPipeError:  # it reads no more
-            self._send(input_was_read=False)
-        assert self._child is not None
-        assert self._child.stdin is not None
-        self._child.stdin.close()
+            self._connection.send(input_was_read=False)
+        pipe.close()
 
     def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """End because mpirun's daemon asks for it, or has died.
-
-        If hvdrun is silent as well, the daemon has noticed before us that the network is lost.
-        """
-        if not self._hvdrun_gone and silence(self._connection) > SILENCE / 3:
+        """End because mpirun's daemon asks for it, or has died."""
+        # The daemon may have noticed before us that the network is lost.
+        if not self._hvdrun_gone and silence(self._connection.socket) > SILENCE / 3:
             self._lose_hvdrun()
         self._by_signal = self._by_signal or not self._stopped
         self._stop(number, GRACE)
@@ -377,17 +332,13 @@ class Worker:
         if self._hvdrun_gone:
             return
         self._hvdrun_gone = True
-        self._writer.transport.abort()
+        self._connection.end()
         self._changed.set()
         self._stop(signal.SIGTERM, GRACE)
         self._sweep()
 
     def _sweep(self) -> None:
-        """End all that is left of the job on this host.
-
-        mpirun's daemon may wait forever, and no other host may reach it. When it dies it kills this
-        process, so another one does it.
-        """
+        """End all that is left of the job here, by a process that mpirun's daemon cannot kill."""
         command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
         environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, AGENT)}
         folder = _folder_path()
@@ -402,18 +353,15 @@ class Worker:
         subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=locks)
 
     def _stop(self, number: signal.Signals, grace: float) -> None:
-        """Ask the command to end, unless it has ended by itself; later, kill it.
-
-        If mpirun's daemon, our parent, was the first to go, hvdrun hears of it.
-        """
+        """Ask the command to end, unless it has ended by itself; later, kill it."""
         if self._child is not None and self._child.poll() is not None:
             return
         self._loop.call_later(grace, self._signal, signal.SIGKILL)
         if not self._stopped:
             self._stopped = True
             self._changed.set()
-            if os.getppid() != self._parent and self._channel.open:
-                self._send(orphan=True)
+            if os.getppid() != self._parent:  # mpirun's daemon was the first to go
+                self._connection.send(orphan=True)
         self._signal(number)
 
     def _signal(self, number: int) -> None:
@@ -429,8 +377,8 @@ class Worker:
             return status
         try:
             with (self._folder / RESULT).open("rb") as file:
-                while piece := file.read(LARGE_PIECE):
-                    await self._send_much(result=base64.b64encode(piece).decode())
+                while piece := file.read(channel.LARGE_PIECE):
+                    await self._send(result=base64.b64encode(piece).decode())
         except OSError:
             text = "hvdrun: the function ended its process; expected it to return\n"
             await self._send_output("err", text.encode())
@@ -439,9 +387,10 @@ class Worker:
 
 
 async def _run() -> int:
-    connection = connect(os.environ[ADDRESSES])
-    reader, writer = await asyncio.open_connection(sock=connection)
-    return await Worker(find_rank(os.environ), os.environ[SECRET], reader, writer).run()
+    rank, end = find_rank(os.environ), Channel(os.environ[SECRET], is_hvdrun=False)
+    streams = await asyncio.open_connection(sock=channel.connect(os.environ[ADDRESSES]))
+    hello = {"rank": rank, "host": socket.gethostname(), "cores": usable_cores()}
+    return await Worker(rank, Connection(end, streams, hello)).run()
 
 
 def main() -> int:

@@ -1,15 +1,11 @@
 """Removes everything that a job left on its hosts."""
 
-from __future__ import annotations
-
 import asyncio
-import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from hvd_keras.launch.errors import say
 from hvd_keras.launch.onhost import sweep
-from hvd_keras.launch.start.remote_shell import Reach, answer, last_line, run_on_all
+from hvd_keras.launch.start.remote_shell import Reach, ask_all
 
 
 async def sweep_here(jobs: list[str], grace: float) -> None:
@@ -21,21 +17,14 @@ async def sweep_hosts(
     names: Collection[str], reach: Reach, jobs: Sequence[str], grace: float
 ) -> set[str]:
     """Kill processes and remove files of these jobs; returns the hosts that cannot be reached."""
-    command = [sys.executable, "-I", "-S", "-", str(grace), *jobs]
-    text = Path(sweep.__file__).read_text()
-    lost = set()
-    for name, done in (await run_on_all(names, reach, command, text)).items():
-        if done is None or reach.failure(done.returncode, done.stderr) is not None:
-            lost.add(name)
-        elif (told := answer(done.stdout, sweep.MARK)) is not None:
-            _tell_stuck(f"{name}: ", told.split())
-        else:
-            what = f"exit status {done.returncode}: {last_line(done.stderr)}"
-            say(f"{name}: the clean-up failed: {what}")
-    return lost
+    answers = await ask_all(names, reach, sweep, ["-I", "-S", "-", str(grace), *jobs])
+    for name, answer in answers.items():
+        if answer.problem and not answer.away:
+            say(f"{name}: the clean-up failed: it {answer.problem}")
+        _tell_stuck(f"{name}: ", answer.text.split())
+    return {name for name, answer in answers.items() if answer.away}
 
 
 def _tell_stuck(where: str, processes: Sequence[object]) -> None:
     if processes:
-        told = ", ".join(map(str, processes))
-        say(f"{where}cannot kill process {told} of the job")
+        say(f"{where}cannot kill process {', '.join(map(str, processes))} of the job")

@@ -1,7 +1,5 @@
 """Runs a command while signals and everything else are heard."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -14,12 +12,10 @@ from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT, DRAIN
 
 
 async def run(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command with this input to its end.
+    """Run a command with this input to its end. Raises OSError; ValueError if it has no words.
 
-    Raises ValueError if it has no words, OSError, and TimeoutError (an OSError) after a while.
-
-    When it takes too long, or the caller is cancelled, the command and what it has started is
-    killed. What holds its output open then is not waited for.
+    When it takes too long, which is a TimeoutError, or the caller is cancelled, the command and
+    what it has started is killed. What holds its output open then is not waited for.
     """
     pipe = subprocess.PIPE
     program, *arguments = command

@@ -4,8 +4,6 @@ A dialect has all in which the MPIs differ. What it returns depends on its argum
 user's own settings for MPI alone.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Which hosts a job runs on, and how many ranks each takes."""
 
-from __future__ import annotations
-
 import errno
 import re
 import shlex
@@ -146,10 +144,7 @@ def describe(hosts: Sequence[Host]) -> str:
 
 
 def share(hosts: Sequence[Host], size: int) -> list[Host]:
-    """Return the hosts with the number of ranks that each gets; the first are filled first.
-
-    If there are more ranks than slots, all hosts get more in proportion.
-    """
+    """Return the hosts with the ranks of each; all get more in proportion if slots are too few."""
     slots, shared = count(hosts), []
     room_needed = max(size, slots)
     for host in hosts:

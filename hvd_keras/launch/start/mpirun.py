@@ -1,7 +1,5 @@
 """Finds mpirun: that of Open MPI 4, Open MPI 5, MPICH or Intel MPI."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """This host's addresses and networks on the routes to the hosts of a job."""
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import socket
@@ -39,10 +37,8 @@ def _address_towards(name: str) -> str:
 
 
 def common_network(wanted: Iterable[Host]) -> str | None:
-    """Return the one network of ours that contains all hosts; None if there is no such network.
-
-    MPI must not try others: a container bridge, for example, has the same address on every host.
-    """
+    """Return the one network of ours that contains all hosts; None if there is no such network."""
+    # MPI must not try others: a container bridge, for example, has one address on all hosts.
     found = set()
     try:
         for host in wanted:

@@ -13,8 +13,6 @@ of the agents in `onhost/agent.py`, for hosts where something else starts proces
 methods, and starts the ranks itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shlex
 import subprocess
@@ -22,15 +20,17 @@ import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from hvd_keras.launch.onhost import FAILED, program, rsh_agent
-from hvd_keras.launch.onhost.limits import ALIVE_COUNT, ALIVE_INTERVAL, CONNECT_TIMEOUT
+from hvd_keras.launch.onhost import FAILED, limits, program, rsh_agent
 from hvd_keras.launch.start.command import run
 from hvd_keras.launch.start.hosts import is_here
 
 # Hosts that are asked at once: each takes a process and three descriptors here.
 AT_ONCE = 200
+
+# Exit statuses of a shell that could not run the program.
+NO_PROGRAM = (126, 127)
 
 
 class Reach(Protocol):
@@ -45,22 +45,16 @@ class Reach(Protocol):
 
 @dataclass(frozen=True)
 class RemoteShell:
-    """A program that is called as ssh is, with its options.
-
-    If it cannot reach a host, `advice` helps. `test` is what a user should try then; default:
-    "PROGRAM HOST true".
-    """
+    """A program that is called as ssh is, with its options."""
 
     words: Sequence[str]
-    advice: str = ""
-    test: str = ""
+    advice: str = ""  # if it cannot reach a host
+    test: str = ""  # what a user should try then; default: "PROGRAM HOST true"
 
     def reach(self, host: str, command: Sequence[str]) -> list[str]:
-        """Return what runs a command on a host, with its own standard streams."""
         return [*self.words, host, shlex.join(command)]
 
     def failure(self, status: int, err: str) -> str | None:
-        """Return why the host could not be reached, or None if the command itself failed."""
         if status != FAILED:
             return None
         test = self.test or f"{Path(self.words[0]).name} HOST true"
@@ -69,32 +63,26 @@ class RemoteShell:
         return f"cannot be reached by {name}: {reason}; expected that `{test}` works{self.advice}"
 
     def agent(self, job: str, cleans: bool) -> str:
-        """Return a shell script that mpirun calls as ssh, with options, a host and a command.
-
-        `cleans` tells that it removes the job's files when the command there has ended.
-        """
-        mode = rsh_agent.CLEANS if cleans else rsh_agent.PASSES
+        """Return a script that mpirun calls as ssh; it `cleans` up when the command has ended."""
+        mode = "cleans" if cleans else "passes"
         words = [sys.executable, "-I", "-S", rsh_agent.__file__, mode, job, *self.words, "--"]
         return f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n'
 
 
 def ssh(port: int | None, identity: str | None) -> RemoteShell:
     """Return ssh in batch mode, with keep-alives; None leaves the choice to ssh's configuration."""
-    options = {
-        "BatchMode": "yes",
-        "ConnectTimeout": str(CONNECT_TIMEOUT),
-        "ServerAliveInterval": str(ALIVE_INTERVAL),
-        "ServerAliveCountMax": str(ALIVE_COUNT),
-        # An existing master is used, but none of ours: another shell would end with the job.
-        "ControlMaster": "no",
-    }
     words = ["ssh", "-x"]
-    for name, value in options.items():
-        words += ["-o", f"{name}={value}"]
-    if port is not None:
-        words += ["-p", str(port)]
-    if identity is not None:
-        words += ["-i", identity]
+    for option in (
+        "BatchMode=yes",
+        f"ConnectTimeout={limits.CONNECT_TIMEOUT}",
+        f"ServerAliveInterval={limits.ALIVE_INTERVAL}",
+        f"ServerAliveCountMax={limits.ALIVE_COUNT}",
+        # An existing master is used, but none of ours: another shell would end with the job.
+        "ControlMaster=no",
+    ):
+        words += ["-o", option]
+    words += [] if port is None else ["-p", str(port)]
+    words += [] if identity is None else ["-i", identity]
     advice = " without a prompt (a key without a passphrase or in an agent, a known host)"
     return RemoteShell(words, advice)
 
@@ -105,32 +93,45 @@ def kubectl_exec(words: Sequence[str]) -> RemoteShell:
     return RemoteShell([*program("kubectl_exec"), *words], ", where HOST is POD or POD.…", test)
 
 
-async def run_on_all(
-    names: Collection[str], reach: Reach, command: Sequence[str], text: str
-) -> dict[str, subprocess.CompletedProcess[str] | None]:
-    """Run a command with this input on all hosts at once; None: a host did not answer in time."""
-    places = asyncio.Semaphore(AT_ONCE)
+@dataclass(frozen=True)
+class Answer:
+    """What a host has said; or why it has not, and whether it could not be reached."""
 
-    async def ask(name: str) -> subprocess.CompletedProcess[str] | None:
+    text: str = ""
+    problem: str = ""
+    away: bool = False
+
+
+async def ask_all(
+    names: Collection[str], reach: Reach, script: Any, arguments: Sequence[str]
+) -> dict[str, Answer]:
+    """Pipe this script of `onhost` to Python with these arguments on all hosts at once."""
+    places = asyncio.Semaphore(AT_ONCE)
+    command = [sys.executable, *arguments]
+    source = Path(script.__file__).read_text()
+
+    async def ask(name: str) -> Answer:
         async with places:
             is_own = await asyncio.to_thread(is_here, name)
             try:
-                return await run(command if is_own else reach.reach(name, command), text)
+                done = await run(command if is_own else reach.reach(name, command), source)
             except TimeoutError:
-                return None
+                return Answer("", f"did not answer within {limits.ANSWER_TIMEOUT:.0f} s", True)
             except OSError as error:  # no ssh here, or too many processes
-                return subprocess.CompletedProcess(command, FAILED, "", str(error))
+                done = subprocess.CompletedProcess(command, FAILED, "", str(error))
+        # The answer follows its mark, because a host's shell may print a greeting.
+        found = [line for line in done.stdout.splitlines() if line.startswith(script.MARK)]
+        if found:
+            return Answer(found[-1].removeprefix(script.MARK))
+        if unreachable := reach.failure(done.returncode, done.stderr):
+            return Answer("", unreachable, True)
+        if done.returncode in NO_PROGRAM:
+            expected = "expected the same Python at the same path on all hosts"
+            return Answer("", f"has no {sys.executable}; {expected}")
+        why = f"exit status {done.returncode}: {last_line(done.stderr)}"
+        return Answer("", f"cannot run {sys.executable}: {why}")
 
     return dict(zip(names, await asyncio.gather(*map(ask, names)), strict=True))
-
-
-def answer(out: str, mark: str) -> str | None:
-    """Return what follows the mark in a host's output, into which its shell may print a greeting.
-
-    None: there is no such line.
-    """
-    found = [line for line in out.splitlines() if line.startswith(mark)]
-    return found[-1].removeprefix(mark) if found else None
 
 
 def last_line(text: str) -> str:

@@ -1,7 +1,5 @@
 """Starts ranks with srun, inside a SLURM allocation."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
