@@ -8,8 +8,8 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.gradients import agreement, building, model_ranks
 from hvd_keras.hooks import fitting, preprocessing, variables
-from hvd_keras.ops.broadcast import check_root
-from hvd_keras.runtime import log, rank_info, xla
+from hvd_keras.ops.movement import check_root
+from hvd_keras.runtime import libraries, log, rank_info
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
@@ -71,7 +71,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     def set_model(self, model: Any) -> None:
         """Turn XLA off where it cannot compile the collectives."""
         super().set_model(model)
-        if model.jit_compile and (problem := xla.problem()):
+        if model.jit_compile and (problem := libraries.why_no_xla()):
             model.jit_compile = False
             _warn_once(problem)
 

@@ -17,7 +17,7 @@ from hvd_keras.ops import objects
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.saving import rank_values, sharded_files, storage
+from hvd_keras.saving import per_rank, storage
 
 
 class Checkpoint(Callback):  # type: ignore[misc]
@@ -227,9 +227,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             content, seen = self._look_on_leader(bad_parts)
             if seen["metadata"] is None:
                 break
-            problem = sharded_files.problem_of(
-                self.directory, seen["metadata"], self._hvd_process_set
-            )
+            problem = per_rank.problem_of(self.directory, seen["metadata"], self._hvd_process_set)
             if problem is None:
                 break
             bad_parts[seen["path"]] = problem
@@ -260,7 +258,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _look(self, bad_parts: dict[str, str]) -> tuple[storage.Content | None, dict[str, Any]]:
         storage.remove_unfinished(self.directory)
-        sharded_files.remove_others(self.directory, None, [])
+        per_rank.remove_others(self.directory, None, [])
         damaged = []
         for path in storage.files(self.directory) if self.restore else []:
             if str(path) in bad_parts:
@@ -285,9 +283,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._refuse_what_does_not_fit(found, own, same_ranks)
         _assign(found, own, self.model, self._hvd_process_set)
         if found.tables:
-            sharded_files.restore(self.directory, found.metadata, own, self._hvd_process_set)
+            per_rank.restore(self.directory, found.metadata, own, self._hvd_process_set)
         if same_ranks:
-            rank_values.set_random_state(found.metadata["random"][self._hvd_process_set.rank()])
+            per_rank.set_random_state(found.metadata["random"][self._hvd_process_set.rank()])
         variables.mark_restored(self.model, True)
         if not same_ranks and self._rate and found.metadata.get("rate"):
             # Keeps the warm-up, decay or reduction that it had.
@@ -322,7 +320,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         return int(batches)
 
     def _refuse_what_does_not_fit(self, found: "_Found", own: list[Any], same_ranks: bool) -> None:
-        differences = sharded_files.differences(found.stored, found.metadata, own)
+        differences = per_rank.differences(found.stored, found.metadata, own)
         if not same_ranks:
             layers = list(self.model._flatten_layers())
             divisible = [*variables.seed_states(layers), *variables.moving_statistics(layers)]
@@ -349,7 +347,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _save(self, epoch: int, batch: int) -> None:
         own = variables.of_training(self.model)
-        differing = rank_values.of_each_rank(own, self._hvd_process_set)
+        differing = per_rank.of_each_rank(own, self._hvd_process_set)
         metadata: dict[str, Any] = {
             "epoch": epoch,
             "batch": batch,
@@ -357,11 +355,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "rate": self._rate,
             "fits": self._fits,
             "passes": [passes.state(within=batch > 0) for passes in self._passes],
-            "random": rank_values.random_states(self._hvd_process_set),
+            "random": per_rank.random_states(self._hvd_process_set),
         }
         path = storage.path_of(self.directory, epoch, batch)
-        tables = sharded_files.describe(own)
-        names = sharded_files.write(path, own, tables, self._hvd_process_set)
+        tables = per_rank.describe(own)
+        names = per_rank.write(path, own, tables, self._hvd_process_set)
         metadata["parts"] = {"tables": tables, "files": names}
 
         def value(i: int) -> Any:
@@ -373,7 +371,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             values = (storage.Variable(v.path, i in differing, value(i)) for i, v in enumerate(own))
             storage.write(path, metadata, values)
             storage.prune(path, self.keep)
-            sharded_files.remove_others(self.directory, path, names)
+            per_rank.remove_others(self.directory, path, names)
 
         # The other ranks wait here, so that an error ends them, too.
         agree.on_leader("Checkpoint: cannot write", write, self._hvd_process_set)
@@ -405,7 +403,7 @@ class _Skipping:
         self._model = model
         self._own = shards.without(own)  # a copy of the tables might not fit
         self._values = [np.asarray(variable).copy() for variable in self._own]
-        self._random = rank_values.random_state()
+        self._random = per_rank.random_state()
         self._train_function = model.train_function
         model.train_function = self._skip
 
@@ -422,7 +420,7 @@ class _Skipping:
         """Restores the state of the checkpoint."""
         for variable, value in zip(self._own, self._values, strict=True):
             variable.assign(value)
-        rank_values.set_random_state(self._random)
+        per_rank.set_random_state(self._random)
 
     def stop(self) -> None:
         """Lets ``fit`` train from now on."""
@@ -462,13 +460,13 @@ def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) 
             continue
         if by_rank:
             whole = (found.metadata["ranks"], *shape)
-            stack = rank_values.to_all_ranks(whole, variable.dtype, value, process_set)
+            stack = per_rank.to_all_ranks(whole, variable.dtype, value, process_set)
             # On another number of ranks, only moving statistics and seeds (set below) get here.
             same_ranks = len(stack) == process_set.size()
-            variable.assign(stack[process_set.rank()] if same_ranks else rank_values.mean(stack))
+            variable.assign(stack[process_set.rank()] if same_ranks else per_rank.mean(stack))
         elif shards.of(variable) is not None:
             zero.set_share(
-                variable, rank_values.to_all_ranks(shape, variable.dtype, value, process_set)
+                variable, per_rank.to_all_ranks(shape, variable.dtype, value, process_set)
             )
         else:
             common.append(variable)

@@ -37,7 +37,7 @@ with _held_back():  # what TensorFlow says at its start about CUDA, oneDNN and t
 
     import hvd_keras as hvd
     from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
-    from hvd_keras.runtime import gpu, libraries, xla
+    from hvd_keras.runtime import gpu, libraries
 
     _DTYPES = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
     for _dtype in _DTYPES:
@@ -68,7 +68,7 @@ def facts() -> dict[str, str]:
 
 
 def _xla_fact(on_gpus: bool) -> str:
-    if why := xla.problem():
+    if why := libraries.why_no_xla():
         return f"not used: {why}"
     if not on_gpus:
         return "used where models ask for it"

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.compat import legacy_keras, tensorflow_v1
 from hvd_keras.gradients import agreement, reducer, shards, zero
-from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -90,21 +90,16 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     """
     rank_info.rank()  # says so, if init() was not called
     is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
-    if not is_v1 and not isinstance(optimizer, _keras_classes()):
+    classes = legacy_keras.classes() if is_legacy else (keras.optimizers.Optimizer,)
+    if not is_v1 and not isinstance(optimizer, classes):
         raise TypeError(
             f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
             "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. For a name use "
             f"keras.optimizers.get(name). {_other_keras(optimizer)}"
         )
     options = agreement.ExchangeOptions(
-        op=op,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        gradient_predivide_factor=gradient_predivide_factor,
-        scale_local_gradients=scale_local_gradients,
-        process_set=process_set,
+        *(op, compression, sparse_as_dense, device_dense, device_sparse),
+        *(gradient_predivide_factor, scale_local_gradients, process_set),
     )
     # Compiled models with mixed_float16 have a LossScaleOptimizer; what updates is the one in it.
     target = optimizer
@@ -129,7 +124,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     else:
         # Keras averages over local steps.
         local_sum = 1 if average_aggregated_gradients else passes
-        reducer.KerasReducer(target, optimizer, name, options, chosen, local_sum, shard_state)
+        shares = shard_state and process_set.size() > 1
+        kind = zero.ShardedReducer if shares else reducer.KerasReducer
+        kind(target, optimizer, name, options, chosen, local_sum)
     return optimizer
 
 
@@ -238,10 +235,6 @@ def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | 
 def is_distributed(optimizer: Any) -> bool:
     """Whether ``DistributedOptimizer`` was applied to this very object."""
     return hasattr(optimizer, "_hvd_reducer")
-
-
-def _keras_classes() -> tuple[type, ...]:
-    return legacy_keras.classes() if is_legacy else (keras.optimizers.Optimizer,)
 
 
 def _loss_scale_class() -> Any:

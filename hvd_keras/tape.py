@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, model_ranks, reducer
-from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.optimizer import local_variables
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.keras import keras
@@ -56,14 +56,8 @@ class DistributedGradientTape:
             )
         self._tape = gradtape
         options = agreement.ExchangeOptions(
-            op=op,
-            compression=compression,
-            sparse_as_dense=sparse_as_dense,
-            device_dense=device_dense,
-            device_sparse=device_sparse,
-            gradient_predivide_factor=gradient_predivide_factor,
-            scale_local_gradients=scale_local_gradients,
-            process_set=process_set,
+            *(op, compression, sparse_as_dense, device_dense, device_sparse),
+            *(gradient_predivide_factor, scale_local_gradients, process_set),
         )
         self._reducer = _reducer(options, agreement.groups(num_groups, groups))
         self._local: list[Any] = []

@@ -1,1 +1,1 @@
-"""Support for scripts for TensorFlow 1 and tf_keras, and Horovod's functions about its build."""
+"""Support for scripts for TensorFlow 1 and tf_keras."""

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, missing_calls, reducer
+from hvd_keras.gradients import agreement, reducer
 from hvd_keras.runtime.keras import keras
 
 
@@ -116,11 +116,7 @@ class Reducer(reducer.GradientReducer):
 
     def _apply(self, pairs: Iterable[tuple[Any, Any]], name: str | None) -> Any:
         own = type(self.optimizer).apply_gradients
-        token = missing_calls.exchanged.set(True)
-        try:
-            return own(self.optimizer, pairs, name=name, experimental_aggregate_gradients=False)
-        finally:
-            missing_calls.exchanged.reset(token)
+        return own(self.optimizer, pairs, name=name, experimental_aggregate_gradients=False)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _accumulate(
@@ -137,7 +133,10 @@ class Reducer(reducer.GradientReducer):
         with tf.init_scope():
             for variable in shared:
                 if agreement.variable_id(variable) not in self._sums:
-                    self._sums[agreement.variable_id(variable)] = _zeros_like(variable)
+                    zeros = tf.zeros(variable.shape, variable.dtype)
+                    self._sums[agreement.variable_id(variable)] = tf.Variable(
+                        zeros, trainable=False
+                    )
             if self._done is None:
                 self._done = tf.Variable(0, trainable=False, dtype=tf.int64)
         sums = [self._sums[agreement.variable_id(variable)] for variable in shared]
@@ -189,10 +188,6 @@ class Reducer(reducer.GradientReducer):
         mine = [gradient.get(agreement.variable_id(v), (None, v))[0] for v in variables]
         reduced = zip(self.reduce(mine, variables), variables, strict=True)
         return [(g, v) for g, v in reduced if g is not None]
-
-
-def _zeros_like(variable: Any) -> tf.Variable:
-    return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False)
 
 
 class _CallableList(list[Any]):

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, reducer
-from hvd_keras.runtime import rank_info, settings
+from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -93,16 +93,7 @@ def broadcast_variables(
     """
     process_set.check_included("broadcast_variables")
     assignments: list[tf.Operation] = []
-    bucket: list[Any] = []
-    room = limit = settings.read().bucket_bytes
-    for variable in variables:
-        size = agreement.size_in_bytes(agreement.spec_of(variable))
-        if bucket and size > room:
-            assignments += _broadcast(bucket, root_rank, process_set, assignments)
-            bucket, room = [], limit
-        bucket.append(variable)
-        room -= size
-    if bucket:
+    for bucket in agreement.in_buckets(variables):
         assignments += _broadcast(bucket, root_rank, process_set, assignments)
     return tf.group(*assignments)
 

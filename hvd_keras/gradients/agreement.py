@@ -11,16 +11,16 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import shards
-from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.runtime import agree
+from hvd_keras.gradients import buckets, shards
+from hvd_keras.ops.reduction import Compression, Compressor
+from hvd_keras.runtime import agree, settings
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 Kind = Literal["dense", "sparse"]
@@ -85,6 +85,14 @@ def common_path(path: str) -> str:
 def size_in_bytes(spec: VariableSpec) -> int:
     """Return the size of the variable's values in bytes."""
     return math.prod(spec.shape) * int(tf.as_dtype(spec.dtype).size)
+
+
+def in_buckets(variables: Iterable[Any]) -> list[list[Any]]:
+    """Return variables by the requests in which their values travel (``HVD_BUCKET_BYTES``)."""
+    variables = list(variables)
+    sizes = [size_in_bytes(spec_of(variable)) for variable in variables]
+    filled = buckets.fill(sizes, settings.read().bucket_bytes)
+    return [[variables[i] for i in bucket] for bucket in filled]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,7 @@
-"""Assigns gradients to buckets. Without TensorFlow, because benchmarks/model.py uses it, too."""
+"""What travels in which request, and to whom. benchmarks/model.py uses it without TensorFlow."""
 
+import bisect
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -26,3 +28,105 @@ def fill(sizes: Sequence[float], limit: float) -> list[list[int]]:
         buckets[-1].append(i)
         room -= size
     return buckets
+
+
+def owners(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Give each variable to one rank: the largest first, to the rank that has least.
+
+    So no rank gets more than an equal share and the largest variable.
+
+    Args:
+        sizes: of the variables, in bytes.
+        ranks: the number of ranks.
+
+    Returns:
+        The rank that owns each variable.
+    """
+    loads = [0] * ranks
+    chosen = [0] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        chosen[i] = loads.index(min(loads))
+        loads[chosen[i]] += sizes[i]
+    return chosen
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """The elements [first, last) of a flattened tensor."""
+
+    tensor: int
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What travels at once: a row of ``length`` elements for each owner.
+
+    Attributes:
+        length: of a row; a row whose pieces are shorter is padded.
+        rows: the pieces of each owner's row.
+    """
+
+    length: int
+    rows: list[list[Piece]]
+
+
+def pack(
+    sizes: Sequence[int], owned_by: Sequence[int], ranks: int, limits: tuple[int, int]
+) -> tuple[list[Request], list[int]]:
+    """Lays out tensors in requests whose rows are equally long.
+
+    Each owner's tensors follow each other, and all owners' are cut at the same places, wherever
+    these lie in a tensor: so little is padded, although tensors differ in size.
+
+    Args:
+        sizes: the number of elements of each tensor, in the order in which they become ready.
+        owned_by: the owner of each.
+        ranks: the number of ranks.
+        limits: the most elements of the first request, and of each other.
+
+    Returns:
+        The requests, and the tensors that are left out: those so large that the rows of the other
+        owners would be padding for the most part.
+    """
+    loads = [0] * ranks
+    for size, owner in zip(sizes, owned_by, strict=True):
+        loads[owner] += size
+    alone: set[int] = set()
+    # Beyond twice the bytes, an allreduce of the tensor moves less than its padded row.
+    while ranks * max(loads) > 2 * sum(loads):
+        fullest = loads.index(max(loads))
+        largest = max(
+            (i for i in range(len(sizes)) if owned_by[i] == fullest and i not in alone),
+            key=lambda i: sizes[i],
+        )
+        alone.add(largest)
+        loads[fullest] -= sizes[largest]
+    streams = [
+        [i for i in range(len(sizes)) if owned_by[i] == rank and i not in alone]
+        for rank in range(ranks)
+    ]
+    lengths = itertools.chain([limits[0] // ranks], itertools.repeat(limits[1] // ranks))
+    requests = []
+    start = 0
+    while start < max(loads):
+        stop = min(start + max(1, next(lengths)), max(loads))
+        rows = [_between([sizes[i] for i in stream], stream, start, stop) for stream in streams]
+        requests.append(Request(stop - start, rows))
+        start = stop
+    return requests, sorted(alone)
+
+
+def _between(sizes: list[int], tensors: list[int], start: int, stop: int) -> list[Piece]:
+    """Return the pieces of tensors, one after another, that lie in [start, stop)."""
+    ends = list(itertools.accumulate(sizes))
+    pieces = []
+    for k in range(bisect.bisect_right(ends, start), len(sizes)):
+        begin = ends[k] - sizes[k]
+        if begin >= stop:
+            break
+        first, last = max(start - begin, 0), min(stop - begin, sizes[k])
+        if first < last:
+            pieces.append(Piece(tensors[k], first, last))
+    return pieces

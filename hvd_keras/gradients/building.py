@@ -51,7 +51,7 @@ def build(model: Any, element_spec: Any) -> Exception | None:
         The exception that the model raised, if it cannot be traced; then variables may be missing.
         None otherwise.
     """
-    has_own_step = type(model).train_step is not _default_train_step()
+    has_own_step = type(model).train_step is not keras.Model.train_step
 
     def forward(data: Any) -> None:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -94,10 +94,6 @@ def _call_on_zeros(model: Any, element_spec: Any) -> bool:
         log.logger.debug("model %s cannot be called on zeros: %r", model.name, error)
         return False
     return True
-
-
-def _default_train_step() -> Any:
-    return keras.Model.train_step
 
 
 @contextlib.contextmanager

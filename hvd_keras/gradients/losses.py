@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, building, missing_calls
-from hvd_keras.runtime import log, rank_info, settings
+from hvd_keras.runtime import log, rank_info
 from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -132,7 +132,7 @@ def tell_of_averages() -> None:
     """
     own = _weighing.get()
     if own is not None and own.summed and not own.averages:
-        _tell(
+        missing_calls.tell(
             f"the loss {own.summed} is a sum, and hvd.DistributedGradientTape averages its "
             "gradients over the ranks, so they are smaller than those of one process. Use "
             "op=hvd.Sum, or another reduction."
@@ -141,7 +141,7 @@ def tell_of_averages() -> None:
         if graph != _graph():
             return
         _unweighed.clear()
-        _tell(
+        missing_calls.tell(
             f"the loss {name} is divided by a number that differs by rank, such as "
             "that of the entries that a mask leaves, so the mean of the ranks' gradients is not "
             'that of one process. fit weighs it; in a custom loop use reduction="sum", and divide '
@@ -261,13 +261,7 @@ def _tell_of_ratio(loss: Any, value: Any) -> None:
         "losses is not the loss that one process has for all rows. Return one value per row, with "
         "a mask or sample_weight, which hvd_keras weighs; for Dice and Tversky, give axis."
     )
-    _tell(text)
-
-
-def _tell(text: str) -> None:
-    if settings.read().strict:
-        raise ValueError(f"hvd_keras: {text}")
-    log.warn_once(text)
+    missing_calls.tell(text)
 
 
 def _is_ratio(value: Any) -> bool:

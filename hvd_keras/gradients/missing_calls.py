@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, building, shards
-from hvd_keras.ops import barrier_join
+from hvd_keras.ops import without_data
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
-
-#: Whether a distributed optimizer has exchanged the gradients that are being applied.
-exchanged = contextvars.ContextVar("gradients have been exchanged", default=False)
 
 _alone_on_purpose = contextvars.ContextVar("inside hvd.local_fit", default=False)
 
@@ -73,7 +70,6 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
     """
     if (
         _alone_on_purpose.get()
-        or exchanged.get()
         or hasattr(optimizer, "_hvd_alone")
         or building.is_building()
         or not rank_info.is_initialized()
@@ -184,7 +180,7 @@ def _tell_of_lost_steps() -> Iterator[None]:
             log.warn_once(text)
 
 
-barrier_join.while_joined.append(_tell_of_lost_steps)
+without_data.while_joined.append(_tell_of_lost_steps)
 
 
 def mark_synchronized(variables: Iterable[Any]) -> None:
@@ -307,7 +303,7 @@ def check_values(values: "compare.Values", when: str) -> None:
             "numbers. Assign the same on all ranks: average with hvd.allreduce what the values are "
             "computed from, or let one rank choose them with hvd.broadcast."
         )
-    _tell(text, values.process_set)
+    tell(text, values.process_set)
 
 
 def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
@@ -323,7 +319,7 @@ def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
     first, *others = gathered
     if first is None or any(theirs != first for theirs in others) or _alone_on_purpose.get():
         return
-    _tell(
+    tell(
         f"all {process_set.size()} ranks train on the same rows, so {process_set.size()} ranks do "
         "the work of one. Give each rank its share: x = hvd.data.shard((x, y), batch_size=32), or "
         "x = hvd.data.shard(dataset), and model.fit(x, shuffle=False, ...). If a rank trains alone "
@@ -343,10 +339,15 @@ def is_horovods(reducers: Sequence[Any]) -> bool:
     return _is_horovods
 
 
-def _tell(text: str, process_set: ProcessSet) -> None:
+def tell(text: str, process_set: ProcessSet | None = None) -> None:
+    """Warn once, on the first rank of the process set, or on each without one.
+
+    Raises:
+        ValueError: instead, if ``HVD_STRICT`` is set.
+    """
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
-    if process_set.rank() == 0:
+    if process_set is None or process_set.rank() == 0:
         log.warn_once(text)
 
 

@@ -25,6 +25,12 @@ def of_optimizer(optimizer: Any) -> "GradientReducer | None":
     return getattr(optimizer, "_hvd_reducer", None)
 
 
+def is_sharded(optimizer: Any) -> bool:
+    """Whether each rank has a share of an optimizer's state (``shard_state=True``)."""
+    reducer = of_optimizer(optimizer)
+    return reducer is not None and reducer.is_sharded
+
+
 def innermost(optimizer: Any) -> Any:
     """Return the optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
     return getattr(optimizer, "inner_optimizer", optimizer)

@@ -9,6 +9,7 @@ Every ``DistributedOptimizer`` and ``DistributedGradientTape`` has a ``GradientR
 """
 
 import collections
+import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,7 +27,6 @@ from hvd_keras.gradients import (
     missing_calls,
     model_ranks,
     shards,
-    zero,
 )
 from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import keras, require
@@ -47,7 +47,10 @@ class GradientReducer:
     Attributes:
         local: the variables that belong to this rank alone, by ``agreement.variable_id``.
         is_horovods: a script made it by Horovod's names.
+        is_sharded: each variable has one rank that updates it (``zero.ShardedReducer``).
     """
+
+    is_sharded = False
 
     def __init__(
         self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
@@ -61,8 +64,6 @@ class GradientReducer:
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[agreement.VariableSpec, ...]] = {}
         self.has_local = False  # whether any rank has variables of its own
-        self.takes_reduced = True  # whether gradients of a distributed tape may stay as they are
-        self.state: zero.State | None = None  # with shard_state=True
 
     @property
     def process_set(self) -> ProcessSet:
@@ -112,7 +113,8 @@ class GradientReducer:
             losses.tell_of_averages()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
-        if present and self.takes_reduced and all(hasattr(g, "_hvd_reduced") for g in present):
+        # With is_sharded their exchange prepares that of the values.
+        if present and not self.is_sharded and all(hasattr(g, "_hvd_reduced") for g in present):
             return Step(self, None, gradients, variables, divided=divided)
         gradients = self.options.densified(gradients)
         # A divided table's gradient is the sum over all ranks already: its lookup has moved it.
@@ -123,18 +125,14 @@ class GradientReducer:
             if i not in divided and agreement.variable_id(variable) not in local_ids
         ]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
-        for i, gradient in zip(shared, plan.complete([gradients[i] for i in shared]), strict=True):
-            gradients[i] = gradient
+        for i, kind, spec in zip(shared, plan.kinds, plan.specs, strict=True):
+            gradients[i] = agreement.completed(gradients[i], kind, spec)
         overwritten = agreement.overwrite(gradients, variables, self.name, self.process_set)
         return Step(self, plan, gradients, variables, divided, shared, overwritten)
 
     def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Exchanges the gradients that travel, in the order of the plan."""
-        if self.state is None:
-            return plan.exchange(gradients, self.options)
-        return self.state.reduce(
-            gradients, variables, lambda g, after: plan.exchange(g, self.options, after)
-        )
+        return plan.exchange(gradients, self.options)
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
         mine = tuple(agreement.spec_of(v) for v in variables)
@@ -180,7 +178,7 @@ class Step:
         gradients: in the order given; completed, those that travel not exchanged yet.
         exchanged: whether ``exchange`` was called.
         travels: whether there are other ranks to exchange anything with.
-        shared: whether the owners have given the new values to all ranks (``shard_state=True``).
+        shared: whether all ranks have the new values; with ``is_sharded`` the owners give them.
         updated: the variables that the optimizer updates.
         divided: the places, among the gradients that the optimizer updates with, of those of tables
             that are divided between ranks.
@@ -211,7 +209,7 @@ class Step:
         self.updated = [variables[i] for i in self._updated]
         self.travels = plan is not None
         self.exchanged = not self.travels
-        self.shared = False
+        self.shared = not (self.travels and reducer.is_sharded)
         self.divided = {place for place, i in enumerate(self._updated) if i in divided}
         self.local: set[int] | None = None
         if plan is not None and reducer.has_local:
@@ -277,13 +275,6 @@ class Plan:
         counts = collections.Counter(map(str, self.kinds))
         log.logger.debug("%s: gradients of %d variables: %s", name, len(self.specs), dict(counts))
 
-    def complete(self, gradients: Sequence[Any]) -> list[Any]:
-        """This rank's gradients in the kinds of the plan."""
-        return [
-            agreement.completed(gradient, kind, spec)
-            for gradient, kind, spec in zip(gradients, self.kinds, self.specs, strict=True)
-        ]
-
     def exchange(
         self,
         gradients: Sequence[Any],
@@ -333,12 +324,17 @@ class KerasReducer(GradientReducer):
     steps, they are exchanged once per update instead: in ``_clip_gradients``, which Keras calls
     after accumulation and before anything uses the gradients.
 
+    Every rank updates every variable; ``zero.ShardedReducer`` overrides ``hooks``, ``begin``,
+    ``exchange`` and ``clip``, so that each is updated by one.
+
     Args:
         optimizer: the optimizer whose methods are replaced.
         outermost: the same, or the LossScaleOptimizer around it.
         name, options, groups: as in ``GradientReducer``.
         local_sum: the factor for Keras's mean over local steps.
-        shard_state: each rank has the slots of the variables that it owns.
+
+    Attributes:
+        step: the update in progress; None outside of one.
     """
 
     def __init__(
@@ -349,47 +345,53 @@ class KerasReducer(GradientReducer):
         options: agreement.ExchangeOptions,
         groups: agreement.Groups,
         local_sum: int,
-        shard_state: bool = False,
     ) -> None:
         super().__init__(name, options, groups)
         self.optimizer = optimizer
         self._local_sum = local_sum
-        self.step: Step | None = None  # that apply is in
-        self.ahead: Step | None = None  # that a LossScaleOptimizer exchanges
-        self._applied = False
+        self.step: Step | None = None
+        self._updates = 0  # that have begun
         optimizer._hvd_reducer = self
         if optimizer.gradient_accumulation_steps and self.process_set.size() > 1:
             missing_calls.mark_accumulating(optimizer)
         outermost.register_local_var = self.register_local
-        # What Keras's methods become on this optimizer; the step that apply is in joins them.
-        hooks: dict[str, Callable[..., Any]] = {
+        for method, replacement in self.hooks().items():
+            require(optimizer, method, "to exchange, clip and apply gradients")
+            setattr(optimizer, method, replacement)
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """Return what Keras's methods become on the optimizer; ``self.step`` joins them."""
+        return {
             "apply": self._apply,
             "apply_gradients": self._apply_gradients,
             "_clip_gradients": self._clip_gradients,
         }
-        if shard_state and self.process_set.size() > 1:
-            self.state = zero.State(self)
-            self.takes_reduced = False  # their exchange prepares that of the values
-            hooks |= self.state.hooks()
-        for method, replacement in hooks.items():
-            require(optimizer, method, "to exchange, clip and apply gradients")
-            setattr(optimizer, method, replacement)
 
-    def register_local(self, variable: Any) -> None:
-        """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
-        if self.state is not None and self.state.owner_of(variable) is not None:
-            raise ValueError(
-                f"register_local_var: {variable.path} has an owner already (shard_state=True). "
-                "Register variables before the optimizer is built."
-            )
-        super().register_local(variable)
+    @contextlib.contextmanager
+    def update(self, grads: Sequence[Any], trainable_variables: Any) -> Iterator[Step]:
+        """The step of an update, by the arguments of ``apply``.
+
+        A LossScaleOptimizer around this optimizer begins it, where there is one.
+        """
+        if self.step is not None:
+            yield self.step
+            return
+        variables = trainable_variables
+        if variables is None:
+            require(self.optimizer, "_trainable_variables", "to know what apply updates")
+            variables = self.optimizer._trainable_variables
+        self._updates += 1
+        self.step = self.begin(grads, list(variables))
+        try:
+            yield self.step
+        finally:
+            self.step = None
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
         """Replace ``Optimizer.apply_gradients``, which calls ``apply``."""
-        pairs = list(grads_and_vars)
-        self._applied = False
+        pairs, before = list(grads_and_vars), self._updates
         result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
-        if pairs and not self._applied and self.process_set.size() > 1:
+        if pairs and self._updates == before and self.process_set.size() > 1:
             raise self._not_exchanged("its apply_gradients does not call apply")
         return result
 
@@ -397,36 +399,19 @@ class KerasReducer(GradientReducer):
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replace ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
-        self._applied = True
-        step = self.ahead or self.begin_update(grads, trainable_variables)
-        token = missing_calls.exchanged.set(True)
-        self.step = step
-        try:
+        grads = list(grads)
+        with self.update(grads, trainable_variables) as step:
             if not self.optimizer.gradient_accumulation_steps:
-                reduced = step.finish() if self.ahead is None else grads
+                # A LossScaleOptimizer has exchanged them, and divided the result by its scale.
+                reduced = grads if step.exchanged else step.finish()
                 keras_apply(self.optimizer, reduced, trainable_variables)
-                if self.state is not None and step.travels and not step.shared:
+                if not step.shared:
                     raise self._not_exchanged("it never calls _backend_update_step")
                 return
             keras_apply(self.optimizer, step.gradients, trainable_variables)
             # In eager execution Keras accumulates in one step and exchanges in another.
             if not step.exchanged and not tf.executing_eagerly():
                 raise self._not_exchanged("it never calls _clip_gradients")
-        finally:
-            self.step = None
-            missing_calls.exchanged.reset(token)
-
-    def begin_update(self, grads: Sequence[Any], trainable_variables: Any) -> Step:
-        """Begins an update by the arguments of ``apply``."""
-        variables = trainable_variables
-        if variables is None:
-            require(self.optimizer, "_trainable_variables", "to know what apply updates")
-            variables = self.optimizer._trainable_variables
-        variables = list(variables)
-        if self.state is not None and not self.optimizer.built:
-            self.optimizer.build(variables)  # which gives them their owners
-        step: Step = self.begin(grads, variables)
-        return step
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""
@@ -440,9 +425,16 @@ class KerasReducer(GradientReducer):
                 grads = [g if g is None else g * tf.constant(factor, g.dtype) for g in grads]
         if step is None:
             return type(self.optimizer)._clip_gradients(self.optimizer, grads)
-        if self.state is not None:
-            return self.state.clip(grads, step)
-        of = self.optimizer, grads, step.divided, self.name, self.process_set
+        return self.clip(grads, step)
+
+    def clip(self, gradients: Sequence[Any], step: Step) -> Any:
+        """Clips exchanged gradients as one process does.
+
+        Args:
+            gradients: in the order of ``step.updated``.
+            step: that they belong to.
+        """
+        of = self.optimizer, gradients, step.divided, self.name, self.process_set
         return clipping.clip(*of, local=step.local)
 
     def _not_exchanged(self, reason: str) -> RuntimeError:

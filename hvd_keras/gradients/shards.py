@@ -216,17 +216,12 @@ def whole(variable: Any) -> Any:
 def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Optimizer.add_variable_from_reference``: a slot of a part is a part.
 
-    An optimizer whose state is in shares makes its slots itself.
-
     Raises:
         ValueError: the optimizer computes norms or means of a whole table.
     """
 
     @functools.wraps(add)
     def add_slot(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
-        state = getattr(self, "_hvd_state", None)
-        if state is not None and state.owner_of(reference_variable) is not None:
-            return state.add_slot(add, reference_variable, *args, **kwargs)
         shard = of(reference_variable)
         if shard is not None and type(self).__name__ in _WHOLE_VARIABLES:
             raise ValueError(
@@ -237,8 +232,6 @@ def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
         slot = add(self, reference_variable, *args, **kwargs)
         if shard is not None:
             mark(slot, shard)
-        if state is not None:
-            state.note(slot)
         return slot
 
     return add_slot

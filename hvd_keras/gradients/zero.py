@@ -8,21 +8,19 @@ update is that of one process, bit for bit.
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import clipping, owners, shards
-from hvd_keras.gradients.packed import Packed
-from hvd_keras.ops.compression import Compression
+from hvd_keras.gradients import buckets, clipping, model_ranks, reducer, shards
+from hvd_keras.ops.reduction import Compression
 from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import keras
-
-if TYPE_CHECKING:
-    from hvd_keras.gradients import reducer
+from hvd_keras.runtime.process_sets import ProcessSet
 
 _UNSUITABLE = {
     "Adafactor": "its slots are rows and columns, which are small already",
@@ -51,47 +49,181 @@ def check_suitable(optimizer: Any) -> None:
         )
 
 
-class State:
-    """The state of a Keras optimizer, of which this rank has a share.
-
-    ``hooks`` replace methods of the optimizer, on the object, so the class stays.
+class Packed:
+    """Tensors of one dtype, each owned by one rank, and the requests in which they travel.
 
     Args:
-        owner: has the optimizer, which is not built yet, and the ranks that train together.
+        name: identifies the requests on all ranks.
+        shapes: of the tensors, in the order in which they become ready.
+        owned_by: the owner of each, a rank of the process set.
+        process_set: the ranks that take part.
+        limits: the most elements of the first request, and of each other.
+
+    Attributes:
+        alone: the tensors that do not travel here, see ``buckets.pack``.
     """
 
-    def __init__(self, owner: "reducer.KerasReducer") -> None:
-        self._reducer = owner
-        self._optimizer: Any = owner.optimizer
-        self._name, self._process_set = owner.name, owner.process_set
+    def __init__(
+        self,
+        name: str,
+        shapes: Sequence[Sequence[int]],
+        owned_by: Sequence[int],
+        process_set: ProcessSet,
+        limits: tuple[int, int],
+    ) -> None:
+        self._name = name
+        self._shapes = [tf.TensorShape(shape) for shape in shapes]
+        self._owned_by = list(owned_by)
+        self._process_set = process_set
+        sizes = [shape.num_elements() for shape in self._shapes]
+        self._requests, self.alone = buckets.pack(sizes, owned_by, process_set.size(), limits)
+
+    def reduce(
+        self, tensors: Sequence[Any], after: list[Any], **how: Any
+    ) -> tuple[dict[int, Any], list[Any]]:
+        """Return the tensors that this rank owns, reduced over all ranks.
+
+        Args:
+            tensors: of this rank, all of them.
+            after: what the first request waits for, so that all ranks submit in one order.
+            how: arguments for ``ops.reducescatter``.
+
+        Returns:
+            The reduced tensors by number, and what a next request shall wait for.
+        """
+        flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+        dtype = flat[0].dtype
+        rank, ranks = self._process_set.rank(), self._process_set.size()
+        found: dict[int, list[Any]] = collections.defaultdict(list)
+        for number, request in enumerate(self._requests):
+            rows = (_row(flat, pieces, request.length, dtype) for pieces in request.rows)
+            # [ranks, length], row r for owner r; reducescatter leaves each rank its own row.
+            packed = tf.reshape(tf.concat(list(itertools.chain(*rows)), 0), [ranks, request.length])
+            with tf.control_dependencies(after):
+                mine = ops.reducescatter(
+                    packed,
+                    name=f"{self._name} gradients to owners {number}, {dtype.name}",
+                    process_set=self._process_set,
+                    **how,
+                )
+            after = [mine]
+            self._take(tf.reshape(mine, [-1]), request.rows[rank], found)
+        return self._joined(found), after
+
+    def share(
+        self, tensors: Mapping[int, Any], dtype: tf.DType, after: list[Any]
+    ) -> tuple[dict[int, Any], list[Any]]:
+        """Give all ranks what each owns.
+
+        Args:
+            tensors: those that this rank owns, by number.
+            dtype: of all tensors.
+            after: what the first request waits for.
+
+        Returns:
+            The tensors that other ranks own, by number, and what a next request shall wait for.
+        """
+        flat = {i: tf.reshape(tensor, [-1]) for i, tensor in tensors.items()}
+        rank = self._process_set.rank()
+        found: dict[int, list[Any]] = collections.defaultdict(list)
+        for number, request in enumerate(self._requests):
+            mine = tf.concat(_row(flat, request.rows[rank], request.length, dtype), 0)
+            with tf.control_dependencies(after):
+                gathered = ops.allgather(
+                    mine,
+                    name=f"{self._name} values of owners {number}, {dtype.name}",
+                    process_set=self._process_set,
+                )
+            # [ranks · length]: the owners' rows, one after another.
+            whole = tf.debugging.assert_equal(
+                tf.size(gathered),
+                request.length * self._process_set.size(),
+                "shard_state=True: a rank has joined (hvd.join), so nobody updates the variables "
+                "that it owns. Give all ranks the same number of batches, or leave shard_state out",
+            )
+            with tf.control_dependencies([] if whole is None else [whole]):
+                gathered = tf.identity(gathered)
+            after = [gathered]
+            for other, pieces in enumerate(request.rows):
+                if other != rank:
+                    begin = other * request.length
+                    self._take(gathered[begin : begin + request.length], pieces, found)
+        return self._joined(found), after
+
+    def _take(self, row: Any, pieces: list[buckets.Piece], found: dict[int, list[Any]]) -> None:
+        begin = 0
+        for piece in pieces:
+            end = begin + piece.last - piece.first
+            found[piece.tensor].append(row[begin:end])
+            begin = end
+
+    def _joined(self, found: dict[int, list[Any]]) -> dict[int, Any]:
+        return {
+            i: tf.reshape(pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0), self._shapes[i])
+            for i, pieces in found.items()
+        }
+
+
+def _row(flat: Any, pieces: list[buckets.Piece], length: int, dtype: tf.DType) -> list[Any]:
+    row = [flat[piece.tensor][piece.first : piece.last] for piece in pieces]
+    padding = length - sum(piece.last - piece.first for piece in pieces)
+    return [*row, tf.zeros([padding], dtype)] if padding else row
+
+
+class ShardedReducer(reducer.KerasReducer):
+    """A ``KerasReducer`` of an optimizer, not built yet, of whose state each rank has a share."""
+
+    is_sharded = True
+
+    def __init__(self, *args: Any) -> None:
         self._owners: dict[int, int] = {}
         self._variables: list[Any] = []  # keeps the ids
         self._noted: set[int] = set()
         self._packed: dict[Any, Packed] = {}
-        self._optimizer._hvd_state = self
+        super().__init__(*args)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
         """Return what Keras's methods become on the optimizer."""
         return {
+            **super().hooks(),
             "build": self._build,
+            "add_variable_from_reference": self._add_slot,
             "_apply_weight_decay": self._apply_weight_decay,
             "_backend_update_step": self._update,
             "_update_model_variables_moving_average": self._update_averages,
             "_overwrite_model_variables_with_average_value": self._use_averages,
-            "save_own_variables": functools.partial(_save, self._optimizer),
-            "load_own_variables": functools.partial(_load, self._optimizer),
+            "save_own_variables": functools.partial(_save, self.optimizer),
+            "load_own_variables": functools.partial(_load, self.optimizer),
         }
+
+    def register_local(self, variable: Any) -> None:
+        """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
+        if self._owner_of(variable) is not None:
+            raise ValueError(
+                f"register_local_var: {variable.path} has an owner already (shard_state=True). "
+                "Register variables before the optimizer is built."
+            )
+        super().register_local(variable)
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def begin(
+        self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
+    ) -> Any:
+        """Agrees with the other ranks on how the gradients of this step are exchanged."""
+        if not self.optimizer.built:
+            self.optimizer.build(variables)  # which gives them their owners
+        return super().begin(gradients, variables, local)
 
     # Owners and slots
 
     def _build(self, variables: Sequence[Any]) -> None:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         name = type(optimizer).__name__
         if not optimizer.built:
             self._variables = [v for v in variables if self._has_owner(v)]
             sizes = [_bytes(variable) for variable in self._variables]
             # By size alone, so that all ranks choose alike without a message.
-            owned_by = owners.owners(sizes, self._process_set.size())
+            owned_by = buckets.owners(sizes, self.process_set.size())
             ids = map(_id, self._variables)
             self._owners = dict(zip(ids, owned_by, strict=True))
         before = {_id(variable) for variable in optimizer.variables}
@@ -114,65 +246,43 @@ class State:
         # Keras overwrites variables such as the scales of float8 on each rank.
         is_overwritten = getattr(variable, "overwrite_with_gradient", False)
         is_part = shards.of(variable) is not None
-        return not (is_overwritten or is_part or _id(variable) in self._reducer.local)
+        return not (is_overwritten or is_part or _id(variable) in self.local)
 
-    def owner_of(self, variable: Any) -> int | None:
+    def _owner_of(self, variable: Any) -> int | None:
         """Return the rank of the process set that updates a variable; None if all do."""
         return self._owners.get(_id(variable))
 
-    def holds(self, variable: Any) -> bool:
+    def _holds(self, variable: Any) -> bool:
         """Whether this rank updates a variable."""
-        return self.owner_of(variable) in (None, self._process_set.rank())
+        return self._owner_of(variable) in (None, self.process_set.rank())
 
-    def add_slot(
-        self,
-        add: Callable[..., Any],
-        variable: Any,
-        name: str | None = None,
-        initializer: Any = "zeros",
+    def _add_slot(
+        self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
     ) -> Any:
-        """Make a slot of a variable that has an owner; on other ranks it has no values.
-
-        The arguments are those of ``add_variable_from_reference``, which is ``add``.
-        """
+        """Replace ``add_variable_from_reference``: on ranks other than the owner without values."""
+        optimizer, variable = self.optimizer, reference_variable
+        owner = self._owner_of(variable)
         is_accumulator = name == "gradient_accumulator"  # of gradients before their exchange
-        if is_accumulator or self.holds(variable):
-            slot = add(self._optimizer, variable, name, initializer)
+        if is_accumulator or self._holds(variable):
+            slot = type(optimizer).add_variable_from_reference(
+                optimizer, variable, name=name, initializer=initializer
+            )
         else:
             path = getattr(variable, "path", None) or variable.name.replace(":", "_")
-            slot = self._optimizer.add_variable(
+            slot = optimizer.add_variable(
                 (0,), initializer, variable.dtype, name=f"{path.replace('/', '_')}_{name or 'var'}"
             )
-        if not is_accumulator:
-            owner = self._owners[_id(variable)]
-            shards.mark(slot, shards.owned(tuple(variable.shape), owner, self._process_set))
-        self.note(slot)
-        return slot
-
-    def note(self, slot: Any) -> None:
-        """Record that a variable of the optimizer is a slot."""
+        if owner is not None and not is_accumulator:
+            shards.mark(slot, shards.owned(tuple(variable.shape), owner, self.process_set))
         self._noted.add(_id(slot))
+        return slot
 
     # A step
 
-    def reduce(
-        self,
-        gradients: Sequence[Any],
-        variables: Sequence[Any],
-        allreduce: Callable[[list[Any], list[Any]], list[Any]],
-    ) -> list[Any]:
-        """Return the reduced gradients of the variables that this rank updates.
-
-        Args:
-            gradients: of this rank: dense, sparse or None; None and sparse alike on all ranks.
-            variables: that they belong to.
-            allreduce: reduces gradients on all ranks, after some tensors; keeps Nones.
-
-        Returns:
-            In the same order; of variables that others update, this rank's own gradients.
-        """
+    def exchange(self, plan: reducer.Plan, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """Exchanges the gradients that travel; those of others' variables stay this rank's own."""
         results = list(gradients)
-        how = self._reducer.options.of_dense()
+        how = self.options.of_dense()
         rest = [i for i, gradient in enumerate(gradients) if gradient is not None]
         after: list[Any] = []
         if how["compression"] in (Compression.none, Compression.fp16, Compression.bf16):
@@ -190,20 +300,15 @@ class State:
         if rest:
             chosen = set(rest)
             some = [g if i in chosen else None for i, g in enumerate(gradients)]
-            reduced = allreduce(some, after)
+            reduced = plan.exchange(some, self.options, after)
             for i in rest:
                 results[i] = reduced[i]
         return results
 
-    def clip(self, gradients: Sequence[Any], step: "reducer.Step") -> Any:
-        """Clips the gradients of the variables that this rank updates, as one process does.
-
-        Args:
-            gradients: from ``reduce``, in the order of ``step.updated``.
-            step: that they belong to.
-        """
-        optimizer, variables, local = self._optimizer, step.updated, step.local
-        held = [i for i, variable in enumerate(variables) if self.holds(variable)]
+    def clip(self, gradients: Sequence[Any], step: reducer.Step) -> Any:
+        """Clips the gradients of the variables that this rank updates, as one process does."""
+        optimizer, variables, local = self.optimizer, step.updated, step.local
+        held = [i for i, variable in enumerate(variables) if self._holds(variable)]
         known: dict[int, Any] = {}
         indices = list(range(len(variables)))
         if clipping.clips_by_all(optimizer) and step.travels:
@@ -214,8 +319,8 @@ class State:
             optimizer,
             [gradients[i] for i in indices],
             {k for k, i in enumerate(indices) if i in step.divided},
-            self._name,
-            self._process_set,
+            self.name,
+            self.process_set,
             known,
             local,
         )
@@ -226,43 +331,43 @@ class State:
 
     def _squares(self, gradients: Sequence[Any], variables: Sequence[Any]) -> dict[int, Any]:
         """Return the squared norms of the gradients of all variables that have owners, by place."""
-        indices = [i for i, v in enumerate(variables) if self.owner_of(v) is not None]
+        indices = [i for i, v in enumerate(variables) if self._owner_of(v) is not None]
         mine = [
             keras.ops.sum(keras.ops.square(gradients[i]))
-            if self.holds(variables[i])
+            if self._holds(variables[i])
             else tf.zeros([], gradients[i].dtype)
             for i in indices
         ]
         # One allreduce of a number per variable. Adding zeros changes no bit of them.
         sums = ops.reduce_tensors(
-            mine, op=ops.Sum, name=f"{self._name} norms", process_set=self._process_set
+            mine, op=ops.Sum, name=f"{self.name} norms", process_set=self.process_set
         )
         return dict(zip(indices, sums, strict=True))
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        held = [variable for variable in variables if self.holds(variable)]
-        type(self._optimizer)._apply_weight_decay(self._optimizer, held)
+        held = [variable for variable in variables if self._holds(variable)]
+        type(self.optimizer)._apply_weight_decay(self.optimizer, held)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _update(self, gradients: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
-        held = [i for i, variable in enumerate(variables) if self.holds(variable)]
-        type(self._optimizer)._backend_update_step(
-            self._optimizer, [gradients[i] for i in held], [variables[i] for i in held], rate
+        held = [i for i, variable in enumerate(variables) if self._holds(variable)]
+        type(self.optimizer)._backend_update_step(
+            self.optimizer, [gradients[i] for i in held], [variables[i] for i in held], rate
         )
-        if (step := self._reducer.step) and step.travels:
+        if (step := self.step) and step.travels:
             self._share(variables)
             step.shared = True
 
     def _update_averages(self, variables: Sequence[Any]) -> None:
-        update = type(self._optimizer)._update_model_variables_moving_average
+        update = type(self.optimizer)._update_model_variables_moving_average
         with self._held_averages(variables) as held:
-            update(self._optimizer, held)
+            update(self.optimizer, held)
 
     def _use_averages(self, variables: Sequence[Any]) -> None:
-        use = type(self._optimizer)._overwrite_model_variables_with_average_value
+        use = type(self.optimizer)._overwrite_model_variables_with_average_value
         with self._held_averages(variables) as held:
-            use(self._optimizer, held)
-        step = self._reducer.step
+            use(self.optimizer, held)
+        step = self.step
         exchanges = step is not None and step.travels
         if exchanges or not tf.inside_function():  # also Keras's call at the end of fit
             self._share(variables)
@@ -270,12 +375,12 @@ class State:
     @contextlib.contextmanager
     def _held_averages(self, variables: Sequence[Any]) -> Iterator[list[Any]]:
         """Lets Keras see the moving averages of the variables that this rank updates."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         averages = optimizer._model_variables_moving_average
         pairs = [
             (variable, average)
             for variable, average in zip(variables, averages, strict=True)
-            if self.holds(variable)
+            if self._holds(variable)
         ]
         # Not by Keras's __setattr__, which tracks variables.
         name = "_model_variables_moving_average"
@@ -287,10 +392,10 @@ class State:
 
     def _share(self, variables: Sequence[Any]) -> None:
         """Give all ranks the values of the variables that each updates, last variables first."""
-        rank = self._process_set.rank()
+        rank = self.process_set.rank()
         by_dtype: dict[Any, list[Any]] = collections.defaultdict(list)
         for variable in reversed(variables):
-            if self.owner_of(variable) is not None:
+            if self._owner_of(variable) is not None:
                 by_dtype[tf.as_dtype(variable.dtype).base_dtype].append(variable)
         after: list[Any] = []
         for dtype, of_dtype in by_dtype.items():
@@ -298,7 +403,7 @@ class State:
             mine = {
                 i: tf.convert_to_tensor(variable)
                 for i, variable in enumerate(of_dtype)
-                if self.holds(variable) and i not in packed.alone
+                if self._holds(variable) and i not in packed.alone
             }
             found, after = packed.share(mine, dtype, after)
             for i in packed.alone:
@@ -306,9 +411,9 @@ class State:
                 with tf.control_dependencies(after):
                     found[i] = ops.broadcast(
                         tf.convert_to_tensor(of_dtype[i]),
-                        self._process_set.ranks[owner],
-                        name=f"{self._name} value of owner {i}, {dtype.name}",
-                        process_set=self._process_set,
+                        self.process_set.ranks[owner],
+                        name=f"{self.name} value of owner {i}, {dtype.name}",
+                        process_set=self.process_set,
                     )
                 after = [found[i]]
                 if owner == rank:
@@ -321,10 +426,10 @@ class State:
         if key not in self._packed:
             limit = settings.read().bucket_bytes // dtype.size
             self._packed[key] = Packed(
-                self._name,
+                self.name,
                 [tuple(variable.shape) for variable in variables],
                 [self._owners[_id(variable)] for variable in variables],
-                self._process_set,
+                self.process_set,
                 (min(limit, (1 << 20) // dtype.size), limit),
             )
         return self._packed[key]
@@ -339,7 +444,7 @@ def wrap_files(method: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(method)
     def of_inner(self: Any, store: Any) -> None:
-        (own if hasattr(self.inner_optimizer, "_hvd_state") else method)(self, store)
+        (own if model_ranks.is_sharded(self) else method)(self, store)
 
     return of_inner
 

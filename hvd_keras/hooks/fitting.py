@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvd_keras import data, observe, ops
 from hvd_keras.gradients import agreement, building, compare, losses, missing_calls, model_ranks
-from hvd_keras.hooks import embedding_lookup, keras_callbacks, sync_batch_norm
+from hvd_keras.hooks import keras_callbacks, keras_classes
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -295,7 +295,7 @@ def forget_functions(model: Any) -> None:
 def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
     own.has_begun, own.dataset = True, dataset
     model, process_set = own.model, own.common.process_set
-    sync_batch_norm.synchronize_on(model._flatten_layers(), process_set)
+    keras_classes.synchronize_on(model._flatten_layers(), process_set)
     is_built = building.is_built(model) and model_ranks.has_built_optimizers(model)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = building.build(model, dataset.element_spec)
@@ -304,7 +304,7 @@ def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
         own.unbuilt = f"{type(own.problem).__name__}: {own.problem}" if missing else ""
         return
     if not is_legacy:
-        embedding_lookup.read_by_rows(model, model._flatten_layers())
+        keras_classes.read_by_rows(model, model._flatten_layers())
     _agree(own, dataset, steps)
     data.check_passes(dataset, process_set)
 

@@ -143,9 +143,7 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
                 ", which writes on one rank and restores all."
             )
         swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
-        if isinstance(callback, swap) and hasattr(
-            model_ranks.innermost(model.optimizer), "_hvd_state"
-        ):
+        if isinstance(callback, swap) and model_ranks.is_sharded(model.optimizer):
             raise ValueError(
                 "keras.callbacks.SwapEMAWeights needs all moving averages, but each rank has a "
                 "share of them: leave shard_state=True out of hvd.DistributedOptimizer, or the "

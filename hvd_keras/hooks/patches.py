@@ -16,7 +16,7 @@ import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
 from hvd_keras.gradients import clipping, losses, missing_calls, model_ranks, shards, zero
-from hvd_keras.hooks import embedding_lookup, fitting, loss_scale, sync_batch_norm
+from hvd_keras.hooks import fitting, keras_classes
 from hvd_keras.runtime import log, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.saving import storage
@@ -94,135 +94,63 @@ def _require_what_is_read() -> None:
 
 
 def _rows() -> list[Patch]:
-    model, optimizers, layers = keras.Model, keras.optimizers, keras.layers
+    model, layers = keras.Model, keras.layers
+    optimizer, scaled = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
+    bar, files = keras.callbacks.ProgbarLogger, zero.wrap_files
     return [
-        Patch(model, "fit", "to wait for files and to find what differs", fitting.wrap_fit),
-        Patch(
-            model,
-            "_maybe_symbolic_build",
-            "to make a model's variables before its first step",
-            fitting.wrap_symbolic_build,
-        ),
-        Patch(
-            keras.callbacks.ProgbarLogger,
-            "set_params",
-            "to show one rank's progress bar by default",
-            fitting.wrap_bar,
-        ),
-        Patch(
-            optimizers.Optimizer,
-            "apply",
-            "to find optimizers that are not distributed",
-            _telling(_updated),
-        ),
-        Patch(
-            optimizers.Optimizer,
-            "add_variable_from_reference",
-            "to know the slots of tables that are divided between ranks",
-            shards.wrap_add_slot,
-        ),
-        Patch(
-            optimizers.LossScaleOptimizer,
-            "apply",
-            "to exchange gradients while others are computed",
-            loss_scale.wrap_apply,
-        ),
-        *(
-            Patch(
-                optimizers.LossScaleOptimizer,
-                f"{verb}_own_variables",
-                "to write and read whole slots (shard_state)",
-                zero.wrap_files,
-            )
-            for verb in ("save", "load")
-        ),
-        Patch(
-            optimizers.LossScaleOptimizer,
-            "check_finite",
-            "to skip a step on all ranks or on none",
-            loss_scale.wrap_check_finite,
-        ),
-        Patch(
-            layers.BatchNormalization,
-            "_moments",
-            "to synchronize batch normalization between processes",
-            sync_batch_norm.wrap_moments,
-        ),
-        Patch(
-            layers.Embedding,
-            "call",
-            "to read the rows that are looked up instead of the whole table",
-            embedding_lookup.wrap_call,
-        ),
+        Patch(model, "_maybe_symbolic_build", _VARIABLES, fitting.wrap_symbolic_build),
+        Patch(bar, "set_params", "to show one rank's progress bar by default", fitting.wrap_bar),
+        Patch(optimizer, "apply", _NOT_DISTRIBUTED, _telling(_updated)),
+        Patch(optimizer, "add_variable_from_reference", "to divide slots", shards.wrap_add_slot),
+        Patch(scaled, "apply", "to exchange gradients early", keras_classes.wrap_apply),
+        Patch(scaled, "save_own_variables", "to write whole slots (shard_state)", files),
+        Patch(scaled, "load_own_variables", "to read whole slots (shard_state)", files),
+        Patch(scaled, "check_finite", "to skip a step or none", keras_classes.wrap_check_finite),
+        Patch(layers.BatchNormalization, "_moments", _SYNCHRONIZE, keras_classes.wrap_moments),
+        Patch(layers.Embedding, "call", "to look up rows alone", keras_classes.wrap_call),
         *_common_rows(),
     ]
 
 
 def _legacy_rows() -> list[Patch]:
-    optimizers = keras.optimizers
+    new, old = keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer
+    batch_norm, moments = keras_classes.legacy_class(), keras_classes.LEGACY_METHOD
+    data = fitting.legacy_data_module()
 
     def of_pairs(optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return [variable for _, variable in grads_and_vars]
 
     return [
-        Patch(keras.Model, "fit", "to wait for files and to find what differs", fitting.wrap_fit),
-        Patch(
-            fitting.legacy_data_module(),
-            "get_data_handler",
-            "to make a model's variables before its first step",
-            fitting.wrap_get_data_handler,
-        ),
-        *(
-            Patch(
-                owner,
-                "apply_gradients",
-                "to find optimizers that are not distributed",
-                _telling(of_pairs),
-            )
-            for owner in (optimizers.Optimizer, optimizers.legacy.Optimizer)
-        ),
-        Patch(
-            optimizers.legacy.Optimizer,
-            "build",
-            "to make an optimizer's variables before its first step",
-            legacy_keras.add_build,
-            is_new=True,
-        ),
-        Patch(
-            sync_batch_norm.legacy_class(),
-            sync_batch_norm.LEGACY_METHOD,
-            "to synchronize batch normalization between processes",
-            sync_batch_norm.wrap_legacy_moments,
-        ),
+        Patch(data, "get_data_handler", _VARIABLES, fitting.wrap_get_data_handler),
+        Patch(new, "apply_gradients", _NOT_DISTRIBUTED, _telling(of_pairs)),
+        Patch(old, "apply_gradients", _NOT_DISTRIBUTED, _telling(of_pairs)),
+        Patch(old, "build", _VARIABLES, legacy_keras.add_build, is_new=True),
+        Patch(batch_norm, moments, _SYNCHRONIZE, keras_classes.wrap_legacy_moments),
         *_common_rows(),
     ]
 
 
+_NOT_DISTRIBUTED = "to find optimizers that are not distributed"
+_SYNCHRONIZE = "to synchronize batch normalization between processes"
+_VARIABLES = "to make variables before the first step"
 _WHOLE_FILES = "to replace files only by complete ones"
+_ONE_WRITER = "to write files on one rank alone"
 
 
 def _common_rows() -> list[Patch]:
+    model = keras.Model
+    wrap_folder = functools.partial(storage.wrap_save, folders=True)
     return [
-        *(
-            Patch(keras.Model, name, _WHOLE_FILES, storage.wrap_save)
-            for name in ("save", "save_weights")
-        ),
-        Patch(
-            keras.losses.Loss,
-            "__call__",
-            "to weigh the ranks' losses as one process does",
-            losses.wrap_call,
-        ),
+        Patch(model, "fit", "to wait for files and to find what differs", fitting.wrap_fit),
+        Patch(model, "save", _WHOLE_FILES, storage.wrap_save),
+        Patch(model, "save_weights", _WHOLE_FILES, storage.wrap_save),
+        Patch(model, "export", _WHOLE_FILES, wrap_folder),
         # Keras's export imports tensorflow.saved_model, a new module in the place of TensorFlow's
         # own one: so this file has imported it before.
-        *(
-            Patch(owner, name, _WHOLE_FILES, functools.partial(storage.wrap_save, folders=True))
-            for owner, name in ((keras.Model, "export"), (tensorflow.saved_model, "save"))
-        ),
-        *(
-            Patch(keras.Model, name, "to write files on one rank alone", fitting.wrap_evaluate)
-            for name in ("evaluate", "predict")
-        ),
+        Patch(tensorflow.saved_model, "save", _WHOLE_FILES, wrap_folder),
+        Patch(model, "evaluate", _ONE_WRITER, fitting.wrap_evaluate),
+        Patch(model, "predict", _ONE_WRITER, fitting.wrap_evaluate),
+        Patch(keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.wrap_call),
     ]
 
 

@@ -9,7 +9,6 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import agreement, missing_calls, model_ranks, shards
-from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -56,15 +55,12 @@ def broadcast_variables(
 
 def assign_values_of(root_rank: int, variables: Iterable[Any], process_set: ProcessSet) -> None:
     """Assign the root rank's values to the variables of every rank, also to seed states."""
-    bucket: list[Any] = []
-    size = number = 0
-    for variable in variables:
-        bucket.append(variable)
-        size += agreement.size_in_bytes(agreement.spec_of(variable))
-        if size >= settings.read().bucket_bytes:
-            _broadcast(bucket, root_rank, number, process_set)
-            bucket, size, number = [], 0, number + 1
-    _broadcast(bucket, root_rank, number, process_set)
+    for number, bucket in enumerate(agreement.in_buckets(variables)):
+        mine, name = list(map(tf.convert_to_tensor, bucket)), f"variables {number}"
+        values = ops.grouped_broadcast(mine, root_rank, name, process_set)
+        for variable, value in zip(bucket, values, strict=True):
+            variable.assign(value)
+        missing_calls.mark_synchronized(bucket)
 
 
 def of_training(model: Any) -> list[Any]:
@@ -96,17 +92,6 @@ def mark_restored(model: Any, restored: bool) -> None:
 def is_restored(model: Any) -> bool:
     """Return what ``mark_restored`` recorded; False by default."""
     return getattr(model, "_hvd_restored", False)
-
-
-def _broadcast(variables: list[Any], root_rank: int, number: int, process_set: ProcessSet) -> None:
-    if not variables:
-        return
-    values = ops.grouped_broadcast(
-        [tf.convert_to_tensor(v) for v in variables], root_rank, f"variables {number}", process_set
-    )
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-    missing_calls.mark_synchronized(variables)
 
 
 def average_variables(variables: list[Any], process_set: ProcessSet) -> None:

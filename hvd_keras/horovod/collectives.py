@@ -16,8 +16,7 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.hooks.variables import broadcast_variables as _broadcast_variables
 from hvd_keras.ops import objects, validate
-from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.ops.reduce_op import chosen
+from hvd_keras.ops.reduction import Compression, Compressor, chosen
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -110,20 +109,11 @@ allgather_object = _adapted(objects.allgather_object)
 barrier = _adapted(ops.barrier)
 
 
-def broadcast_object_fn(
-    root_rank: int = 0,
-    session: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Callable[[Any], Any]:
-    """``broadcast_object`` with all arguments except the object.
-
-    Raises:
-        As ``broadcast_object``, when it is called.
-    """
-    return functools.partial(
-        broadcast_object, root_rank=root_rank, session=session, name=name, process_set=process_set
-    )
+@functools.wraps(objects.broadcast_object_fn)
+def broadcast_object_fn(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    """As in hvd_keras."""
+    given = inspect.signature(objects.broadcast_object_fn).bind(*args, **kwargs).arguments
+    return functools.partial(broadcast_object, **given)
 
 
 def _allreduce(
@@ -275,26 +265,14 @@ def grouped_reducescatter(
         integers = [rounds and _is_integer(x) for x in tensors]
     if not any(integers):
         values = ops.grouped_reducescatter(
-            tensors,
-            device_dense,
-            compression,
-            op,
-            process_set,
-            prescale_factor,
-            postscale_factor,
-            name,
-            ignore_name_scope,
+            *(tensors, device_dense, compression, op, process_set),
+            *(prescale_factor, postscale_factor, name, ignore_name_scope),
         )
         return [_with_gradient_times(size, x) for x in values]
     # One request for all, so a group that mixes dtypes does all of its scaling outside.
-    sums = ops.grouped_reducescatter(
-        [_truncated(x, prescale_factor) for x in tensors],
-        device_dense,
-        compression,
-        ops.Sum if op is ops.Average else op,
-        process_set,
-        name=name,
-    )
+    kind = ops.Sum if op is ops.Average else op
+    mine = [_truncated(x, prescale_factor) for x in tensors]
+    sums = ops.grouped_reducescatter(mine, device_dense, compression, kind, process_set, name=name)
     divisor = size if op is ops.Average else 1
     return [_with_gradient_times(size, _truncated(x, postscale_factor, divisor)) for x in sums]
 

@@ -1,8 +1,9 @@
 """Every public name of Horovod 0.28.1 for TensorFlow and Keras: where it is, and what differs.
 
-The package ``horovod`` (``modules``) and the table of docs/migrating.md are built from this table.
+The package ``horovod`` and the table of docs/migrating.md are built from this table.
 """
 
+import re
 from dataclasses import dataclass
 
 #: The version of Horovod that has these names.
@@ -38,319 +39,168 @@ class Row:
         return {name.rpartition(".")[2]: self.home for name in self.names.split()}
 
 
-_COLLECTIVES = "horovod.collectives"
-_KERAS = "horovod.of_keras"
-_SETS = "horovod.process_sets"
-_TRAINING = "horovod.training"
-_ELASTIC = "horovod.elastic"
+# A line has names, two spaces, their state unless that is "same", and "@" with their home: a module
+# of this folder, or hvd_keras's /callbacks; "@-" for None. Below it are Row.note and, after "|",
+# Row.horovod.
+_TEXT = """
+# the job
+init  @basics
+    ranks outside of `comm` get an error; a second call adds process sets; never raises
+    `ImportError`
+shutdown is_initialized
+    `init` raises after a `shutdown` while others waited for this rank
+rank size local_rank local_size cross_rank cross_size
+is_homogeneous mpi_threads_supported mpi_enabled mpi_built nccl_built cuda_built rocm_built
+    NCCL, CUDA: found at run time; ROCm: always False
+gloo_built gloo_enabled ddl_built ccl_built
+    always False
+sycl_built  gone @basics
+    Intel's GPUs are not supported | always False
+gpu_available  gone @basics
+    `tf.config.list_physical_devices('GPU')` |
+rank_op local_rank_op local_size_op
+size_op process_set_included_op  @basics
+start_timeline stop_timeline
+    `mark_cycles` has no effect; see also `hvd.stats()`
+# collectives
+Average Sum Min Max Product
+    members of `hvd.ReduceOp`
+Adasum
+    any number of ranks and any optimizer; sparse gradients need `sparse_as_dense`; has no
+    gradient
+allreduce grouped_allreduce  @collectives
+    groups may mix dtypes and slices; refuses averages and scale factors of integers | groups
+    may mix dtypes and slices
+allgather grouped_allgather broadcast  @collectives
+    other [gradients](#gradients-through-collectives) |
+reducescatter grouped_reducescatter  @collectives
+    other [gradients](#gradients-through-collectives); refuses averages of integers |
+alltoall  @collectives
+barrier  @collectives
+join
+    returns a tensor; other ranks may then call anything but `alltoall`, also with sparse
+    gradients
+broadcast_  gone @collectives
+    `broadcast_variables` |
+broadcast_variables  @collectives
+    an op in TensorFlow 1 graphs; warns without variables
+broadcast_object broadcast_object_fn allgather_object  @collectives
+    `session` is not needed
+broadcast_global_variables BroadcastGlobalVariablesHook
+    TensorFlow 1; always an op (`horovod.keras` runs it immediately) | TensorFlow 1
+ProcessSet add_process_set global_process_set  @basics
+    can be added at any time; ids are not reused; `size()` of a set not yet added is its number
+    of ranks | can be added at any time
+remove_process_set  @basics
+    removing the global set is an error |
+Compression
+    also `.bf16`; `Compressor` is public
+compression.NoneCompressor compression.FP16Compressor  renamed @-
+    `Compression.none`, `Compression.fp16` |
+Compressor
+    base class for your own compression
+# training
+SyncBatchNormalization
+    weighted by the ranks' counts, as `BatchNormalization(synchronized=True)`
+DistributedOptimizer  @training:optimizer_of_tensorflow
+    no `use_locking`; modifies and returns its argument; `op=Sum` sums; raises on ranks outside
+    of `process_set` | modifies and returns its argument; `op=Sum` sums
+….register_local_var  @-
+DistributedGradientTape  @training
+    names are always generic, without `use_generic_names`; raises on ranks outside of
+    `process_set` | names are always generic
+….register_local_source  @-
+….get_local_and_global_gradients  gone @-
+    `gradient` returns both in the order of the sources |
+PartialDistributedGradientTape  @training
+PartialDistributedOptimizer  @training
+load_model  @training
+    no `legacy_opts`; `custom_optimizers` only for your own classes | `legacy_opts` is not
+    needed; `custom_optimizers` only for your own classes
+# horovod.keras and horovod.tensorflow.keras
+allreduce  changed @training
+    `allreduce(value, average=…, name=…)`; Horovod: `(value, name, average, …)` |
+allgather broadcast  changed @training
+    the first argument is called `tensor`; Horovod: `value` |
+reducescatter  changed @training
+    `reducescatter(value, op=…, name=…)`; Horovod: `(value, name, op)` |
+broadcast_global_variables  changed @training
+    an op, to be run in a session; Horovod runs it immediately |
+DistributedOptimizer  @training
+# callbacks
+callbacks.BroadcastGlobalVariablesCallback  @training
+    no `device`; runs before the first step of each `fit`, with the optimizer's state | runs
+    before the first step of each `fit`, with the optimizer's state
+callbacks.MetricAverageCallback  @training
+    no `device`; exact, also for AUC, Precision or unequal batch counts | exact, also for AUC,
+    Precision or unequal batch counts
+callbacks.LearningRateWarmupCallback callbacks.LearningRateScheduleCallback  @/callbacks
+    momentum correction scales the buffers, which also works in compiled steps
+callbacks.BestModelCheckpoint  renamed @training
+    `callbacks.ModelCheckpoint(path, monitor=…, save_best_only=True)` | set its `filepath`, as
+    Spark estimators do, before `fit`
+# elastic
+elastic.run elastic.TensorFlowState elastic.TensorFlowKerasState elastic.KerasState \
+elastic.ObjectState  renamed @elastic
+    `callbacks.Checkpoint` and `hvdrun --max-restarts` | [a new process](#elastic-training)
+    continues from the last commit
+elastic.CommitStateCallback elastic.UpdateBatchStateCallback elastic.UpdateEpochStateCallback  \
+renamed @elastic
+    `callbacks.Checkpoint` | `state.batch` counts completed batches; `state.epoch` respects
+    `initial_epoch`
+# helpers
+horovod.common.elastic.*  gone @-
+    not needed | `State`, `ObjectState` and `run_fn`; the exceptions are never raised
+horovod.data.* horovod.runner.launch horovod.runner.common.util.hosts \
+horovod.runner.common.util.safe_shell_exec horovod.runner.common.util.settings \
+horovod.runner.util.* horovod.tensorflow.gradient_aggregation*  gone @-
+    not needed | `ImportError` with what to use
+horovod.common.util.* horovod.common.exceptions.*  gone @-
+    not needed | what programs import: `check_extension`, `gpu_available`, `nccl_built`,
+    `is_version_greater_equal_than`, `split_list` and the like; the exceptions are never raised
+mpi_ops._basics mpi_ops._allreduce util._executing_eagerly  gone @-
+    `allreduce(tensor, op=hvd.Sum)`, `tf.executing_eagerly` | kept, although private
+# launching
+horovod.run  changed @launching
+    `hvd.run(func, args, kwargs, np=…, hosts=…)`; other settings are options of `hvdrun`:
+    `options=[…]` | arguments that `hvdrun` has no option for are refused
+horovod.spark.run  renamed @launching:spark_run
+    `hvd.spark.run`; for `HorovodRunner` of `sparkdl`, `hvd.spark.HorovodRunner` | arguments
+    that `hvd.spark.run` does not have are refused
+horovod.ray.RayExecutor  renamed @launching
+    `hvd_keras.ray.run`, or `hvd_keras.ray.TrainConfig` for Ray Train | each call starts new
+    ranks; arguments that `hvd_keras.ray.run` does not have, and an `executable_cls`, are
+    refused
+horovod.spark.keras.*  gone @-
+    write the rows with `hvd.spark.shard`, and train with `hvd.spark.run`
+horovod.tensorflow.data.*  gone @-
+    `hvd.data.shard`
+"""
+
+
+def _row(block: str) -> Row:
+    head, *lines = block.split("\n")
+    names, _, rest = head.partition("  ")
+    state, _, home = rest.partition("@")
+    known = {"": "", "-": None, "/callbacks": "callbacks"}
+    note, bar, other = (part.strip() for part in " ".join(lines).partition("|"))
+    return Row(
+        names,
+        state.strip() or "same",
+        " ".join(note.split()),
+        " ".join(other.split()) if bar else LIKEWISE,
+        known.get(home, f"horovod.{home}"),
+    )
+
 
 #: By what they are about; in the order of the documentation.
 TABLE: dict[str, tuple[Row, ...]] = {
-    "the job": (
-        Row(
-            "init",
-            note="ranks outside of `comm` get an error; a second call adds process sets; never "
-            "raises `ImportError`",
-            home="horovod.basics",
-        ),
-        Row(
-            "shutdown is_initialized",
-            note="`init` raises after a `shutdown` while others waited for this rank",
-        ),
-        Row("rank size local_rank local_size cross_rank cross_size"),
-        Row(
-            "is_homogeneous mpi_threads_supported mpi_enabled mpi_built nccl_built cuda_built "
-            "rocm_built",
-            note="NCCL, CUDA: found at run time; ROCm: always False",
-        ),
-        Row(
-            "gloo_built gloo_enabled ddl_built ccl_built",
-            note="always False",
-        ),
-        Row(
-            "sycl_built",
-            "gone",
-            "Intel's GPUs are not supported",
-            horovod="always False",
-            home="horovod.common",
-        ),
-        Row(
-            "gpu_available",
-            "gone",
-            "`tf.config.list_physical_devices('GPU')`",
-            horovod="",
-            home="horovod.common",
-        ),
-        Row("rank_op local_rank_op local_size_op"),
-        Row("size_op process_set_included_op", home=_SETS),
-        Row(
-            "start_timeline stop_timeline",
-            note="`mark_cycles` has no effect; see also `hvd.stats()`",
-        ),
-    ),
-    "collectives": (
-        Row("Average Sum Min Max Product", note="members of `hvd.ReduceOp`"),
-        Row(
-            "Adasum",
-            note="any number of ranks and any optimizer; sparse gradients need "
-            "`sparse_as_dense`; has no gradient",
-        ),
-        Row(
-            "allreduce grouped_allreduce",
-            note="groups may mix dtypes and slices; refuses averages and scale factors of integers",
-            horovod="groups may mix dtypes and slices",
-            home=_COLLECTIVES,
-        ),
-        Row(
-            "allgather grouped_allgather broadcast",
-            note="other [gradients](#gradients-through-collectives)",
-            horovod="",
-            home=_COLLECTIVES,
-        ),
-        Row(
-            "reducescatter grouped_reducescatter",
-            note="other [gradients](#gradients-through-collectives); refuses averages of integers",
-            horovod="",
-            home=_COLLECTIVES,
-        ),
-        Row("alltoall", home=_COLLECTIVES),
-        Row("barrier", home=_COLLECTIVES),
-        Row(
-            "join",
-            note="returns a tensor; other ranks may then call anything but `alltoall`, also with "
-            "sparse gradients",
-        ),
-        Row(
-            "broadcast_",
-            "gone",
-            "`broadcast_variables`",
-            horovod="",
-            home=_COLLECTIVES,
-        ),
-        Row(
-            "broadcast_variables",
-            note="an op in TensorFlow 1 graphs; warns without variables",
-            home=_COLLECTIVES,
-        ),
-        Row(
-            "broadcast_object broadcast_object_fn allgather_object",
-            note="`session` is not needed",
-            home=_COLLECTIVES,
-        ),
-        Row(
-            "broadcast_global_variables BroadcastGlobalVariablesHook",
-            note="TensorFlow 1; always an op (`horovod.keras` runs it immediately)",
-            horovod="TensorFlow 1",
-        ),
-        Row(
-            "ProcessSet add_process_set global_process_set",
-            note="can be added at any time; ids are not reused; `size()` of a set not yet added is "
-            "its number of ranks",
-            horovod="can be added at any time",
-            home=_SETS,
-        ),
-        Row(
-            "remove_process_set",
-            note="removing the global set is an error",
-            horovod="",
-            home=_SETS,
-        ),
-        Row("Compression", note="also `.bf16`; `Compressor` is public"),
-        Row(
-            "compression.NoneCompressor compression.FP16Compressor",
-            "renamed",
-            "`Compression.none`, `Compression.fp16`",
-            horovod="",
-            home=None,
-        ),
-        Row("Compressor", "same", "base class for your own compression"),
-    ),
-    "training": (
-        Row(
-            "SyncBatchNormalization",
-            note="weighted by the ranks' counts, as `BatchNormalization(synchronized=True)`",
-        ),
-        Row(
-            "DistributedOptimizer",
-            note="no `use_locking`; modifies and returns its argument; `op=Sum` sums; raises on "
-            "ranks outside of `process_set`",
-            horovod="modifies and returns its argument; `op=Sum` sums",
-            home=_TRAINING,
-        ),
-        Row("….register_local_var", home=None),
-        Row(
-            "DistributedGradientTape",
-            note="names are always generic, without `use_generic_names`; raises on ranks outside "
-            "of `process_set`",
-            horovod="names are always generic",
-            home=_TRAINING,
-        ),
-        Row("….register_local_source", home=None),
-        Row(
-            "….get_local_and_global_gradients",
-            "gone",
-            "`gradient` returns both in the order of the sources",
-            horovod="",
-            home=None,
-        ),
-        Row("PartialDistributedGradientTape", home=_TRAINING),
-        Row("PartialDistributedOptimizer", home=_KERAS),
-        Row(
-            "load_model",
-            note="no `legacy_opts`; `custom_optimizers` only for your own classes",
-            horovod="`legacy_opts` is not needed; `custom_optimizers` only for your own classes",
-            home=_TRAINING,
-        ),
-    ),
-    "horovod.keras and horovod.tensorflow.keras": (
-        Row(
-            "allreduce",
-            "changed",
-            "`allreduce(value, average=…, name=…)`; Horovod: `(value, name, average, …)`",
-            horovod="",
-            home=_KERAS,
-        ),
-        Row(
-            "allgather broadcast",
-            "changed",
-            "the first argument is called `tensor`; Horovod: `value`",
-            horovod="",
-            home=_KERAS,
-        ),
-        Row(
-            "reducescatter",
-            "changed",
-            "`reducescatter(value, op=…, name=…)`; Horovod: `(value, name, op)`",
-            horovod="",
-            home=_KERAS,
-        ),
-        Row(
-            "broadcast_global_variables",
-            "changed",
-            "an op, to be run in a session; Horovod runs it immediately",
-            horovod="",
-            home=_KERAS,
-        ),
-        Row("DistributedOptimizer", home=_KERAS),
-    ),
-    "callbacks": (
-        Row(
-            "callbacks.BroadcastGlobalVariablesCallback",
-            note="no `device`; runs before the first step of each "
-            "`fit`, with the optimizer's state",
-            horovod="runs before the first step of each `fit`, with the optimizer's state",
-            home="horovod.callbacks",
-        ),
-        Row(
-            "callbacks.MetricAverageCallback",
-            note="no `device`; exact, also for AUC, Precision or unequal batch counts",
-            horovod="exact, also for AUC, Precision or unequal batch counts",
-            home="horovod.callbacks",
-        ),
-        Row(
-            "callbacks.LearningRateWarmupCallback callbacks.LearningRateScheduleCallback",
-            note="momentum correction scales the buffers, which also works in compiled steps",
-            home="callbacks",
-        ),
-        Row(
-            "callbacks.BestModelCheckpoint",
-            "renamed",
-            "`callbacks.ModelCheckpoint(path, monitor=…, save_best_only=True)`",
-            horovod="set its `filepath`, as Spark estimators do, before `fit`",
-            home="horovod.callbacks",
-        ),
-    ),
-    "elastic": (
-        Row(
-            "elastic.run elastic.TensorFlowState elastic.TensorFlowKerasState elastic.KerasState "
-            "elastic.ObjectState",
-            "renamed",
-            "`callbacks.Checkpoint` and `hvdrun --max-restarts`",
-            horovod="[a new process](#elastic-training) continues from the last commit",
-            home=_ELASTIC,
-        ),
-        Row(
-            "elastic.CommitStateCallback elastic.UpdateBatchStateCallback "
-            "elastic.UpdateEpochStateCallback",
-            "renamed",
-            "`callbacks.Checkpoint`",
-            horovod="`state.batch` counts completed batches; `state.epoch` respects "
-            "`initial_epoch`",
-            home=_ELASTIC,
-        ),
-    ),
-    "helpers": (
-        Row(
-            "horovod.common.elastic.*",
-            "gone",
-            "not needed",
-            horovod="`State`, `ObjectState` and `run_fn`; the exceptions are never raised",
-            home=None,
-        ),
-        Row(
-            "horovod.data.* horovod.runner.launch horovod.runner.common.util.hosts "
-            "horovod.runner.common.util.safe_shell_exec horovod.runner.common.util.settings "
-            "horovod.runner.util.* horovod.tensorflow.gradient_aggregation*",
-            "gone",
-            "not needed",
-            horovod="`ImportError` with what to use",
-            home=None,
-        ),
-        Row(
-            "horovod.common.util.* horovod.common.exceptions.*",
-            "gone",
-            "not needed",
-            horovod="what programs import: `check_extension`, `gpu_available`, `nccl_built`, "
-            "`is_version_greater_equal_than`, `split_list` and the like; the exceptions are never "
-            "raised",
-            home=None,
-        ),
-        Row(
-            "mpi_ops._basics mpi_ops._allreduce util._executing_eagerly",
-            "gone",
-            "`allreduce(tensor, op=hvd.Sum)`, `tf.executing_eagerly`",
-            horovod="kept, although private",
-            home=None,
-        ),
-    ),
-    "launching": (
-        Row(
-            "horovod.run",
-            "changed",
-            "`hvd.run(func, args, kwargs, np=…, hosts=…)`; other settings are options of "
-            "`hvdrun`: `options=[…]`",
-            horovod="arguments that `hvdrun` has no option for are refused",
-            home="horovod.runner",
-        ),
-        Row(
-            "horovod.spark.run",
-            "renamed",
-            "`hvd.spark.run`; for `HorovodRunner` of `sparkdl`, `hvd.spark.HorovodRunner`",
-            horovod="arguments that `hvd.spark.run` does not have are refused",
-            home="horovod.spark",
-        ),
-        Row(
-            "horovod.ray.RayExecutor",
-            "renamed",
-            "`hvd_keras.ray.run`, or `hvd_keras.ray.TrainConfig` for Ray Train",
-            horovod="each call starts new ranks; arguments that `hvd_keras.ray.run` does not have, "
-            "and an `executable_cls`, are refused",
-            home="horovod.ray",
-        ),
-        Row(
-            "horovod.spark.keras.*",
-            "gone",
-            "write the rows with `hvd.spark.shard`, and train with `hvd.spark.run`",
-            home=None,
-        ),
-        Row(
-            "horovod.tensorflow.data.*",
-            "gone",
-            "`hvd.data.shard`",
-            home=None,
-        ),
-    ),
+    title: tuple(map(_row, re.split(r"\n(?=\S)", rows)))
+    for title, rows in re.findall(r"# (.*)\n((?:[^#].*\n)+)", _TEXT)
 }
+
+_COLLECTIVES, _BASICS = "horovod.collectives", "horovod.basics"
+_ELASTIC, _LAUNCHING = "horovod.elastic", "horovod.launching"
 
 
 def _homes(*sections: str) -> dict[str, str]:
@@ -363,21 +213,20 @@ _KERAS_MODULE = _homes(
     "the job", "collectives", "training", "horovod.keras and horovod.tensorflow.keras"
 )
 _ERRORS = "HorovodInternalError HostsUpdatedInterrupt"
-_STATES = _homes("elastic") | dict.fromkeys(_ERRORS.split(), "horovod.common")
+_STATES = _homes("elastic") | dict.fromkeys(_ERRORS.split(), _BASICS)
 _CALLBACKS = _homes("callbacks") | {k: v for k, v in _STATES.items() if k.endswith("Callback")}
-_RUN = {"run": "horovod.runner"}
+_RUN = {"run": _LAUNCHING}
 
 
 def _of(home: str, names: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), home)
 
 
-_COMMON = "horovod.common"
-_REFERENCES = _of(_COMMON, "vars_to_refs refs_to_vars _executing_eagerly _cache _make_subgraph")
+_REFERENCES = _of(_BASICS, "vars_to_refs refs_to_vars _executing_eagerly _cache _make_subgraph")
 _OPS = (
-    _of("horovod.basics", "_basics")
+    _of(_BASICS, "_basics")
     | _of(_COLLECTIVES, "_allreduce")
-    | _of(_COMMON, "handle_average_backwards_compatibility _executing_eagerly gpu_available")
+    | _of(_BASICS, "handle_average_backwards_compatibility _executing_eagerly gpu_available")
 )
 
 
@@ -387,18 +236,18 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.runner": _RUN,
     "horovod.runner.common": {},
     "horovod.runner.common.util": {},
-    "horovod.runner.common.util.env": _of(_COMMON, "get_env_rank_and_size"),
+    "horovod.runner.common.util.env": _of(_BASICS, "get_env_rank_and_size"),
     "horovod.tensorflow": _TENSORFLOW
     | _OPS
     | _REFERENCES
-    | _of(_COMMON, "check_extension split_list _LegacyOptimizer"),
+    | _of(_BASICS, "check_extension split_list _LegacyOptimizer"),
     "horovod.tensorflow.mpi_ops": _TENSORFLOW | _OPS,
-    "horovod.tensorflow.util": _REFERENCES | _of(_COMMON, "_has_eager"),
+    "horovod.tensorflow.util": _REFERENCES | _of(_BASICS, "_has_eager"),
     "horovod.tensorflow.functions": _of(
         _COLLECTIVES, "allgather_object broadcast_object broadcast_object_fn broadcast_variables"
     ),
     "horovod.tensorflow.compression": _of("", "Compression Compressor")
-    | _of(_COMMON, "NoneCompressor FP16Compressor"),
+    | _of(_BASICS, "NoneCompressor FP16Compressor"),
     "horovod.tensorflow.sync_batch_norm": _of("", "SyncBatchNormalization"),
     "horovod.tensorflow.elastic": _STATES,
     "horovod.tensorflow.keras": _KERAS_MODULE,
@@ -407,18 +256,18 @@ MODULES: dict[str, dict[str, str]] = {
     "horovod.keras": _KERAS_MODULE,
     "horovod.keras.callbacks": _CALLBACKS,
     "horovod.keras.elastic": _STATES,
-    "horovod.spark": _of("horovod.spark", "run"),
-    "horovod.ray": _of("horovod.ray", "RayExecutor"),
+    "horovod.spark": _of(f"{_LAUNCHING}:spark_run", "run"),
+    "horovod.ray": _of(_LAUNCHING, "RayExecutor"),
     "horovod.common": _homes("the job"),
-    "horovod.common.basics": _of("horovod.basics", "HorovodBasics"),
+    "horovod.common.basics": _of(_BASICS, "HorovodBasics"),
     "horovod.common.util": _of("", "cuda_built rocm_built mpi_enabled gloo_enabled")
-    | _of(_COMMON, "mpi_built gloo_built nccl_built ddl_built ccl_built _cache")
-    | _of(_COMMON, "check_extension extension_available gpu_available num_rank_is_power_2")
-    | _of(_COMMON, "split_list is_version_greater_equal_than"),
-    "horovod.common.elastic": _of(_ELASTIC, "State ObjectState run_fn") | _of(_COMMON, _ERRORS),
-    "horovod.common.exceptions": _of(_COMMON, f"{_ERRORS} HorovodVersionMismatchError"),
+    | _of(_BASICS, "mpi_built gloo_built nccl_built ddl_built ccl_built _cache")
+    | _of(_BASICS, "check_extension extension_available gpu_available num_rank_is_power_2")
+    | _of(_BASICS, "split_list is_version_greater_equal_than"),
+    "horovod.common.elastic": _of(_ELASTIC, "State ObjectState run_fn") | _of(_BASICS, _ERRORS),
+    "horovod.common.exceptions": _of(_BASICS, f"{_ERRORS} HorovodVersionMismatchError"),
     "horovod.common.process_sets": _of(
-        _SETS, "ProcessSet add_process_set global_process_set remove_process_set"
+        _BASICS, "ProcessSet add_process_set global_process_set remove_process_set"
     ),
 }
 

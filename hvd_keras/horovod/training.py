@@ -1,30 +1,215 @@
-"""``DistributedOptimizer``, the tape and ``load_model`` as ``horovod.tensorflow`` has them.
+"""Optimizers, tape, ``load_model`` and callbacks as Horovod's modules have them.
 
-One script runs on all ranks there: on a rank outside of the process set they do nothing.
+One script runs on all ranks there: on a rank outside of the process set optimizers and tapes do
+nothing. The arguments of the collectives of ``horovod.keras`` and ``horovod.tensorflow.keras``
+differ from those of ``horovod.tensorflow``; in a TensorFlow 1 graph they return values, not tensors
+of the graph.
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras import tape
-from hvd_keras.gradients import agreement, missing_calls
-from hvd_keras.horovod import of_keras
+from hvd_keras import callbacks, tape
+from hvd_keras import optimizer as distributed
+from hvd_keras.compat import tensorflow_v1
+from hvd_keras.gradients import agreement, missing_calls, model_ranks
+from hvd_keras.horovod import collectives
 from hvd_keras.layers import model_files
-from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.optimizer import local_variables
-from hvd_keras.runtime.process_sets import global_process_set
+from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+_ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
 
 
-@of_keras.in_order(
+def in_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function: it gets these arguments, in this order, with hvd_keras's defaults.
+
+    Args:
+        names: separated by spaces; the default of those that hvd_keras lacks is None.
+    """
+    known = _ARGUMENTS.parameters
+    signature = inspect.Signature(
+        [
+            known[name].replace(annotation=inspect.Parameter.empty)
+            if name in known
+            else inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+            for name in names.split()
+        ]
+    )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(**signature.bind(*args, **kwargs).arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+@functools.wraps(distributed.DistributedOptimizer)
+def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802
+    """Distribute an optimizer as Horovod does: also one that is distributed already."""
+    given = _ARGUMENTS.bind(optimizer, *args, **kwargs).arguments
+    if distributed.is_distributed(optimizer) and hasattr(optimizer, "from_config"):
+        # Horovod makes a new optimizer each time.
+        optimizer = type(optimizer).from_config(optimizer.get_config())
+    if not is_outside(given.get("process_set", global_process_set)):
+        optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
+        if reducer := model_ranks.of_optimizer(optimizer):
+            reducer.is_horovods = True
+        return optimizer
+    optimizer.register_local_var = lambda variable: None  # all are local
+    missing_calls.mark_alone(optimizer)
+    return optimizer
+
+
+@in_order(
+    "optimizer name device_dense device_sparse compression sparse_as_dense "
+    "gradient_predivide_factor op groups process_set local_layers scale_local_gradients"
+)
+def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: Any, local_layers: Any = None, **arguments: Any
+) -> Any:
+    """``hvd_keras.PartialDistributedOptimizer``.
+
+    Raises:
+        As ``hvd_keras.PartialDistributedOptimizer``.
+    """
+    variables = distributed.local_variables(local_layers)
+    partial = DistributedOptimizer(optimizer, **arguments)
+    for variable in variables:
+        partial.register_local_var(variable)
+    return partial
+
+
+def is_outside(process_set: ProcessSet) -> bool:
+    """Whether the set has taken effect, and this rank is not in it."""
+    return process_set.process_set_id is not None and not process_set.included()
+
+
+def _value(result: Any) -> Any:
+    """In a TensorFlow 1 graph what the session makes of a result."""
+    if tf.executing_eagerly() or tf.inside_function():
+        return result
+    if is_legacy:
+        return tf.compat.v1.keras.backend.get_session().run(result)
+    session = tf.compat.v1.get_default_session()
+    if session is not None:
+        return session.run(result)
+    with tf.compat.v1.Session() as own:
+        return own.run(result)
+
+
+def _on_values(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+    return collectives.in_order(
+        function, f"value {names}", lambda value, given: _value(function(value, **given))
+    )
+
+
+allreduce = _on_values(
+    collectives.allreduce, "name average prescale_factor postscale_factor op compression"
+)
+allgather = _on_values(collectives.allgather, "name")
+broadcast = _on_values(collectives.broadcast, "root_rank name")
+reducescatter = _on_values(collectives.reducescatter, "name op")
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Assign the root's values to all global variables of the graph, at once.
+
+    Args:
+        root_rank: the rank whose values all get.
+
+    Raises:
+        As ``hvd_keras.broadcast_global_variables``.
+    """
+    return _value(tensorflow_v1.broadcast_global_variables(root_rank))
+
+
+class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallback):  # type: ignore[misc]
+    """``hvd_keras.callbacks.BroadcastGlobalVariablesCallback``.
+
+    Args:
+        root_rank: the rank whose state all get.
+        device: not needed: TensorFlow chooses.
+        local_variables: as in ``hvd_keras.callbacks``.
+
+    Raises:
+        As ``hvd_keras.callbacks.BroadcastGlobalVariablesCallback``.
+    """
+
+    def __init__(
+        self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None
+    ) -> None:
+        super().__init__(root_rank, local_variables)
+
+
+class MetricAverageCallback(callbacks.MetricAverageCallback):  # type: ignore[misc]
+    """``hvd_keras.callbacks.MetricAverageCallback``.
+
+    Args:
+        device: not needed: TensorFlow chooses.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """``keras.callbacks.ModelCheckpoint(save_best_only=True)`` without a path.
+
+    Horovod's Spark estimators set the path; without them, set ``callback.filepath``.
+
+    Args:
+        monitor, verbose, save_weights_only, mode, save_freq: as in Keras.
+
+    Raises:
+        ValueError: (in ``fit``) there is no path.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+    ) -> None:
+        super().__init__(
+            "best.weights.h5" if save_weights_only else "best.keras",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        self.filepath: str | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """From Keras."""
+        if self.filepath is None:
+            raise ValueError(
+                "BestModelCheckpoint: filepath is None, and no Spark estimator sets it here. Set "
+                "it before fit: callback.filepath = 'best.keras'."
+            )
+        super().on_train_begin(logs)
+
+
+@in_order(
     "optimizer name use_locking device_dense device_sparse compression sparse_as_dense "
     "backward_passes_per_step op gradient_predivide_factor average_aggregated_gradients "
     "num_groups groups process_set scale_local_gradients"
 )
-def DistributedOptimizer(  # noqa: N802 (Horovod's name)
-    optimizer: Any, use_locking: Any = None, **arguments: Any
-) -> Any:
+def optimizer_of_tensorflow(optimizer: Any, use_locking: Any = None, **arguments: Any) -> Any:
     """``hvd_keras.DistributedOptimizer`` with the arguments of ``horovod.tensorflow``.
 
     ``use_locking`` has no effect: the optimizer itself has such an argument.
@@ -33,14 +218,14 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         As ``hvd_keras.DistributedOptimizer``.
     """
     del use_locking
-    return of_keras.DistributedOptimizer(optimizer, **arguments)
+    return DistributedOptimizer(optimizer, **arguments)
 
 
 class DistributedGradientTape(tape.DistributedGradientTape):
     """``hvd_keras.DistributedGradientTape``; on a rank outside of the process set a plain tape."""
 
     def __init__(self, gradtape: tf.GradientTape, *args: Any, **kwargs: Any) -> None:
-        self._alone = of_keras.is_outside(kwargs.get("process_set", global_process_set))
+        self._alone = is_outside(kwargs.get("process_set", global_process_set))
         if self._alone:
             kwargs.pop("process_set")
         super().__init__(gradtape, *args, **kwargs)
@@ -81,7 +266,7 @@ class DistributedGradientTape(tape.DistributedGradientTape):
         return pairs
 
 
-@of_keras.in_order(
+@in_order(
     "gradtape device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor "
     "num_groups groups process_set local_layers scale_local_gradients"
 )

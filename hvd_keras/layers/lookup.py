@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients.shards import Layout
-from hvd_keras.runtime import rank_info, xla
+from hvd_keras.ops import validate
+from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.process_sets import ProcessSet
 
 
@@ -59,7 +60,7 @@ def lookup(
         NotImplementedError: XLA shall compile the lookup.
         tf.errors.InvalidArgumentError: (on every rank, when it runs) an id is out of range.
     """
-    if xla.is_compiling():
+    if validate.is_compiling():
         raise NotImplementedError(
             f"XLA cannot compile the lookup in {tables[0].name!r}: how many ids go to each rank "
             "depends on the data. Use jit_compile=False, or keras.layers.Embedding."

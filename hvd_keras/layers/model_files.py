@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops, optimizer
-from hvd_keras.gradients import shards
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.layers.embedding import BLOCK, Embedding
-from hvd_keras.ops.compression import Compression, Compressor
+from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -66,7 +66,7 @@ def save_model(
     process_set.check_included("save_model")
     divided = _divided(model)
     tables = [_of_table(table, process_set) for table in divided]
-    with_optimizer = not divided and _has_share(model)
+    with_optimizer = not divided and model_ranks.is_sharded(getattr(model, "optimizer", None))
     if with_optimizer:
         slots = [v for v in model.optimizer.variables if shards.of(v) is not None]
         tables = [_of_slot(slot) for slot in slots]
@@ -169,12 +169,6 @@ def _of_slot(slot: Any) -> _Table:
 
     dtype = tf.as_dtype(slot.dtype).name
     return _Table(id(shards.inner_variable(slot)), shard.shape, dtype, blocks())
-
-
-def _has_share(model: Any) -> bool:
-    """Whether the model's optimizer has a share of its state."""
-    optimizer = getattr(model, "optimizer", None)
-    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "_hvd_state")
 
 
 def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:

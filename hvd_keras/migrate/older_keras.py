@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from hvd_keras.migrate.source import Finding, Source
+from hvd_keras.migrate.tensorflow_1 import PINNED
 
 # The arguments of a method for generators, in their order; None: Keras 3 has none such.
 _GENERATORS = {
@@ -26,7 +27,6 @@ _SESSIONS = {
 # Functions of Keras's backend that are methods of variables now.
 _METHODS = {"get_value": "numpy", "set_value": "assign"}
 
-_GPU = "not needed: hvd.init() gives this process the GPU of its local rank"
 _OTHER_GPUS = (
     "hvd.init() gives this process the GPU of its local rank, and an empty visible_device_list "
     "does not take it away; for none: tf.config.set_visible_devices([], 'GPU') before hvd.init()"
@@ -52,10 +52,6 @@ def look(script: Source) -> Iterator[Finding]:
             yield from _look_at_attribute(script, node, of_keras)
         elif isinstance(node, ast.Constant) and loads and _is_h5(node.value):
             yield script.at(node, "Keras 3 loads no optimizer's state from .h5: write .keras")
-
-
-def _is_of_local_rank(script: Source, node: ast.Attribute) -> bool:
-    return "local_rank" in script.text.splitlines()[node.lineno - 1]
 
 
 def _is_h5(value: object) -> bool:
@@ -124,7 +120,8 @@ def _look_at_attribute(
     elif name == "tensorflow.keras.mixed_precision.experimental":
         yield script.at(node, "keras.mixed_precision.set_global_policy(…)")
     if node.attr == "visible_device_list" or name.endswith(".set_visible_devices"):
-        yield script.at(node, _GPU if _is_of_local_rank(script, node) else _OTHER_GPUS)
+        is_of_rank = "local_rank" in script.text.splitlines()[node.lineno - 1]
+        yield script.at(node, PINNED if is_of_rank else _OTHER_GPUS)
     elif node.attr == "lr":
         owner = node.value
         last = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")

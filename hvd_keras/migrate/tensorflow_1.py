@@ -37,16 +37,19 @@ _METRICS = {
 _NAMES = _GRAPHS | _ELSEWHERE | {f"train.{name}" for name in _TRAIN}
 _NAMES |= {f"losses.{name}" for name in _LOSSES} | {f"metrics.{name}" for name in _METRICS}
 
+_MODEL = re.compile(r"(tensorflow\.)?keras\.(Sequential$|Model$|layers\.|models\.|applications\b)")
+
 _MODES = {"TRAIN": "train", "EVAL": "eval", "PREDICT": "infer"}
 
-_PINNED = "not needed: hvd.init() gives this process the GPU of its local rank"
+#: What a line needs that gives this process its GPU.
+PINNED = "not needed: hvd.init() gives this process the GPU of its local rank"
 
 
 def look(script: Source) -> Iterator[Finding]:
     """What must change."""
     pinning = _pinning(script)
     for statement in pinning:
-        yield Finding(*script.lines_of(statement), _PINNED, "")
+        yield Finding(*script.lines_of(statement), PINNED, "")
     gone = {id(node) for statement in pinning for node in ast.walk(statement)}
     uses: list[tuple[ast.Attribute, str]] = []
     is_mixed = False
@@ -70,7 +73,7 @@ def look(script: Source) -> Iterator[Finding]:
     for node, name in uses:
         if name == "layers":
             yield script.at(node, "tf.layers needs tf_keras, and TF_USE_LEGACY_KERAS=1")
-    models = [node for node in script.nodes if _is_keras_model(script.meaning(node))]
+    models = [node for node in script.nodes if _MODEL.match(script.meaning(node))]
     if models and any(name.startswith("train.") and name.endswith("Optimizer") for _, name in uses):
         first = min(models, key=script.place)
         yield script.at(
@@ -86,14 +89,6 @@ def look(script: Source) -> Iterator[Finding]:
     for node, name in uses:
         told = f"tf.compat.v1.{name}, with tf.compat.v1.disable_v2_behavior() at the top"
         yield script.at(node, f"TensorFlow 1: {told}")
-
-
-def _is_keras_model(name: str) -> bool:
-    return bool(
-        re.match(
-            r"(tensorflow\.)?keras\.(Sequential$|Model$|layers\.|models\.|applications\b)", name
-        )
-    )
 
 
 def _imports(script: Source) -> list[tuple[ast.Import, ast.alias]]:

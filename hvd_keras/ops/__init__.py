@@ -1,4 +1,4 @@
-"""The collectives, eager and in ``tf.function``: one file each, and their gradients.
+"""The collectives, eager and in ``tf.function``: and their gradients.
 
 Every rank of the process set must make the same calls; the k-th calls of one name on all ranks
 belong together. In a ``tf.function`` calls run in the order in which they are written. Calls from
@@ -10,13 +10,17 @@ All calls raise ``tf.errors.AbortedError`` if a rank has left the job, and
 This package does not know Keras.
 """
 
-from hvd_keras.ops.allgather import allgather, grouped_allgather
 from hvd_keras.ops.allreduce import allreduce, grouped_allreduce, is_reducing, reduce_tensors
-from hvd_keras.ops.alltoall import alltoall
-from hvd_keras.ops.barrier_join import barrier, join
-from hvd_keras.ops.broadcast import broadcast, grouped_broadcast
-from hvd_keras.ops.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from hvd_keras.ops.movement import (
+    allgather,
+    alltoall,
+    broadcast,
+    grouped_allgather,
+    grouped_broadcast,
+)
 from hvd_keras.ops.reducescatter import grouped_reducescatter, reducescatter
+from hvd_keras.ops.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from hvd_keras.ops.without_data import barrier, join
 
 __all__ = [
     "Adasum",

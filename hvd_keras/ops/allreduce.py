@@ -8,8 +8,17 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.compression import Compression, Compressor, wire_dtype
-from hvd_keras.ops.reduce_op import Adasum, Average, ReduceOp, Sum, check_reducible, chosen
+from hvd_keras.ops.reduction import (
+    Adasum,
+    Average,
+    Compression,
+    Compressor,
+    ReduceOp,
+    Sum,
+    check_reducible,
+    chosen,
+    wire_dtype,
+)
 from hvd_keras.ops.slices import name_of_slices, reduce_slices
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -72,17 +81,8 @@ def allreduce(
         tf.errors.AbortedError: a rank has left the job.
     """
     return grouped_allreduce(
-        [tensor],
-        average,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        process_set=process_set,
-        ignore_name_scope=ignore_name_scope,
-        name=name,
+        *([tensor], average, device_dense, device_sparse, compression, op),
+        *(prescale_factor, postscale_factor, process_set, ignore_name_scope, name),
     )[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.ops.reduce_op import Adasum, Average, Product, ReduceOp, Sum
+from hvd_keras.ops.reduction import Adasum, Average, Product, ReduceOp, Sum
 from hvd_keras.ops.validate import raw
 from hvd_keras.runtime import process_sets, rank_info
 

@@ -7,7 +7,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvd_keras.ops.broadcast import broadcast
+from hvd_keras.ops.movement import broadcast
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 

@@ -6,8 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.ops.reduce_op import Average, ReduceOp, Sum, check_reducible
+from hvd_keras.ops.reduction import Average, Compression, Compressor, ReduceOp, Sum, check_reducible
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -39,15 +38,8 @@ def reducescatter(
             ValueError, too.
     """
     return grouped_reducescatter(
-        [tensor],
-        device_dense,
-        compression,
-        op,
-        process_set,
-        prescale_factor,
-        postscale_factor,
-        name,
-        ignore_name_scope,
+        *([tensor], device_dense, compression, op, process_set),
+        *(prescale_factor, postscale_factor, name, ignore_name_scope),
     )[0]
 
 

@@ -3,8 +3,7 @@
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.compression import Compression, Compressor
-from hvd_keras.ops.reduce_op import Average, ReduceOp
+from hvd_keras.ops.reduction import Average, Compression, Compressor, ReduceOp
 from hvd_keras.runtime.process_sets import ProcessSet
 
 

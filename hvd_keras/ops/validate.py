@@ -1,4 +1,4 @@
-"""Checks of arguments that all collectives share, and the names of requests."""
+"""Checks of arguments that all collectives share, names of requests, and what XLA compiles."""
 
 import contextlib
 import weakref
@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
 from hvd_keras.postmortem import flight
-from hvd_keras.runtime import libraries, xla
+from hvd_keras.runtime import libraries
 from hvd_keras.runtime.process_sets import ProcessSet
 
 raw = libraries.tensorflow_ops()
@@ -34,7 +35,23 @@ DTYPES = {
 def check(kind: str, process_set: ProcessSet) -> None:
     """Raise ValueError or NotImplementedError if this rank cannot make this call here."""
     process_set.check_included(kind)
-    xla.check(kind)
+    why = libraries.why_no_xla()
+    if why and is_compiling():
+        raise NotImplementedError(
+            f"XLA cannot compile hvd.{kind} here: {why}. Use jit_compile=False. In model.fit, "
+            "hvd.callbacks.BroadcastGlobalVariablesCallback turns XLA off."
+        )
+
+
+def is_compiling() -> bool:
+    """Whether XLA will compile the function that is being traced.
+
+    A plain ``tf.function`` that was traced before a compiled one calls it is not traced again, so
+    it is not recognised.
+    """
+    return not tf.executing_eagerly() and bool(
+        control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    )
 
 
 # What a rank sends in place of tensors that it cannot send.
@@ -165,10 +182,11 @@ def _name(kind: str, given: str | None, process_set: ProcessSet) -> str:
     if tf.executing_eagerly():
         return "unnamed"
     graph = tf.compat.v1.get_default_graph()
-    if xla.is_compiling():
+    if is_compiling():
         # A call in a loop or branch may run before or after one outside, so they need different
-        # names.
-        graph = xla.function_of(graph)
+        # names: those of the function that contains the graph.
+        while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+            graph = graph.outer_graph
     counts = _unnamed.setdefault(graph, {})
     key = kind, process_set.id()
     counts[key] = counts.get(key, -1) + 1

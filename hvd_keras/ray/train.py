@@ -83,14 +83,11 @@ class _State:
 _state: _State | None = None
 
 
-def _where() -> str:
-    return str(ray.util.get_node_ip_address())
-
-
 def _open(secret: str, name: str, directory: str) -> dict[str, Any]:
     global _state
     rank = ray.train.get_context().get_world_rank()
-    _state = _State(agents.Agent(secret, name, _where()), Joining(name, rank))
+    address = str(ray.util.get_node_ip_address())
+    _state = _State(agents.Agent(secret, name, address), Joining(name, rank))
     return _state.agent.facts(directory)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hvd_keras.ray
-from hvd_keras.horovod.ray import RayExecutor
+from hvd_keras.horovod.launching import RayExecutor
 from hvd_keras.ray.run import _by_host, _gpus
 from tests.harness.launcher import wait_until
 from tests.harness.raylets import raylets

@@ -1,7 +1,7 @@
 """hvd_keras under Horovod's name; see hvd_keras.horovod."""
 
 try:
-    import hvd_keras  # noqa: F401
+    import hvd_keras
 except ImportError as error:
     # Not an ImportError: many programs take that for "no Horovod" and train without the others.
     raise RuntimeError(
@@ -11,10 +11,11 @@ except ImportError as error:
 
 import sys
 
-from hvd_keras.horovod import modules, names
+import hvd_keras.horovod
+from hvd_keras.horovod import names
 from hvd_keras.runtime import settings
 
 __version__ = names.VERSION
 settings.set_horovods_ranks()
-modules.fill(sys.modules[__name__])
-modules.install()
+hvd_keras.horovod.fill(sys.modules[__name__])
+hvd_keras.horovod.add_finder()

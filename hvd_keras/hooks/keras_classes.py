@@ -1,13 +1,24 @@
-"""Batch normalisation with the statistics of all ranks' batches."""
+"""What changes in Keras's BatchNormalization, Embedding and LossScaleOptimizer.
+
+- Batch normalisation has the statistics of all ranks' batches.
+- After the first update of single rows TensorFlow copies a variable whenever it is read as a whole,
+  and ``Embedding`` reads its whole table to gather a few rows. Reading only these gives the same.
+- ``LossScaleOptimizer`` (``mixed_float16``) skips an update whose gradients overflow. It checks
+  this rank's gradients only: if one rank skipped an update and another did not, their weights would
+  differ from then on.
+
+Classes are patched, so that objects that others make are included, such as the optimizers that
+``compile`` creates by itself.
+"""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement
+from hvd_keras.gradients import agreement, building, model_ranks, shards
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -138,3 +149,95 @@ def _global_moments(
     total_mean = tf.reduce_sum(weights * means, axis=0)
     deviations = tf.math.squared_difference(means, total_mean)
     return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)
+
+
+_tables = agreement.VariableSet()
+
+
+def read_by_rows(model: Any, layers: Iterable[Any]) -> None:
+    """Lets the embeddings of a model read only what is looked up, if the optimizer updates rows."""
+    if not any(map(_updates_rows, model_ranks.optimizers_of(model))):
+        return
+    for layer in layers:
+        if isinstance(layer, keras.layers.Embedding) and layer.built:
+            for variable in layer.trainable_variables:
+                _tables.add(variable)
+
+
+def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Embedding.call``. Negative indices count from the end, as they do in Keras."""
+
+    def look_up(self: Any, inputs: Any) -> Any:
+        # A tensor if it is quantized, has an adapter, or is cast by mixed precision.
+        table = shards.inner_variable(self.embeddings)
+        if not (isinstance(table, tf.Variable) and table in _tables):
+            return call(self, inputs)
+        if not isinstance(inputs, tf.Tensor):  # ragged or sparse
+            return call(self, inputs)
+        indices = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+        indices = tf.where(indices < 0, indices + table.shape[0], indices)
+        return tf.cast(tf.gather(table, indices), self.compute_dtype)
+
+    look_up.__doc__ = call.__doc__
+    return look_up
+
+
+def _updates_rows(optimizer: Any) -> bool:
+    """Whether sparse gradients stay sparse until they are applied.
+
+    Other optimizers, and means over several steps, update the whole table. A lookup by rows would
+    then make TensorFlow copy it where something else reads it, such as weight decay.
+    """
+    optimizer = model_ranks.innermost(optimizer)
+    reducer = model_ranks.of_optimizer(optimizer)
+    kinds = keras.optimizers
+    by_rows = (kinds.SGD, kinds.RMSprop, kinds.Adagrad, kinds.Adadelta, kinds.Adafactor)
+    return (
+        isinstance(optimizer, by_rows)
+        and not getattr(optimizer, "momentum", 0)
+        and not optimizer.gradient_accumulation_steps
+        and reducer is not None
+        and not reducer.options.sparse_as_dense
+    )
+
+
+def wrap_apply(keras_apply: Callable[..., None]) -> Any:
+    """Wrap ``LossScaleOptimizer.apply``: exchanges the scaled gradients as soon as they exist.
+
+    Otherwise the inner optimizer would exchange them in the branch for finite gradients, where all
+    gradients exist. An infinite one of any rank makes the sum infinite.
+    """
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        own: Any = model_ranks.of_optimizer(self)
+        # Accumulated gradients are exchanged once per update.
+        if own is None or self.inner_optimizer.gradient_accumulation_steps:
+            keras_apply(self, grads, trainable_variables)
+            return
+        with own.update(grads, trainable_variables) as step:
+            keras_apply(self, step.finish(), trainable_variables)
+
+    return apply
+
+
+def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``LossScaleOptimizer.check_finite``: true if the gradients of all ranks are finite."""
+
+    def check_finite(self: Any, grads: Sequence[Any]) -> Any:
+        finite = local_check(self, grads)
+        own: Any = model_ranks.of_optimizer(self)
+        if own is None or own.process_set.size() == 1 or building.is_building():
+            return finite
+        step = own.step
+        if step is not None and not own.is_sharded and not step.divided and step.local is None:
+            return finite  # all ranks have the same gradients now
+        (everywhere,) = ops.reduce_tensors(
+            [tf.cast(finite, tf.bool)],
+            op=ops.Min,
+            name=f"{own.name} gradients are finite",
+            process_set=own.process_set,
+        )
+        return everywhere
+
+    return check_finite

@@ -1,4 +1,4 @@
-"""Barrier and join: the collectives without data."""
+"""Ops without data: barrier, join, and this rank's numbers, computed when the graph runs."""
 
 import contextlib
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.runtime import rank_info, xla
+from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 #: Make contexts in which a rank waits in ``join`` in eager code.
@@ -48,7 +48,7 @@ def join() -> tf.Tensor:
         RuntimeError: accumulated gradients are lost, and ``HVD_STRICT`` is set.
     """
     rank_info.rank()  # raises if hvd.init() was not called
-    if xla.is_compiling():
+    if validate.is_compiling():
         raise NotImplementedError(
             "hvd.join cannot be compiled by XLA. Call it outside of functions with "
             "jit_compile=True."
@@ -57,3 +57,56 @@ def join() -> tf.Tensor:
         for make_context in while_joined if tf.executing_eagerly() else ():
             stack.enter_context(make_context())
         return validate.raw.hvd_join(tensor_name="")
+
+
+def rank_op(name: str | None = None) -> tf.Tensor:
+    """``rank()`` as an int32 scalar tensor, computed when the graph runs.
+
+    Args:
+        name: the name of the TensorFlow op.
+    """
+    return validate.raw.hvd_rank_info(what="rank", name=name)
+
+
+def local_rank_op(name: str | None = None) -> tf.Tensor:
+    """``local_rank()`` as an int32 scalar tensor, computed when the graph runs.
+
+    Args:
+        name: the name of the TensorFlow op.
+    """
+    return validate.raw.hvd_rank_info(what="local_rank", name=name)
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """Return the size of a process set as an int32 scalar tensor, computed when the graph runs.
+
+    Args:
+        process_set_id: that of a ``ProcessSet``; 0 is the set of all ranks.
+        name: the name of the TensorFlow op.
+
+    Raises:
+        tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
+    """
+    return validate.raw.hvd_rank_info(what="size", process_set=process_set_id, name=name)
+
+
+def local_size_op(name: str | None = None) -> tf.Tensor:
+    """``local_size()`` as an int32 scalar tensor, computed when the graph runs.
+
+    Args:
+        name: the name of the TensorFlow op.
+    """
+    return validate.raw.hvd_rank_info(what="local_size", name=name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """1 if this rank is in the process set, otherwise 0, as an int32 scalar tensor.
+
+    Args:
+        process_set_id: that of a ``ProcessSet``.
+        name: the name of the TensorFlow op.
+
+    Raises:
+        tf.errors.FailedPreconditionError: (when it runs) there is no such process set.
+    """
+    return validate.raw.hvd_rank_info(what="included", process_set=process_set_id, name=name)

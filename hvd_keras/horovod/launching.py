@@ -1,9 +1,117 @@
-"""``horovod.ray.RayExecutor``, over ``hvd_keras.ray.run``."""
+"""``horovod.run``, ``horovod.spark.run`` and ``horovod.ray.RayExecutor``, by hvd_keras's own."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import hvd_keras.ray
+import hvd_keras.spark
+from hvd_keras.launch import run_function
+
+#: The option of hvdrun for an argument of ``horovod.run``.
+_OPTIONS = {
+    "min_num_proc": "--min-np",
+    "min_np": "--min-np",
+    "reset_limit": "--max-restarts",
+    "hostfile": "--hostfile",
+    "host_discovery_script": "--host-discovery-script",
+    "start_timeout": "--start-timeout",
+    "ssh_port": "--ssh-port",
+    "ssh_identity_file": "--ssh-identity-file",
+    "output_filename": "--output-dir",
+    "network_interface": "--network-interface",
+    "network_interfaces": "--network-interface",
+    "mpi_args": "--mpi-args",
+}
+
+# There is one transport, no cache, and a restart takes the ranks that there are.
+_WITHOUT_EFFECT = {"disable_cache", "use_gloo", "use_mpi", "max_num_proc", "max_np"}
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    *,
+    np: int | None = None,
+    hosts: str | None = None,
+    verbose: int | bool | None = None,
+    **others: Any,
+) -> list[Any]:
+    """``hvd_keras.run`` with the arguments of ``horovod.run``.
+
+    Args:
+        func, args, kwargs, hosts: as in ``hvd_keras.run``.
+        num_proc, np: number of ranks.
+        verbose: whether hvdrun prints the command of mpirun.
+        others: what hvdrun has options for.
+
+    Returns:
+        The results of all ranks, in rank order.
+
+    Raises:
+        TypeError: an argument has no counterpart.
+        As ``hvd_keras.run`` besides.
+    """
+    options = ["--horovod"]
+    for name, value in others.items():
+        if value is None or name in _WITHOUT_EFFECT:
+            continue
+        if name not in _OPTIONS:
+            raise TypeError(
+                f"horovod.run: hvdrun has no option for {name}={value!r}. Leave it out; see "
+                "hvdrun --help."
+            )
+        options.append(f"{_OPTIONS[name]}={value}")  # one word: the value may begin with "--"
+    if verbose:
+        options.append("--verbose")
+    return run_function.run(func, args, kwargs, num_proc or np, hosts, options)
+
+
+# There is one transport; lines have no timestamps; the driver prints rank 0's output.
+_WITHOUT_EFFECT_ON_SPARK = {"use_mpi", "use_gloo", "verbose", "prefix_output_with_timestamp"}
+
+
+def spark_run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    *,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    nics: Sequence[str] | None = None,
+    **others: Any,
+) -> list[Any]:
+    """``hvd.spark.run`` with the arguments of ``horovod.spark.run``.
+
+    Args:
+        fn, args, kwargs, num_proc, start_timeout, env: as in ``hvd.spark.run``.
+        extra_mpi_args: arguments for mpirun.
+        nics: the interface of the network between the executors' hosts; one.
+        others: arguments of Horovod without effect here.
+
+    Returns:
+        The results of all ranks, in rank order.
+
+    Raises:
+        TypeError: an argument has no counterpart.
+        As ``hvd.spark.run`` besides.
+    """
+    for name, value in others.items():
+        if value is not None and name not in _WITHOUT_EFFECT_ON_SPARK:
+            raise TypeError(
+                f"horovod.spark.run: hvd.spark.run has nothing for {name}={value!r}. Leave it out."
+            )
+    options = ["--horovod"]
+    if extra_mpi_args:
+        options.append(f"--mpi-args={extra_mpi_args}")
+    if nics:
+        if len(nics) > 1:
+            raise TypeError(f"horovod.spark.run: {nics=}, expected one interface")
+        options.append(f"--network-interface={next(iter(nics))}")
+    return hvd_keras.spark.run(fn, args, kwargs, num_proc, start_timeout, env=env, options=options)
 
 
 class RayExecutor:

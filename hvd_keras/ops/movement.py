@@ -1,0 +1,167 @@
+"""The collectives that move rows without computing: allgather, broadcast, alltoall."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_keras.ops import validate
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Concatenates all ranks' tensors along the first dimension, in the order of the ranks.
+
+    Args:
+        tensor: a tensor with at least one dimension, of any numeric dtype or bool; the first
+            dimension may differ by rank, and be 0.
+        name, ignore_name_scope, process_set: as in ``allreduce``.
+
+    Returns:
+        A tensor of shape ``[sum of the first dimensions, ...]``.
+
+    Raises:
+        TypeError: the tensor's dtype is not supported.
+        ValueError: the tensor is a scalar, or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: (on every rank) dtypes, or dimensions after the first,
+            differ between ranks.
+    """
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """``allgather`` of several tensors as one request.
+
+    Args:
+        tensors: tensors of any mixture of dtypes.
+        name, ignore_name_scope, process_set: as in ``allreduce``.
+
+    Returns:
+        The results in the order of ``tensors``.
+
+    Raises:
+        As ``allgather``.
+    """
+    del ignore_name_scope
+    validate.check("allgather", process_set)
+    if len(tensors) == 0:
+        return []
+    name = validate.name("allgather", name, process_set)
+    with validate.on_all_ranks("allgather", name, process_set):
+        checked = [validate.with_rows("allgather", tensor) for tensor in tensors]
+    return list(validate.raw.hvd_allgather(checked, tensor_name=name, process_set=process_set.id()))
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> tf.Tensor:
+    """Give every rank the root rank's tensor.
+
+    Args:
+        tensor: a tensor of any numeric dtype or bool, of the same dtype and shape on all ranks.
+        root_rank: the rank of the job whose values all ranks get.
+        name, ignore_name_scope, process_set: as in ``allreduce``.
+
+    Returns:
+        A tensor of the same dtype and shape, with the root's values.
+
+    Raises:
+        TypeError: the tensor's dtype is not supported.
+        ValueError: ``root_rank`` or this rank is not in the process set.
+        tf.errors.FailedPreconditionError: (on every rank) dtypes, shapes or roots differ.
+    """
+    del ignore_name_scope
+    validate.check("broadcast", process_set)
+    return grouped_broadcast(
+        [tensor], root_rank, validate.name("broadcast", name, process_set), process_set
+    )[0]
+
+
+def grouped_broadcast(
+    tensors: Sequence[Any],
+    root_rank: int,
+    name: str,
+    process_set: ProcessSet = global_process_set,
+) -> list[tf.Tensor]:
+    """``broadcast`` of several tensors as one request."""
+    validate.check("broadcast", process_set)
+    empty = {"tensors": [validate.EMPTY], "root_rank": process_set.ranks[0]}
+    with validate.on_all_ranks("broadcast", name, process_set, **empty):
+        checked = [tf.convert_to_tensor(validate.checked("broadcast", x)) for x in tensors]
+        check_root(root_rank, process_set)
+    return list(
+        validate.raw.hvd_broadcast(
+            checked, tensor_name=name, root_rank=root_rank, process_set=process_set.id()
+        )
+    )
+
+
+def check_root(root_rank: int, process_set: ProcessSet) -> None:
+    """Raise ValueError if the root is not one of the ranks that take part."""
+    if not isinstance(root_rank, int) or root_rank not in process_set.ranks:
+        raise ValueError(
+            f"root_rank is {root_rank!r}, expected one of the ranks that take part: "
+            f"{process_set.text()}."
+        )
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send a part of the tensor to each rank, and get a part from each.
+
+    Args:
+        tensor: a tensor with at least one dimension, of any numeric dtype or bool; the first
+            dimension may differ by rank.
+        splits: the number of rows for each rank: integers of shape ``[size]`` that add up to the
+            number of rows. Default: equally many for each rank.
+        name, ignore_name_scope, process_set: as in ``allreduce``.
+
+    Returns:
+        The received rows, in the order of the ranks. With ``splits``, a pair of these rows and the
+        number of rows from each rank (int32 of shape ``[size]``).
+
+    Raises:
+        TypeError: the tensor's dtype is not supported.
+        ValueError: the tensor is a scalar, or this rank is not in the process set.
+        tf.errors.InvalidArgumentError: (on every rank) a rank's splits do not fit its tensor.
+        tf.errors.FailedPreconditionError: (on every rank) dtypes, or dimensions after the first,
+            differ between ranks, or a rank has joined.
+    """
+    del ignore_name_scope
+    validate.check("alltoall", process_set)
+    name = validate.name("alltoall", name, process_set)
+    size = process_set.size()
+    empty = {"tensor": validate.EMPTY, "splits": np.zeros(size, np.int64)}
+    with validate.on_all_ranks("alltoall", name, process_set, **empty):
+        tensor = validate.with_rows("alltoall", tensor)
+        if splits is None:
+            rows = tf.fill([size], tf.shape(tensor, tf.int64)[0] // size)
+        else:
+            rows = tf.cast(tf.convert_to_tensor(splits), tf.int64)
+    received, received_splits = validate.raw.hvd_alltoall(
+        tensor,
+        rows,
+        tensor_name=name,
+        process_set=process_set.id(),
+    )
+    return received if splits is None else (received, tf.cast(received_splits, tf.int32))
