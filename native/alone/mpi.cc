@@ -19,7 +19,7 @@ HANDLES(info, ompi_mpi_info_null)
 HANDLES(request, ompi_request_null)
 HANDLES(op, ompi_mpi_op_bor, ompi_mpi_op_max, ompi_mpi_op_min, ompi_mpi_op_sum)
 HANDLES(datatype, ompi_mpi_byte, ompi_mpi_char, ompi_mpi_datatype_null, ompi_mpi_double,
-        ompi_mpi_int, ompi_mpi_int64_t, ompi_mpi_uint64_t)
+        ompi_mpi_int, ompi_mpi_uint64_t)
 #endif
 
 // Functions that have nothing to do, and functions between several ranks. Under another name, mpi.h
@@ -51,6 +51,7 @@ NOTHING(Waitall)
 NEVER(Allgather)
 NEVER(Error_string)
 NEVER(Get_count)
+NEVER(Iallgather)
 NEVER(Iallreduce)
 NEVER(Recv)
 
@@ -63,9 +64,8 @@ int put(int value, int* out) {
   return MPI_SUCCESS;
 }
 
-int copy(const void* from, int count, MPI_Datatype type, void* to) {
-  const size_t width = type == MPI_BYTE ? 1 : 8;  // of all that the core gathers
-  if (count > 0) std::memcpy(to, from, count * width);
+int copy(const void* from, int bytes, void* to) {
+  if (bytes > 0) std::memcpy(to, from, bytes);
   return MPI_SUCCESS;
 }
 
@@ -106,14 +106,10 @@ int MPI_Get_processor_name(char* name, int* length) {
   return put(static_cast<int>(std::strlen(name)), length);
 }
 
-int MPI_Iallgather(const void* mine, int count, MPI_Datatype type, void* all, int, MPI_Datatype,
-                   MPI_Comm, MPI_Request*) {
-  return copy(mine, count, type, all);
-}
-
-int MPI_Iallgatherv(const void* mine, int count, MPI_Datatype type, void* all, const int*,
-                    const int*, MPI_Datatype, MPI_Comm, MPI_Request*) {
-  return copy(mine, count, type, all);
+// Always of bytes.
+int MPI_Iallgatherv(const void* mine, int bytes, MPI_Datatype, void* all, const int*, const int*,
+                    MPI_Datatype, MPI_Comm, MPI_Request*) {
+  return copy(mine, bytes, all);
 }
 
 // Pieces to itself: all are awaited before the first is sent, by the same thread.
@@ -124,9 +120,9 @@ int MPI_Irecv(void* data, int, MPI_Datatype, int, int, MPI_Comm, MPI_Request*) {
   return MPI_SUCCESS;
 }
 
-int MPI_Isend(const void* data, int count, MPI_Datatype type, int, int, MPI_Comm, MPI_Request*) {
+int MPI_Isend(const void* data, int bytes, MPI_Datatype, int, int, MPI_Comm, MPI_Request*) {
   void* const to = awaited.front();
   awaited.pop_front();
-  return copy(data, count, type, to);
+  return copy(data, bytes, to);
 }
 }

@@ -22,7 +22,7 @@ function(add_tensorflow version tf_dir)
   # As given by tf.sysconfig.get_compile_flags() and get_link_flags().
   set(definitions _GLIBCXX_USE_CXX11_ABI=1 EIGEN_MAX_ALIGN_BYTES=64 NDEBUG)
   set(ops hvd_tensorflow_${version})
-  add_library(${ops} SHARED tensorflow/request_from_attributes.cc tensorflow/kernels.cc tensorflow/ops.cc)
+  add_library(${ops} SHARED tensorflow/request_of_node.cc tensorflow/kernels.cc tensorflow/ops.cc)
   target_include_directories(${ops} SYSTEM PRIVATE "${tf_dir}/include")
   target_compile_definitions(${ops} PRIVATE ${definitions})
   target_compile_options(${ops} PRIVATE ${HVD_WARNINGS})
@@ -48,7 +48,7 @@ function(add_tensorflow version tf_dir)
   target_link_libraries(${interface} INTERFACE
     "${tf_dir}/libtensorflow_framework.so.2" "${tf_dir}/libtensorflow_cc.so.2")
   set(xla hvd_xla_${version})
-  add_library(${xla} SHARED tensorflow/request_from_attributes.cc xla/handlers.cc xla/kernels.cc)
+  add_library(${xla} SHARED tensorflow/request_of_node.cc xla/handlers.cc xla/kernels.cc)
   target_link_libraries(${xla} PRIVATE hvd_core ${interface})
   set_target_properties(${xla} PROPERTIES
     OUTPUT_NAME hvd_xla LIBRARY_OUTPUT_DIRECTORY "${build_dir}" BUILD_WITH_INSTALL_RPATH ON)

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <cstring>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -80,14 +81,8 @@ HVD_EXPORT int hvd_initialized() { return hvd::World::instance().initialized(); 
 
 // rank, size, local_rank, local_size, cross_rank, cross_size, homogeneous.
 HVD_EXPORT void hvd_rank_info(int* seven) {
-  const hvd::RankInfo& info = hvd::World::instance().rank_info();
-  seven[0] = info.rank;
-  seven[1] = info.size;
-  seven[2] = info.local_rank;
-  seven[3] = info.local_size;
-  seven[4] = info.cross_rank;
-  seven[5] = info.cross_size;
-  seven[6] = info.homogeneous;
+  static_assert(sizeof(hvd::RankInfo) == 7 * sizeof(int));
+  std::memcpy(seven, &hvd::World::instance().rank_info(), sizeof(hvd::RankInfo));
 }
 
 // Leaves the job: this rank submits nothing more. Waits at most `seconds` (< 0: without limit).
@@ -144,10 +139,7 @@ HVD_EXPORT void hvd_expect_process_sets(int more) { hvd::expect_process_sets(mor
 HVD_EXPORT const char* hvd_cuda() {
   thread_local std::string text;
   const hvd::CudaApi* cuda = hvd::cuda_api(gpu_settings(), &text);
-  if (cuda) {
-    text = std::to_string(cuda->version / 1000) + "." + std::to_string(cuda->version % 1000 / 10) +
-           ", " + cuda->file;
-  }
+  if (cuda) text = hvd::cuda_version_text(cuda->version) + ", " + cuda->file;
   return text.c_str();
 }
 

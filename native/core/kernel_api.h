@@ -12,9 +12,6 @@ namespace hvd {
 // Hands a request to its engine.
 HVD_EXPORT void submit(Request request);
 
-// Whether outputs of this kind have the inputs' shapes.
-HVD_EXPORT bool keeps_shape(Kind kind);
-
 // A number of this process: "rank", "size", "local_rank", "local_size", "included" (1 or
 // 0), or "set_rank" (the rank in the process set, -1 if not included); in a process set where that
 // matters.

@@ -19,10 +19,10 @@ void submit(Request request) { process_sets().submit(std::move(request)); }
 
 void ProcessSets::submit(Request request) const {
   if (forked()) {
-    return request.done(Status::error(
-        Code::failed_precondition,
-        identity(request) + " cannot run: this process was forked after hvd.init() and is no rank. "
-                            "Call collectives only in the process that has called hvd.init()."));
+    return request.done(cannot_run(
+        request, Code::failed_precondition,
+        "this process was forked after hvd.init() and is no rank. Call collectives only in the "
+        "process that has called hvd.init()."));
   }
   ProcessSet set;
   Status status = find(request.process_set, &set);

@@ -3,7 +3,6 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
 #include <stdexcept>
 #include <thread>
@@ -30,16 +29,9 @@ namespace {
 constexpr double kStrandedSeconds = 2.0;
 
 const char* name_of_thread_level(int level) {
-  switch (level) {
-    case MPI_THREAD_SINGLE:
-      return "MPI_THREAD_SINGLE";
-    case MPI_THREAD_FUNNELED:
-      return "MPI_THREAD_FUNNELED";
-    case MPI_THREAD_SERIALIZED:
-      return "MPI_THREAD_SERIALIZED";
-    default:
-      return "MPI_THREAD_MULTIPLE";
-  }
+  return level == MPI_THREAD_SINGLE     ? "MPI_THREAD_SINGLE"
+         : level == MPI_THREAD_FUNNELED ? "MPI_THREAD_FUNNELED"
+                                        : "MPI_THREAD_SERIALIZED";
 }
 
 // A communicator of these ranks; collective among them only. Calls with different tags do not
@@ -88,7 +80,7 @@ std::unique_ptr<Transport> transport_between(MPI_Comm communicator, const std::v
 // This process's stream waits for work that cannot finish, and its script may wait for the stream.
 void abort_soon(const std::string& why) {
   new_thread("hvd abort", [why] {
-    std::this_thread::sleep_for(std::chrono::duration<double>(kStrandedSeconds));
+    std::this_thread::sleep_for(Seconds(kStrandedSeconds));
     log(LogLevel::error,
         "the GPU waits for work that cannot finish, so the job is aborted: " + why);
     MPI_Abort(MPI_COMM_WORLD, kWaitedInVain);
@@ -303,8 +295,6 @@ void World::finalize() {
                           "MPI_Finalize waits for another rank, which does not go on.");
   HVD_MPI(MPI_Finalize());
 }
-
-bool keeps_shape(Kind kind) { return collective(kind).keeps_shape; }
 
 Status look_up(const std::string& what, int process_set, int* value) {
   ProcessSet set;

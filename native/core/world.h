@@ -13,7 +13,7 @@
 
 namespace hvd {
 
-struct RankInfo {
+struct RankInfo {              // in the order of hvd_rank_info()
   int rank, size;              // in the job
   int local_rank, local_size;  // on this host
   int cross_rank, cross_size;  // among the ranks with this local_rank, one per host

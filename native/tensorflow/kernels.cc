@@ -9,11 +9,10 @@
 
 #include "core/kernel_api.h"
 #include "core/request/request.h"
-#include "tensorflow/attributes.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/device_base.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/request_from_attributes.h"
+#include "tensorflow/request_of_node.h"
 #include "xla/stream_executor/stream.h"
 
 namespace hvd {
@@ -27,15 +26,8 @@ using tensorflow::Tensor;
 using tensorflow::TensorShape;
 
 DType to_dtype(tensorflow::DataType dtype) {
-  static const auto* table = new std::map<tensorflow::DataType, DType>{
-      {tensorflow::DT_BOOL, DType::boolean},      {tensorflow::DT_UINT8, DType::uint8},
-      {tensorflow::DT_INT8, DType::int8},         {tensorflow::DT_UINT16, DType::uint16},
-      {tensorflow::DT_INT16, DType::int16},       {tensorflow::DT_UINT32, DType::uint32},
-      {tensorflow::DT_INT32, DType::int32},       {tensorflow::DT_UINT64, DType::uint64},
-      {tensorflow::DT_INT64, DType::int64},       {tensorflow::DT_HALF, DType::float16},
-      {tensorflow::DT_BFLOAT16, DType::bfloat16}, {tensorflow::DT_FLOAT, DType::float32},
-      {tensorflow::DT_DOUBLE, DType::float64},
-  };
+#define HVD_PAIR(dtype, name, bytes, type, tf, ...) {tensorflow::DT_##tf, DType::dtype},
+  static const auto* table = new std::map<tensorflow::DataType, DType>{HVD_DTYPES(HVD_PAIR)};
   return table->at(dtype);  // the ops' type lists hold nothing else
 }
 
@@ -60,7 +52,7 @@ void set_device(OpKernelContext* c, Request* request) {
 class CollectiveKernel : public AsyncOpKernel {
  public:
   explicit CollectiveKernel(OpKernelConstruction* c)
-      : AsyncOpKernel(c), call_(request_of(c->def().op(), attributes_of(c->def()))) {}
+      : AsyncOpKernel(c), call_(request_of(c->def())) {}
 
   void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
     Request request = call_;
@@ -70,7 +62,7 @@ class CollectiveKernel : public AsyncOpKernel {
       const Tensor& input = c->input(i);
       request.inputs.push_back({input.data(), to_dtype(input.dtype()), to_shape(input.shape())});
     }
-    if (keeps_shape(call_.kind)) {
+    if (collective(call_.kind).keeps_shape) {
       for (int i = 0; i < n; ++i) {
         Tensor* output = nullptr;
         const absl::Status status =

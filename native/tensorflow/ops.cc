@@ -18,10 +18,11 @@ absl::Status same_shapes(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-absl::Status free_first_dimension(InferenceContext* c) {
+// Of the first tensors; the others, splits, keep their shape.
+absl::Status unknown_first_dimension(InferenceContext* c, int tensors) {
   for (int i = 0; i < c->num_inputs(); ++i) {
     ShapeHandle shape = c->input(i);
-    if (c->RankKnown(shape)) {
+    if (i < tensors && c->RankKnown(shape)) {
       TF_RETURN_IF_ERROR(c->WithRankAtLeast(shape, 1, &shape));
       TF_RETURN_IF_ERROR(c->ReplaceDim(shape, 0, c->UnknownDim(), &shape));
     }
@@ -30,94 +31,54 @@ absl::Status free_first_dimension(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-absl::Status unknown_first_dimension_and_splits(InferenceContext* c) {
-  ShapeHandle shape = c->input(0);
-  if (c->RankKnown(shape)) {
-    TF_RETURN_IF_ERROR(c->WithRankAtLeast(shape, 1, &shape));
-    TF_RETURN_IF_ERROR(c->ReplaceDim(shape, 0, c->UnknownDim(), &shape));
-  }
-  c->set_output(0, shape);
-  c->set_output(1, c->input(1));
-  return absl::OkStatus();
+absl::Status free_first_dimension(InferenceContext* c) {
+  return unknown_first_dimension(c, c->num_inputs());
 }
 
 #define HVD_ANY_DTYPE                                                                        \
   "{bool, uint8, int8, uint16, int16, uint32, int32, uint64, int64, half, bfloat16, float, " \
   "double}"
 
-REGISTER_OP("HvdAllreduce")
-    .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
-    .Attr("tensor_name: string")
-    .Attr("note: string = ''")
-    .Attr("process_set: int = 0")
+#define HVD_OP(name) \
+  REGISTER_OP(name).Attr("tensor_name: string").Attr("process_set: int = 0").SetIsStateful()
+#define HVD_OP_OF_TENSORS(name) \
+  HVD_OP(name).Attr("T: list(" HVD_ANY_DTYPE ") >= 1").Attr("note: string = ''").Input("tensors: T")
+
+HVD_OP_OF_TENSORS("HvdAllreduce")
     .Attr("reduction: {'Average', 'Sum', 'Min', 'Max', 'Product', 'Adasum'} = 'Sum'")
     .Attr("prescale_factor: string = '1'")  // float64 in decimal: TensorFlow's float attributes are
                                             // float32
     .Attr("postscale_factor: string = '1'")
     .Attr("wire_dtype: {'float16', 'bfloat16', 'float64'} = 'float64'")  // the widest that travels
-    .Input("tensors: T")
     .Output("reduced: T")
-    .SetIsStateful()
     .SetShapeFn(same_shapes);
 
-REGISTER_OP("HvdAllgather")
-    .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
-    .Attr("tensor_name: string")
-    .Attr("note: string = ''")
-    .Attr("process_set: int = 0")
-    .Input("tensors: T")
-    .Output("gathered: T")
-    .SetIsStateful()
-    .SetShapeFn(free_first_dimension);
+HVD_OP_OF_TENSORS("HvdAllgather").Output("gathered: T").SetShapeFn(free_first_dimension);
 
-REGISTER_OP("HvdBroadcast")
-    .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
-    .Attr("tensor_name: string")
-    .Attr("note: string = ''")
-    .Attr("process_set: int = 0")
+HVD_OP_OF_TENSORS("HvdBroadcast")
     .Attr("root_rank: int")
-    .Input("tensors: T")
     .Output("values: T")
-    .SetIsStateful()
     .SetShapeFn(same_shapes);
 
-REGISTER_OP("HvdAlltoall")
+HVD_OP("HvdAlltoall")
     .Attr("T: " HVD_ANY_DTYPE)
-    .Attr("tensor_name: string")
     .Attr("note: string = ''")
-    .Attr("process_set: int = 0")
     .Input("tensor: T")
     .Input("splits: int64")
     .Output("received: T")
     .Output("received_splits: int64")
-    .SetIsStateful()
-    .SetShapeFn(unknown_first_dimension_and_splits);
+    .SetShapeFn([](InferenceContext* c) { return unknown_first_dimension(c, 1); });
 
-REGISTER_OP("HvdReducescatter")
-    .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
-    .Attr("tensor_name: string")
-    .Attr("note: string = ''")
-    .Attr("process_set: int = 0")
+HVD_OP_OF_TENSORS("HvdReducescatter")
     .Attr("reduction: {'Average', 'Sum'} = 'Sum'")
     .Attr("prescale_factor: string = '1'")
     .Attr("postscale_factor: string = '1'")
-    .Input("tensors: T")
     .Output("reduced: T")
-    .SetIsStateful()
     .SetShapeFn(free_first_dimension);
 
-REGISTER_OP("HvdBarrier")
-    .Attr("tensor_name: string")
-    .Attr("process_set: int = 0")
-    .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::NoOutputs);
+HVD_OP("HvdBarrier").SetShapeFn(tensorflow::shape_inference::NoOutputs);
 
-REGISTER_OP("HvdJoin")
-    .Attr("tensor_name: string")
-    .Attr("process_set: int = 0")
-    .Output("last: int32")
-    .SetIsStateful()
-    .SetShapeFn(tensorflow::shape_inference::ScalarShape);
+HVD_OP("HvdJoin").Output("last: int32").SetShapeFn(tensorflow::shape_inference::ScalarShape);
 
 REGISTER_OP("HvdRankInfo")
     .Attr("what: {'rank', 'size', 'local_rank', 'local_size', 'included'}")

@@ -33,7 +33,7 @@ constexpr DType kIntegers[] = {DType::uint8,  DType::int8,  DType::uint16, DType
 constexpr DType kFloats[] = {DType::float16, DType::bfloat16, DType::float32, DType::float64};
 
 void dtypes_have_their_sizes_and_names() {
-  const std::vector<std::pair<std::string, size_t>> expected = {
+  const std::vector<std::pair<std::string, int64_t>> expected = {
       {"bool", 1},     {"uint8", 1},   {"int8", 1},   {"uint16", 2}, {"int16", 2},
       {"uint32", 4},   {"int32", 4},   {"uint64", 8}, {"int64", 8},  {"float16", 2},
       {"bfloat16", 2}, {"float32", 4}, {"float64", 8}};

@@ -18,18 +18,10 @@ class Failing : public test::ThreadTransport {
   Failing(std::shared_ptr<test::Hub> hub, int rank, std::string method)
       : ThreadTransport(std::move(hub), rank), method_(std::move(method)) {}
 
-  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override {
-    fail("agree");
-    return ThreadTransport::agree(mine, waiting);
-  }
-  std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
-                                     const Waiting& waiting) override {
-    fail("agree_to_run");
-    return ThreadTransport::agree_to_run(mine, next, waiting);
-  }
-  std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override {
-    fail("agree_at_once");
-    return ThreadTransport::agree_at_once(mine, next);
+  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
+                              const Waiting& waiting) override {
+    fail(!waiting ? "agree at once" : next ? "agree to run" : "agree");
+    return ThreadTransport::agree(mine, next, waiting);
   }
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override {
     fail("gather");
@@ -49,7 +41,7 @@ class Failing : public test::ThreadTransport {
 };
 
 void an_error_of_one_rank_ends_all() {
-  for (const char* method : {"agree", "agree_to_run", "agree_at_once", "gather", "run"}) {
+  for (const char* method : {"agree", "agree to run", "agree at once", "gather", "run"}) {
     test::context = method;
     const auto hub = std::make_shared<test::Hub>(kRanks, 1e9);
     std::vector<std::thread> threads;

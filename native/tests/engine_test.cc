@@ -403,7 +403,7 @@ void agreements_tell_who_waited_least() {
         if (wanted && rank == size - 1) mine.flags = Proposal::wants_times;
         if (rank == first) mine.flags |= Proposal::several_sets;
         mine.wait_times = {waited(rank), static_cast<uint64_t>(rank), 0};
-        const std::vector<Proposal> all = transport->agree(mine, patient);
+        const std::vector<Proposal> all = transport->agree(mine, nullptr, patient);
         CHECK_EQ(all.size(), static_cast<size_t>(size));
         bool equal = true;
         uint64_t together = 0, expected = 0, flags = 0;

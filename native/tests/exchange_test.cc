@@ -205,7 +205,7 @@ void a_reducescatter_gives_the_bits_of_an_allreduce() {
         outputs.push_back(call.outputs[0]);
       }
       const int64_t first = rows / size * rank + std::min<int64_t>(rank, rows % size);
-      const int64_t of_row = columns * static_cast<int64_t>(size_of(dtype));
+      const int64_t of_row = columns * size_of(dtype);
       CHECK(std::equal(outputs[1].begin(), outputs[1].end(), outputs[0].begin() + first * of_row));
     }
   });

@@ -111,7 +111,7 @@ void all_kinds_give_the_same_bits() {
   std::mt19937_64 random(7);
   for (int i = 0; i <= static_cast<int>(DType::float64); ++i) {
     const DType dtype = static_cast<DType>(i);
-    const int64_t width = static_cast<int64_t>(size_of(dtype)), n = 65541;
+    const int64_t width = size_of(dtype), n = 65541;
     std::vector<std::vector<char>> sources(3, std::vector<char>(n * width));
     for (auto& source : sources) {
       for (char& byte : source)

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/kernel_api.h"
-#include "tensorflow/request_from_attributes.h"
+#include "core/request/collectives.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace xla::ffi {
@@ -26,13 +26,8 @@ ffi::Error to_error(const Status& status) {
 }
 
 DType to_dtype(ffi::DataType dtype) {
-  static const auto* table = new std::map<ffi::DataType, DType>{
-      {ffi::PRED, DType::boolean}, {ffi::U8, DType::uint8},      {ffi::S8, DType::int8},
-      {ffi::U16, DType::uint16},   {ffi::S16, DType::int16},     {ffi::U32, DType::uint32},
-      {ffi::S32, DType::int32},    {ffi::U64, DType::uint64},    {ffi::S64, DType::int64},
-      {ffi::F16, DType::float16},  {ffi::BF16, DType::bfloat16}, {ffi::F32, DType::float32},
-      {ffi::F64, DType::float64},
-  };
+#define HVD_PAIR(dtype, name, bytes, type, tf, xla, ...) {ffi::xla, DType::dtype},
+  static const auto* table = new std::map<ffi::DataType, DType>{HVD_DTYPES(HVD_PAIR)};
   return table->at(dtype);  // the ops' type lists hold nothing else
 }
 
@@ -46,18 +41,6 @@ std::string to_text(const Shape& shape) {
   return "[" + text + "]";
 }
 
-Attributes attributes_of(const ffi::Dictionary& dictionary) {
-  Attributes attributes;
-  for (const std::string_view name : dictionary) {
-    if (dictionary.contains<std::string_view>(name)) {
-      attributes.texts.emplace(name, *dictionary.get<std::string_view>(name));
-    } else {
-      attributes.numbers.emplace(name, *dictionary.get<int64_t>(name));
-    }
-  }
-  return attributes;
-}
-
 // A result that XLA has allocated already.
 struct Result {
   Shape shape;
@@ -67,8 +50,7 @@ struct Result {
 // The last argument and the last result are the chain, see kernels.cc.
 ffi::Future submitted(const ffi::Dictionary& dictionary, int device, void* stream,
                       ffi::RemainingArgs arguments, ffi::RemainingRets returns) {
-  const Attributes attributes = attributes_of(dictionary);
-  Request request = request_of(attributes.texts.at("op"), attributes);
+  Request request = decode_header(std::string(*dictionary.get<std::string_view>("request")));
   if (arguments.size() > 1) {  // a barrier has no tensors
     request.device = device;
     request.stream = stream;
@@ -88,14 +70,14 @@ ffi::Future submitted(const ffi::Dictionary& dictionary, int device, void* strea
   request.done = [promise](const Status& status) mutable {
     status.ok() ? promise.SetAvailable() : promise.SetError(to_error(status));
   };
-  if (keeps_shape(request.kind)) {
+  if (collective(request.kind).keeps_shape) {
     for (const Result& result : results) request.outputs.push_back(result.data);
   } else {
     // Of an alltoall, see kernels.cc. Nobody reads those that it receives.
     const auto splits = std::make_shared<std::vector<int64_t>>();
     const auto unread = std::make_shared<std::vector<int64_t>>();
     if (request.kind == Kind::alltoall) {
-      splits->assign(attributes.numbers.at("splits"), attributes.numbers.at("split_rows"));
+      splits->assign(*dictionary.get<int64_t>("splits"), *dictionary.get<int64_t>("split_rows"));
       request.inputs.push_back(
           {splits->data(), DType::int64, {static_cast<int64_t>(splits->size())}});
     }
@@ -124,8 +106,8 @@ ffi::Future submitted(const ffi::Dictionary& dictionary, int device, void* strea
   return future;
 }
 
-ffi::Future collective(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
-                       ffi::Dictionary dictionary) {
+ffi::Future collective_on_host(ffi::RemainingArgs arguments, ffi::RemainingRets returns,
+                               ffi::Dictionary dictionary) {
   return submitted(dictionary, kOnHost, nullptr, arguments, returns);
 }
 
@@ -137,13 +119,12 @@ ffi::Future collective_on_gpu(void* stream, int32_t device, ffi::RemainingArgs a
 }
 
 ffi::Error rank_info(ffi::Result<ffi::BufferR0<ffi::S32>> value, ffi::Dictionary dictionary) {
-  const Attributes attributes = attributes_of(dictionary);
-  return to_error(look_up(attributes.texts.at("what"),
-                          static_cast<int>(attributes.numbers.at("process_set")),
+  return to_error(look_up(std::string(*dictionary.get<std::string_view>("what")),
+                          static_cast<int>(*dictionary.get<int64_t>("process_set")),
                           value->typed_data()));
 }
 
-XLA_FFI_DEFINE_HANDLER(kCollective, collective,
+XLA_FFI_DEFINE_HANDLER(kCollective, collective_on_host,
                        ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "Host", kCollective);
 

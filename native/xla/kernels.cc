@@ -10,9 +10,8 @@
 #include <vector>
 
 #include "core/kernel_api.h"
-#include "tensorflow/attributes.h"
 #include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
-#include "tensorflow/request_from_attributes.h"
+#include "tensorflow/request_of_node.h"
 #include "xla/hlo/builder/xla_builder.h"
 #include "xla/shape_util.h"
 
@@ -23,8 +22,8 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::XlaOpKernel;
 using tensorflow::XlaOpKernelContext;
 
-// As the text of an MLIR dictionary, in which bytes can be escaped as two hexadecimal digits.
-std::string quoted(const std::string& text) {
+// In the text of an MLIR dictionary, where bytes can be escaped as two hexadecimal digits.
+std::string escaped(const std::string& text) {
   static const char* digits = "0123456789abcdef";
   std::string result = "\"";
   for (const unsigned char c : text) {
@@ -37,14 +36,6 @@ std::string quoted(const std::string& text) {
   return result + "\"";
 }
 
-std::string dictionary(const std::string& op, const Attributes& attributes) {
-  std::string text = "{op = " + quoted(op);
-  for (const auto& [name, value] : attributes.texts) text += ", " + name + " = " + quoted(value);
-  for (const auto& [name, value] : attributes.numbers)
-    text += ", " + name + " = " + std::to_string(value) + " : i64";
-  return text + "}";
-}
-
 // The end of the chain, one in each computation that is being compiled.
 struct Chain : public tensorflow::ResourceBase {
   std::string DebugString() const override { return "hvd_keras: the last collective"; }
@@ -54,13 +45,14 @@ struct Chain : public tensorflow::ResourceBase {
 class CollectiveXlaKernel : public XlaOpKernel {
  public:
   explicit CollectiveXlaKernel(OpKernelConstruction* c)
-      : XlaOpKernel(c),
-        attributes_(attributes_of(c->def())),
-        call_(request_of(c->def().op(), attributes_)) {}
+      : XlaOpKernel(c), call_(request_of(c->def())) {}
 
   void Compile(XlaOpKernelContext* c) override {
-    Attributes attributes = attributes_;
-    if (call_.kind == Kind::alltoall) OP_REQUIRES_OK(c, add_splits(c, &attributes));
+    // The first two for those who read XLA's program.
+    std::string dictionary = "op = " + escaped(def().op()) +
+                             ", tensor_name = " + escaped(call_.name) +
+                             ", request = " + escaped(encode_header(call_));
+    if (call_.kind == Kind::alltoall) OP_REQUIRES_OK(c, add_splits(c, &dictionary));
     std::vector<xla::XlaOp> operands;
     std::vector<xla::Shape> shapes, results;
     // Not an alltoall's splits: all are equal, and memory of the host, which a GPU's program lacks.
@@ -93,7 +85,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
 
     // Where nothing else needs an input, its memory becomes the output's.
     std::vector<std::pair<xla::ShapeIndex, std::pair<int64_t, xla::ShapeIndex>>> shared;
-    if (keeps_shape(call_.kind)) {
+    if (collective(call_.kind).keeps_shape) {
       for (int64_t i = 0; i < count; ++i) shared.push_back({{i}, {i, {}}});
     }
     shared.push_back({{static_cast<int64_t>(results.size()) - 1},
@@ -102,7 +94,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
     // Without "side effect" XLA would drop the last calls if nothing uses their results.
     const xla::XlaOp call = xla::CustomCallWithLayout(
         c->builder(), "hvd_collective", operands, xla::ShapeUtil::MakeTupleShape(results), shapes,
-        dictionary(def().op(), attributes), /*has_side_effect=*/true, shared, /*literal=*/nullptr,
+        "{" + dictionary + "}", /*has_side_effect=*/true, shared, /*literal=*/nullptr,
         xla::CustomCallSchedule::SCHEDULE_NONE, xla::CustomCallApiVersion::API_VERSION_TYPED_FFI);
     for (int i = 0; i < count; ++i) c->SetOutput(i, xla::GetTupleElement(call, i));
     chain->end = xla::GetTupleElement(call, count);
@@ -112,15 +104,9 @@ class CollectiveXlaKernel : public XlaOpKernel {
 
  private:
   absl::Status refused(const std::string& why, const std::string& cure) const {
-    return absl::InvalidArgumentError("hvd." + op_name() + " '" + call_.name +
-                                      "' cannot be compiled by XLA: " + why + ". " + cure +
-                                      ", or compile without XLA (jit_compile=False).");
-  }
-
-  std::string op_name() const {
-    std::string name = def().op().substr(3);
-    name[0] = static_cast<char>(std::tolower(name[0]));
-    return name;
+    return absl::InvalidArgumentError(std::string("hvd.") + collective(call_.kind).name + " '" +
+                                      call_.name + "' cannot be compiled by XLA: " + why + ". " +
+                                      cure + ", or compile without XLA (jit_compile=False).");
   }
 
   // The outputs' shapes if all ranks' inputs have the shapes of this one's. Whether they have, the
@@ -128,7 +114,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
   absl::Status set_results(const std::vector<xla::Shape>& shapes,
                            std::vector<xla::Shape>* results) const {
     *results = shapes;
-    if (keeps_shape(call_.kind) || call_.kind == Kind::alltoall) return absl::OkStatus();
+    if (collective(call_.kind).keeps_shape || call_.kind == Kind::alltoall) return absl::OkStatus();
     int size = 0, set_rank = 0;
     TF_RETURN_IF_ERROR(to_absl(look_up("size", call_.process_set, &size)));
     TF_RETURN_IF_ERROR(to_absl(look_up("set_rank", call_.process_set, &set_rank)));
@@ -143,7 +129,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
   }
 
   // Equal ones. Whether they fit the tensor and the ranks, the engine checks.
-  absl::Status add_splits(XlaOpKernelContext* c, Attributes* attributes) const {
+  absl::Status add_splits(XlaOpKernelContext* c, std::string* dictionary) const {
     std::vector<int64_t> splits;
     const bool known = c->ConstantInputAsIntVector(1, &splits).ok();
     if (!known ||
@@ -152,43 +138,43 @@ class CollectiveXlaKernel : public XlaOpKernel {
                            : "its splits are known only when it runs",
                      "Send equally many rows to each rank");
     }
-    attributes->numbers["splits"] = static_cast<int64_t>(splits.size());
-    attributes->numbers["split_rows"] = splits.empty() ? 0 : splits[0];
+    *dictionary += ", splits = " + std::to_string(splits.size()) +
+                   " : i64, split_rows = " + std::to_string(splits.empty() ? 0 : splits[0]) +
+                   " : i64";
     return absl::OkStatus();
   }
 
-  const Attributes attributes_;
   const Request call_;  // all but the tensors
 };
 
 class RankInfoXlaKernel : public XlaOpKernel {
  public:
   explicit RankInfoXlaKernel(OpKernelConstruction* c)
-      : XlaOpKernel(c), text_(dictionary(c->def().op(), attributes_of(c->def()))) {}
+      : XlaOpKernel(c), on_gpu_(c->device_type() == tensorflow::DEVICE_GPU_XLA_JIT) {
+    OP_REQUIRES_OK(c, c->GetAttr("what", &what_));
+    OP_REQUIRES_OK(c, c->GetAttr("process_set", &process_set_));
+  }
 
   void Compile(XlaOpKernelContext* c) override {
+    OP_REQUIRES(c, !on_gpu_,  // the number is in the host's memory
+                absl::UnimplementedError(
+                    "hvd.rank_op, hvd.size_op and their like cannot be compiled by XLA for a GPU. "
+                    "Use the numbers hvd.rank() and hvd.size(), or compile without XLA "
+                    "(jit_compile=False)."));
     c->SetOutput(0, xla::CustomCallWithLayout(
                         c->builder(), "hvd_rank_info", {},
-                        xla::ShapeUtil::MakeShapeWithDescendingLayout(xla::S32, {}), {}, text_,
+                        xla::ShapeUtil::MakeShapeWithDescendingLayout(xla::S32, {}), {},
+                        "{what = " + escaped(what_) +
+                            ", process_set = " + std::to_string(process_set_) + " : i64}",
                         /*has_side_effect=*/false, {}, /*literal=*/nullptr,
                         xla::CustomCallSchedule::SCHEDULE_NONE,
                         xla::CustomCallApiVersion::API_VERSION_TYPED_FFI));
   }
 
  private:
-  const std::string text_;
-};
-
-// The number is in the host's memory.
-class RankInfoOnGpuXlaKernel : public XlaOpKernel {
- public:
-  using XlaOpKernel::XlaOpKernel;
-
-  void Compile(XlaOpKernelContext* c) override {
-    c->SetStatus(absl::UnimplementedError(
-        "hvd.rank_op, hvd.size_op and their like cannot be compiled by XLA for a GPU. Use the "
-        "numbers hvd.rank() and hvd.size(), or compile without XLA (jit_compile=False)."));
-  }
+  const bool on_gpu_;
+  std::string what_;
+  int process_set_ = 0;
 };
 
 // Not by XLA's own REGISTER_XLA_OP, which is ignored in a process that has compiled something
@@ -205,9 +191,8 @@ bool register_all() {
     for (const Collective& row : collectives()) {
       if (row.xla) register_kernel<CollectiveXlaKernel>(op_of(row), device);
     }
+    register_kernel<RankInfoXlaKernel>("HvdRankInfo", device);
   }
-  register_kernel<RankInfoXlaKernel>("HvdRankInfo", tensorflow::DEVICE_CPU_XLA_JIT);
-  register_kernel<RankInfoOnGpuXlaKernel>("HvdRankInfo", tensorflow::DEVICE_GPU_XLA_JIT);
   return true;
 }
 

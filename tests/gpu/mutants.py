@@ -123,16 +123,18 @@ RULES = {
         (r"\bstream_\)", "nullptr)"),
         (r"  allocated\(\);", ""),
         (r"out \+= of_ranks\[r\];", ""),
-        (r"first \* width", "0"),
-        (r"first_row\(input\.shape\[0\], r, size\) \* row", "0"),
-        (r"first_row\(input\.shape\[0\], r \+ 1, size\) \* row - first", "row"),
+        (r"in \+ begin\[r\]", "in"),
+        (
+            r"\(begin\[r \+ 1\] - begin\[r\]\) / size_of\(input\.dtype\)",
+            "begin[1] / size_of(input.dtype)",
+        ),
         (r"elements\(input\.shape\) / size", "elements(input.shape) / size / 2"),
         (r"(?<=all_reduce\()input\.data", "request.inputs[0].data"),
         (r"(?<=broadcast\()input\.data", "request.inputs[0].data"),
         (r"(?<=reduce_scatter\()input\.data", "request.inputs[0].data"),
-        (r"(?<=reduce\(at\()input\.data", "request.inputs[0].data"),
+        (r"(?<=<const char\*>\()input\.data", "request.inputs[0].data"),
         (r"(?<=input\.data, )request\.outputs\[i\]", "request.outputs[0]"),
-        (r"(?<=first \* width\), )request\.outputs\[i\]", "request.outputs[0]"),
+        (r"(?<=begin\[r\], )request\.outputs\[i\]", "request.outputs[0]"),
         (r"request\.inputs\[i\]\.data;", "request.inputs[0].data;"),
         (r"(?<=all_gather\(in, )request\.outputs\[i\]", "request.outputs[0]"),
         (r"(?<=<char\*>\()request\.outputs\[i\]", "request.outputs[0]"),
@@ -143,11 +145,9 @@ RULES = {
         (r"kNcclBytes, root,", "kNcclBytes, host_.rank(),"),
         (r"part\.rank", "host_.rank()"),
         (r"of_ranks\[r\], kNcclBytes, r,", "of_ranks[r], kNcclBytes, 0,"),
-        (r"communicator_\.group\(\n", "([](const auto& calls, const Pause&) { calls(); })(\n"),
-        (r"all_or_none\(status, gather_numbers[^;]*;", "status;"),
-        (r"request\.inputs\[i\]\.data\)", "request.inputs[1].data)"),
-        (r"out \+= bytes;", ""),
-        (r"\bop,\n\s+r, communicator_", "op,\n 0, communicator_"),
+        (r"communicator_\.group\(", "([](const auto& run, const Pause&) { run(); })("),
+        (r"if \(!status\.ok\(\)\) return status;", ""),
+        (r"\bop, r,", "op, 0,"),
     ],
     f"{GPU}/launch_order.cc": [
         (r"become\(\*std::max_element\([^;]*;", ""),
@@ -185,7 +185,7 @@ SITES = {
     "groups": r"(?<![:\w])(?:group_start|group_end|settle)\((?!const)|communicator_\.group\(",
     "buffers": r"(?<![.\w])(?:request\.|direct\.|staged\.)?"
     r"(?:outputs\[i\]|(?:inputs\[i\]|input|part|results?(?:\[index\])?)\.data\b(?!\())",
-    "offsets": r"first \* width|out \+=|first_row\(",
+    "offsets": r"begin\[r\]|out \+=",
 }
 
 

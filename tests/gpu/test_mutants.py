@@ -17,8 +17,8 @@ def test_each_place_is_in_a_mutant() -> None:
 
 def test_each_function_fails() -> None:
     core = mutants.ROOT / mutants.GPU
-    called = (core / "cuda_api.cc").read_text() + (core / "nccl_api.cc").read_text()
+    called = (core / "cuda_api.h").read_text() + (core / "nccl_api.h").read_text()
     cases = (mutants.ROOT / "native" / "tests" / "gpu" / "gpu_faults_test.cc").read_text()
-    functions = set(re.findall(r'bind\("(\w+)"', called))
+    functions = set(re.findall(r'library\["(\w+)"\]', called))
     failing = set(re.findall(r'\{"((?:cuda|nccl)\w+)", When::', cases))
     assert functions - failing == WITHOUT_FAULTS

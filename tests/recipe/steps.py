@@ -42,55 +42,27 @@ STEPS = [
         '      {Kind::shift, "shift", no, no, no, yes, no, yes, yes, {}},\n',
     ),
     Step(
-        "native/core/cpu/kind_transport.h",
-        "    switch (request.kind) {",
-        "      case Kind::shift:\n        return shift(request);\n",
-    ),
-    Step(
-        "native/core/cpu/kind_transport.h",
-        " protected:",
-        "  virtual Status shift(Request& request) { return missing(request); }\n",
-    ),
-    Step(
-        "native/core/cpu/mpi_transport.h",
-        "  Status broadcast(Request& request) override;",
-        "  Status shift(Request& request) override;\n",
-    ),
-    Step(
-        "native/core/cpu/mpi_transport.cc",
-        "Status MpiTransport::broadcast(Request& request) {",
-        """// The toy collective of tests/recipe.
-Status MpiTransport::shift(Request& request) {
-  for (size_t i = 0; i < request.inputs.size(); ++i) {
-    const Input& input = request.inputs[i];
-    const int64_t bytes = static_cast<int64_t>(input.bytes());
-    received_.resize(bytes);  // the output may be the input's own memory
-    Exchange exchange(*this);
-    exchange.receive(received_.data(), bytes, (rank_ + size() - 1) % size());
-    exchange.send(input.data, bytes, (rank_ + 1) % size());
-    exchange.finish();
-    if (bytes > 0) std::memcpy(request.outputs[i], received_.data(), bytes);
-  }
-  return {};
-}
-
+        "native/core/cpu/kind_transport.cc",
+        "    case Kind::broadcast:",
+        """    case Kind::shift:  // the toy collective of tests/recipe
+      for (size_t i = 0; i < request.inputs.size(); ++i) {
+        const Input& input = request.inputs[i];
+        const int64_t bytes = static_cast<int64_t>(input.bytes());
+        char* const sent = static_cast<char*>(const_cast<void*>(input.data));
+        std::vector<char> received(bytes);  // the output may be the input's own memory
+        exchange({{(rank() + 1) % size(), sent, bytes}},
+                 {{(rank() + size() - 1) % size(), received.data(), bytes}});
+        if (bytes > 0) std::memcpy(request.outputs[i], received.data(), bytes);
+      }
+      return {};
 """,
         before=True,
     ),
     Step(
         "native/tensorflow/ops.cc",
-        '  "double}"',
-        """
-REGISTER_OP("HvdShift")
-    .Attr("T: list(" HVD_ANY_DTYPE ") >= 1")
-    .Attr("tensor_name: string")
-    .Attr("note: string = ''")
-    .Attr("process_set: int = 0")
-    .Input("tensors: T")
-    .Output("shifted: T")
-    .SetIsStateful()
-    .SetShapeFn(same_shapes);
-""",
+        'HVD_OP_OF_TENSORS("HvdBroadcast")',
+        'HVD_OP_OF_TENSORS("HvdShift").Output("shifted: T").SetShapeFn(same_shapes);\n\n',
+        before=True,
     ),
     Step("hvd_keras/ops/shift.py", "", (HERE / "shift.py").read_text()),
     Step(

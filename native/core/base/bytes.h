@@ -1,28 +1,33 @@
 // Texts and numbers as bytes, for messages between ranks of one build.
 #pragma once
 
-#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 namespace hvd {
 
 class Writer {
  public:
-  template <typename T>
-  void number(T value) {
-    static_assert(std::is_arithmetic_v<T> || std::is_enum_v<T>);
-    bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
-  }
-  void text(const std::string& text) {
-    number<uint64_t>(text.size());
-    bytes_.append(text);
+  template <typename... Values>
+  void operator()(const Values&... values) {
+    (put(values), ...);
   }
   std::string take() { return std::move(bytes_); }
 
  private:
+  template <typename T>
+  void put(const T& number) {
+    static_assert(std::is_arithmetic_v<T> || std::is_enum_v<T>);
+    bytes_.append(reinterpret_cast<const char*>(&number), sizeof number);
+  }
+  void put(const std::string& text) {
+    put(text.size());
+    bytes_.append(text);
+  }
+
   std::string bytes_;
 };
 
@@ -33,23 +38,24 @@ class Reader {
 
   bool at_end() const { return position_ == bytes_.size(); }
 
-  template <typename T>
-  T number() {
-    T value;
-    read(sizeof value, &value);
-    return value;
-  }
-  std::string text() {
-    std::string text(number<uint64_t>(), '\0');
-    read(text.size(), text.data());
-    return text;
+  template <typename... Values>
+  void operator()(Values&... values) {
+    (get(values), ...);
   }
 
  private:
-  void read(size_t size, void* out) {
+  template <typename T>
+  void get(T& number) {
+    std::memcpy(&number, next(sizeof number), sizeof number);
+  }
+  void get(std::string& text) {
+    size_t size = 0;
+    get(size);
+    text.assign(next(size), size);
+  }
+  const char* next(size_t size) {
     if (bytes_.size() - position_ < size) throw std::runtime_error("a rank's message is cut short");
-    std::memcpy(out, bytes_.data() + position_, size);
-    position_ += size;
+    return bytes_.data() + std::exchange(position_, position_ + size);
   }
 
   const std::string& bytes_;

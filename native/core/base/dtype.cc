@@ -3,23 +3,18 @@
 namespace hvd {
 namespace {
 
-struct DTypeRow {
-  const char* name;
-  size_t size;
-};
+#define HVD_SIZE(dtype, name, bytes, ...) bytes,
+constexpr int64_t kSizes[] = {HVD_DTYPES(HVD_SIZE)};
 
-constexpr DTypeRow kDTypes[] = {
-    {"bool", 1},     {"uint8", 1},   {"int8", 1},    {"uint16", 2}, {"int16", 2},
-    {"uint32", 4},   {"int32", 4},   {"uint64", 8},  {"int64", 8},  {"float16", 2},
-    {"bfloat16", 2}, {"float32", 4}, {"float64", 8},
-};
+#define HVD_NAME(dtype, name, ...) name,
+constexpr const char* kNames[] = {HVD_DTYPES(HVD_NAME)};
 
 constexpr const char* kReductions[] = {"Average", "Sum", "Min", "Max", "Product", "Adasum"};
 
 }  // namespace
 
-size_t size_of(DType dtype) { return kDTypes[static_cast<int>(dtype)].size; }
-const char* name_of(DType dtype) { return kDTypes[static_cast<int>(dtype)].name; }
+int64_t size_of(DType dtype) { return kSizes[static_cast<int>(dtype)]; }
+const char* name_of(DType dtype) { return kNames[static_cast<int>(dtype)]; }
 const char* name_of(Reduction reduction) { return kReductions[static_cast<int>(reduction)]; }
 bool is_floating(DType dtype) { return dtype >= DType::float16; }
 

@@ -38,7 +38,7 @@ void Watchdog::watch(double stall_warning_seconds, double timeout) {
 
 bool Watchdog::waits_for(double seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto limit = start_ + std::chrono::duration<double>(seconds);
+  const auto limit = start_ + Seconds(seconds);
   return !changed_.wait_until(lock, limit, [this] { return over_; });
 }
 

@@ -1,12 +1,12 @@
 // A deadline for MPI calls that wait for other ranks and cannot be interrupted, such as MPI_Init.
 #pragma once
 
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <string>
 #include <thread>
 
+#include "core/base/clock.h"
 #include "core/base/settings.h"
 
 namespace hvd {
@@ -37,7 +37,7 @@ class Watchdog {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool over_ = false;
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  const Clock::time_point start_ = Clock::now();
   std::thread thread_;
 };
 

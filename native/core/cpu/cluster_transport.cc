@@ -1,10 +1,11 @@
 #include "core/cpu/cluster_transport.h"
 
 #include <algorithm>
+#include <cstring>
+#include <functional>
 #include <stdexcept>
 #include <utility>
 
-#include "core/base/log.h"
 #include "core/cpu/mpi_error.h"
 #include "core/math/loops.h"
 
@@ -28,23 +29,44 @@ constexpr int64_t kSmallBytes = 4096;
 // With more ranks, a piece for each would be a short message; those of MpiTransport are longer.
 constexpr int kManyRanks = 256;
 
+// Differs from the tag of MpiTransport's messages.
+constexpr int kTag = 1;
+
+// The messages of one chunk between this rank and its partners on other hosts. Each pair of ranks
+// has one message per chunk at most, in the order of the chunks, so that one tag is enough.
+class ChunkMessages : public InterHostExchange {
+ public:
+  // `bytes`: of memory that lasts as long as the messages.
+  ChunkMessages(MPI_Comm all, int64_t bytes) : InterHostExchange(all), memory_(bytes) {}
+
+  using Messages::receive;
+  using Messages::send;
+
+  char* memory() { return memory_.data(); }
+  void when_complete(std::function<void()> then) { then_ = std::move(then); }
+
+  bool advance() override {
+    if (done_ || !all_complete()) return false;
+    if (then_) then_();
+    return done_ = true;
+  }
+
+ private:
+  std::vector<char> memory_;
+  std::function<void()> then_;
+};
+
 }  // namespace
 
 ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm host,
                                    Allreduce algorithm)
     : algorithm_(algorithm), chunk_bytes_(kSmallBytes) {
-  HVD_MPI(MPI_Comm_rank(host, &local_rank_));
-  HVD_MPI(MPI_Comm_size(host, &local_size_));
   const MPI_Comm all = (*mpi)->communicator();
   // Messages of different algorithms would not match.
   HVD_MPI(MPI_Bcast(&algorithm_, sizeof algorithm_, MPI_BYTE, 0, all));
-  std::vector<int> neighbours(local_size_);
-  const int own = (*mpi)->ranks()[(*mpi)->rank()];
-  HVD_MPI(MPI_Allgather(&own, 1, MPI_INT, neighbours.data(), 1, MPI_INT, host));
-  HVD_MPI(MPI_Allreduce(&local_size_, &leaders_, 1, MPI_INT, MPI_MIN, all));
-  HVD_MPI(MPI_Allreduce(&local_size_, &most_local_, 1, MPI_INT, MPI_MAX, all));
-  hosts_ = local_rank_ == 0 ? 1 : 0;
-  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &hosts_, 1, MPI_INT, MPI_SUM, all));
+  number_hosts(**mpi, host);
+  std::vector<int> neighbours;
+  for (int r : by_host_[host_]) neighbours.push_back((*mpi)->ranks()[r]);
   algorithm_ = algorithm_for(algorithm_, hosts_);
   full_chunk_bytes_ =
       std::clamp(kMessageBytes * leaders_ * hosts_, kLeastChunkBytes, kMostChunkBytes);
@@ -60,29 +82,32 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   int failed = why.empty() ? 0 : 1;
   HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &failed, 1, MPI_INT, MPI_MAX, all));
   if (failed) throw std::runtime_error(why.empty() ? "those of another host cannot" : why);
-  number_hosts(all, neighbours[0]);
   // By the number of the host, so that all slices are summed in the same order.
   HVD_MPI(
       MPI_Comm_split(all, local_rank_ < leaders_ ? local_rank_ : MPI_UNDEFINED, host_, &across_));
   mpi_ = std::move(*mpi);
 }
 
-// `first`: the number in the job of the first rank of this host.
-void ClusterTransport::number_hosts(MPI_Comm all, int first) {
-  int ranks = 0;
-  HVD_MPI(MPI_Comm_size(all, &ranks));
-  std::vector<int> firsts(ranks), numbers;
-  HVD_MPI(MPI_Allgather(&first, 1, MPI_INT, firsts.data(), 1, MPI_INT, all));
-  for (int r = 0; r < ranks; ++r) {
-    const auto found = std::find(numbers.begin(), numbers.end(), firsts[r]);
-    const size_t host = found - numbers.begin();
-    if (found == numbers.end()) {
-      numbers.push_back(firsts[r]);
+void ClusterTransport::number_hosts(const MpiTransport& mpi, MPI_Comm host) {
+  int first = mpi.rank();  // of this host
+  HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, &first, 1, MPI_INT, MPI_MIN, host));
+  std::vector<int> firsts(mpi.size()), numbers(mpi.size());
+  HVD_MPI(MPI_Allgather(&first, 1, MPI_INT, firsts.data(), 1, MPI_INT, mpi.communicator()));
+  for (int r = 0; r < mpi.size(); ++r) {
+    if (firsts[r] == r) {
+      numbers[r] = hosts_++;
       by_host_.emplace_back();
     }
-    if (firsts[r] == first) host_ = static_cast<int>(host);
-    place_.push_back(static_cast<int>(by_host_[host].size()));
-    by_host_[host].push_back(r);
+    std::vector<int>& ranks = by_host_[numbers[firsts[r]]];
+    place_.push_back(static_cast<int>(ranks.size()));
+    ranks.push_back(r);
+  }
+  host_ = numbers[first];
+  local_rank_ = place_[mpi.rank()];
+  local_size_ = leaders_ = static_cast<int>(by_host_[host_].size());
+  for (const std::vector<int>& ranks : by_host_) {
+    leaders_ = std::min(leaders_, static_cast<int>(ranks.size()));
+    most_local_ = std::max(most_local_, static_cast<int>(ranks.size()));
   }
 }
 
@@ -94,86 +119,67 @@ char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {
   return memory_->area(local_rank, chunk % kWindow);
 }
 
-Status ClusterTransport::run(Request& request, const Waiting& waiting) {
-  const bool few = size() <= kManyRanks;
-  const bool scatters = request.kind == Kind::reducescatter && few;
-  const bool gathers = request.kind == Kind::allgather && few;
-  const bool reduces = request.kind == Kind::allreduce && request.reduction != Reduction::adasum;
-  if (!scatters && !gathers && !reduces) return mpi_->run(request, waiting);
-  mpi_->begin(waiting);
-  if (scatters) return reducescatter(request, waiting);
-  if (gathers) return allgather(request, waiting);
-  for (DTypeGroup& group : by_dtype(request)) allreduce(request, group, waiting);
-  return {};
-}
-
-// Commits whole slots before the first request that is larger than what is committed. `bytes` is
-// equal on all ranks. If a rank cannot commit its slots, the ranks of all hosts go on with what
-// they have: their messages must match.
-void ClusterTransport::make_room(int64_t bytes, const Waiting& waiting) {
-  if (bytes <= chunk_bytes_ || asked_for_room_) return;
-  asked_for_room_ = true;
-  const std::vector<std::string> done = mpi_->gather(memory_->commit() ? "yes" : "no", waiting);
-  if (std::count(done.begin(), done.end(), "yes") == size()) {
-    chunk_bytes_ = full_chunk_bytes_;
-  } else if (rank() == 0) {
-    log(LogLevel::warning, no_room_text(chunk_bytes_));
-  }
-}
-
-void ClusterTransport::allreduce(const Request& request, DTypeGroup& group,
-                                 const Waiting& waiting) {
-  const int64_t width = static_cast<int64_t>(size_of(group.dtype)), total = group.in.left();
-  make_room(total, waiting);
-  const uint64_t first = chunks_;
-  chunks_ += (total + chunk_bytes_ - 1) / chunk_bytes_;
-  const auto elements = [&](uint64_t chunk) {
-    const int64_t before = static_cast<int64_t>(chunk - first) * chunk_bytes_;
-    return std::min(chunk_bytes_, total - before) / width;
-  };
-  const bool leads = local_rank_ < leaders_;
+// Takes chunks through their stages, in all of which up to kWindow of them are at once:
+//
+//   pack    when this rank's slot is free
+//   start   when all ranks of this host have packed; by the first `leaders` of them. Starts the
+//           messages between hosts, if pack has not
+//   unpack  when the messages of all leaders of this host are complete
+template <typename Pack, typename Start, typename Unpack>
+void ClusterTransport::in_chunks(int64_t count, int leaders, const Pack& pack, const Start& start,
+                                 const Unpack& unpack) {
   HostCounters& counters = memory_->counters();
-  uint64_t packed = first, started = first, reduced = first, unpacked = first;
-
-  const auto step = [&] {
+  uint64_t packed = chunks_, started = chunks_, complete = chunks_, unpacked = chunks_;
+  const uint64_t end = chunks_ += count;
+  MpiWaiter::Wait wait(mpi_->waiter(), waiting_);
+  wait.check();
+  while (unpacked < end) {
     bool progressed = false;
-    if (packed < chunks_ && packed < counters.least(HostCounters::unpacked) + kWindow) {
-      group.in.copy_to(slot(local_rank_, packed), elements(packed) * width);
+    if (packed < end && packed < counters.least(HostCounters::unpacked) + kWindow) {
+      pack(packed);
       counters.advance(HostCounters::packed, ++packed);
       progressed = true;
     }
-    if (leads && started < counters.least(HostCounters::packed)) {
-      start_inter_host(request, group.dtype, elements(started), started);
-      ++started;
+    if (local_rank_ < leaders && started < counters.least(HostCounters::packed)) {
+      start(started++);
       progressed = true;
     }
-    progressed |= advance_in_flight([&] { counters.advance(HostCounters::reduced, ++reduced); });
-    if (unpacked < counters.least(HostCounters::reduced, leaders_)) {
-      for (int c = 0; c < leaders_; ++c) {
-        const int64_t n = elements(unpacked), begin = n * c / leaders_ * width;
-        group.out.copy_from(slot(c, unpacked) + begin, n * (c + 1) / leaders_ * width - begin);
-      }
+    for (const auto& messages : in_flight_) progressed |= messages->advance();
+    while (!in_flight_.empty() && in_flight_.front()->done()) {
+      in_flight_.pop_front();
+      counters.advance(HostCounters::reduced, ++complete);
+      progressed = true;
+    }
+    if (unpacked < counters.least(HostCounters::reduced, leaders)) {
+      unpack(unpacked);
       counters.advance(HostCounters::unpacked, ++unpacked);
       progressed = true;
     }
-    return progressed;
-  };
-  MpiWaiter::Wait wait(mpi_->waiter(), waiting);
-  wait.check();
-  while (unpacked < chunks_) wait.turn(step());
+    wait.turn(progressed);
+  }
 }
 
-// Lets messages between hosts progress, and calls `completed` for each chunk whose messages have
-// completed, in the chunks' order. Returns whether there was progress.
-bool ClusterTransport::advance_in_flight(const std::function<void()>& completed) {
-  bool progressed = false;
-  for (const auto& messages : in_flight_) progressed |= messages->advance();
-  while (!in_flight_.empty() && in_flight_.front()->done()) {
-    in_flight_.pop_front();
-    completed();
-    progressed = true;
+void ClusterTransport::allreduce(Request& request) {
+  for (DTypeGroup& group : by_dtype(request)) {
+    const int64_t width = size_of(group.dtype), total = group.in.left();
+    make_room(total);
+    const auto elements = [&, first = chunks_](uint64_t chunk) {
+      const int64_t before = static_cast<int64_t>(chunk - first) * chunk_bytes_;
+      return std::min(chunk_bytes_, total - before) / width;
+    };
+    in_chunks(
+        (total + chunk_bytes_ - 1) / chunk_bytes_, leaders_,
+        [&](uint64_t chunk) {
+          group.in.copy_to(slot(local_rank_, chunk), elements(chunk) * width);
+        },
+        [&](uint64_t chunk) { start_inter_host(request, group.dtype, elements(chunk), chunk); },
+        [&](uint64_t chunk) {
+          for (int c = 0; c < leaders_; ++c) {
+            const int64_t n = elements(chunk), begin = n * c / leaders_ * width;
+            group.out.copy_from(slot(c, chunk) + begin, n * (c + 1) / leaders_ * width - begin);
+          }
+        });
   }
-  return progressed;
 }
 
 // The factors of a host's sum, and of the sum over all hosts. A host's sum is rounded to the dtype
@@ -202,14 +208,148 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
   const int64_t begin = elements * local_rank_ / leaders_;
   const int64_t end = elements * (local_rank_ + 1) / leaders_;
   std::vector<const void*> sources;
-  for (int r = 0; r < local_size_; ++r)
-    sources.push_back(slot(r, chunk) + begin * static_cast<int64_t>(size_of(dtype)));
-  char* sum = slot(local_rank_, chunk) + begin * static_cast<int64_t>(size_of(dtype));
+  for (int r = 0; r < local_size_; ++r) sources.push_back(slot(r, chunk) + begin * size_of(dtype));
+  char* sum = slot(local_rank_, chunk) + begin * size_of(dtype);
   const auto [within, between] = factors_of_stages(request, dtype, algorithm_);
   loops().reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
   in_flight_.push_back(new_inter_host_allreduce(
       algorithm_, across_, {sum, end - begin, dtype, request.reduction, between},
       static_cast<int>(2 * (chunk % kWindow))));
+}
+
+// The rank of a host that exchanges with a rank; on its own host that rank itself.
+int ClusterTransport::partner(int rank, int host) const {
+  const std::vector<int>& there = by_host_[host];
+  return there[place_[rank] % there.size()];
+}
+
+// The ranks whose partner on this host is a rank of it, that rank included.
+std::vector<int> ClusterTransport::partners(int local_rank) const {
+  const std::vector<int>& here = by_host_[host_];
+  std::vector<int> found;
+  for (int r = 0; r < size(); ++r)
+    if (partner(r, host_) == here[local_rank]) found.push_back(r);
+  return found;
+}
+
+// Chunk by chunk, each with a piece for each rank:
+//
+//   pack    this rank's pieces ──> its slot
+//   reduce  the host's slots ──> the host's sum of a piece, by the partner of its owner, who sends
+//           it there
+//   reduce  the hosts' sums ──> output, by the owner, in the hosts' order: the bits of an allreduce
+//           by direct messages
+void ClusterTransport::reducescatter(const Request& request, size_t i) {
+  if (size() > kManyRanks) return mpi_->reducescatter(request, i);
+  const DType dtype = request.inputs[i].dtype;
+  const int64_t width = size_of(dtype);
+  const std::vector<int64_t> begin = scattered(request.inputs[i], size());
+  const char* in = static_cast<const char*>(request.inputs[i].data);
+  char* out = static_cast<char*>(request.outputs[i]);
+  make_room(begin[1] * size());  // rank 0 gets the most rows
+  const int64_t room = chunk_bytes_ / size() / kWidest * kWidest;
+  const auto start = [&, first = chunks_](uint64_t chunk) {
+    return static_cast<int64_t>(chunk - first) * room;
+  };
+  const auto length = [&](int r, uint64_t chunk) {
+    return std::clamp<int64_t>(begin[r + 1] - begin[r] - start(chunk), 0, room);
+  };
+  const std::vector<int> owners = partners(local_rank_);
+  const std::pair<Factors, Factors> factors = factors_of_stages(request, dtype, Allreduce::direct);
+
+  std::vector<const void*> sources(local_size_), of_hosts(hosts_);
+
+  // A piece for each host's sum of this rank's, and one for each other owner.
+  const auto exchange = [&](uint64_t chunk) {
+    auto messages = std::make_unique<ChunkMessages>(
+        mpi_->communicator(), room * static_cast<int64_t>(hosts_ + owners.size() - 1));
+    char* const sums = messages->memory();
+    const int64_t mine = length(rank(), chunk);
+    for (int h = 0; h < hosts_; ++h)
+      if (h != host_) messages->receive(sums + h * room, mine, partner(rank(), h), kTag);
+    int64_t place = hosts_;
+    for (int owner : owners) {
+      for (int r = 0; r < local_size_; ++r) sources[r] = slot(r, chunk) + owner * room;
+      char* const sum = sums + (owner == rank() ? host_ : place++) * room;
+      const int64_t bytes = length(owner, chunk);
+      loops().reduce(dtype, request.reduction, factors.first, sources.data(), local_size_,
+                     bytes / width, sum);
+      if (owner != rank()) messages->send(sum, bytes, owner, kTag);
+    }
+    messages->when_complete([&, sums, mine, chunk] {
+      for (int h = 0; h < hosts_; ++h) of_hosts[h] = sums + h * room;
+      if (mine > 0)
+        loops().reduce(dtype, request.reduction, factors.second, of_hosts.data(), hosts_,
+                       mine / width, out + start(chunk));
+    });
+    in_flight_.push_back(std::move(messages));
+  };
+
+  in_chunks((begin[1] + room - 1) / room, local_size_,
+            [&](uint64_t chunk) {
+              for (int r = 0; r < size(); ++r) {
+                if (const int64_t bytes = length(r, chunk); bytes > 0)
+                  std::memcpy(slot(local_rank_, chunk) + r * room, in + begin[r] + start(chunk),
+                              bytes);
+              }
+            },
+            exchange, [](uint64_t) {});
+}
+
+// Chunk by chunk, each with a piece of each rank:
+//
+//   pack    this rank's piece ──> its slot and its partners' on other hosts, so that each host
+//           gets each piece once
+//   unpack  the host's slots ──> output
+void ClusterTransport::gather_tensor(const void* mine, const std::vector<int64_t>& sizes,
+                                     void* all) {
+  if (size() > kManyRanks) return mpi_->gather_bytes(mine, sizes, all);
+  const int64_t longest = *std::max_element(sizes.begin(), sizes.end());
+  // The pieces in the fullest slot: that of the first rank of the smallest host.
+  int64_t pieces = 0;
+  for (const std::vector<int>& host : by_host_)
+    pieces += (static_cast<int64_t>(host.size()) + leaders_ - 1) / leaders_;
+  make_room(longest * pieces);
+  const int64_t room = chunk_bytes_ / pieces / kWidest * kWidest;
+  const auto start = [&, first = chunks_](uint64_t chunk) {
+    return static_cast<int64_t>(chunk - first) * room;
+  };
+  const auto length = [&](int r, uint64_t chunk) {
+    return std::clamp<int64_t>(sizes[r] - start(chunk), 0, room);
+  };
+  std::vector<int64_t> begin(size(), 0);
+  for (int r = 1; r < size(); ++r) begin[r] = begin[r - 1] + sizes[r - 1];
+  std::vector<std::vector<int>> in_slot;  // whose pieces, by rank of this host
+  for (int c = 0; c < local_size_; ++c) in_slot.push_back(partners(c));
+
+  const auto exchange = [&](uint64_t chunk) {
+    auto messages = std::make_unique<ChunkMessages>(mpi_->communicator(), 0);
+    char* place = slot(local_rank_, chunk);
+    for (int r : in_slot[local_rank_]) {
+      const int64_t bytes = length(r, chunk);
+      if (r != rank()) {
+        messages->receive(place, bytes, r, kTag);
+      } else if (bytes > 0) {
+        std::memcpy(place, static_cast<const char*>(mine) + start(chunk), bytes);
+        for (int h = 0; h < hosts_; ++h)
+          if (h != host_) messages->send(place, bytes, partner(rank(), h), kTag);
+      }
+      place += room;
+    }
+    in_flight_.push_back(std::move(messages));
+  };
+
+  in_chunks((longest + room - 1) / room, local_size_, exchange, [](uint64_t) {},
+            [&](uint64_t chunk) {
+              for (int c = 0; c < local_size_; ++c) {
+                const char* piece = slot(c, chunk);
+                for (int r : in_slot[c]) {
+                  if (const int64_t bytes = length(r, chunk); bytes > 0)
+                    std::memcpy(static_cast<char*>(all) + begin[r] + start(chunk), piece, bytes);
+                  piece += room;
+                }
+              }
+            });
 }
 
 }  // namespace hvd

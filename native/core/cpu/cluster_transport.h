@@ -12,26 +12,26 @@
 // the next is packed and the previous one unpacked. The bytes between hosts do not grow with the
 // ranks of a host. Counters in shared memory show each rank's progress.
 //
-// Reducescatter and allgather (cluster_collectives.cc) work likewise: each rank has a partner on
+// Reducescatter and allgather work likewise: each rank has a partner on
 // each other host, and each host sends its sum of a piece, or a piece, once. All other collectives
 // go over MPI, from rank to rank.
 #pragma once
 
 #include <deque>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/cpu/inter_host.h"
+#include "core/cpu/kind_transport.h"
 #include "core/cpu/mpi_transport.h"
 #include "core/cpu/shared_memory.h"
 #include "core/math/byte_cursor.h"
 
 namespace hvd {
 
-class ClusterTransport : public Transport {
+class ClusterTransport : public KindTransport {
  public:
   // `host` has the ranks of this host, in rank order. All use the first rank's `algorithm`.
   // Collective. Throws std::runtime_error on all ranks if the ranks of any host cannot share
@@ -42,35 +42,46 @@ class ClusterTransport : public Transport {
   const std::vector<int>& ranks() const override { return mpi_->ranks(); }
   int rank() const override { return mpi_->rank(); }
   const std::string& host(int rank) const override { return mpi_->host(rank); }
-  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override {
-    return mpi_->agree(mine, waiting);
+  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
+                              const Waiting& waiting) override {
+    return mpi_->agree(mine, next, waiting);
   }
-  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override {
-    return mpi_->gather(mine, waiting);
-  }
-  Status run(Request& request, const Waiting& waiting) override;
   Transport* mpi() override { return mpi_.get(); }
   void abort(const std::string& why) override { mpi_->abort(why); }
   void check_aborted() override { mpi_->check_aborted(); }
 
+  void begin(const Waiting& waiting) override {
+    waiting_ = waiting;
+    mpi_->begin(waiting);
+  }
+  void allreduce(Request& request) override;
+  void broadcast(Request& request) override { mpi_->broadcast(request); }
+  void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override {
+    mpi_->gather_bytes(mine, sizes, all);
+  }
+  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) override {
+    mpi_->exchange(sent, received);
+  }
+
+  void reducescatter(const Request& request, size_t i) override;
+  void gather_tensor(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
+
  private:
-  void number_hosts(MPI_Comm all, int first);
+  void number_hosts(const MpiTransport& mpi, MPI_Comm host);
   char* slot(int local_rank, uint64_t chunk) const;
   int partner(int rank, int host) const;
   std::vector<int> partners(int local_rank) const;
-  void make_room(int64_t bytes, const Waiting& waiting);
-  void allreduce(const Request& request, DTypeGroup& group, const Waiting& waiting);
-  bool advance_in_flight(const std::function<void()>& completed);
-  Status reducescatter(Request& request, const Waiting& waiting);
-  void reduce_to_owners(const Request& request, size_t i, const Waiting& waiting);
-  Status allgather(Request& request, const Waiting& waiting);
-  void share(const char* mine, const std::vector<int64_t>& sizes, char* all,
-             const Waiting& waiting);
+  void make_room(int64_t bytes) {
+    KindTransport::make_room(*memory_, bytes, full_chunk_bytes_, &chunk_bytes_);
+  }
+
+  template <typename Pack, typename Start, typename Unpack>
+  void in_chunks(int64_t count, int leaders, const Pack& pack, const Start& start,
+                 const Unpack& unpack);
   std::pair<Factors, Factors> factors_of_stages(const Request& request, DType dtype,
                                                 Allreduce algorithm) const;
   void start_inter_host(const Request& request, DType dtype, int64_t elements, uint64_t chunk);
 
-  // Chunks in flight at once.
   static constexpr uint64_t kWindow = 8;
 
   Allreduce algorithm_;
@@ -81,8 +92,7 @@ class ClusterTransport : public Transport {
   MPI_Comm across_ = MPI_COMM_NULL;        // this leader's, one rank of each host
   int64_t chunk_bytes_ = 0;                // of each slot, committed on all ranks
   int64_t full_chunk_bytes_ = 0;           // of a slot
-  bool asked_for_room_ = false;
-  uint64_t chunks_ = 0;  // of all requests so far
+  uint64_t chunks_ = 0;                    // of all requests so far
   std::unique_ptr<SharedMemory> memory_;
   std::unique_ptr<MpiTransport> mpi_;
   // Outlives an aborted request, since MPI still uses its memory.

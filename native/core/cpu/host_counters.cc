@@ -6,17 +6,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <climits>
 #include <cstring>
 #include <ctime>
 #include <new>
 #include <utility>
 
+#include "core/base/clock.h"
+
 namespace hvd {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr size_t kReasonBytes = 4000;
 constexpr int64_t kPage = 4096;
@@ -29,10 +28,6 @@ constexpr int64_t kAbortCheckNanoseconds = 10'000'000;
 
 // How long a rank that aborts waits for the reason of one that does so, too.
 constexpr double kWriteReasonSeconds = 1.0;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 void pause() {
 #if defined(__x86_64__)

@@ -134,39 +134,22 @@ std::vector<Proposal> HostTransport::read_proposals() {
   return all;
 }
 
-std::vector<Proposal> HostTransport::await_proposals(const Waiting& waiting) {
-  waiting_ = waiting;
-  memory_.counters().wait(memory_.all_here(), waiting);
-  // By a rank that had come, but no longer waits.
-  memory_.counters().check_aborted();
-  return read_proposals();
-}
-
-std::vector<Proposal> HostTransport::agree(const Proposal& mine, const Waiting& waiting) {
-  propose(mine, std::nullopt);
-  return await_proposals(waiting);
-}
-
-std::vector<Proposal> HostTransport::agree_to_run(const Proposal& mine, const Request& next,
-                                                  const Waiting& waiting) {
-  if (!proposed_) propose(mine, to_send_along(next));
-  return await_proposals(waiting);
-}
-
-std::vector<Proposal> HostTransport::agree_at_once(const Proposal& mine, const Request& next) {
-  if (next.kind != Kind::allreduce || next.device != kOnHost || input_bytes(next) > kMostAtOnce)
+std::vector<Proposal> HostTransport::agree(const Proposal& mine, const Request* next,
+                                           const Waiting& waiting) {
+  const bool at_once = !waiting;
+  if (at_once && (next->kind != Kind::allreduce || next->device != kOnHost ||
+                  input_bytes(*next) > kMostAtOnce))
     return {};
-  propose(mine, to_send_along(next));
-  const HostCounters& counters = memory_.counters();
-  if (!counters.wait_briefly(memory_.all_here()) || counters.aborted()) return {};
+  if (!proposed_) propose(mine, next ? to_send_along(*next) : std::nullopt);
+  const HostCounters::Targets all_here = memory_.all_here();
+  HostCounters& counters = memory_.counters();
+  if (at_once && (!counters.wait_briefly(all_here) || counters.aborted())) return {};
+  if (!at_once) {
+    waiting_ = waiting;
+    counters.wait(all_here, waiting);
+    counters.check_aborted();  // by a rank that had come, but no longer waits
+  }
   return read_proposals();
-}
-
-Status HostTransport::run(Request& request, const Waiting& waiting) {
-  if (request.kind != Kind::allreduce || request.reduction == Reduction::adasum)
-    return KindTransport::run(request, waiting);
-  waiting_ = waiting;
-  return allreduce(request);
 }
 
 // One dtype of an allreduce on its way through the slots.
@@ -177,7 +160,7 @@ class HostTransport::Window {
         counters_(host.memory_.counters()),
         request_(request),
         dtype_(group.dtype),
-        width_(static_cast<int64_t>(size_of(group.dtype))),
+        width_(size_of(group.dtype)),
         total_(group.in.left()),
         first_(host.chunks_),
         end_(first_ + (total_ + host.chunk_bytes_ - 1) / host.chunk_bytes_),
@@ -290,11 +273,11 @@ class HostTransport::Window {
   std::vector<char*> sources_;
 };
 
-Status HostTransport::allreduce(Request& request) {
+void HostTransport::allreduce(Request& request) {
   if (along_) {
     sum_all(request, *along_);
     along_.reset();
-    return {};
+    return;
   }
   for (DTypeGroup& group : by_dtype(request)) {
     if (group.in.left() <= kSmallBytes) {
@@ -305,7 +288,6 @@ Status HostTransport::allreduce(Request& request) {
       Window(*this, request, group).run();
     }
   }
-  return {};
 }
 
 void HostTransport::reduce_small(const Request& request, DTypeGroup& group) {
@@ -329,7 +311,7 @@ void HostTransport::sum_blocks(const Request& request, DType dtype,
                                const std::vector<char*>& sources, int64_t bytes, ByteCursor& in,
                                ByteCursor& out, char* sent) {
   alignas(64) char room[kBlockBytes];
-  const int64_t width = static_cast<int64_t>(size_of(dtype));
+  const int64_t width = size_of(dtype);
   const Factors factors = factors_of(request, size());
   terms_.resize(size());
   for (int64_t at = 0; at < bytes;) {

@@ -58,15 +58,18 @@ class HostTransport : public KindTransport {
   const std::vector<int>& ranks() const override { return mpi_->ranks(); }
   int rank() const override { return mpi_->rank(); }
   const std::string& host(int rank) const override { return mpi_->host(rank); }
-  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
-  std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
-                                     const Waiting& waiting) override;
-  std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override;
-  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
-  Status run(Request& request, const Waiting& waiting) override;
+  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
+                              const Waiting& waiting) override;
   Transport* mpi() override { return mpi_.get(); }
   void abort(const std::string& why) override;
   void check_aborted() override;
+  void allreduce(Request& request) override;
+
+  // In host_collectives.cc.
+  void broadcast(Request& request) override;
+  void reducescatter(const Request& request, size_t i) override;
+  void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
+  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) override;
 
  private:
   class Window;
@@ -80,37 +83,23 @@ class HostTransport : public KindTransport {
   char* slot(int rank, uint64_t chunk) const;
   char* sent_along(int rank, bool in_slots) const;
   void barrier() { memory_.barrier(waiting_); }
-  void make_room(int64_t bytes);
+  void make_room(int64_t bytes) {
+    KindTransport::make_room(memory_, bytes, kChunkBytes, &chunk_bytes_);
+  }
   void use_slots(SlotUse use);
-  Status allreduce(Request& request) override;
   void reduce_small(const Request& request, DTypeGroup& group);
   void sum_all(const Request& request, DTypeGroup& group);
   void sum_blocks(const Request& request, DType dtype, const std::vector<char*>& sources,
                   int64_t bytes, ByteCursor& in, ByteCursor& out, char* sent);
   std::optional<DTypeGroup> to_send_along(const Request& request) const;
   void propose(const Proposal& mine, std::optional<DTypeGroup> along);
-  std::vector<Proposal> await_proposals(const Waiting& waiting);
   std::vector<Proposal> read_proposals();
 
-  // In host_collectives.cc.
-  Status missing(Request& request) override { return mpi_->run(request, waiting_); }
-  Status adasum(Request& request) override;
-  Status reducescatter(Request& request) override;
-  Status allgather(Request& request) override;
-  Status alltoall(Request& request) override;
-  Status broadcast(Request& request) override;
   template <typename Take>
   void scatter(std::vector<ByteCursor>& to, int64_t longest, const Take& take);
-  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received);
-  void share(const void* mine, const std::vector<int64_t>& sizes,
-             const std::vector<char*>& targets);
-  template <typename Number>
-  std::vector<Number> share_numbers(const std::vector<Number>& mine);
-  Status agree_on(const Status& mine, const Request& request);
 
   SharedMemory memory_;
-  int64_t chunk_bytes_;  // of each slot, committed on all ranks
-  bool asked_for_room_ = false;
+  int64_t chunk_bytes_;               // of each slot, committed on all ranks
   uint64_t chunks_ = 0;               // of all allreduces so far
   SlotUse slot_use_ = SlotUse::none;  // since the last agreement
   std::vector<const void*> terms_;

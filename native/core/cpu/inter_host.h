@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "core/base/settings.h"
+#include "core/cpu/mpi_wait.h"
 #include "core/math/loops.h"
 
 namespace hvd {
@@ -22,8 +23,9 @@ struct Slice {
 };
 
 // Messages between hosts, and what becomes of them.
-class InterHostExchange {
+class InterHostExchange : protected Messages {
  public:
+  using Messages::Messages;
   virtual ~InterHostExchange() = default;
 
   // Makes progress without waiting. Returns whether it made any.

@@ -1,58 +1,57 @@
-// A transport with one method per kind of request.
+// Collectives from what a transport can do: sums, and the movement of bytes.
 #pragma once
 
-#include "core/request/collectives.h"
+#include <string>
+#include <vector>
+
+#include "core/cpu/shared_memory.h"
+#include "core/math/layout.h"
 #include "core/request/transport.h"
 
 namespace hvd {
 
 class KindTransport : public Transport {
  public:
-  Status run(Request& request, const Waiting& waiting) override {
-    waiting_ = waiting;
-    switch (request.kind) {
-      case Kind::allreduce:
-        return request.reduction == Reduction::adasum ? adasum(request) : allreduce(request);
-      case Kind::broadcast:
-        return broadcast(request);
-      case Kind::allgather:
-        return allgather(request);
-      case Kind::alltoall:
-        return alltoall(request);
-      case Kind::reducescatter:
-        return reducescatter(request);
-      case Kind::barrier:
-        return {};  // all ranks have agreed to run it, so all have arrived
-      case Kind::join:
-        return join(request);
-    }
-    return missing(request);
+  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
+  Status run(Request& request, const Waiting& waiting) override;
+
+  // Before each collective.
+  virtual void begin(const Waiting& waiting) { waiting_ = waiting; }
+
+  // Of a request, but Adasum.
+  virtual void allreduce(Request& request) = 0;
+  virtual void broadcast(Request& request) = 0;
+  // Of one input, whose output is allocated.
+  virtual void reducescatter(const Request& request, size_t i) = 0;
+
+  // Allgather of bytes; `sizes`, by rank, are known to all. That of tensors may have another way.
+  virtual void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) = 0;
+  virtual void gather_tensor(const void* mine, const std::vector<int64_t>& sizes, void* all) {
+    gather_bytes(mine, sizes, all);
   }
+
+  // Alltoall.
+  virtual void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) = 0;
 
  protected:
-  virtual Status allreduce(Request& request) { return missing(request); }
-  virtual Status adasum(Request& request) { return missing(request); }
-  virtual Status broadcast(Request& request) { return missing(request); }
-  virtual Status allgather(Request& request) { return missing(request); }
-  virtual Status alltoall(Request& request) { return missing(request); }
-  virtual Status reducescatter(Request& request) { return missing(request); }
-
-  // Runs kinds that this transport does not implement; the same ones on all ranks.
-  virtual Status missing(Request& request) {
-    return Status::error(Code::internal,
-                         identity(request) + " is not supported between these ranks.");
+  // Allgather of numbers, equally many from each rank.
+  template <typename Number>
+  std::vector<Number> share_numbers(const std::vector<Number>& mine) {
+    std::vector<Number> all(mine.size() * size());
+    gather_bytes(mine.data(), std::vector<int64_t>(size(), mine.size() * sizeof(Number)),
+                 all.data());
+    return all;
   }
+
+  // For slots of `whole` bytes in shared memory, of which `committed` are: commits all of them
+  // before the first request that is larger. `bytes` is equal on all ranks. If a rank cannot, all
+  // go on with what they have: their messages must match.
+  void make_room(SharedMemory& memory, int64_t bytes, int64_t whole, int64_t* committed);
 
   Waiting waiting_;  // of the call in progress
 
  private:
-  // The engine has stored the last rank to join as the root.
-  static Status join(Request& request) {
-    void* last = nullptr;
-    const Status status = request.allocate(0, {}, &last);
-    if (status.ok()) *static_cast<int32_t*>(last) = request.root;
-    return status;
-  }
+  bool asked_for_room_ = false;
 };
 
 }  // namespace hvd

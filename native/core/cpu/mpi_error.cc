@@ -10,15 +10,12 @@ namespace hvd {
 namespace {
 
 // Never destroyed: engines' threads may outlive main().
-auto& act_before() {
-  static auto* act = new std::function<void(const std::string&)>([](const std::string&) {});
-  return *act;
-}
+std::function<void(const std::string&)>* act_before = nullptr;
 
 }  // namespace
 
 void before_mpi_aborts(std::function<void(const std::string&)> act) {
-  act_before() = std::move(act);
+  act_before = new std::function<void(const std::string&)>(std::move(act));
 }
 
 void abort_for_mpi_error(int code, const char* call) {
@@ -32,7 +29,7 @@ void abort_for_mpi_error(int code, const char* call) {
       ". The job is aborted, since messages may be lost. Look for what MPI, the "
       "network or another rank has reported before.";
   log(LogLevel::error, why);
-  act_before()(why);
+  if (act_before) (*act_before)(why);
   MPI_Abort(MPI_COMM_WORLD, 1);
   _exit(1);
 }

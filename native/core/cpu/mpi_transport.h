@@ -2,15 +2,12 @@
 //
 // Allreduce, for N ranks, chunk by chunk (chunks fit the cache):
 //
-//   pack    tensors ──> chunk, cut into N slices
-//   scatter slice j of every rank goes to rank j           (N-1)/N of the chunk out and in
-//   reduce  rank j combines its N slices in rank order
-//   gather  the N results go to all                        (N-1)/N of the chunk out and in
+//   pack    tensors ──> chunk
+//   reduce  as between hosts, each rank as a host (inter_host.h)
 //   unpack  chunk ──> output tensors
 //
-// 2(N-1)/N × bytes per rank is the least that any allreduce can move (Patarasuk and Yuan, 2009,
-// https://doi.org/10.1016/j.jpdc.2008.09.002). Each element is summed once, by one rank, in rank
-// order: all ranks hold the same bits and a rerun repeats them, whatever algorithms MPI picks.
+// Each element is summed once, by one rank, in rank order: all ranks hold the same bits and a rerun
+// repeats them, whatever algorithms MPI picks.
 //
 // Many ranks agree by one reduction, whose steps grow with the logarithm of their number; only if a
 // rank wants all times, all get all proposals.
@@ -24,10 +21,10 @@
 #include <string>
 #include <vector>
 
+#include "core/cpu/inter_host.h"
 #include "core/cpu/kind_transport.h"
 #include "core/cpu/mpi_wait.h"
 #include "core/math/byte_cursor.h"
-#include "core/math/layout.h"
 
 namespace hvd {
 
@@ -47,24 +44,23 @@ class MpiTransport : public KindTransport {
   const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
   const std::string& host(int rank) const override { return hosts_[rank]; }
-  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
-  std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
-  Status run(Request& request, const Waiting& waiting) override;
+  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
+                              const Waiting& waiting) override;
   Transport* mpi() override { return this; }
   void abort(const std::string& why) override { waiter_->abort(why); }
   void check_aborted() override { waiter_->check_aborted(); }
 
-  // For ClusterTransport, within its own steps.
-  void begin(const Waiting& waiting) {
+  void begin(const Waiting& waiting) override {
     waiter_->next_step();
     waiting_ = waiting;
   }
-  void gather_numbers(const std::vector<int64_t>& mine, std::vector<int64_t>* all);
-  Status agree_on(const Status& mine, const Request& request);
+  void allreduce(Request& request) override;
+  void broadcast(Request& request) override;
+  void reducescatter(const Request& request, size_t i) override;
+  void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
+  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) override;
 
  private:
-  class Exchange;
-
   // What a reduction makes of proposals.
   struct Summary {
     uint64_t least, most;   // fingerprint
@@ -78,23 +74,15 @@ class MpiTransport : public KindTransport {
   std::vector<Proposal> reduce_proposals();
   std::vector<Proposal> gather_proposals();
 
-  Status allreduce(Request& request) override;
-  void reduce_chunk(const Request& request, DType dtype, int64_t elements);
-  Status adasum(Request& request) override;
-  Status reducescatter(Request& request) override;
-  Status allgather(Request& request) override;
-  Status alltoall(Request& request) override;
-  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received);
-  Status broadcast(Request& request) override;
   void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
                       char* out);
-  void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all);
   void wait(MPI_Request request);
 
   const std::vector<int> ranks_;
   const int few_;
   MPI_Comm communicator_;
   int rank_;
+  std::vector<int> others_;
   std::vector<std::string> hosts_;
   std::unique_ptr<MpiWaiter> waiter_;
   MPI_Datatype summary_type_;
@@ -104,6 +92,7 @@ class MpiTransport : public KindTransport {
   Summary my_summary_, summary_;
   std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
   std::vector<char> received_;  // what the other ranks sent of it, in rank order
+  std::unique_ptr<InterHostExchange> exchange_;
 };
 
 }  // namespace hvd

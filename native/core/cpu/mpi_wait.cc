@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <set>
@@ -12,8 +11,6 @@
 
 namespace hvd {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // Back-off: a rank that is as fast as the others never sleeps; one that waits for long uses hardly
 // any CPU, and oversleeps by a small fraction of its wait.
@@ -34,34 +31,60 @@ constexpr int kAborted = 2;  // the reason
 std::atomic<const std::string*> abort_reason{nullptr};
 
 // Of this process. An abort of one ends what the others wait for.
-std::set<const MpiWaiter*>& waiters() {
-  static auto* waiters = new std::set<const MpiWaiter*>;
+struct Waiters {
+  std::mutex mutex;
+  std::set<const MpiWaiter*> all;
+};
+
+Waiters& waiters() {
+  static auto* waiters = new Waiters;
   return *waiters;
 }
 
-std::mutex& waiters_mutex() {
-  static auto* mutex = new std::mutex;
-  return *mutex;
-}
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 }  // namespace
+
+void Messages::send(const void* data, int64_t bytes, int to, int tag) {
+  for (int64_t start = 0; start < bytes; start += kPieceBytes) {
+    HVD_MPI(MPI_Isend(static_cast<const char*>(data) + start,
+                      static_cast<int>(std::min(kPieceBytes, bytes - start)), MPI_BYTE, to, tag,
+                      communicator_, &requests_.emplace_back(MPI_REQUEST_NULL)));
+  }
+}
+
+void Messages::receive(void* data, int64_t bytes, int from, int tag) {
+  for (int64_t start = 0; start < bytes; start += kPieceBytes) {
+    HVD_MPI(MPI_Irecv(static_cast<char*>(data) + start,
+                      static_cast<int>(std::min(kPieceBytes, bytes - start)), MPI_BYTE, from, tag,
+                      communicator_, &requests_.emplace_back(MPI_REQUEST_NULL)));
+  }
+}
+
+bool Messages::all_complete() {
+  int complete = 0;
+  HVD_MPI(MPI_Testall(static_cast<int>(requests_.size()), requests_.data(), &complete,
+                      MPI_STATUSES_IGNORE));
+  if (complete) requests_.clear();
+  return complete != 0;
+}
+
+std::vector<int> others(int rank, int size) {
+  std::vector<int> ranks;
+  for (int i = 1; i < size; ++i) ranks.push_back((rank + i) % size);
+  return ranks;
+}
 
 MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks)
     : ranks_(ranks), waits_in_(ranks.size(), 0) {
   HVD_MPI(MPI_Comm_dup(communicator, &communicator_));
   HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
-  std::lock_guard<std::mutex> lock(waiters_mutex());
-  waiters().insert(this);
+  std::lock_guard<std::mutex> lock(waiters().mutex);
+  waiters().all.insert(this);
 }
 
 MpiWaiter::~MpiWaiter() {
   {
-    std::lock_guard<std::mutex> lock(waiters_mutex());
-    waiters().erase(this);
+    std::lock_guard<std::mutex> lock(waiters().mutex);
+    waiters().all.erase(this);
   }
   try {
     check_aborted();          // a message that is not received could match the next communicator's
@@ -100,8 +123,7 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   }
   const double waited = seconds_since(start_);
   if (waited < kSpinSeconds) return std::this_thread::yield();
-  std::this_thread::sleep_for(
-      std::chrono::duration<double>(std::min(waited / 20, kMaxSleepSeconds)));
+  std::this_thread::sleep_for(Seconds(std::min(waited / 20, kMaxSleepSeconds)));
   if (waited > kLongSeconds && !told_) {
     told_ = true;
     const uint64_t step = waiter_.step_;
@@ -153,8 +175,9 @@ void MpiWaiter::abort(const std::string& why) {
   if (const std::string* before = abort_reason) throw Aborted(*before);
   auto* const notices = new std::list<Notice>;  // for ever, if they are not sent in time
   {
-    std::lock_guard<std::mutex> lock(waiters_mutex());
-    for (const MpiWaiter* waiter : waiters()) waiter->post(kAborted, why, &notices->emplace_back());
+    std::lock_guard<std::mutex> lock(waiters().mutex);
+    for (const MpiWaiter* waiter : waiters().all)
+      waiter->post(kAborted, why, &notices->emplace_back());
   }
   const auto start = Clock::now();
   for (Notice& notice : *notices) {

@@ -1,4 +1,5 @@
-// Waits for other ranks over MPI, with a deadline and back-off, and finds out which are missing.
+// Messages of MPI, and waits for other ranks, with a deadline and back-off, and finds out which are
+// missing.
 //
 // The ranks of a set make the same sequence of steps. A rank that waits in a step for more than a
 // second sends the step's number to the others; ranks that have not sent theirs are missing. A rank
@@ -7,14 +8,41 @@
 
 #include <mpi.h>
 
-#include <chrono>
 #include <list>
 #include <string>
 #include <vector>
 
+#include "core/base/clock.h"
 #include "core/request/transport.h"
 
 namespace hvd {
+
+// Messages of any size between this rank of a communicator and others; all are under way at once.
+class Messages {
+ public:
+  // Larger ones are split: MPI counts are ints, and each piece that arrives is progress, which
+  // restarts the deadline.
+  static constexpr int64_t kPieceBytes = 64 << 20;
+
+  explicit Messages(MPI_Comm communicator) : communicator_(communicator) {}
+
+  // Both sides know how long a message is, so that empty ones need none.
+  void send(const void* data, int64_t bytes, int to, int tag = 0);
+  void receive(void* data, int64_t bytes, int from, int tag = 0);
+
+  // Lets MPI make progress, without waiting.
+  bool all_complete();
+
+ private:
+  friend class MpiWaiter;
+
+  const MPI_Comm communicator_;
+  std::vector<MPI_Request> requests_;
+};
+
+// The other ones of some ranks. Each starts with a different one, so that none receives from all at
+// once.
+std::vector<int> others(int rank, int size);
 
 class MpiWaiter {
  public:
@@ -32,7 +60,7 @@ class MpiWaiter {
    private:
     MpiWaiter& waiter_;
     const Waiting& waiting_;
-    std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+    Clock::time_point start_ = Clock::now();
     bool told_ = false;
   };
 
@@ -43,6 +71,7 @@ class MpiWaiter {
 
   // Until all requests are complete. Throws Aborted.
   void wait(std::vector<MPI_Request>& requests, const Waiting& waiting);
+  void wait(Messages& messages, const Waiting& waiting) { wait(messages.requests_, waiting); }
 
   // Receives the notices that have arrived. Throws Aborted if a rank has aborted.
   void check_aborted();

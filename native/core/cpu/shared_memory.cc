@@ -49,12 +49,6 @@ std::string new_name() {
 
 }  // namespace
 
-std::string no_room_text(int64_t chunk_bytes) {
-  return "/dev/shm is full on a host, so tensors travel in pieces of " +
-         std::to_string(chunk_bytes) +
-         " bytes, which is slower. Make it larger; containers need --shm-size or --ipc=host.";
-}
-
 SharedMemory::SharedMemory(MPI_Comm communicator, const std::vector<int>& ranks,
                            std::vector<Area> areas)
     : SharedMemory(nullptr, 0, ranks, std::move(areas)) {

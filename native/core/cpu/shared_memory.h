@@ -24,9 +24,6 @@
 
 namespace hvd {
 
-// A warning, if commit() fails on any rank.
-std::string no_room_text(int64_t chunk_bytes);
-
 class SharedMemory {
  public:
   // `front`: the bytes that are committed at once. Both in whole pages.

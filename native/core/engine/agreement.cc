@@ -13,6 +13,17 @@ namespace {
 // The first request of each identity; a later one with the same identity waits for its turn.
 using Heads = std::unordered_map<std::string, const Pending*>;
 
+// What ranks send, for a Writer or a Reader: of a request, and of a report before its queue.
+template <typename Bytes, typename P>
+void fields(Bytes& bytes, P& pending) {
+  bytes(pending.identity, pending.signature, pending.problem, pending.header, pending.joins,
+        pending.failed, pending.needs);
+}
+template <typename Bytes, typename R>
+void head(Bytes& bytes, R& report) {
+  bytes(report.rank, report.host, report.leaving, report.reason, report.unchanged, report.waited);
+}
+
 std::string name(const Report& report) { return "rank " + std::to_string(report.rank); }
 
 // One identity, on all ranks.
@@ -189,44 +200,16 @@ std::string summary(const std::vector<Report>& reports) {
 
 std::string encode(const Report& report) {
   Writer out;
-  out.number(report.rank);
-  out.text(report.host);
-  out.number(report.leaving);
-  out.text(report.reason);
-  out.number(report.unchanged);
-  out.number(report.waited);
-  for (const Pending& pending : report.queue) {
-    out.text(pending.identity);
-    out.text(pending.signature);
-    out.text(pending.problem);
-    out.text(pending.header);
-    out.number(pending.joins);
-    out.number(pending.failed);
-    out.number(pending.needs);
-  }
+  head(out, report);
+  for (const Pending& pending : report.queue) fields(out, pending);
   return out.take();
 }
 
 Report decode(const std::string& bytes) {
   Reader in(bytes);
   Report report;
-  report.rank = in.number<int>();
-  report.host = in.text();
-  report.leaving = in.number<bool>();
-  report.reason = in.text();
-  report.unchanged = in.number<double>();
-  report.waited = in.number<double>();
-  while (!in.at_end()) {
-    Pending pending;
-    pending.identity = in.text();
-    pending.signature = in.text();
-    pending.problem = in.text();
-    pending.header = in.text();
-    pending.joins = in.number<bool>();
-    pending.failed = in.number<bool>();
-    pending.needs = in.number<int>();
-    report.queue.push_back(std::move(pending));
-  }
+  head(in, report);
+  while (!in.at_end()) fields(in, report.queue.emplace_back());
   return report;
 }
 

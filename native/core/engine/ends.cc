@@ -15,8 +15,7 @@ Status Engine::aborted(const Entry& entry, const Aborted& why) {
   history_.note_abort(why.what());
   history_.flight().alarm();
   if (entry.request.keep) entry.request.keep();
-  return Status::error(Code::deadline_exceeded,
-                       identity(entry.request) + " cannot run: " + why.what());
+  return cannot_run(entry.request, Code::deadline_exceeded, why.what());
 }
 
 void Engine::stop(LeaveResult result, Code code, const std::string& why) {
@@ -32,8 +31,7 @@ void Engine::stop(LeaveResult result, Code code, const std::string& why) {
     left_over.swap(queue_);
   }
   changed_.notify_all();
-  for (Entry& entry : left_over)
-    finish(entry, Status::error(code, identity(entry.request) + " cannot run: " + why));
+  for (Entry& entry : left_over) finish(entry, cannot_run(entry.request, code, why));
 }
 
 void Engine::announce_leaving(const std::string& reason) {
@@ -51,7 +49,7 @@ Engine::LeaveResult Engine::leave(double seconds) {
   if (seconds < 0) {
     changed_.wait(lock, stopped);
   } else {
-    changed_.wait_for(lock, std::chrono::duration<double>(seconds), stopped);
+    changed_.wait_for(lock, Seconds(seconds), stopped);
   }
   return leave_result_;
 }

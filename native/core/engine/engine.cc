@@ -75,7 +75,7 @@ void Engine::submit(Request request) {
       lock.unlock();
       return serve_at_once(head);
     }
-    status = Status::error(code_, identity(request) + " cannot run: " + why_stopped_);
+    status = cannot_run(request, code_, why_stopped_);
   }
   Entry late{std::move(request), print, {}, {}, record};
   finish(late, status);
@@ -95,7 +95,7 @@ void Engine::serve_at_once(const Entry& head) {
     std::vector<Proposal> proposals;
     all_or_abort([&] {
       check_other_sets();
-      proposals = transport_->agree_at_once(history_.proposal(head.fingerprint), head.request);
+      proposals = transport_->agree(history_.proposal(head.fingerprint), &head.request, {});
     });
     if (!proposals.empty() && equal(proposals, head.fingerprint)) {
       history_.agreed(proposals);
@@ -140,9 +140,8 @@ bool Engine::serve_next() {
       if (head == kLeaving) return history_.why_aborted();  // a rank may finish long after another
       return watch(seconds, [&] { return head_waits_for(missing); });
     };
-    proposals = entry && entry->problem.empty()
-                    ? transport_->agree_to_run(mine, entry->request, waiting)
-                    : transport_->agree(mine, waiting);
+    const bool runs = entry && entry->problem.empty();
+    proposals = transport_->agree(mine, runs ? &entry->request : nullptr, waiting);
   }
   history_.agreed(proposals);
   if (!equal(proposals, head)) return negotiate();
@@ -167,7 +166,7 @@ const Engine::Entry* Engine::wait_for_head() {
     lock.lock();
     in_use_ = false;
     do {
-      if (busy) changed_.wait_for(lock, std::chrono::duration<double>(kBusySeconds), may_go_on);
+      if (busy) changed_.wait_for(lock, Seconds(kBusySeconds), may_go_on);
       if (!busy) changed_.wait(lock, may_go_on);
     } while (in_use_);
     in_use_ = true;

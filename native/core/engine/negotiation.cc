@@ -1,12 +1,14 @@
 // The part of the engine for when the ranks' next requests differ, and for waits that take long.
 #include <algorithm>
+#include <deque>
 #include <iterator>
+#include <memory>
 #include <utility>
 
 #include "core/base/log.h"
 #include "core/base/watchdog.h"
 #include "core/engine/engine.h"
-#include "core/engine/neutral_request.h"
+#include "core/math/loops.h"
 #include "core/request/collectives.h"
 
 namespace hvd {
@@ -18,6 +20,31 @@ constexpr double kRetrySeconds = 0.01;
 
 // The first requests of an engine, to which HVD_FIRST_TIMEOUT_SECONDS applies.
 constexpr uint64_t kFirstRequests = 10;
+
+// The request with which a rank that has joined takes part in a collective of the others: neutral
+// values if the kind reduces, no rows if their number may differ by rank; results are discarded.
+// `header` is of another rank's request, see collectives.h.
+Request neutral_request(const std::string& header) {
+  Request request = decode_header(header);
+  const Collective& row = collective(request.kind);
+  const auto buffers = std::make_shared<std::deque<std::vector<char>>>();
+  for (Input& input : request.inputs) {
+    if (row.first_dim_free) input.shape[0] = 0;
+    std::vector<char>& buffer = buffers->emplace_back(input.bytes());
+    input.data = buffer.data();
+    if (row.reduces)
+      loops().fill_neutral(input.dtype, request.reduction, elements(input.shape), buffer.data());
+    if (row.keeps_shape) request.outputs.push_back(buffer.data());
+  }
+  request.allocate = [buffers, inputs = request.inputs](size_t index, const Shape& shape,
+                                                        void** data) {
+    const size_t bytes = elements(shape) * size_of(inputs[index].dtype);
+    *data = buffers->emplace_back(bytes).data();
+    return Status();
+  };
+  request.done = [buffers](const Status&) {};
+  return request;
+}
 
 }  // namespace
 
@@ -69,7 +96,7 @@ bool Engine::negotiate() {
         [&] { return "the ranks wait for different collectives:" + summary(reports); });
   std::unique_lock<std::mutex> lock(mutex_);
   const size_t known = queue_.size();
-  changed_.wait_for(lock, std::chrono::duration<double>(kRetrySeconds), [&] {
+  changed_.wait_for(lock, Seconds(kRetrySeconds), [&] {
     return queue_.size() != known || (leaving_ && !reports[transport_->rank()].leaving);
   });
   return true;
@@ -84,10 +111,7 @@ void Engine::fail_first(size_t count, const Status& status) {
     std::move(queue_.begin(), end, std::back_inserter(failed));
     queue_.erase(queue_.begin(), end);
   }
-  for (Entry& entry : failed) {
-    finish(entry,
-           Status::error(status.code, identity(entry.request) + " cannot run: " + status.message));
-  }
+  for (Entry& entry : failed) finish(entry, cannot_run(entry.request, status.code, status.message));
   history_.free();
 }
 
@@ -122,9 +146,7 @@ Report Engine::report() {
   }
   report.leaving = leaving_;
   report.reason = reason_;
-  const double unchanged =
-      std::chrono::duration<double>(Clock::now() - std::max(queue_changed_, last_progress_))
-          .count();
+  const double unchanged = seconds_since(std::max(queue_changed_, last_progress_));
   if (settings_.mismatch_seconds > 0 && unchanged >= settings_.mismatch_seconds)
     report.unchanged = unchanged;
   if (timeout() > 0 && idle_seconds() >= timeout()) report.waited = idle_seconds();
@@ -162,9 +184,8 @@ std::string Engine::head_waits_for(const std::vector<int>& missing) {
 std::string Engine::who(const std::vector<int>& missing) const {
   std::string text;
   for (int rank : missing) {
-    const auto index = std::find(ranks().begin(), ranks().end(), rank) - ranks().begin();
     text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (on " +
-            transport_->host(static_cast<int>(index)) + ")";
+            transport_->host(transport_->number_in_set(rank)) + ")";
   }
   return text.empty() ? "at least one other rank" : text;
 }
@@ -176,10 +197,7 @@ void Engine::note_progress() {
 }
 
 // Seconds since negotiations began to find nothing to run.
-double Engine::idle_seconds() const {
-  if (!idle_since_) return 0;
-  return std::chrono::duration<double>(Clock::now() - *idle_since_).count();
-}
+double Engine::idle_seconds() const { return idle_since_ ? seconds_since(*idle_since_) : 0; }
 
 // Warns, again after twice the time, and returns the text if the deadline has passed. The text is
 // made only if needed.

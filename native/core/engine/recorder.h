@@ -11,7 +11,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -20,14 +19,13 @@
 #include <utility>
 #include <vector>
 
+#include "core/base/clock.h"
 #include "core/base/status.h"
 #include "core/engine/flight_recorder.h"
 #include "core/engine/trace_file.h"
 #include "core/request/transport.h"
 
 namespace hvd {
-
-using Clock = std::chrono::steady_clock;
 
 // A request that has run.
 struct Served {

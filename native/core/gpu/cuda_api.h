@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/gpu/gpu_library.h"
+
 struct CUstream_st;
 struct CUevent_st;
 
@@ -24,27 +26,32 @@ constexpr unsigned kCudaEventDisableTiming = 2;
 constexpr int kCudaMemcpyDefault = 4;  // the direction follows from the addresses
 
 struct CudaApi {
-  std::string file;
-  int version = 0;  // 1000 × major + 10 × minor
+  explicit CudaApi(const Settings& settings);
 
-  int (*runtime_version)(int*);
-  const char* (*error_string)(int);
-  int (*get_device)(int*);
-  int (*set_device)(int);
-  int (*bus_id)(char*, int, int);
-  int (*priorities)(int*, int*);  // the least and the greatest
-  int (*create_stream)(CudaStream*, unsigned, int);
-  int (*destroy_stream)(CudaStream);
-  int (*stream_wait)(CudaStream, CudaEvent, unsigned);
-  int (*create_event)(CudaEvent*, unsigned);
-  int (*destroy_event)(CudaEvent);
-  int (*record_event)(CudaEvent, CudaStream);
-  int (*query_event)(CudaEvent);
-  int (*copy)(void*, const void*, size_t, int, CudaStream);
-  int (*allocate)(void**, size_t);
-  int (*free)(void*);
-  int (*allocate_host)(void**, size_t, unsigned);
-  int (*free_host)(void*);
+  GpuLibrary library;  // gives the functions
+  std::string file;
+  std::string problem;  // why it cannot be used, and what to do; empty: it can
+  int version = 0;      // 1000 × major + 10 × minor
+
+  int (*runtime_version)(int*) = library["cudaRuntimeGetVersion"];
+  const char* (*error_string)(int) = library["cudaGetErrorString"];
+  int (*get_device)(int*) = library["cudaGetDevice"];
+  int (*set_device)(int) = library["cudaSetDevice"];
+  int (*bus_id)(char*, int, int) = library["cudaDeviceGetPCIBusId"];
+  int (*priorities)(int*, int*) =
+      library["cudaDeviceGetStreamPriorityRange"];  // the least and the greatest
+  int (*create_stream)(CudaStream*, unsigned, int) = library["cudaStreamCreateWithPriority"];
+  int (*destroy_stream)(CudaStream) = library["cudaStreamDestroy"];
+  int (*stream_wait)(CudaStream, CudaEvent, unsigned) = library["cudaStreamWaitEvent"];
+  int (*create_event)(CudaEvent*, unsigned) = library["cudaEventCreateWithFlags"];
+  int (*destroy_event)(CudaEvent) = library["cudaEventDestroy"];
+  int (*record_event)(CudaEvent, CudaStream) = library["cudaEventRecord"];
+  int (*query_event)(CudaEvent) = library["cudaEventQuery"];
+  int (*copy)(void*, const void*, size_t, int, CudaStream) = library["cudaMemcpyAsync"];
+  int (*allocate)(void**, size_t) = library["cudaMalloc"];
+  int (*free)(void*) = library["cudaFree"];
+  int (*allocate_host)(void**, size_t, unsigned) = library["cudaHostAlloc"];
+  int (*free_host)(void*) = library["cudaFreeHost"];
 
   // Throws GpuError unless the result is kCudaSuccess.
   void check(int result, const char* call) const;
@@ -55,6 +62,8 @@ class GpuError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
+
+std::string cuda_version_text(int version);
 
 // Null if it cannot be loaded; `why` then says why and what to do. The first call loads it.
 const CudaApi* cuda_api(const Settings& settings, std::string* why);

@@ -12,6 +12,13 @@ namespace {
 
 const char* name_of(GpuBackend backend) { return backend == GpuBackend::nccl ? "NCCL" : "MPI"; }
 
+// For a Writer or a Reader.
+template <typename Bytes, typename Info>
+void fields(Bytes& bytes, Info& info) {
+  bytes(info.backends, info.machine, info.bus_id, info.nccl_version, info.problem, info.id,
+        info.mpi_knows_gpus);
+}
+
 }  // namespace
 
 GpuBackend backend_of(const Settings& settings, Kind kind) {
@@ -89,26 +96,14 @@ GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& 
 
 std::string encode(const GpuInfo& info) {
   Writer out;
-  out.text(info.backends);
-  out.text(info.machine);
-  out.text(info.bus_id);
-  out.number(info.nccl_version);
-  out.text(info.problem);
-  out.text(info.id);
-  out.number(info.mpi_knows_gpus);
+  fields(out, info);
   return out.take();
 }
 
 GpuInfo decode_gpu_info(const std::string& bytes) {
   Reader in(bytes);
   GpuInfo info;
-  info.backends = in.text();
-  info.machine = in.text();
-  info.bus_id = in.text();
-  info.nccl_version = in.number<int>();
-  info.problem = in.text();
-  info.id = in.text();
-  info.mpi_knows_gpus = in.number<bool>();
+  fields(in, info);
   return info;
 }
 

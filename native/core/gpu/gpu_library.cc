@@ -41,15 +41,15 @@ GpuLibrary::GpuLibrary(const std::vector<std::string>& names, const std::string&
   if (handle_) problem_.clear();
 }
 
-void* GpuLibrary::find(const char* name) {
-  if (!handle_) return nullptr;
+GpuLibrary::Symbol GpuLibrary::operator[](const char* name) {
+  if (!handle_) return {nullptr};
   void* symbol = dlsym(handle_, name);
   if (symbol) {
     symbol_ = symbol;
   } else if (problem_.empty()) {
     problem_ = "it has no function " + std::string(name) + ", so it is too old";
   }
-  return symbol;
+  return {symbol};
 }
 
 int GpuLibrary::version(int (*ask)(int*), int oldest, std::string (*text)(int)) {

@@ -14,11 +14,16 @@ class GpuLibrary {
   GpuLibrary(const std::vector<std::string>& names, const std::string& chosen,
              const std::string& variable);
 
-  // Sets the function, or notes that it is missing.
-  template <typename Function>
-  void bind(const char* name, Function** function) {
-    *function = reinterpret_cast<Function*>(find(name));
-  }
+  // A function of any type, or null; then notes that it is missing.
+  struct Symbol {
+    void* address;
+
+    template <typename Function>
+    operator Function*() const {
+      return reinterpret_cast<Function*>(address);
+    }
+  };
+  Symbol operator[](const char* name);
 
   // The version, from this function of the library; an older one than `oldest` is a problem.
   int version(int (*ask)(int*), int oldest, std::string (*text)(int));
@@ -30,23 +35,9 @@ class GpuLibrary {
   std::string file() const;
 
  private:
-  void* find(const char* name);
-
   void* handle_ = nullptr;  // never closed: threads of the library may outlive us
   void* symbol_ = nullptr;  // one of its functions
   std::string problem_;
-};
-
-// The functions of a library, or why they cannot be used.
-template <typename Api>
-struct Opened {
-  Api api;
-  std::string problem;
-
-  const Api* get(std::string* why) const {
-    *why = problem;
-    return problem.empty() ? &api : nullptr;
-  }
 };
 
 // Where to look for libraries beside what the system knows: those of Python's packages. Before any

@@ -45,8 +45,7 @@ Status run_on_host(Gpu& gpu, Transport& host, Request& request, const Waiting& w
     if (Status status = request.allocate(index, shape, &own); !status.ok()) return status;
     *data = own;
     if (is_splits(request.kind, index)) return Status();
-    const size_t bytes =
-        static_cast<size_t>(elements(shape)) * size_of(request.inputs[index].dtype);
+    const size_t bytes = elements(shape) * size_of(request.inputs[index].dtype);
     held->push_back(gpu.pinned(bytes));
     *data = held->back().get();
     back.push_back({own, *data, bytes});

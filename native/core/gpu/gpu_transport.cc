@@ -6,7 +6,6 @@
 #include <thread>
 #include <utility>
 
-#include "core/base/bytes.h"
 #include "core/base/log.h"
 #include "core/gpu/gpu_handshake.h"
 #include "core/gpu/gpu_staging.h"
@@ -14,8 +13,6 @@
 
 namespace hvd {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // How long the host polls the GPU without sleeping, and how long it sleeps between polls after
 // that.
@@ -27,15 +24,6 @@ constexpr double kLastSeconds = 1.0;
 
 std::atomic<int> default_gpu{0};
 std::atomic<int> sets{0};  // made or expected
-
-Proposal marked(Proposal mine) {
-  if (sets > 1) mine.flags |= Proposal::several_sets;
-  return mine;
-}
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
 
 }  // namespace
 
@@ -115,72 +103,57 @@ Gpu* GpuTransport::gpu(int device, std::string* problem) {
   return gpu_.get();
 }
 
-std::vector<Proposal> GpuTransport::agree(const Proposal& mine, const Waiting& waiting) {
-  return agree_by(
-      [this](const Proposal& marked, const Waiting& until) { return host_->agree(marked, until); },
-      mine, waiting);
-}
-
-// Tensors of GPUs do not travel with proposals; those of the host may.
-std::vector<Proposal> GpuTransport::agree_to_run(const Proposal& mine, const Request& next,
-                                                 const Waiting& waiting) {
-  return agree_by(
-      [this, &next](const Proposal& marked, const Waiting& until) {
-        return next.device == kOnHost ? host_->agree_to_run(marked, next, until)
-                                      : host_->agree(marked, until);
-      },
-      mine, waiting);
-}
-
-// Of tensors of the host. Who submits those again and again must still hear that a GPU has failed:
-// agree_to_run() says so.
-std::vector<Proposal> GpuTransport::agree_at_once(const Proposal& mine, const Request& next) {
-  if (next.device != kOnHost || !failure().empty()) return {};
-  return noted(host_->agree_at_once(marked(mine), next));
-}
-
-std::vector<Proposal> GpuTransport::agree_by(const Agreement& agreement, const Proposal& mine,
-                                             const Waiting& waiting) {
-  if (const std::string why = failure(); !why.empty()) fail(why);
+template <typename Call>
+auto GpuTransport::noting_aborts(const Call& call) {
   try {
-    return noted(agreement(marked(mine), [&](double seconds, const std::vector<int>& missing) {
-      const std::string why = failure();
-      return why.empty() ? waiting(seconds, missing) : why;
-    }));
+    return call();
   } catch (const Aborted& aborted) {
     on_abort(aborted.what());
     throw;
   }
 }
 
-// Notes whether a rank has several sets. Empty: there was no agreement.
-std::vector<Proposal> GpuTransport::noted(std::vector<Proposal> proposals) {
-  if (!proposals.empty()) in_turns_ = false;
-  for (const Proposal& proposal : proposals)
-    in_turns_ = in_turns_ || (proposal.flags & Proposal::several_sets);
-  return proposals;
+// Tensors of GPUs do not travel with proposals; those of the host may. Who submits those again and
+// again at once must still hear that a GPU has failed: the call with `waiting` says so.
+std::vector<Proposal> GpuTransport::agree(const Proposal& mine, const Request* next,
+                                          const Waiting& waiting) {
+  if (next && next->device != kOnHost) next = nullptr;
+  if (!waiting && !next) return {};
+  const std::string why = failure();
+  if (!waiting && !why.empty()) return {};
+  if (!why.empty()) fail(why);
+  Proposal marked = mine;
+  if (sets > 1) marked.flags |= Proposal::several_sets;
+  Waiting watching;
+  if (waiting) {
+    watching = [&](double seconds, const std::vector<int>& missing) {
+      const std::string failed = failure();
+      return failed.empty() ? waiting(seconds, missing) : failed;
+    };
+  }
+  return noting_aborts([&] {
+    std::vector<Proposal> proposals = host_->agree(marked, next, watching);
+    if (!proposals.empty()) in_turns_ = false;
+    for (const Proposal& proposal : proposals)
+      in_turns_ = in_turns_ || (proposal.flags & Proposal::several_sets);
+    return proposals;
+  });
 }
 
 std::vector<std::string> GpuTransport::gather(const std::string& mine, const Waiting& waiting) {
-  try {
-    return host_->gather(mine, waiting);
-  } catch (const Aborted& aborted) {
-    on_abort(aborted.what());
-    throw;
-  }
+  return noting_aborts([&] { return host_->gather(mine, waiting); });
 }
 
 Status GpuTransport::run(Request& request, const Waiting& waiting) {
-  try {
-    if (request.device == kOnHost) return host_->run(request, waiting);
-    return run_on_gpu(request, waiting);
-  } catch (const GpuError& error) {
-    fail(identity(request) + " failed on rank " + std::to_string(ranks()[rank()]) + ": " +
-         error.what());
-  } catch (const Aborted& aborted) {
-    on_abort(aborted.what());
-    throw;
-  }
+  return noting_aborts([&] {
+    try {
+      return request.device == kOnHost ? host_->run(request, waiting)
+                                       : run_on_gpu(request, waiting);
+    } catch (const GpuError& error) {
+      fail(identity(request) + " failed on rank " + std::to_string(ranks()[rank()]) + ": " +
+           error.what());
+    }
+  });
 }
 
 bool GpuTransport::busy() {
@@ -192,12 +165,7 @@ bool GpuTransport::busy() {
 
 // A rank may abort after it has agreed on a request, and then never enqueue its work.
 void GpuTransport::check_peers() {
-  try {
-    host_->check_aborted();
-  } catch (const Aborted& aborted) {
-    on_abort(aborted.what());
-    throw;
-  }
+  noting_aborts([this] { host_->check_aborted(); });
 }
 
 Status GpuTransport::run_on_gpu(Request& request, const Waiting& waiting) {
@@ -267,7 +235,7 @@ void GpuTransport::neutral_request_on(Gpu& gpu, Request& request, std::vector<Me
   }
   request.allocate = [&gpu, held, inputs = request.inputs](size_t index, const Shape& shape,
                                                            void** data) {
-    const size_t bytes = static_cast<size_t>(elements(shape)) * size_of(inputs[index].dtype);
+    const size_t bytes = elements(shape) * size_of(inputs[index].dtype);
     held->push_back(gpu.allocate(bytes));
     *data = held->back().get();
     return Status();
@@ -321,14 +289,7 @@ Status GpuTransport::handshake(Gpu& gpu, const Waiting& waiting) {
 }
 
 LaunchOrder::Exchange GpuTransport::exchange_with(const Waiting& waiting) {
-  return [this, waiting](uint64_t mine) {
-    Writer out;
-    out.number(mine);
-    std::vector<uint64_t> all;
-    for (const std::string& bytes : host_->gather(out.take(), waiting))
-      all.push_back(Reader(bytes).number<uint64_t>());
-    return all;
-  };
+  return [this, waiting](int64_t mine) { return host_->gather_numbers({mine}, waiting); };
 }
 
 // Called between two polls of a GPU or of NCCL.

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -20,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "core/base/clock.h"
 #include "core/base/settings.h"
 #include "core/gpu/gpu.h"
 #include "core/gpu/launch_order.h"
@@ -41,10 +41,8 @@ class GpuTransport : public Transport {
   int rank() const override { return host_->rank(); }
   const std::string& host(int rank) const override { return host_->host(rank); }
   std::string prepare(Request& request) override;
-  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override;
-  std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
-                                     const Waiting& waiting) override;
-  std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override;
+  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
+                              const Waiting& waiting) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
   void abort(const std::string& why) override { fail(why); }
@@ -56,17 +54,13 @@ class GpuTransport : public Transport {
   struct Work {
     Event done;
     std::string name;
-    std::chrono::steady_clock::time_point since;
+    Clock::time_point since;
     std::vector<Memory> held;
   };
 
-  // What the host's transport is to agree on, and how.
-  using Agreement = std::function<std::vector<Proposal>(const Proposal&, const Waiting&)>;
-
   Gpu* gpu(int device, std::string* problem);
-  std::vector<Proposal> agree_by(const Agreement& agreement, const Proposal& mine,
-                                 const Waiting& waiting);
-  std::vector<Proposal> noted(std::vector<Proposal> proposals);
+  template <typename Call>
+  auto noting_aborts(const Call& call);
   Status run_on_gpu(Request& request, const Waiting& waiting);
   void neutral_request_on(Gpu& gpu, Request& request, std::vector<Memory>* held);
   Status handshake(Gpu& gpu, const Waiting& waiting);
@@ -98,7 +92,7 @@ class GpuTransport : public Transport {
   std::deque<Work> works_;        // oldest first
   uint64_t groups_in_works_ = 0;  // of NCCL's calls, so far
   Event last_launch_;             // of NCCL's work
-  std::chrono::steady_clock::time_point progress_;
+  Clock::time_point progress_;
   bool aborted_ = false;
 };
 

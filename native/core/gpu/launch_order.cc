@@ -21,7 +21,7 @@ LaunchOrder::Turn::Turn(LaunchOrder& order, int process_set, const Exchange& exc
     order_.waiting_.insert(place_);
   }
   try {
-    const std::vector<uint64_t> proposed = exchange(place_.first);
+    const std::vector<int64_t> proposed = exchange(place_.first);
     become(*std::max_element(proposed.begin(), proposed.end()));
     const auto is_first = [&] {
       std::lock_guard<std::mutex> lock(order_.mutex_);
@@ -40,7 +40,7 @@ LaunchOrder::Turn::~Turn() {
   order_.waiting_.erase(place_);
 }
 
-void LaunchOrder::Turn::become(uint64_t number) {
+void LaunchOrder::Turn::become(int64_t number) {
   std::lock_guard<std::mutex> lock(order_.mutex_);
   order_.waiting_.erase(place_);
   place_.first = number;

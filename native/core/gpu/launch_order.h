@@ -26,7 +26,7 @@ namespace hvd {
 class LaunchOrder {
  public:
   // The numbers of all ranks of a set; collective.
-  using Exchange = std::function<std::vector<uint64_t>(uint64_t mine)>;
+  using Exchange = std::function<std::vector<int64_t>(int64_t mine)>;
 
   // That of a device of this process.
   static LaunchOrder& of(int device);
@@ -42,10 +42,10 @@ class LaunchOrder {
     Turn& operator=(const Turn&) = delete;
 
    private:
-    void become(uint64_t number);
+    void become(int64_t number);
 
     LaunchOrder& order_;
-    std::pair<uint64_t, int> place_;
+    std::pair<int64_t, int> place_;
   };
 
   // The end of the work that was launched last, by any set; null: there was none.
@@ -57,8 +57,8 @@ class LaunchOrder {
 
  private:
   std::mutex mutex_;  // guards all below
-  uint64_t clock_ = 0;
-  std::set<std::pair<uint64_t, int>> waiting_;  // numbers, proposed or given, with their sets
+  int64_t clock_ = 0;
+  std::set<std::pair<int64_t, int>> waiting_;  // numbers, proposed or given, with their sets
   Event last_;
 };
 

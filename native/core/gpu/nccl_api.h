@@ -45,29 +45,40 @@ struct NcclConfig {
 };
 
 struct NcclApi {
-  std::string file;
-  int version = 0;  // 10000 × major + 100 × minor + patch
+  explicit NcclApi(const Settings& settings);
 
-  int (*get_version)(int*);
-  const char* (*error_string)(int);
-  const char* (*last_error)(NcclComm);
-  int (*get_unique_id)(NcclId*);
-  int (*init_rank)(NcclComm*, int size, NcclId, int rank, NcclConfig*);
-  int (*finalize)(NcclComm);
-  int (*destroy)(NcclComm);
-  int (*abort)(NcclComm);
-  int (*async_error)(NcclComm, int*);
-  int (*group_start)();
-  int (*group_end)();
-  int (*create_op)(int* op, void* scalar, int dtype, int residence, NcclComm);
-  int (*destroy_op)(int op, NcclComm);
-  int (*all_reduce)(const void*, void*, size_t, int dtype, int op, NcclComm, CudaStream);
-  int (*reduce)(const void*, void*, size_t, int dtype, int op, int root, NcclComm, CudaStream);
-  int (*reduce_scatter)(const void*, void*, size_t, int dtype, int op, NcclComm, CudaStream);
-  int (*broadcast)(const void*, void*, size_t, int dtype, int root, NcclComm, CudaStream);
-  int (*all_gather)(const void*, void*, size_t, int dtype, NcclComm, CudaStream);
-  int (*send)(const void*, size_t, int dtype, int peer, NcclComm, CudaStream);
-  int (*receive)(void*, size_t, int dtype, int peer, NcclComm, CudaStream);
+  GpuLibrary library;  // gives the functions
+  std::string file;
+  std::string problem;  // why it cannot be used, and what to do; empty: it can
+  int version = 0;      // 10000 × major + 100 × minor + patch
+
+  int (*get_version)(int*) = library["ncclGetVersion"];
+  const char* (*error_string)(int) = library["ncclGetErrorString"];
+  const char* (*last_error)(NcclComm) = library["ncclGetLastError"];
+  int (*get_unique_id)(NcclId*) = library["ncclGetUniqueId"];
+  int (*init_rank)(NcclComm*, int size, NcclId, int rank,
+                   NcclConfig*) = library["ncclCommInitRankConfig"];
+  int (*finalize)(NcclComm) = library["ncclCommFinalize"];
+  int (*destroy)(NcclComm) = library["ncclCommDestroy"];
+  int (*abort)(NcclComm) = library["ncclCommAbort"];
+  int (*async_error)(NcclComm, int*) = library["ncclCommGetAsyncError"];
+  int (*group_start)() = library["ncclGroupStart"];
+  int (*group_end)() = library["ncclGroupEnd"];
+  int (*create_op)(int* op, void* scalar, int dtype, int residence,
+                   NcclComm) = library["ncclRedOpCreatePreMulSum"];
+  int (*destroy_op)(int op, NcclComm) = library["ncclRedOpDestroy"];
+  int (*all_reduce)(const void*, void*, size_t, int dtype, int op, NcclComm,
+                    CudaStream) = library["ncclAllReduce"];
+  int (*reduce)(const void*, void*, size_t, int dtype, int op, int root, NcclComm,
+                CudaStream) = library["ncclReduce"];
+  int (*reduce_scatter)(const void*, void*, size_t, int dtype, int op, NcclComm,
+                        CudaStream) = library["ncclReduceScatter"];
+  int (*broadcast)(const void*, void*, size_t, int dtype, int root, NcclComm,
+                   CudaStream) = library["ncclBroadcast"];
+  int (*all_gather)(const void*, void*, size_t, int dtype, NcclComm,
+                    CudaStream) = library["ncclAllGather"];
+  int (*send)(const void*, size_t, int dtype, int peer, NcclComm, CudaStream) = library["ncclSend"];
+  int (*receive)(void*, size_t, int dtype, int peer, NcclComm, CudaStream) = library["ncclRecv"];
 };
 
 // Null if there is none, with the reason and what to do. The first call of the process opens it.

@@ -28,12 +28,9 @@ class NcclCollectives {
  private:
   class Operation;
 
-  void allreduce(const Request& request, const Pause& pause);
-  void broadcast(const Request& request, const Pause& pause);
-  void allgather(const Request& request, const std::vector<std::vector<int64_t>>& bytes);
-  void alltoall(const std::vector<Part>& sent, const std::vector<Part>& received);
-  void reducescatter(const Request& request, const Pause& pause);
-  std::vector<int64_t> gather_numbers(const std::vector<int64_t>& mine, const Waiting& waiting);
+  void allgather(const Request& request, size_t i, const std::vector<int64_t>& of_ranks);
+  void exchange(const std::vector<Part>& sent, const std::vector<Part>& received);
+  void reducescatter(const Request& request, size_t i, int op);
   void check(int result, const char* call) const { communicator_.check(result, call); }
   const NcclApi& nccl() const { return communicator_.api(); }
 

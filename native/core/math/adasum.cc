@@ -48,7 +48,7 @@ void adasum(Request& request, int rank, int size, const AdasumMoves& moves) {
   // The first byte of a rank's slice of a tensor.
   const auto bound = [&](size_t i, int r) {
     const Input& input = request.inputs[i];
-    return elements(input.shape) * r / size * static_cast<int64_t>(size_of(input.dtype));
+    return elements(input.shape) * r / size * size_of(input.dtype);
   };
   std::vector<Slices> tensors(n);
   std::vector<Part> sent, received;
@@ -60,7 +60,7 @@ void adasum(Request& request, int rank, int size, const AdasumMoves& moves) {
     const int64_t mine = bound(i, rank + 1) - bound(i, rank);
     Slices& tensor = tensors[i];
     tensor.dtype = input.dtype;
-    tensor.elements = mine / static_cast<int64_t>(size_of(input.dtype));
+    tensor.elements = mine / size_of(input.dtype);
     tensor.memory.resize(mine * size);
     for (int r = 0; r < size; ++r) tensor.of_rank.push_back(tensor.memory.data() + r * mine);
     for (int k = 0; k < size; ++k) {  // each rank starts with a different peer

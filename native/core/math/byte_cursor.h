@@ -26,8 +26,7 @@ inline Factors factors_of(const Request& request, int ranks) {
 class ByteCursor {
  public:
   // The dtype of the stream; bytes, if dtypes do not matter.
-  explicit ByteCursor(DType travels = DType::uint8)
-      : travels_(travels), width_(static_cast<int64_t>(size_of(travels))) {}
+  explicit ByteCursor(DType travels = DType::uint8) : travels_(travels), width_(size_of(travels)) {}
 
   void add(const void* data, DType dtype, int64_t elements) {
     if (elements == 0) return;
@@ -73,7 +72,7 @@ class ByteCursor {
         } else {
           loops().convert(dtype, piece, travels_, room + held, some);
         }
-        piece += some * static_cast<int64_t>(size_of(dtype));
+        piece += some * size_of(dtype);
         held += some * width_;
         n -= some;
         if (kRoom - held < width_) send(room, std::exchange(held, 0));
@@ -154,7 +153,7 @@ class ByteCursor {
     for (int64_t done = 0; done < bytes;) {
       const Piece& piece = pieces_[piece_];
       const int64_t n = std::min(piece.elements - offset_, (bytes - done) / width_);
-      copy(piece.data + offset_ * static_cast<int64_t>(size_of(piece.dtype)), piece.dtype, done, n);
+      copy(piece.data + offset_ * size_of(piece.dtype), piece.dtype, done, n);
       done += n * width_;
       offset_ += n;
       if (offset_ == piece.elements) {

@@ -7,35 +7,35 @@
 #include "core/request/collectives.h"
 
 namespace hvd {
+namespace {
 
-Status allocate_gathered(Request& request, const std::vector<int64_t>& rows, int size,
-                         std::vector<std::vector<int64_t>>* bytes) {
+int64_t row_bytes(const Input& input) {
+  Shape row = input.shape;
+  row[0] = 1;
+  return elements(row) * size_of(input.dtype);
+}
+
+// `rows`: the inputs' first dimensions, rank by rank.
+Status lay_out_gathered(Request& request, const std::vector<int64_t>& rows, int size,
+                        Layout* layout) {
   const size_t n = request.inputs.size();
   Status status;
-  request.outputs.assign(n, nullptr);
-  bytes->assign(n, {});
   for (size_t i = 0; i < n; ++i) {
     const Input& input = request.inputs[i];
+    std::vector<int64_t>& bytes = layout->gathered.emplace_back();
     Shape shape = input.shape;
-    shape[0] = 1;
-    const int64_t row_bytes = elements(shape) * static_cast<int64_t>(size_of(input.dtype));
     shape[0] = 0;
     for (int r = 0; r < size; ++r) {
       shape[0] += rows[r * n + i];
-      (*bytes)[i].push_back(rows[r * n + i] * row_bytes);
+      bytes.push_back(rows[r * n + i] * row_bytes(input));
     }
     if (status.ok()) status = request.allocate(i, shape, &request.outputs[i]);
   }
   return status;
 }
 
-int64_t first_row(int64_t rows, int rank, int size) {
-  return rows / size * rank + std::min<int64_t>(rank, rows % size);
-}
-
-Status allocate_scattered(Request& request, int rank, int size) {
+Status lay_out_scattered(Request& request, int rank, int size) {
   Status status;
-  request.outputs.assign(request.inputs.size(), nullptr);
   for (size_t i = 0; i < request.inputs.size() && status.ok(); ++i) {
     Shape shape = request.inputs[i].shape;
     shape[0] = first_row(shape[0], rank + 1, size) - first_row(shape[0], rank, size);
@@ -44,17 +44,15 @@ Status allocate_scattered(Request& request, int rank, int size) {
   return status;
 }
 
-Status allocate_exchanged(Request& request, const std::vector<int64_t>& splits, int rank, int size,
-                          std::vector<Part>* sent, std::vector<Part>* received) {
+// `splits`: by rank, tensor, and the rank to which the rows go.
+Status lay_out_exchanged(Request& request, const std::vector<int64_t>& splits, int rank, int size,
+                         Layout* layout) {
   const size_t n = request.inputs.size() / 2;  // tensors, each with its splits
   Status status;
-  request.outputs.assign(2 * n, nullptr);
   for (size_t i = 0; i < n && status.ok(); ++i) {
     const auto rows = [&](int from, int to) { return splits[(from * n + i) * size + to]; };
     const Input& input = request.inputs[2 * i];
     Shape shape = input.shape;
-    shape[0] = 1;
-    const int64_t row_bytes = elements(shape) * static_cast<int64_t>(size_of(input.dtype));
     shape[0] = 0;
     for (int r = 0; r < size; ++r) shape[0] += rows(r, rank);
     status = request.allocate(2 * i, shape, &request.outputs[2 * i]);
@@ -64,13 +62,52 @@ Status allocate_exchanged(Request& request, const std::vector<int64_t>& splits, 
     char* out = static_cast<char*>(request.outputs[2 * i]);
     for (int r = 0; r < size; ++r) {
       static_cast<int64_t*>(request.outputs[2 * i + 1])[r] = rows(r, rank);
-      sent->push_back({r, in, rows(rank, r) * row_bytes});
-      received->push_back({r, out, rows(r, rank) * row_bytes});
-      in += sent->back().bytes;
-      out += received->back().bytes;
+      layout->sent.push_back({r, in, rows(rank, r) * row_bytes(input)});
+      layout->received.push_back({r, out, rows(r, rank) * row_bytes(input)});
+      in += layout->sent.back().bytes;
+      out += layout->received.back().bytes;
     }
   }
   return status;
+}
+
+}  // namespace
+
+int64_t first_row(int64_t rows, int rank, int size) {
+  return rows / size * rank + std::min<int64_t>(rank, rows % size);
+}
+
+std::vector<int64_t> scattered(const Input& input, int size) {
+  std::vector<int64_t> begin;
+  for (int r = 0; r <= size; ++r)
+    begin.push_back(first_row(input.shape[0], r, size) * row_bytes(input));
+  return begin;
+}
+
+Status lay_out(Request& request, int rank, const std::vector<int>& ranks,
+               const GatherNumbers& gather, Layout* layout) {
+  const int size = static_cast<int>(ranks.size());
+  std::vector<int64_t> mine;
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    const Input& input = request.inputs[i];
+    const int64_t* const splits = static_cast<const int64_t*>(input.data);
+    if (request.kind == Kind::allgather) mine.push_back(input.shape[0]);
+    if (is_splits(request.kind, i)) mine.insert(mine.end(), splits, splits + size);
+  }
+  request.outputs.assign(request.inputs.size(), nullptr);
+  Status status;
+  if (request.kind == Kind::allgather) {
+    status = lay_out_gathered(request, gather(mine), size, layout);
+  } else if (request.kind == Kind::alltoall) {
+    status = lay_out_exchanged(request, gather(mine), rank, size, layout);
+  } else {
+    status = lay_out_scattered(request, rank, size);
+  }
+  const std::vector<int64_t> failed = gather({status.ok() ? 0 : 1});
+  const auto other = std::find(failed.begin(), failed.end(), 1);
+  if (!status.ok() || other == failed.end()) return status;
+  return Status::error(Code::aborted, "rank " + std::to_string(ranks[other - failed.begin()]) +
+                                          " could not allocate the output of " + identity(request));
 }
 
 void copy_own(const std::vector<Part>& sent, const std::vector<Part>& received, int rank) {
@@ -81,15 +118,6 @@ void copy_own(const std::vector<Part>& sent, const std::vector<Part>& received, 
     if (part.bytes > 0) std::memcpy(target->data, part.data, part.bytes);
     ++target;
   }
-}
-
-Status all_or_none(const Status& mine, const std::vector<int64_t>& failed,
-                   const std::vector<int>& ranks, const Request& request) {
-  if (!mine.ok()) return mine;
-  const auto other = std::find(failed.begin(), failed.end(), 1);
-  if (other == failed.end()) return {};
-  return Status::error(Code::aborted, "rank " + std::to_string(ranks[other - failed.begin()]) +
-                                          " could not allocate the output of " + identity(request));
 }
 
 }  // namespace hvd

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "core/base/status.h"
@@ -10,17 +11,12 @@
 
 namespace hvd {
 
-// Allocates the outputs of an allgather. `rows` are the inputs' first dimensions, rank by rank;
-// sets the bytes that each input has on each rank.
-Status allocate_gathered(Request& request, const std::vector<int64_t>& rows, int size,
-                         std::vector<std::vector<int64_t>>* bytes);
-
 // The first row of a tensor that a rank gets of a reducescatter. The first ranks get one row more
 // if the rows do not divide.
 int64_t first_row(int64_t rows, int rank, int size);
 
-// Allocates the outputs of a reducescatter.
-Status allocate_scattered(Request& request, int rank, int size);
+// The byte with which each rank's rows of a reducescatter begin, and the end of all.
+std::vector<int64_t> scattered(const Input& input, int size);
 
 // Memory that is sent to a rank of the set or received from it. The k-th part that a rank sends to
 // another is the k-th that the other receives from it.
@@ -30,17 +26,22 @@ struct Part {
   int64_t bytes;
 };
 
-// Allocates the outputs of an alltoall and sets what goes where. `splits` are those of all ranks:
-// by rank, tensor, and the rank to which the rows go.
-Status allocate_exchanged(Request& request, const std::vector<int64_t>& splits, int rank, int size,
-                          std::vector<Part>* sent, std::vector<Part>* received);
+// What the ranks move for a request whose outputs have other shapes than its inputs.
+struct Layout {
+  std::vector<std::vector<int64_t>> gathered;  // allgather: bytes, by input and rank
+  std::vector<Part> sent, received;            // alltoall
+};
+
+// Allgather of numbers, equally many from each rank.
+using GatherNumbers = std::function<std::vector<int64_t>(const std::vector<int64_t>& mine)>;
+
+// Lays out an allgather, alltoall or reducescatter, and allocates its outputs. All ranks call it. A
+// rank that cannot allocate its output must not leave the others waiting for its bytes, so its
+// error is an error on all. `ranks`: numbers in the job, by rank of the set.
+Status lay_out(Request& request, int rank, const std::vector<int>& ranks,
+               const GatherNumbers& gather, Layout* layout);
 
 // What a rank sends to itself.
 void copy_own(const std::vector<Part>& sent, const std::vector<Part>& received, int rank);
-
-// This rank's status, or an error if another rank has failed: a rank that cannot allocate its
-// output must not leave the others waiting for its bytes. `failed` is 0 or 1, by rank of the set.
-Status all_or_none(const Status& mine, const std::vector<int64_t>& failed,
-                   const std::vector<int>& ranks, const Request& request);
 
 }  // namespace hvd

@@ -148,34 +148,11 @@ void reduce_as(Reduction reduction, const Factors& factors, const void* const* s
 // Calls a function with a zero of the C++ type that stores a dtype.
 template <typename Function>
 auto with_type(DType dtype, const Function& as) {
-  switch (dtype) {
-    case DType::boolean:
-      return as(bool{});
-    case DType::uint8:
-      return as(uint8_t{});
-    case DType::int8:
-      return as(int8_t{});
-    case DType::uint16:
-      return as(uint16_t{});
-    case DType::int16:
-      return as(int16_t{});
-    case DType::uint32:
-      return as(uint32_t{});
-    case DType::int32:
-      return as(int32_t{});
-    case DType::uint64:
-      return as(uint64_t{});
-    case DType::int64:
-      return as(int64_t{});
-    case DType::float16:
-      return as(Float16{});
-    case DType::bfloat16:
-      return as(BFloat16{});
-    case DType::float32:
-      return as(float{});
-    case DType::float64:
-      return as(double{});
-  }
+#define HVD_CASE(dtype, name, bytes, type, ...) \
+  case DType::dtype:                            \
+    return as(type{});
+  switch (dtype) { HVD_DTYPES(HVD_CASE) }
+#undef HVD_CASE
   std::abort();  // there is no other
 }
 

@@ -58,6 +58,13 @@ std::string wrong_splits(const Input& tensor, const Input& splits, size_t size) 
          std::to_string(size) + " ranks.";
 }
 
+// Of a header, for a Writer or a Reader.
+template <typename Bytes, typename R>
+void fields(Bytes& bytes, R& request) {
+  bytes(request.kind, request.process_set, request.name, request.note, request.reduction,
+        request.prescale, request.postscale, request.wire, request.root);
+}
+
 // A shape with -1 for a dimension that may differ by rank.
 Shape agreed_shape(const Request& request, const Input& input) {
   Shape shape = input.shape;
@@ -132,6 +139,10 @@ std::string identity(const Request& request) {
   return std::string(collective(request.kind).name) + " '" + request.name + "'";
 }
 
+Status cannot_run(const Request& request, Code code, const std::string& why) {
+  return Status::error(code, identity(request) + " cannot run: " + why);
+}
+
 std::string describe(const Request& request) {
   const Collective& row = collective(request.kind);
   std::ostringstream out;
@@ -190,18 +201,11 @@ uint64_t fingerprint(const Request& request, const std::string& problem) {
 
 std::string encode_header(const Request& request) {
   Writer out;
-  out.number(request.kind);
-  out.text(request.name);
-  out.number(request.reduction);
-  out.number(request.prescale);
-  out.number(request.postscale);
-  out.number(request.wire);
-  out.number(request.root);
-  out.number<int>(request.device == kOnHost ? kOnHost : kOnSomeDevice);
+  fields(out, request);
+  out(request.device == kOnHost ? kOnHost : kOnSomeDevice);
   for (const Input& input : request.inputs) {
-    out.number(input.dtype);
-    out.number<uint64_t>(input.shape.size());
-    for (int64_t dim : input.shape) out.number(dim);
+    out(input.dtype, input.shape.size());
+    for (int64_t dim : input.shape) out(dim);
   }
   return out.take();
 }
@@ -209,20 +213,14 @@ std::string encode_header(const Request& request) {
 Request decode_header(const std::string& bytes) {
   Reader in(bytes);
   Request request;
-  request.kind = in.number<Kind>();
-  request.name = in.text();
-  request.reduction = in.number<Reduction>();
-  request.prescale = in.number<double>();
-  request.postscale = in.number<double>();
-  request.wire = in.number<DType>();
-  request.root = in.number<int>();
-  request.device = in.number<int>();
+  fields(in, request);
+  in(request.device);
   while (!in.at_end()) {
-    Input input;
-    input.dtype = in.number<DType>();
-    input.shape.resize(in.number<uint64_t>());
-    for (int64_t& dim : input.shape) dim = in.number<int64_t>();
-    request.inputs.push_back(std::move(input));
+    Input& input = request.inputs.emplace_back();
+    size_t dims = 0;
+    in(input.dtype, dims);
+    input.shape.resize(dims);
+    for (int64_t& dim : input.shape) in(dim);
   }
   return request;
 }

@@ -26,7 +26,7 @@ struct Collective {
 
 // In the order of Kind. (HVD_EXPORT: for the kernels.)
 HVD_EXPORT const std::vector<Collective>& collectives();
-const Collective& collective(Kind kind);
+HVD_EXPORT const Collective& collective(Kind kind);
 
 // Returns why this request cannot run among these ranks of the job, or "".
 std::string problem(const Request& request, const std::vector<int>& ranks);
@@ -37,14 +37,18 @@ DType on_the_wire(const Request& request, DType dtype);
 // Kind and name. Requests of equal identity on different ranks belong together.
 std::string identity(const Request& request);
 
+// The error of a request that does not run.
+Status cannot_run(const Request& request, Code code, const std::string& why);
+
 // All that ranks must agree on, as text: requests with equal texts can run together.
 std::string describe(const Request& request);
 
 // A 64-bit hash of the same, and of the request's problem; never 0 or 1.
 uint64_t fingerprint(const Request& request, const std::string& problem);
 
-// Everything about a request but its tensors' values, for a rank that will not submit it itself.
-std::string encode_header(const Request& request);
-Request decode_header(const std::string& bytes);
+// Everything about a request but its tensors' values: for a rank that will not submit it itself,
+// and for XLA's programs.
+HVD_EXPORT std::string encode_header(const Request& request);
+HVD_EXPORT Request decode_header(const std::string& bytes);
 
 }  // namespace hvd

@@ -43,7 +43,7 @@ struct Input {
   DType dtype = DType::float32;
   Shape shape;
 
-  size_t bytes() const { return static_cast<size_t>(elements(shape)) * size_of(dtype); }
+  size_t bytes() const { return elements(shape) * size_of(dtype); }
 };
 
 struct Request {

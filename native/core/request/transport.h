@@ -1,9 +1,10 @@
 // Interface through which the engine talks to the other ranks of its process set. The engine calls
-// it from one thread at a time, except prepare(). Methods that take a `waiting` are collective, and
-// agree_at_once().
+// it from one thread at a time, except prepare(). Methods that take a `waiting` are collective.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <string>
@@ -58,6 +59,10 @@ class Transport {
   virtual int rank() const = 0;                       // of the set
   virtual const std::string& host(int rank) const = 0;
   int size() const { return static_cast<int>(ranks().size()); }
+  // Of a rank of the job that is in the set.
+  int number_in_set(int of_job) const {
+    return static_cast<int>(std::find(ranks().begin(), ranks().end(), of_job) - ranks().begin());
+  }
 
   // Called on the thread that submits a request, for what must be recorded at that moment. Returns
   // why the request cannot run, or "".
@@ -71,26 +76,29 @@ class Transport {
   // Every rank's proposal, by rank of the set. Waits for the slowest without burning a core. If no
   // rank wants all times, only the least time waited, its rank, the mean of the others and the
   // flags of all together need be right; if fingerprints differ, only that they do, and the flags.
-  virtual std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) = 0;
-
-  // The same, of a rank that proposes to run `next`. Small tensors may travel with the proposals;
-  // so if all are equal, the next call must be run() of that request.
-  virtual std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
-                                             const Waiting& waiting) {
-    (void)next;
-    return agree(mine, waiting);
-  }
-
-  // The same, if the others come within microseconds and run() takes little longer than a change of
-  // threads. Otherwise empty; then the next call must be agree_to_run() with the same arguments,
-  // which goes on with it.
-  virtual std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) {
-    (void)mine, (void)next;
-    return {};
-  }
+  //
+  // `next`: what this rank proposes to run; null: nothing that it could. Small tensors may travel
+  // with the proposals; so if all are equal, the next call must be run() of that request.
+  //
+  // Without `waiting`, only if the others come within microseconds and run() takes little longer
+  // than a change of threads. Otherwise empty; then the next call must be agree() with the same
+  // arguments and `waiting`, which goes on with it.
+  virtual std::vector<Proposal> agree(const Proposal& mine, const Request* next,
+                                      const Waiting& waiting) = 0;
 
   // Every rank's bytes, by rank of the set.
   virtual std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) = 0;
+
+  // Every rank's numbers, one rank's after the other's; equally many from each.
+  std::vector<int64_t> gather_numbers(const std::vector<int64_t>& mine, const Waiting& waiting) {
+    const char* const data = reinterpret_cast<const char*>(mine.data());
+    std::vector<int64_t> all;
+    for (const std::string& part : gather({data, mine.size() * sizeof(int64_t)}, waiting)) {
+      all.resize(all.size() + mine.size());
+      std::memcpy(&all[all.size() - mine.size()], part.data(), part.size());
+    }
+    return all;
+  }
 
   // Moves the data of a request that all ranks have agreed on.
   virtual Status run(Request& request, const Waiting& waiting) = 0;

@@ -87,16 +87,16 @@ void one_set_waits_for_the_other() {
 void numbers_grow_with_those_of_other_ranks() {
   LaunchOrder order;
   const Pause never = [] { CHECK(false); };
-  uint64_t next = 0;
+  int64_t next = 0;
   {
     const LaunchOrder::Turn turn(
-        order, 1, [](uint64_t) { return std::vector<uint64_t>{100}; }, never);
+        order, 1, [](int64_t) { return std::vector<int64_t>{100}; }, never);
   }
-  const auto exchange = [&](uint64_t mine) { return std::vector<uint64_t>{next = mine}; };
+  const auto exchange = [&](int64_t mine) { return std::vector<int64_t>{next = mine}; };
   {
     const LaunchOrder::Turn turn(order, 2, exchange, never);
   }
-  CHECK_EQ(next, uint64_t{101});
+  CHECK_EQ(next, int64_t{101});
 }
 
 // A small allreduce of the host's memory. Returns its error; says whether the thread that has

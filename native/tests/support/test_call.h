@@ -185,7 +185,7 @@ class Call {
         if (refuse_memory) return Status::error(Code::internal, "no memory");
         shapes[index] = shape;
         outputs[index].assign(
-            static_cast<size_t>(elements(shape)) *
+            elements(shape) *
                 size_of(request.inputs.empty() ? DType::int32 : request.inputs[index].dtype),
             '\x55');
         *data = outputs[index].data();
@@ -252,8 +252,7 @@ class Call {
       report(false, __FILE__, __LINE__,
              "rank " + std::to_string(rank) + ": " + request.name + ", tensor " +
                  std::to_string(tensor) + ", " + name_of(dtype) + ", differs from element " +
-                 std::to_string(at / static_cast<int64_t>(size_of(dtype))) + " of " +
-                 std::to_string(n));
+                 std::to_string(at / size_of(dtype)) + " of " + std::to_string(n));
     }
   }
 

@@ -22,7 +22,7 @@ namespace hvd::test {
 // The memory through which the ranks of one set communicate.
 class Hub {
  public:
-  // `patience`: the seconds that agree_at_once() waits.
+  // `patience`: the seconds that an agreement at once waits.
   explicit Hub(int size, double patience = 0.0005)
       : patience(patience), size_(size), slots_(size), rounds_(size), waits_(size) {}
   int size() const { return size_; }
@@ -107,19 +107,15 @@ class ThreadTransport : public Transport {
   int rank() const override { return rank_; }
   const std::string& host(int) const override { return host_; }
 
-  std::vector<Proposal> agree(const Proposal& mine, const Waiting& waiting) override {
-    sent_ = {mine, {}};
-    return received(of_all(sent_, waiting));
-  }
-
-  std::vector<Proposal> agree_to_run(const Proposal& mine, const Request& next,
-                                     const Waiting& waiting) override {
-    if (!proposed_) sent_ = {mine, copies(next)};
+  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
+                              const Waiting& waiting) override {
+    if (!waiting) return at_once(mine, *next);
+    if (!proposed_) sent_ = {mine, next ? copies(*next) : std::vector<std::vector<char>>()};
     proposed_ = false;
     return received(of_all(sent_, waiting));
   }
 
-  std::vector<Proposal> agree_at_once(const Proposal& mine, const Request& next) override {
+  std::vector<Proposal> at_once(const Proposal& mine, const Request& next) {
     for (const Input& input : next.inputs) {
       if (input.bytes() > kMostAtOnce) return {};
     }
@@ -131,7 +127,7 @@ class ThreadTransport : public Transport {
       proposed_ = all.empty();
       return all;
     } catch (const Aborted&) {
-      return {};  // agree_to_run() will throw it
+      return {};  // the next call will throw it
     }
   }
 
@@ -238,7 +234,7 @@ class ThreadTransport : public Transport {
   }
 
   const std::shared_ptr<Hub> hub_;
-  Sent sent_;                // the others may read it after agree_at_once(),
+  Sent sent_;                // the others may read it after at_once(),
   bool proposed_ = false;    // which did not see all of theirs
   std::vector<Sent> along_;  // for run()
   const int rank_;

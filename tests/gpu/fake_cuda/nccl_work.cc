@@ -53,7 +53,7 @@ void compare(const Comm& comm, const std::vector<Op>& ops, const Order& before) 
 
 // `root` < 0: to all.
 void reduce(const Comm& comm, const Op& op, const char* in, char* out, int root) {
-  const int64_t width = static_cast<int64_t>(hvd::size_of(op.dtype));
+  const int64_t width = hvd::size_of(op.dtype);
   std::vector<const void*> sources;
   for (int r = 0; r < comm.size; ++r) sources.push_back(comm.wire->slot(r));
   for (int64_t start = 0; start < op.bytes; start += Wire::kSlotBytes) {

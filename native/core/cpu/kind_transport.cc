@@ -1,0 +1,91 @@
+#include "core/cpu/kind_transport.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "core/base/log.h"
+#include "core/math/adasum.h"
+
+namespace hvd {
+
+std::vector<std::string> KindTransport::gather(const std::string& mine, const Waiting& waiting) {
+  begin(waiting);
+  const auto sizes = share_numbers<int64_t>({static_cast<int64_t>(mine.size())});
+  std::string all(std::accumulate(sizes.begin(), sizes.end(), int64_t{0}), '\0');
+  gather_bytes(mine.data(), sizes, all.data());
+  std::vector<std::string> parts;
+  size_t offset = 0;
+  for (int64_t size : sizes) {
+    parts.push_back(all.substr(offset, size));
+    offset += size;
+  }
+  return parts;
+}
+
+Status KindTransport::run(Request& request, const Waiting& waiting) {
+  begin(waiting);
+  switch (request.kind) {
+    case Kind::allreduce:
+      if (request.reduction != Reduction::adasum) {
+        allreduce(request);
+      } else {
+        adasum(request, rank(), size(),
+               {[this](const auto& sent, const auto& received) { exchange(sent, received); },
+                [this](const auto& mine) { return share_numbers<double>(mine); },
+                [this](const void* mine, const auto& sizes, void* all) {
+                  gather_bytes(mine, sizes, all);
+                }});
+      }
+      return {};
+    case Kind::broadcast:
+      broadcast(request);
+      return {};
+    case Kind::barrier:
+      return {};  // all ranks have agreed to run it, so all have arrived
+    case Kind::join: {
+      void* last = nullptr;
+      const Status status = request.allocate(0, {}, &last);
+      // The engine has stored the last rank to join as the root.
+      if (status.ok()) *static_cast<int32_t*>(last) = request.root;
+      return status;
+    }
+    case Kind::allgather:
+    case Kind::alltoall:
+    case Kind::reducescatter:
+      break;
+  }
+  Layout layout;
+  Status status = lay_out(
+      request, rank(), ranks(), [this](const auto& mine) { return share_numbers<int64_t>(mine); },
+      &layout);
+  if (!status.ok()) return status;
+  if (request.kind == Kind::alltoall) {
+    exchange(layout.sent, layout.received);
+    return {};
+  }
+  for (size_t i = 0; i < request.inputs.size(); ++i) {
+    if (request.kind == Kind::allgather) {
+      gather_tensor(request.inputs[i].data, layout.gathered[i], request.outputs[i]);
+    } else {
+      reducescatter(request, i);
+    }
+  }
+  return {};
+}
+
+void KindTransport::make_room(SharedMemory& memory, int64_t bytes, int64_t whole,
+                              int64_t* committed) {
+  if (bytes <= *committed || asked_for_room_) return;
+  asked_for_room_ = true;
+  const auto failed = share_numbers<int64_t>({memory.commit() ? 0 : 1});
+  if (std::count(failed.begin(), failed.end(), 0) == size()) {
+    *committed = whole;
+  } else if (rank() == 0) {
+    log(LogLevel::warning,
+        "/dev/shm is full on a host, so tensors travel in pieces of " + std::to_string(*committed) +
+            " bytes, which is slower. Make it larger; containers need --shm-size or --ipc=host.");
+  }
+}
+
+}  // namespace hvd
