@@ -37,13 +37,15 @@ def start(
     arguments += ["--map-by", ":OVERSUBSCRIBE", "--output", "tag"]
     if os.geteuid() == 0:
         arguments.append("--allow-run-as-root")
+    # Open MPI does not start if a killed mpirun that had the same PID has left its files.
+    own = {"PRTE_MCA_prte_local_tmpdir_base": str(output.parent)}
     with output.open("wb") as file:
         return subprocess.Popen(
             [*inside, *arguments, *command],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **own, **(env or {})},
             start_new_session=True,
         )
 
