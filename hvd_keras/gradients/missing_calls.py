@@ -18,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, building, shards
+from hvd_keras.gradients import agreement, shards
 from hvd_keras.ops import without_data
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
-    from hvd_keras.gradients import compare
+    from hvd_keras.hooks.values import Values
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
@@ -71,7 +71,7 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
     if (
         _alone_on_purpose.get()
         or hasattr(optimizer, "_hvd_alone")
-        or building.is_building()
+        or agree.is_building.get()
         or not rank_info.is_initialized()
         or rank_info.size() == 1
         or any(variable in _reduced for variable in variables)
@@ -196,6 +196,27 @@ def mark_reduced(variables: Iterable[Any]) -> None:
             _reduced.add(variable)
 
 
+#: A warning about the last loss whose gradients must not be averaged, and the graph that it is in.
+unaveraged: list[tuple[str, Any]] = []
+
+
+def warn_if_averaged(text: str) -> None:
+    """Warn about a loss, if a reducer averages its gradients: in this graph, or in eager code."""
+    unaveraged[:] = [(text, tf.compat.v1.get_default_graph())]
+
+
+def check_average() -> None:
+    """Tell what ``warn_if_averaged`` was given; a reducer averages gradients now.
+
+    Raises:
+        ValueError: instead, if ``HVD_STRICT`` is set.
+    """
+    for text, graph in unaveraged[:]:
+        if graph is tf.compat.v1.get_default_graph() and not _is_horovods:
+            unaveraged.clear()
+            tell(text)
+
+
 def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
     """Tells that ``broadcast_variables`` got nothing, most often of a model that is not built."""
     global _empty_broadcast
@@ -261,7 +282,7 @@ def check_weights(
     return True
 
 
-def check_values(values: "compare.Values", when: str) -> None:
+def check_values(values: "Values", when: str) -> None:
     """Compare the values of a model in ``fit``, and tell a difference once.
 
     Args:
@@ -310,7 +331,7 @@ def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
     """Tells that all ranks train on the same rows.
 
     Args:
-        gathered: what ``compare.of_rows`` returned, by rank.
+        gathered: what ``values.of_rows`` returned, by rank.
         process_set: the ranks.
 
     Raises:

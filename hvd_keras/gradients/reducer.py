@@ -20,10 +20,8 @@ from hvd_keras import ops
 from hvd_keras.gradients import (
     agreement,
     buckets,
-    building,
     clipping,
     compare,
-    losses,
     missing_calls,
     model_ranks,
     shards,
@@ -104,13 +102,15 @@ class GradientReducer:
                 distributes the step, too.
         """
         gradients = list(gradients)
-        if rank_info.size() > 1 and not building.is_building():
+        if agree.is_building.get():
+            return Step(self, None, gradients, variables)
+        if rank_info.size() > 1:
             missing_calls.mark_reduced(variables)
-        if self.process_set.size() == 1 or not gradients or building.is_building():
+        if self.process_set.size() == 1 or not gradients:
             return Step(self, None, gradients, variables)
         agreement.refuse_strategies()
-        if self.options.op is ops.Average and not missing_calls.is_horovods([]):
-            losses.tell_of_averages()
+        if self.options.op is ops.Average:
+            missing_calls.check_average()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
         # With is_sharded their exchange prepares that of the values.

@@ -15,8 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import data, observe, ops
-from hvd_keras.gradients import agreement, building, compare, losses, missing_calls, model_ranks
-from hvd_keras.hooks import keras_callbacks, keras_classes
+from hvd_keras.gradients import agreement, compare, missing_calls, model_ranks
+from hvd_keras.hooks import building, keras_callbacks, keras_classes, losses, values
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -326,7 +326,7 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
         model_ranks.reducers_of(model)
     )
     if is_arrays and not is_shuffled:
-        rows = compare.of_rows(given)
+        rows = values.of_rows(given)
     mine = {
         "unbuilt": f"{type(own.problem).__name__}: {own.problem}" if missing else None,
         "digest": compare.digest(description),
@@ -334,7 +334,7 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
         "rows": rows,
         "looks at data": not is_arrays
         and isinstance(dataset, tf.data.Dataset)
-        and compare.can_be_passed(dataset.element_spec),
+        and values.can_be_passed(dataset.element_spec),
         "validates every": _validates_every(own),
         **keras_callbacks.describe(own.callbacks),
     }

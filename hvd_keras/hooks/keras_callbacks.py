@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import compare, missing_calls, model_ranks
+from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.hooks import variables
+from hvd_keras.hooks.values import Values, of_rows, pass_first_batch
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -50,7 +51,7 @@ class Common:
     waits_for_checkpoints: bool = False
     looks_at_data: bool = False
     validates: bool = False
-    values: compare.Values | None = None
+    values: Values | None = None
 
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
         """Learns from what ``describe`` returned on all ranks."""
@@ -267,14 +268,14 @@ class _AtTheEnd(_Internal):
         if self.common.values is not None:
             return
         common = variables.in_common(self.model)
-        self.common.values = compare.Values(common, self.common.process_set)
+        self.common.values = Values(common, self.common.process_set)
         missing_calls.check_values(self.common.values, "begun")
         if self.common.looks_at_data and not variables.is_restored(self.model):
-            compare.pass_first_batch(self.model, self._check_rows)
+            pass_first_batch(self.model, self._check_rows)
 
     def _check_rows(self, batch: Any) -> None:
         process_set = self.common.process_set
-        gathered = agree.gather_json("first rows", compare.of_rows(batch), process_set)
+        gathered = agree.gather_json("first rows", of_rows(batch), process_set)
         missing_calls.check_rows(gathered, process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -15,8 +15,8 @@ import tensorflow as tf
 import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
-from hvd_keras.gradients import clipping, losses, missing_calls, model_ranks, shards, zero
-from hvd_keras.hooks import fitting, keras_classes
+from hvd_keras.gradients import clipping, missing_calls, model_ranks, shards, zero
+from hvd_keras.hooks import fitting, keras_classes, losses
 from hvd_keras.runtime import log, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.saving import storage

@@ -3,14 +3,21 @@
 Below the public collectives, because process sets are created with it.
 """
 
+import contextvars
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras.runtime import libraries, rank_info
+
+if TYPE_CHECKING:
+    from hvd_keras.runtime.process_sets import ProcessSet
+
+#: This rank traces a step alone, only to create its variables: nothing may wait for other ranks.
+is_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
 
 _Result = TypeVar("_Result")
 
@@ -18,27 +25,7 @@ _Result = TypeVar("_Result")
 _KINDS = (OSError, ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
-class Group(Protocol):
-    """The part of a ``ProcessSet`` that this module needs."""
-
-    @property
-    def ranks(self) -> list[int]:
-        """Its ranks, as ranks of the job."""
-
-    def rank(self) -> int:
-        """This rank's number among them."""
-
-    def id(self) -> int:
-        """Its number, the same on all ranks."""
-
-    def size(self) -> int:
-        """Return the number of its ranks."""
-
-    def check_included(self, caller: str) -> None:
-        """Raise ValueError if this rank is not in it."""
-
-
-def gather_json(name: str, value: Any, process_set: Group | None = None) -> list[Any]:
+def gather_json(name: str, value: Any, process_set: "ProcessSet | None" = None) -> list[Any]:
     """Return every rank's value, by rank. Also works while TensorFlow traces a function.
 
     Args:
@@ -56,7 +43,7 @@ def gather_json(name: str, value: Any, process_set: Group | None = None) -> list
     return [json.loads(data) for data in gathered]
 
 
-def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> list[bytes]:
+def gather_bytes(name: str, mine: bytes, process_set: "ProcessSet | None" = None) -> list[bytes]:
     """Return every rank's bytes, by rank. Also works while TensorFlow traces a function.
 
     Args:
@@ -84,7 +71,7 @@ def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> li
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def by_rank(values: Sequence[Any], process_set: Group | None = None) -> str:
+def by_rank(values: Sequence[Any], process_set: "ProcessSet | None" = None) -> str:
     """Return a text of every rank's value, for errors: ``rank 0: 3; rank 1: 4``.
 
     Args:
@@ -97,7 +84,7 @@ def by_rank(values: Sequence[Any], process_set: Group | None = None) -> str:
 
 
 def on_all_ranks(
-    name: str, function: Callable[[], _Result], process_set: Group | None = None
+    name: str, function: Callable[[], _Result], process_set: "ProcessSet | None" = None
 ) -> _Result:
     """Call a function; an error on any rank is raised on all, with the same type and text.
 
@@ -136,7 +123,9 @@ def on_all_ranks(
     raise combined from error
 
 
-def on_leader(name: str, function: Callable[[], _Result], process_set: Group) -> _Result | None:
+def on_leader(
+    name: str, function: Callable[[], _Result], process_set: "ProcessSet"
+) -> _Result | None:
     """As ``on_all_ranks``, but only the first rank calls the function; others wait for it.
 
     Returns:
