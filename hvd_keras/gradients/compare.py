@@ -117,17 +117,9 @@ def digest(description: Description) -> str:
 
 
 def check_difference(name: str, mine: Description, process_set: ProcessSet) -> None:
-    """Raise an error on every rank, after the ranks have seen that their descriptions differ.
+    """Raise a ValueError on every rank that shows what differs between the ranks' descriptions.
 
     A layer that belongs to one rank alone is described on other ranks only, and not compared.
-
-    Args:
-        name: identifies the call on all ranks.
-        mine: this rank's description.
-        process_set: the ranks that take part.
-
-    Raises:
-        ValueError: the text shows the entries that differ.
     """
     gathered = agree.gather_json(f"{name} in full", mine, process_set)
     local = {key for view in gathered for key in view if key.endswith(_LOCAL)}

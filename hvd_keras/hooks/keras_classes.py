@@ -151,7 +151,7 @@ def _global_moments(
     return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)
 
 
-_tables = agreement.VariableSet()
+_tables = shards.VariableSet()
 
 
 def read_by_rows(model: Any, layers: Iterable[Any]) -> None:

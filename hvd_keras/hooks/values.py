@@ -28,11 +28,7 @@ _ROWS = 64  # of which the rows of all ranks are compared
 
 
 def of_rows(data: Any) -> list[int] | None:
-    """Describe rows: their number and a hash of the first ones; None if they say nothing.
-
-    Args:
-        data: arrays, or tensors of a batch, of any structure.
-    """
+    """Describe rows by their number and a hash of the first ones; None if they say nothing."""
     crc, differ, rows = 0, False, 0
     for part in tf.nest.flatten(data):
         if part is None:
@@ -47,7 +43,7 @@ def of_rows(data: Any) -> list[int] | None:
 
 
 def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
-    """Lets a function see the first batch that the next step gets, or None at the end of the data.
+    """Let a function see the first batch that the next step gets, or None at the end of the data.
 
     No batch is read twice, so generators and shuffled data go on as without it.
     """
@@ -88,16 +84,7 @@ def _again(batches: Sequence[Any], element_spec: Any) -> Any:
 
 
 class Values:
-    """The values of variables that must be equal on all ranks while they train.
-
-    Args:
-        variables: of a model and its optimizers, the same on all ranks.
-        process_set: the ranks.
-
-    Attributes:
-        steps: how many steps have ended.
-        reported: a difference was found.
-    """
+    """The values of variables that must be equal on all ranks while they train."""
 
     def __init__(self, variables: Sequence[Any], process_set: ProcessSet) -> None:
         self.variables = variables
@@ -115,7 +102,7 @@ class Values:
         pieces = []
         for variable in self.variables:
             if tuple(variable.shape):
-                size = agreement.size_in_bytes(agreement.spec_of(variable))
+                size = agreement.spec_of(variable).bytes
                 rows = int(variable.shape[0])
                 step = max(1, rows * _BYTES // max(1, size))
                 parts = [slice(row, row + step) for row in range(0, rows, step)]
