@@ -27,7 +27,6 @@ class Reducer(reducer.GradientReducer):
 
     Args:
         optimizer: of one of ``classes``, without a LossScaleOptimizer around it.
-        name, options, groups: as in ``reducer.GradientReducer``.
         passes: local steps whose gradients are added up before an update.
         averages: whether their mean is applied, not their sum.
     """
@@ -169,9 +168,6 @@ class Reducer(reducer.GradientReducer):
 
         LossScaleOptimizer omits variables without a gradient on this rank. In the newer family,
         ``build`` has received all variables.
-
-        Raises:
-            ValueError: local steps are to be added up, each of which may overflow by itself.
         """
         if self._passes > 1:
             raise ValueError(

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import shards
+from hvd_keras.gradients import clipping, model_ranks, shards
 from hvd_keras.ops import without_data
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -56,6 +56,29 @@ def local_fit() -> Iterator[None]:
         yield
     finally:
         _alone_on_purpose.reset(token)
+
+
+def wrap_apply(variables_of: Callable[..., Iterable[Any]]) -> Callable[[Any], Any]:
+    """Return a wrapper of an optimizer's method that applies gradients to ``variables_of`` it.
+
+    It warns if they were not exchanged, and refuses what would clip by norms unknown here.
+    """
+
+    def wrap(method: Any) -> Any:
+        def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hasattr(self, "_hvd_reducer"):
+                grads = list(grads)
+                variables = list(variables_of(self, grads, *args, **kwargs))
+                check_optimizer(self, variables)
+                several = rank_info.is_initialized() and rank_info.size() > 1
+                local = model_ranks.local_variables if several else ()
+                clipping.check_alone(self, variables, local)
+            return method(self, grads, *args, **kwargs)
+
+        apply.__doc__ = method.__doc__
+        return apply
+
+    return wrap
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -322,6 +322,7 @@ class KerasReducer(GradientReducer):
         if optimizer.gradient_accumulation_steps and self.process_set.size() > 1:
             missing_calls.mark_accumulating(optimizer)
         outermost.register_local_var = self.register_local
+        require(optimizer, "_trainable_variables", "to know what apply updates")
         for method, replacement in self.hooks().items():
             require(optimizer, method, "to exchange, clip and apply gradients")
             setattr(optimizer, method, replacement)
@@ -345,7 +346,6 @@ class KerasReducer(GradientReducer):
             return
         variables = trainable_variables
         if variables is None:
-            require(self.optimizer, "_trainable_variables", "to know what apply updates")
             variables = self.optimizer._trainable_variables
         self._updates += 1
         self.step = self.begin(grads, list(variables))

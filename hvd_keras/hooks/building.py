@@ -29,18 +29,16 @@ def unbuilt(model: Any) -> set[int]:
 
 
 def build(model: Any, element_spec: Any) -> Exception | None:
-    """Create the variables of a model, its metrics and its optimizers, from the spec of a batch.
+    """Create the variables of a compiled model, its metrics and its optimizers.
 
     Traces the model's own ``train_step``, if it has one, or else the forward pass, into a graph
     that never runs. Variables are created outside of the graph, as in every step that Keras traces.
 
     Args:
-        model: a compiled ``keras.Model``.
         element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
 
     Returns:
         The exception that the model raised, if it cannot be traced; then variables may be missing.
-        None otherwise.
     """
     has_own_step = type(model).train_step is not keras.Model.train_step
 

@@ -56,10 +56,7 @@ def SyncBatchNormalization(  # noqa: N802
 
 
 def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``.
-
-    The class is patched so that layers that are cloned, loaded or made by others are included.
-    """
+    """Wrap ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``."""
 
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
         process_set = _process_set(self)

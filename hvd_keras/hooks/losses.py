@@ -27,21 +27,13 @@ from hvd_keras.runtime.process_sets import ProcessSet
 
 @dataclasses.dataclass
 class Weighing:
-    """The losses of a model that several ranks train.
-
-    Attributes:
-        model: the model.
-        process_set: the ranks.
-        averages: whether gradients are averaged, not summed.
-        is_together: in validation, whether all ranks take this step, as a variable.
-        calls: how many losses this step has computed.
-    """
+    """The losses of a model that several ranks train."""
 
     model: Any
     process_set: ProcessSet
-    averages: bool
-    is_together: Any = None
-    calls: int = 0
+    averages: bool  # gradients are averaged, not summed
+    is_together: Any = None  # in validation a variable: all ranks take this step
+    calls: int = 0  # losses that this step has computed
 
     def factor(self, of_all: Callable[[], Any], dtype: Any) -> Any:
         """Return what a loss is multiplied by: 1 in a validation of one rank."""
@@ -70,14 +62,7 @@ def validate_together(everywhere: bool) -> None:
 
 @contextlib.contextmanager
 def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) -> Iterator[None]:
-    """Weighs the losses of the model's steps.
-
-    Args:
-        model: a ``keras.Model``.
-        process_set: the ranks that train it.
-        averages: whether their gradients are averaged, not summed.
-        method: "train_step" or "test_step".
-    """
+    """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
     one_step = getattr(model, method)
     is_together = _together() if method == "test_step" else None
 
@@ -102,7 +87,7 @@ def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) ->
 
 
 def tell_of_validation(model: Any) -> None:
-    """Tells that ranks have validated in different numbers of steps, if that makes a difference."""
+    """Tell that ranks validated in different numbers of steps, if that makes a difference."""
     if model in _validated and not _together():
         log.warn_once(
             "the ranks validate in different numbers of batches, or in an unknown number, so the "
@@ -220,21 +205,16 @@ def _product(one: Any, other: Any) -> Any:
 
 
 def _tell_of_ratio(loss: Any, value: Any) -> None:
-    """Tells of a loss of the whole batch that is no mean over its rows, as far as can be seen.
-
-    Raises:
-        ValueError: it is such a loss, and ``HVD_STRICT`` is set.
-    """
+    """Tell of a loss of the whole batch that is no mean over its rows, as far as can be seen."""
     if not _is_ratio(value):
         return
     name = getattr(loss, "fn", loss)
     name = getattr(name, "__name__", type(name).__name__)
-    text = (
+    missing_calls.tell(
         f"the loss {name} divides by a number that depends on the batch, so the mean of the ranks' "
         "losses is not the loss that one process has for all rows. Return one value per row, with "
         "a mask or sample_weight, which hvd_keras weighs; for Dice and Tversky, give axis."
     )
-    missing_calls.tell(text)
 
 
 def _is_ratio(value: Any) -> bool:

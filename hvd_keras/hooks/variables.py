@@ -123,7 +123,7 @@ def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
 
 
 def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """The states of the random generators (dropout, augmentation) in the layers, each once."""
+    """Return the states of the random generators (dropout, …) in the layers, each once."""
     found: dict[int, Any] = {}
     for layer in layers:
         for generator in getattr(layer, "_seed_generators", ()):

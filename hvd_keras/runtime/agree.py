@@ -44,16 +44,9 @@ def gather_json(name: str, value: Any, process_set: "ProcessSet | None" = None) 
 
 
 def gather_bytes(name: str, mine: bytes, process_set: "ProcessSet | None" = None) -> list[bytes]:
-    """Return every rank's bytes, by rank. Also works while TensorFlow traces a function.
+    """Return every rank's bytes, by rank, of any number. Also works while TensorFlow traces.
 
-    Args:
-        name: identifies the call on all ranks.
-        mine: any number of bytes.
-        process_set: the ranks that take part. Default: all.
-
-    Raises:
-        ValueError: this rank is not in the process set.
-        tf.errors.AbortedError: a rank has left the job.
+    Args and errors as in ``gather_json``.
     """
     rank_info.rank()  # raises if hvd.init() was not called
     if process_set is not None:
@@ -72,12 +65,7 @@ def gather_bytes(name: str, mine: bytes, process_set: "ProcessSet | None" = None
 
 
 def by_rank(values: Sequence[Any], process_set: "ProcessSet | None" = None) -> str:
-    """Return a text of every rank's value, for errors: ``rank 0: 3; rank 1: 4``.
-
-    Args:
-        values: by rank, as ``gather_json`` returns them; None is left out.
-        process_set: the ranks that they come from. Default: all.
-    """
+    """Return a text of the ranks' values, for errors: ``rank 0: 3; rank 1: 4``; without None."""
     ranks = range(len(values)) if process_set is None else process_set.ranks
     pairs = zip(ranks, values, strict=True)
     return "; ".join(f"rank {rank}: {value}" for rank, value in pairs if value is not None)
@@ -128,22 +116,14 @@ def on_leader(
 ) -> _Result | None:
     """As ``on_all_ranks``, but only the first rank calls the function; others wait for it.
 
-    Returns:
-        What the function returned; None on the other ranks.
+    Returns what the function returned; None on the other ranks.
     """
     is_leader = process_set.rank() == 0
     return on_all_ranks(name, lambda: function() if is_leader else None, process_set)
 
 
 def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
-    """Run a collective immediately, also while a function is traced or a graph is built.
-
-    Args:
-        collective: returns one tensor; its inputs must be values, not tensors.
-
-    Returns:
-        The tensor's values.
-    """
+    """Run a collective of values at once, also while a function is traced or a graph is built."""
     with tf.init_scope():
         if tf.executing_eagerly():
             with tf.device("/cpu:0"):  # the values are needed on the host
@@ -154,7 +134,7 @@ def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
 
 
 def _separate() -> tf.compat.v1.ConfigProto:
-    """Return a session configuration without side effects on the user's sessions.
+    """Return a configuration without side effects on the user's sessions.
 
     By default, the first session of a process selects its GPUs and creates the threads of all later
     sessions.
