@@ -142,7 +142,7 @@ def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
         yield from _look_at_generator(script, node, node.func)
     elif called == "ImageDataGenerator" and not name.startswith("tensorflow."):
         message = (
-            "Keras 3 has it in tensorflow.keras.preprocessing.image; better are "
+            "Keras 3 has it in tensorflow.keras.preprocessing.image; prefer "
             "keras.utils.image_dataset_from_directory and layers such as keras.layers.RandomFlip"
         )
         if not name.startswith("keras.preprocessing."):  # whose import is changed
