@@ -19,7 +19,7 @@ from hvd_keras.launch.follow.outcome import Report, names
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost import channel, limits
-from hvd_keras.launch.onhost.channel import Channel, Connection, ProtocolError, silence
+from hvd_keras.launch.onhost.channel import PIECE, Connection, ProtocolError, silence
 from hvd_keras.launch.onhost.cores import thread_settings
 from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 
@@ -154,7 +154,7 @@ class Ranks:
     async def _serve(self, connection: socket.socket) -> None:
         """Talk with a worker, as long as it lives; or with a stranger, for a moment."""
         streams = await asyncio.open_connection(sock=connection)
-        peer, why = _Peer(Channel(self.secret, is_hvdrun=True), streams), ""
+        peer, why = _Peer(self.secret, streams, listens=True), ""
         messages = peer.messages()
         try:
             try:
@@ -261,8 +261,8 @@ class Ranks:
 
     async def _start_one(self, peer: _Peer, start: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the worker has gone
-            for first in range(0, len(self._function), channel.LARGE_PIECE):
-                piece = self._function[first : first + channel.LARGE_PIECE]
+            for first in range(0, len(self._function), PIECE):
+                piece = self._function[first : first + PIECE]
                 await peer.send_much(function=base64.b64encode(piece).decode())
             peer.send(start=start)
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from . import channel
-from .channel import PIECE, Channel, Connection, ProtocolError, silence
+from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import usable_cores
 from .limits import ALIVE_CHECKS, GRACE, SILENCE, WORKER_CHECK
 from .process import FORWARDED, ask_to_end, die_with_parent, private_folder
@@ -364,7 +364,7 @@ class Worker:
             return status
         try:
             with (self._folder / RESULT).open("rb") as file:
-                while piece := file.read(channel.LARGE_PIECE):
+                while piece := file.read(PIECE):
                     await self._send(result=base64.b64encode(piece).decode())
         except OSError:
             text = "hvdrun: the function ended its process; expected it to return\n"
@@ -374,10 +374,11 @@ class Worker:
 
 
 async def _run() -> int:
-    rank, end = find_rank(os.environ), Channel(os.environ[SECRET], is_hvdrun=False)
+    rank, secret = find_rank(os.environ), os.environ[SECRET]
     streams = await asyncio.open_connection(sock=channel.connect(os.environ[ADDRESSES]))
     hello = {"rank": rank, "host": socket.gethostname(), "cores": usable_cores()}
-    return await Worker(rank, Connection(end, streams, hello)).run()
+    connection = Connection(secret, streams, listens=False, hello=hello)
+    return await Worker(rank, connection).run()
 
 
 def main() -> int:
