@@ -87,7 +87,6 @@ class Ranks:
         if not self.listen_at:
             self._listeners.append(_listen_in(self.directory))
         self._peers: dict[int, _Peer] = {}
-        self._gone: set[int] = set()
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
         self._function = b""
@@ -177,10 +176,10 @@ class Ranks:
 
     def _lose(self, peer: _Peer, why: str) -> None:
         """Note that a worker has gone; `why` is empty where it has ended."""
-        self._gone.add(peer.rank)
         report = self.reports[peer.rank]
+        report.gone = True
         if report.status is None:
-            report.time, report.gone = time.monotonic(), True
+            report.time = time.monotonic()
             # A killed worker here may have left something unread, which breaks it as well.
             report.lost = "" if peer.host in self.here else why
         if peer.rank == 0:
@@ -268,7 +267,7 @@ class Ranks:
 
     async def _send_input(self, data: bytes) -> bool:
         """Send rank 0 some input, empty at its end; returns, later, whether it may read more."""
-        if 0 in self._gone:
+        if self.reports[0].gone:
             return False
         self._peers[0].send(input=base64.b64encode(data).decode())
         return bool(data) and await self._input_was_read.get()
@@ -302,7 +301,7 @@ class Ranks:
         )
 
     def _is_over(self, rank: int) -> bool:
-        return rank in self._gone or self.reports[rank].status is not None
+        return self.reports[rank].gone or self.reports[rank].status is not None
 
     def tell(self, **message: Any) -> None:
         """Send all workers a message."""
@@ -323,5 +322,6 @@ class Ranks:
     def note_silence(self) -> None:
         """Note at the end which hosts are silent; the clean-up shows whether they are lost."""
         for rank, peer in self._peers.items():
-            if rank not in self._gone and silence(peer.socket) >= limits.SILENCE / 3:
-                self.reports[rank].lost = "silent"
+            report = self.reports[rank]
+            if not report.gone and silence(peer.socket) >= limits.SILENCE / 3:
+                report.lost = "silent"
