@@ -5,7 +5,8 @@ rows. Keras divides a masked loss by the number of valid entries, though, and on
 ``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers that differ by rank. The
 loss of all ranks is sum(n_r * loss_r) / sum(n_r), so each rank's is multiplied by
 N * n_r / sum(n_r). Losses that are summed are multiplied by N. Validation weighs alike if all ranks
-validate together and average their metrics. In custom loops nothing is weighed, which is told.
+validate together and average their metrics. A custom loop gets a warning, and its losses are not
+weighed.
 """
 
 import contextlib
