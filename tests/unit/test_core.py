@@ -210,7 +210,7 @@ def test_faults_of_gpus(
     assert "ok  " in run(str(binaries / "gpu_faults_test"), *which, timeout=600)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["engine_test", "exchange_test"])
 def test_collectives_through_nccl(
