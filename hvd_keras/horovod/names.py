@@ -51,7 +51,7 @@ shutdown is_initialized
     `init` raises after a `shutdown` while others waited for this rank
 rank size local_rank local_size cross_rank cross_size
 is_homogeneous mpi_threads_supported mpi_enabled mpi_built nccl_built cuda_built rocm_built
-    NCCL, CUDA: found at run time; ROCm: always False
+    found at run time
 gloo_built gloo_enabled ddl_built ccl_built
     always False
 sycl_built  gone @basics

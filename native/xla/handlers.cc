@@ -136,6 +136,7 @@ XLA_FFI_DEFINE_HANDLER(kCollectiveOnGpu, collective_on_gpu,
                            .RemainingRets()
                            .Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "CUDA", kCollectiveOnGpu);
+XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "ROCM", kCollectiveOnGpu);
 
 XLA_FFI_DEFINE_HANDLER(kRankInfo, rank_info,
                        ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());

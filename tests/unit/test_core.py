@@ -221,6 +221,15 @@ def test_collectives_through_nccl(
     assert "FAILED" not in job.output
 
 
+def test_collectives_through_rccl(binaries: pathlib.Path) -> None:
+    """HIP and RCCL are the fake under AMD's names."""
+    library = str(binaries / "libhvd_fake_hip.so")
+    env = {"HVD_CUDART_LIBRARY": library, "HVD_NCCL_LIBRARY": library}
+    job = ranks.mpirun(2, str(binaries / "exchange_test"), "gpu", timeout=120, env=env)
+    assert job.status == 0, job.output
+    assert "FAILED" not in job.output
+
+
 @pytest.mark.parametrize(
     ("size", "which", "name"),
     [
