@@ -62,12 +62,10 @@ class TrainConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> Any:
-        """From Ray."""
         return _Backend
 
     @property
     def train_func_context(self) -> Any:
-        """From Ray."""
         return _telling
 
 
