@@ -2,8 +2,8 @@
 
     hvdrun -np 2 examples/fine_tuning.py
 
-Replace the base by one with weights, such as one of keras.applications with weights="imagenet" and
-include_top=False: only rank 0's weights count, because they are broadcast.
+Replace the base by one with weights, such as a KerasHub backbone (from_preset) or a model of
+keras.applications (weights="imagenet", include_top=False). Rank 0 broadcasts its weights.
 """
 
 import hvd_keras as hvd

@@ -289,7 +289,7 @@ def _follows(rank: Rank) -> bool:
 def _end(rank: Rank) -> str:
     if rank.leaving:
         return f"left the job ({rank.leaving})"
-    return "called nothing more" if rank.has_stacks else "was killed or ended without a word"
+    return "made no further call" if rank.has_stacks else "was killed or ended without a message"
 
 
 def _names(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 VERSION = "0.28.1"
 
 #: The text of the last column if it has the same differences as the column beside it.
-LIKEWISE = "the same"
+LIKEWISE = "="
 
 
 @dataclass(frozen=True)
@@ -104,19 +104,17 @@ SyncBatchNormalization
     weighted by the ranks' counts, as `BatchNormalization(synchronized=True)`
 DistributedOptimizer  @training:optimizer_of_tensorflow
     no `use_locking`; modifies and returns its argument; `op=Sum` sums; raises on ranks outside
-    of `process_set` | modifies and returns its argument; `op=Sum` sums
+    of `process_set` | =, with `use_locking`, on all ranks
 ….register_local_var  @-
 DistributedGradientTape  @training
-    names are always generic, without `use_generic_names`; raises on ranks outside of
-    `process_set` | names are always generic
+    no `use_generic_names`; raises on ranks outside of `process_set` | names are always generic
 ….register_local_source  @-
 ….get_local_and_global_gradients  gone @-
     `gradient` returns both in the order of the sources |
 PartialDistributedGradientTape  @training
 PartialDistributedOptimizer  @training
 load_model  @training
-    no `legacy_opts`; `custom_optimizers` only for your own classes | `legacy_opts` is not
-    needed; `custom_optimizers` only for your own classes
+    no `legacy_opts`; `custom_optimizers` only for your own classes | =, with `legacy_opts`
 # horovod.keras and horovod.tensorflow.keras
 allreduce  changed @training
     `allreduce(value, average=…, name=…)`; Horovod: `(value, name, average, …)` |
@@ -129,11 +127,10 @@ broadcast_global_variables  changed @training
 DistributedOptimizer  @training
 # callbacks
 callbacks.BroadcastGlobalVariablesCallback  @training
-    no `device`; runs before the first step of each `fit`, with the optimizer's state | runs
-    before the first step of each `fit`, with the optimizer's state
+    no `device`; runs before the first step of each `fit`, with the optimizer's state | =, with
+    `device`
 callbacks.MetricAverageCallback  @training
-    no `device`; exact, also for AUC, Precision or unequal batch counts | exact, also for AUC,
-    Precision or unequal batch counts
+    no `device`; exact, also for AUC, Precision or unequal batch counts | =, with `device`
 callbacks.LearningRateWarmupCallback callbacks.LearningRateScheduleCallback  @/callbacks
     momentum correction scales the buffers, which also works in compiled steps
 callbacks.BestModelCheckpoint  renamed @training
@@ -156,23 +153,21 @@ horovod.runner.common.util.safe_shell_exec horovod.runner.common.util.settings \
 horovod.runner.util.* horovod.tensorflow.gradient_aggregation*  gone @-
     not needed | `ImportError` with what to use
 horovod.common.util.* horovod.common.exceptions.*  gone @-
-    not needed | what programs import: `check_extension`, `gpu_available`, `nccl_built`,
-    `is_version_greater_equal_than`, `split_list` and the like; the exceptions are never raised
+    not needed | what programs import, such as `check_extension`, `gpu_available` and
+    `split_list`; the exceptions are never raised
 mpi_ops._basics mpi_ops._allreduce util._executing_eagerly  gone @-
     `allreduce(tensor, op=hvd.Sum)`, `tf.executing_eagerly` | kept, although private
 # launching
 horovod.run  changed @launching
     `hvd.run(func, args, kwargs, np=…, hosts=…)`; other settings are options of `hvdrun`:
-    `options=[…]` | arguments that `hvdrun` has no option for are refused
+    `options=[…]` | refuses arguments without an option of `hvdrun`
 horovod.spark.run  renamed @launching:spark_run
-    `hvd.spark.run`; for `HorovodRunner` of `sparkdl`, `hvd.spark.HorovodRunner` | arguments
-    that `hvd.spark.run` does not have are refused
+    `hvd.spark.run`; for `HorovodRunner` of `sparkdl`, `hvd.spark.HorovodRunner` | refuses
+    other arguments than those of `hvd.spark.run`
 horovod.ray.RayExecutor  renamed @launching
-    `hvd_keras.ray.run`, or `hvd_keras.ray.TrainConfig` for Ray Train | each call starts new
-    ranks; arguments that `hvd_keras.ray.run` does not have, and an `executable_cls`, are
-    refused
+    `hvd.ray.run`, or `hvd.ray.TrainConfig` for Ray Train | [limits](platforms/ray.md#limits)
 horovod.spark.keras.*  gone @-
-    write the rows with `hvd.spark.shard`, and train with `hvd.spark.run`
+    `hvd.spark.shard` writes the rows, `hvd.spark.run` trains
 horovod.tensorflow.data.*  gone @-
     `hvd.data.shard`
 """

@@ -55,15 +55,14 @@ class Agent:
 
     def __init__(self, secret: str, run: str, address: str) -> None:
         self._address = socket.gethostbyname(address)
-        pipe: Any = subprocess.PIPE
-        self._process = subprocess.Popen(
+        pipe = subprocess.PIPE
+        agent = subprocess.Popen(
             onhost.program("agent"), stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
-        self._in = cast(Any, self._process.stdin)
-        self._out = cast(Any, self._process.stdout)
+        self._process = cast(Any, agent)  # its pipes are there
         told = {"secret": secret, "run": run, "address": self._address}
-        print(json.dumps(told), file=self._in, flush=True)
-        self._port = self._out.readline().strip()
+        print(json.dumps(told), file=self._process.stdin, flush=True)
+        self._port = self._process.stdout.readline().strip()
         if not self._port:
             self.__exit__()
             raise OSError(f"no agent can listen on {self._address} of {socket.gethostname()}")
@@ -82,9 +81,9 @@ class Agent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._in.close()
-        self._out.read()  # to its end, which is that of the agent
-        self._out.close()
+        self._process.stdin.close()
+        self._process.stdout.read()  # to its end, which is that of the agent
+        self._process.stdout.close()
         self._process.wait()
 
 

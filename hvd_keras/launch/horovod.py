@@ -131,16 +131,12 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Let a parser of hvdrun's options understand horovodrun's that are no aliases."""
     add = functools.partial(parser.add_argument, help=argparse.SUPPRESS)
     for flag, (name, convert) in SETTING_OPTIONS.items():
-        pair = functools.partial(_pair, name, convert)
+        pair = functools.partial(lambda name, convert, text: (name, convert(text)), name, convert)
         add(flag, dest="settings", action="append", type=pair)
     add(NO_STALL_CHECK[0], dest="settings", action="append_const", const=NO_STALL_CHECK[1])
     for count, flags in NO_EFFECT.items():
         add(*flags.split(), action=_NoCounterpart, dest=argparse.SUPPRESS, nargs=count)
     add(*REFUSED, action=_NoCounterpart, dest=argparse.SUPPRESS, nargs="?")
-
-
-def _pair(name: str, convert: Callable[[str], str], text: str) -> tuple[str, str]:
-    return name, convert(text)
 
 
 def execute(arguments: Sequence[str]) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hvd_keras.launch import command_check, options
 from hvd_keras.launch.errors import UsageError, say
-from hvd_keras.launch.follow import metrics
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.start import hosts, slurm
@@ -76,11 +75,6 @@ def build(given: argparse.Namespace) -> JobSpec:
         raise UsageError(
             f"the command is missing; expected a program, for example: {options.EXAMPLE}"
         )
-    _check_observers(given)
-    for name in given.env:
-        if name not in os.environ:
-            told = f"--env got {name!r}, which is not set"
-            raise UsageError(f"{told}; expected the name of a variable")
     command, shell = command_check.resolve(words), _shell(given)
     return JobSpec(given, command, dialect, wanted, is_local, given.size, shell)
 
@@ -151,16 +145,3 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
         say(f"{size} ranks share {there} cores, which is slow")
     given.oversubscribe = given.oversubscribe or slots is not None
     return Host("localhost", size)
-
-
-def _check_observers(given: argparse.Namespace) -> None:
-    given.screen = given.stats and sys.stderr.isatty()
-    if given.metrics is not None:
-        metrics.parse(given.metrics)
-    if given.timeline is not None:
-        path = Path(given.timeline).absolute()
-        if not given.timeline or path.is_dir() or not path.parent.is_dir():
-            raise UsageError(
-                f"--timeline got {given.timeline!r}; expected the path of a file in an "
-                "existing folder"
-            )

@@ -2,15 +2,18 @@
 
 import argparse
 import functools
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 import hvd_keras
 from hvd_keras.launch import horovod
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.follow import metrics
 
 USAGE = "hvdrun -np N [options] train.py [arguments ...]"
 EXAMPLE = "hvdrun -np 2 train.py"
@@ -62,6 +65,23 @@ def _words(option: str, text: str) -> list[str]:
 def _one_interface(option: str, text: str) -> str:
     if "," in text:
         raise UsageError(f"{option} got {text!r}; expected one interface")
+    return text
+
+
+def _variable(option: str, text: str) -> str:
+    if text not in os.environ:
+        raise UsageError(
+            f"{option} got {text!r}, which is not set; expected the name of a variable"
+        )
+    return text
+
+
+def _new_file(option: str, text: str) -> str:
+    path = Path(text).absolute()
+    if not text or path.is_dir() or not path.parent.is_dir():
+        raise UsageError(
+            f"{option} got {text!r}; expected the path of a file in an existing folder"
+        )
     return text
 
 
@@ -185,6 +205,9 @@ _POSITIVE, _NOT_NEGATIVE = functools.partial(_at_least, 1), functools.partial(_a
 _TYPES: dict[str, Callable[[str, str], Any]] = {
     "-np": _size,
     "--network-interface": _one_interface,
+    "--env": _variable,
+    "--timeline": _new_file,
+    "--metrics": metrics.parse,
     **dict.fromkeys(("--host-discovery-script", "--remote-shell", "--mpi-args"), _words),
     **dict.fromkeys(("--nproc-per-node", "--ssh-port", "--start-timeout", "--min-np"), _POSITIVE),
     **dict.fromkeys(("--max-restarts", "--wait-for-hosts"), _NOT_NEGATIVE),

@@ -16,9 +16,6 @@ from hvd_keras.launch.start.network import common_network
 
 PROGRAM = program("worker")
 
-# Shown in place of the secret.
-HIDDEN = "SECRET"
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -56,8 +53,7 @@ class Plan:
         """Describe the plan for the user, without the secret."""
         # Ranks on other hosts get much of our environment.
         shown = {**self.settings, **(self.environment if self.is_local else {})}
-        if worker.SECRET in shown:
-            shown[worker.SECRET] = HIDDEN
+        shown[worker.SECRET] = "SECRET"
         lines = [f"{name}={shlex.quote(value)}" for name, value in shown.items()]
         for path, text in self.files.items():
             lines += [f"{path}: {line}" for line in text.splitlines() if line != "#!/bin/sh"]

@@ -25,8 +25,9 @@ from hvd_keras.launch.start.hosts import Host
 T = TypeVar("T")
 
 
-async def run(spec: JobSpec, signals: Signals) -> Verdict:
+async def run(spec: JobSpec) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
+    signals = Signals()
     placement = await _heed(signals, place(spec))
     if placement is None:
         assert signals.stop is not None
@@ -114,7 +115,7 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
             found = await spec.wanted()
         if seen.problems:
             raise UsageError("\n".join(f"{name} {text}" for name, text in seen.problems.items()))
-        found, names = _with_slots(spec, found, seen), _names(seen)
+        found, names = seen.hosts, seen.names
     slots = hosts.count(found)
     size = spec.size or slots
     if size > slots and not spec.options.oversubscribe:
@@ -126,24 +127,13 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
 
 
 async def _look(spec: JobSpec, wanted: Sequence[Host]) -> preflight.Look:
-    return await preflight.look(wanted, spec.reach, os.getcwd(), spec.command[0])
-
-
-def _names(seen: preflight.Look) -> dict[str, str]:
-    """Map the hosts' own names to the names that the user gave."""
-    return {facts["host"]: name for name, facts in seen.facts.items()}
-
-
-def _with_slots(spec: JobSpec, wanted: Sequence[Host], seen: preflight.Look) -> list[Host]:
-    """Return the hosts without problems, with the number of ranks that each takes."""
     by_gpus = spec.options.size == options.AUTO
 
     def slots(facts: Mapping[str, Any]) -> int:
         ranks: int = spec.options.per_host or (by_gpus and facts["gpus"]) or facts["cores"]
         return ranks
 
-    fitting = [host for host in wanted if host.name not in seen.problems]
-    return [Host(host.name, host.slots or slots(seen.facts[host.name])) for host in fitting]
+    return await preflight.look(wanted, spec.reach, os.getcwd(), spec.command[0], slots)
 
 
 def _say_once(told: dict[str, str], what: str, text: str) -> None:
@@ -167,11 +157,10 @@ async def _replace(spec: JobSpec, size: int, least: int) -> Placement | None:
         await clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
         for name, text in seen.problems.items():
             _say_once(told, name, f"left out: {name} {text}")
-        found = _with_slots(spec, wanted, seen)
-        slots = hosts.count(found)
-        if slots >= least or (found and spec.options.oversubscribe):
+        slots = hosts.count(seen.hosts)
+        if slots >= least or (slots and spec.options.oversubscribe):
             ranks = size if spec.options.oversubscribe else min(size, slots)
-            return Placement(hosts.share(found, ranks), _names(seen))
+            return Placement(hosts.share(seen.hosts, ranks), seen.names)
         if time.monotonic() >= limit:
             there = f"the hosts that answer have {slots} slots"
             say(f"no restart: {there}, and {least} are needed (--min-np)")

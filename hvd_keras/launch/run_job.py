@@ -102,13 +102,14 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         requests = directory / "postmortem"
         ranks.open(_start(spec, planned, job, requests))
         screen = Screen(statistics, output.write_raw)
-        if options.screen:
+        if options.stats and sys.stderr.isatty():
             screen.start()
 
         place = ""
 
         async def sweep(grace: float) -> Collection[str]:
             nonlocal place
+            screen.stop()
             place = _place(requests, ranks.size)  # the clean-up removes these files
             ranks.note_silence()
             if spec.is_local:
@@ -127,11 +128,8 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
                 ranks,
                 output,
                 signals,
-                verbose,
-                options.stop_timeout,
-                repeats_traceback=call is not None,
-                sweep=sweep,
-                ended=screen.stop,
+                options,
+                sweep,
             ).run()
             has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
             is_open = verdict.status != 0 and verdict.asked and not has_traceback
@@ -151,6 +149,8 @@ def _start(spec: JobSpec, planned: Plan, job: str, requests: Path) -> dict[str, 
     options, environment = spec.options, {**planned.environment}
     if options.verbose:
         environment["HVDRUN_VERBOSE"] = "1"
+    if options.stats or options.metrics is not None:
+        environment["HVDRUN_STATISTICS"] = "1"
     if spec.is_local and options.postmortem is None:
         environment["HVDRUN_POSTMORTEM"] = str(requests)
     memory = memory_folder(job)
@@ -159,6 +159,5 @@ def _start(spec: JobSpec, planned: Plan, job: str, requests: Path) -> dict[str, 
         "directory": os.getcwd(),
         "environment": environment,
         "folders": [memory] if memory in environment.values() else [],
-        "statistics": options.stats or options.metrics is not None,
         "open_files": OPEN_FILES[0] if spec.is_local else None,
     }

@@ -246,7 +246,7 @@ def test_a_missing_folder_or_program_is_reported(hosts: Hosts, tmp_path: Path) -
 
 
 @pytest.mark.skipif(
-    find_mpirun(None).kind != "Open MPI", reason="only Open MPI's files have a folder of the job's"
+    find_mpirun(None).abi != "openmpi", reason="only Open MPI's files have a folder of the job's"
 )
 def test_a_host_without_room_for_the_jobs_files_is_reported(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, "time.sleep(1000)")

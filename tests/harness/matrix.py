@@ -17,19 +17,18 @@ Two ranks with a batch of 4 each and one process with a batch of 8 train the sam
 steps, with each optimizer of Keras and each option that all of them have. "=": the final weights
 have changed, are equal to rounding (absolute 1e-4, relative 1e-4), and on both ranks bit for bit.
 
-The tests write this page. `tests/parallel/test_training.py` also covers sparse gradients,
-schedules, and wrapped, combined and custom optimizers.
+The tests write this page, and cover sparse gradients, schedules, and wrapped, combined and custom
+optimizers.
 
 """
 _SHARES = re.compile(r"::test_shares_of_every_optimizer_with_every_option\[(\w+)-(\w+)\]$")
 _ABOUT_SHARES = """
 ## State in shares
 
-`hvd.DistributedOptimizer(optimizer, shard_state=True)` is compared with a training without, on two
-ranks. "≡": the final weights are equal bit for bit. "refused": an error on every rank, because
-Adafactor's slots are small already (rows and columns), and those of ScheduleFreeAdamW begin as
-copies of the weights. `tests/parallel/test_shard_state.py` also covers compression, sparse
-gradients, loss scaling, process sets, XLA, and what else is refused.
+Two ranks train with `shard_state=True` and without. "≡": the final weights are equal bit for bit.
+"refused": an error on every rank, because Adafactor's slots are small already (rows and columns),
+and those of ScheduleFreeAdamW begin as copies of the weights. The tests also cover compression,
+sparse gradients, loss scaling, process sets and XLA.
 
 """
 _shares: dict[tuple[str, str], str] = {}

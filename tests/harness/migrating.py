@@ -40,7 +40,6 @@ def table_of_options() -> str:
     flag, (name, _) = horovod.NO_STALL_CHECK
     rows = [(flags(names), f"`{option}`") for option, names in horovod.ALIASES.items()]
     rows += [(f"`{flag}`", f"`{name}`, for the ranks") for flag, name in [*settings, (flag, name)]]
-    rows.append((flags(" ".join(horovod.NO_EFFECT.values()).split()), "no effect"))
     rows += [(f"`{flag}`", f"refused: {note}") for flag, note in horovod.REFUSED.items()]
     lines = ["|`horovodrun`|`hvdrun`|", "|---|---|"]
     return "\n".join([*lines, *(f"|{theirs}|{ours}|" for theirs, ours in rows)])

@@ -314,7 +314,7 @@ def test_the_line_where_a_rank_hangs_is_named(hvdrun):
     assert len(warned) > 1
     assert {int(waited) + int(left) for waited, left in warned} <= {7, 8}
     *_, told, place = done.stderr.splitlines()
-    assert told.startswith("hvdrun: postmortem: rank 1 called nothing more while rank 0 waited for")
+    assert told.startswith("hvdrun: postmortem: rank 1 made no further call while rank 0 waited")
     assert re.fullmatch(r"  rank 1 was at .*script\.py:\d+, .*: time\.sleep\(1000\)", place)
 
 

@@ -181,7 +181,8 @@ def test_metrics_that_cannot_be_served(hvdrun: launcher.Launcher) -> None:
         done = hvdrun.run("-np", "1", "--metrics", port, "touch", "begun")
     assert done.returncode == 2
     assert (
-        f"--metrics got '{port}', where hvdrun cannot listen: Address already in use" in done.stderr
+        f"--metrics got 127.0.0.1:{port}, where hvdrun cannot listen: Address already in use"
+        in done.stderr
     )
     for text in ("http", "0", "localhost:", "70000"):
         done = hvdrun.run("-np", "1", "--metrics", text, "touch", "begun")

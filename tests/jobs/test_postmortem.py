@@ -42,7 +42,7 @@ def test_requests_outlive_kill_9(tmp_path: pathlib.Path) -> None:
 
     command = [sys.executable, "-m", "hvd_keras.postmortem", str(folder), "--requests", "1"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert told.startswith("rank 1 was killed or ended without a word")
+    assert told.startswith("rank 1 was killed or ended without a message")
     assert "in <module>: hvd.allreduce(np.full(" in told.splitlines()[1]
     assert "  allreduce 'step 249', 4 B: done, " in told.partition("\nrank 1 on ")[2]
 

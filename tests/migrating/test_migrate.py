@@ -187,7 +187,7 @@ def test_what_is_certain(text: str, expected: str) -> None:
         ("opt = parse()\nopt.lr", "learning_rate"),
         ("import horovod.torch as hvd", "DistributedDataParallel"),
         ("import horovod.spark.keras as hvd", "no Spark estimators"),
-        ("from horovod.ray import RayExecutor", "hvd_keras.ray.run"),
+        ("from horovod.ray import RayExecutor", "hvd.ray.run"),
         ("import horovod.common.util as util", "write hvd. for horovod.common.util"),
         ("from horovod.tensorflow.data.compute_service import x", "hvd_keras.data.shard"),
         ("from horovod.tensorflow.gradient_aggregation import x", "has backward_passes_per_step"),

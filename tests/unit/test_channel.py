@@ -22,13 +22,16 @@ from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.onhost.channel import (
-    FIRST_LIMIT,
     GREETING,
+    HEAD,
     LIMIT,
-    Channel,
+    NONCE,
+    PROOF,
+    Connection,
+    Link,
     ProtocolError,
+    prove,
     silence,
-    watch_liveness,
 )
 from hvd_keras.launch.onhost.process import ask_to_end, private_folder
 from hvd_keras.launch.onhost.worker import FUNCTION
@@ -48,77 +51,96 @@ def in_loop(test):
 
 
 class Wire:
-    """Two ends, and all that has gone over, which an eavesdropper knows."""
+    """Two ends that prove themselves, and all that has gone over, which an eavesdropper knows."""
 
     def __init__(self, secrets: tuple[str, str] = ("s" * 64, "s" * 64)) -> None:
-        self.hvdrun = Channel(secrets[0], is_hvdrun=True)
-        self.worker = Channel(secrets[1], is_hvdrun=False)
-        self.seen: list[bytes] = []
-
-    def send(self, source: Channel, target: Channel) -> list[dict]:
-        data = source.take()
-        self.seen.append(data)
-        return target.feed(data)
+        self.ends = prove(secrets[0], is_hvdrun=True), prove(secrets[1], is_hvdrun=False)
+        self.seen = [next(end)[0] for end in self.ends]
 
     def meet(self) -> None:
-        for _ in range(2):
-            self.send(self.hvdrun, self.worker)
-            self.send(self.worker, self.hvdrun)
-        self.send(self.hvdrun, self.worker)
+        for turn in (1, 0, 1):
+            self.seen.append(self.ends[turn].send(self.seen[-1] or self.seen[0])[0])
 
 
-def test_messages_pass_both_ways_in_pieces() -> None:
-    wire = Wire()
-    wire.meet()
-    assert wire.hvdrun.open
-    assert wire.worker.open
-    wire.worker.put(output="out", data="ü\n")
-    wire.worker.put(took=7)
-    data = wire.worker.take()
-    got = [message for i in range(len(data)) for message in wire.hvdrun.feed(data[i : i + 1])]
-    assert got == [{"output": "out", "data": "ü\n"}, {"took": 7}]
-    wire.hvdrun.put(stop=15)
-    assert wire.send(wire.hvdrun, wire.worker) == [{"stop": 15}]
+async def pair(*listening: bool) -> list[Connection]:
+    """Two ends over a socket."""
+    return [
+        Connection(SECRET, await asyncio.open_connection(sock=end), listens=listens)
+        for end, listens in zip(socket.socketpair(), listening, strict=True)
+    ]
+
+
+@in_loop
+async def test_messages_pass_both_ways_in_pieces() -> None:
+    hvdrun, worker = await pair(True, False)
+    sent = {"output": "out", "data": "ü\n" * 100_000}
+    answers = hvdrun.messages()
+    first = asyncio.create_task(answers.__anext__())
+
+    async def work() -> dict:
+        async for message in worker.messages():
+            worker.send(took=message)
+        return message
+
+    end = asyncio.create_task(work())
+    await until(lambda: hvdrun._is_open)
+    hvdrun.send(**sent)
+    assert await first == {"took": sent}
+    hvdrun.send(stop=15)
+    assert await answers.__anext__() == {"took": {"stop": 15}}
+    hvdrun._writer.close()
+    assert await end == {"stop": 15}
+    worker.end()
 
 
 def test_the_secret_is_never_sent() -> None:
     wire = Wire()
     wire.meet()
-    wire.worker.put(took=1)
-    wire.send(wire.worker, wire.hvdrun)
+    assert len(b"".join(wire.seen)) == len(GREETING) + 2 * NONCE + 2 * PROOF
     assert b"s" * 64 not in b"".join(wire.seen)
 
 
-@pytest.mark.parametrize("liar", ["worker", "hvdrun"])
-def test_whoever_does_not_know_the_secret_is_refused(liar: str) -> None:
-    wire = Wire(("s" * 64, "t" * 64))
-    if liar == "worker":
-        with pytest.raises(ProtocolError, match="does not know this job's secret"):
-            wire.meet()
-        assert not wire.hvdrun.open
-        return
-    wire.send(wire.hvdrun, wire.worker)
+def test_whoever_does_not_know_the_secret_is_refused() -> None:
     with pytest.raises(ProtocolError, match="does not know this job's secret"):
-        wire.worker.feed(b"0" * 64 + b"\n")
-    assert not wire.worker.open
+        Wire(("s" * 64, "t" * 64)).meet()
+    wire = Wire()
+    wire.ends[1].send(wire.seen[0])
+    with pytest.raises(ProtocolError, match="does not know this job's secret"):
+        wire.ends[1].send(b"0" * PROOF)  # of a false hvdrun
 
 
 def test_an_old_conversation_cannot_be_played_again() -> None:
     first, second = Wire(), Wire()
     first.meet()
     with pytest.raises(ProtocolError):
-        second.hvdrun.feed(b"".join(first.seen[1::2]))
+        second.ends[0].send(first.seen[2])
 
 
-def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
+@in_loop
+async def test_nothing_unproved_is_parsed_or_kept(monkeypatch) -> None:
     monkeypatch.setattr(json, "loads", lambda text: pytest.fail("parsed"))
-    for data in (b'{"hello": 1}\n', b"\x80\x04pickle\n", b"x" * (FIRST_LIMIT + 1)):
+    for data in (b'{"hello": 1}\n' * 10, b"\x80\x04pickle\n" * 20, b"x" * 1000):
+        hvdrun, stranger = await pair(True, False)
+        stranger._writer.write(data)
         with pytest.raises(ProtocolError):
-            Channel("s" * 64, is_hvdrun=True).feed(data)
-    wire = Wire()
-    wire.meet()
+            await hvdrun.messages().__anext__()
+        stranger.end()
+        hvdrun.end()
+
+
+@in_loop
+async def test_a_message_that_is_too_long_is_refused() -> None:
+    hvdrun, worker = await pair(True, False)
+    hello = asyncio.create_task(hvdrun.messages().__anext__())
+    end = asyncio.create_task(worker.messages().__anext__())
+    await until(lambda: worker._is_open)
+    worker._writer.write(HEAD.pack(LIMIT + 1))
     with pytest.raises(ProtocolError, match="a message is too long"):
-        wire.worker.feed(b"x" * (LIMIT + 1))
+        await hello
+    hvdrun.end()
+    with contextlib.suppress(StopAsyncIteration, OSError):
+        await end
+    worker.end()
 
 
 async def listen(
@@ -143,15 +165,11 @@ async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: P
     assert len(ranks._serving) == UNPROVEN
 
     async def work(rank: int) -> bool:
-        channel = Channel(SECRET, is_hvdrun=False)
-        reader, writer = streams[rank]
-        while data := await reader.read(1 << 16):
-            started = [message for message in channel.feed(data) if "start" in message]
-            if started:
+        hello = {"rank": rank, "host": "here", "cores": 2}
+        connection = Connection(SECRET, streams[rank], listens=False, hello=hello)
+        async for message in connection.messages():
+            if "start" in message:
                 return True
-            if channel.open:
-                channel.put(hello={"rank": rank, "host": "here", "cores": 2})
-            writer.write(channel.take())
         return False
 
     works = [asyncio.wait_for(work(rank), launcher.LIMIT) for rank in range(size)]
@@ -166,9 +184,9 @@ async def test_who_proves_nothing_is_turned_away(tmp_path: Path, monkeypatch) ->
     ranks, address = await listen(tmp_path, 1)
     for _ in range(UNPROVEN + 1):
         reader, _ = await asyncio.open_connection(*address)
-    data = await asyncio.wait_for(reader.readline(), launcher.LIMIT)
+    data = await asyncio.wait_for(reader.read(), launcher.LIMIT)
     assert data.startswith(GREETING)
-    assert await asyncio.wait_for(reader.read(), launcher.LIMIT) == b""
+    assert len(data) == len(GREETING) + NONCE
     await ranks.close()
 
 
@@ -190,21 +208,12 @@ async def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
     await ranks.close()
 
 
-async def join(address: tuple[str, int], rank: int = 0) -> tuple[socket.socket, Channel]:
+async def join(address: tuple[str, int], rank: int = 0) -> tuple[socket.socket, Link]:
     """A worker that hvdrun has accepted."""
-    worker, channel = socket.create_connection(address), Channel(SECRET, is_hvdrun=False)
-    worker.setblocking(False)
-    watch_liveness(worker)
-    while not channel.open:
-        channel.feed(await asyncio.get_running_loop().sock_recv(worker, 1 << 16))
-        if channel.open:
-            channel.put(hello={"rank": rank, "host": "here", "cores": 2})
-        await send(worker, channel)
-    return worker, channel
-
-
-async def send(worker: socket.socket, channel: Channel) -> None:
-    await asyncio.get_running_loop().sock_sendall(worker, channel.take())
+    worker = socket.create_connection(address)
+    link = await asyncio.to_thread(Link, worker, SECRET, listens=False)
+    link.send(hello={"rank": rank, "host": "here", "cores": 2})
+    return worker, link
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -219,11 +228,12 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Path) -> None:
     """Otherwise it would take hvdrun's host for lost: acknowledgements become rare."""
     ranks, address = await listen(tmp_path, 1)
-    worker, channel = await join(address)
+    worker, link = await join(address)
     reader, writer = os.pipe()
     ranks.output._out = Destination(writer, lambda: None)
-    channel.put(output="out", data=base64.b64encode(bytes(1 << 21)).decode())
-    await send(worker, channel)
+    data = base64.b64encode(bytes(1 << 21)).decode()
+    await asyncio.to_thread(link.send, output="out", data=data)
+    worker.setblocking(False)
     await until(lambda: ranks.output.full)
 
     def is_quiet() -> bool:
@@ -244,10 +254,9 @@ async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Pat
 async def test_what_hvdrun_cannot_keep_ends_the_job(tmp_path: Path) -> None:
     (tmp_path / FUNCTION).write_bytes(b"pickle")
     ranks, address = await listen(tmp_path, 1, call=tmp_path)
-    worker, channel = await join(address)
+    _, link = await join(address)
     shutil.rmtree(tmp_path)  # stands for a full disk
-    channel.put(result=base64.b64encode(b"pickle").decode())
-    await send(worker, channel)
+    link.send(result=base64.b64encode(b"pickle").decode())
     await until(lambda: ranks.reports and ranks.reports[0].gone | bool(ranks.problem))
     assert ranks.check()
     assert ranks.problem.startswith("cannot store what rank 0 has sent: [Errno 2] No such file")
@@ -289,12 +298,11 @@ async def test_a_worker_that_is_stopped_ends_the_job(tmp_path: Path, monkeypatch
     monkeypatch.setattr(limits, "MUTE", 0.2)
     ranks, address = await listen(tmp_path, 2)
     stopped, _ = await join(address, 0)
-    worker, channel = await join(address, 1)
+    _, link = await join(address, 1)
     await until(lambda: len(ranks.reports) == 2)
     await asyncio.sleep(0.5)
     assert not ranks.check()  # the other rank may still need it
-    channel.put(report={"status": 0, "stopped": False, "by_signal": False})
-    await send(worker, channel)
+    link.send(report={"status": 0, "stopped": False, "by_signal": False})
     await until(ranks.check)
     assert ranks.problem.startswith("hvdrun's processes of rank 0 on here have not answered")
     stopped.close()

@@ -4,15 +4,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from hvd_keras.launch.errors import UsageError
-from hvd_keras.launch.follow.statistics import Recent, Statistics
+from hvd_keras.launch.follow.statistics import Statistics
 
-# Gauges of one rank: the name, the help, and the attribute of Recent.
-RECENT = (
+# By rank: the name, the help, the key of its `Recent` or of its running fit's numbers.
+GAUGES = (
     ("hvd_samples_per_second", "Samples of this rank, of the last seconds.", "samples_per_second"),
     ("hvd_step_seconds", "Time of a training step, of the last seconds.", "step_seconds"),
     ("hvd_waiting_ratio", "Share of time in which this rank waited for others.", "waiting"),
     ("hvd_straggler_score", "Share of time in which the others waited for this rank.", "straggler"),
     ("hvd_loss", "Loss of the running epoch on this rank.", "loss"),
+    ("hvd_epoch", "The running epoch.", "epoch"),
+    ("hvd_gpu_memory_bytes", "Memory of its GPU that TensorFlow uses.", "gpu_bytes"),
+)
+
+# The same for what only grows.
+COUNTERS = (
+    ("hvd_samples", "Samples of this rank in the running fit.", "samples"),
+    ("hvd_steps", "Steps of the running fit.", "steps"),
 )
 
 # Counters by rank and collective: the name, the help, and the key of hvd.stats().
@@ -21,14 +29,6 @@ COLLECTIVES = (
     ("hvd_bytes", "Bytes of this rank's inputs.", "bytes"),
     ("hvd_waiting_seconds", "Time until the other ranks were ready.", "waiting_seconds"),
     ("hvd_moving_seconds", "Time while data moved.", "moving_seconds"),
-)
-
-# By rank, of the running fit: the name, the help, the key, and whether it only grows.
-TRAINING = (
-    ("hvd_samples", "Samples of this rank in the running fit.", "samples", True),
-    ("hvd_steps", "Steps of the running fit.", "steps", True),
-    ("hvd_epoch", "The running epoch.", "epoch", False),
-    ("hvd_gpu_memory_bytes", "Memory of its GPU that TensorFlow uses.", "gpu_bytes", False),
 )
 
 
@@ -47,20 +47,16 @@ class Collector:
         yield GaugeMetricFamily("hvd_ranks", "Ranks of the job.", value=statistics.size)
         restarts = max(0, statistics.starts - 1)
         yield CounterMetricFamily("hvd_restarts", "Restarts by hvdrun.", value=restarts)
-        recent: list[Recent] = statistics.recent()
-        for name, text, attribute in RECENT:
-            gauge = GaugeMetricFamily(name, text, labels=("rank", "host"))
-            for own in recent:
-                if (value := getattr(own, attribute)) is not None:
-                    gauge.add_metric((str(own.rank), own.host), value)
-            yield gauge
-        for name, text, key, grows in TRAINING:
-            family = CounterMetricFamily if grows else GaugeMetricFamily
-            metric = family(name, text, labels=("rank", "host"))
-            for rank, numbers in latest.items():
-                if (value := numbers["training"].get(key)) is not None:
-                    metric.add_metric((str(rank), hosts[rank]), value)
-            yield metric
+        # Of the running fit comes the epoch's number; `Recent` has it as text.
+        recent = {own.rank: {**vars(own), "epoch": None} for own in statistics.recent()}
+        for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, text, key in metrics:
+                metric = family(name, text, labels=("rank", "host"))
+                for rank, numbers in latest.items():
+                    told = recent.get(rank, {}) | numbers["training"]
+                    if told.get(key) is not None:
+                        metric.add_metric((str(rank), hosts[rank]), told[key])
+                yield metric
         for name, text, key in COLLECTIVES:
             counter = CounterMetricFamily(name, text, labels=("rank", "host", "collective"))
             for rank, numbers in latest.items():
@@ -69,17 +65,16 @@ class Collector:
             yield counter
 
 
-def parse(text: str) -> tuple[str, int]:
-    """Parse `PORT` or `ADDRESS:PORT`. Raises UsageError."""
+def parse(option: str, text: str) -> tuple[str, int]:
+    """Parse `PORT` or `ADDRESS:PORT`, as an option has it. Raises UsageError."""
     address, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        raise UsageError(f"--metrics got {text!r}; expected a port, or an address and a port")
+        raise UsageError(f"{option} got {text!r}; expected a port, or an address and a port")
     return address.strip("[]") or "127.0.0.1", int(port)
 
 
-def serve(text: str, statistics: Statistics) -> None:
-    """Serve the metrics at `PORT` or `ADDRESS:PORT` until this process ends. Raises UsageError."""
-    address, port = parse(text)
+def serve(address: str, port: int, statistics: Statistics) -> None:
+    """Serve the metrics at this address until this process ends. Raises UsageError."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
@@ -91,7 +86,7 @@ def serve(text: str, statistics: Statistics) -> None:
     try:
         start_http_server(port, address, registry)
     except OSError as error:
+        told = f"--metrics got {address}:{port}, where hvdrun cannot listen"
         raise UsageError(
-            f"--metrics got {text!r}, where hvdrun cannot listen: {error.strerror or error}; "
-            "expected a free port of this host"
+            f"{told}: {error.strerror or error}; expected a free port of this host"
         ) from error

@@ -145,6 +145,17 @@ def judge(
         for report in reports.values()
     ):
         return Verdict(0, [], True)
+
+    def verdict(
+        status: int,
+        cause: str,
+        explained: bool = True,
+        culprit: int | None = None,
+        waiting: int | None = None,
+    ) -> Verdict:
+        lines = [cause, *_describe_others(reports, size, culprit)]
+        return Verdict(status, lines, explained, culprit, waiting)
+
     culprit = first_failure(reports)
     # A rank that has reported its failure comes before a host that only the clean-up has missed.
     is_known = culprit is not None and reports[culprit].status is not None
@@ -156,15 +167,13 @@ def judge(
     if on_lost:
         hosts = sorted({reports[rank].host for rank in on_lost})
         cause = f"lost {' and '.join(hosts)} with {names(on_lost)}: the network or the host failed"
-        return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
-    others = _describe_others(reports, size, culprit)
+        return verdict(1, cause)
     orphan = min(reports, key=lambda rank: reports[rank].orphaned, default=None)
     if orphan is not None and reports[orphan].orphaned < (
         float("inf") if culprit is None else reports[culprit].time
     ):
         host = reports[orphan].host
-        cause = f"mpirun's daemon on {host} died first, above {names([orphan])}"
-        return Verdict(1, [cause, *_describe_others(reports, size, None)], True)
+        return verdict(1, f"mpirun's daemon on {host} died first, above {names([orphan])}")
     if culprit is not None and reports[culprit].status is None:
         together = _vanished(reports, reports[culprit].time + TIE)
         if together[1:]:  # as when SLURM kills a step
@@ -172,8 +181,7 @@ def judge(
                 f"{names(sorted(together))} were killed at the same moment, before they could "
                 "report; it is not known which failed first"
             )
-            lines = [cause, *_describe_others(reports, size, None)]
-            return Verdict(_shell_status(-signal.SIGKILL), lines, False)
+            return verdict(_shell_status(-signal.SIGKILL), cause, False)
     if culprit is not None:
         report = reports[culprit]
         status = -signal.SIGKILL if report.status is None else report.status
@@ -181,24 +189,22 @@ def judge(
         if report.status == -signal.SIGKILL:
             how += " (out of memory? see dmesg)"
         cause = f"{names([culprit], [report.host])} failed first: {how}"
-        return Verdict(_shell_status(status), [cause, *others], True, culprit)
+        return verdict(_shell_status(status), cause, culprit=culprit)
     if early := [rank for rank in _ended(reports) if reports[rank].status == 0]:
-        cause = f"{names(early)} exited (status 0) while the others were still running"
-        return Verdict(1, [cause, *others], True)
+        return verdict(1, f"{names(early)} exited (status 0) while the others were still running")
     followers = {rank: reports[rank].status for rank in _ended(reports) if reports[rank].follows}
     if waited := [rank for rank, status in followers.items() if status == WAITED_IN_VAIN]:
         known = _describe_absent(reports, waited[0]) or "the error above names that rank"
         cause = f"{names(waited)} timed out waiting for another rank; {known}"
-        return Verdict(WAITED_IN_VAIN, [cause, *others], True, waiting=waited[0])
+        return verdict(WAITED_IN_VAIN, cause, waiting=waited[0])
     if lost := [rank for rank, status in followers.items() if status == MPI_LOST]:
-        cause = f"{names(lost)} lost the connection to another rank"
-        return Verdict(MPI_LOST, [cause, *others], False)
+        return verdict(MPI_LOST, f"{names(lost)} lost the connection to another rank", False)
     asked = [rank for rank, report in reports.items() if report.stopped and report.by_signal]
     if asked and len(asked) < size:
         cause = f"{names(asked)} failed first: a signal that hvdrun did not send asked it to end"
-        return Verdict(128 + signal.SIGTERM, [cause, *others], True)
+        return verdict(128 + signal.SIGTERM, cause)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
-    return Verdict(_shell_status(mpirun_status) or 1, [cause, *others], False)
+    return verdict(_shell_status(mpirun_status) or 1, cause, False)
 
 
 def describe_apart(reports: dict[int, Report], size: int) -> str:

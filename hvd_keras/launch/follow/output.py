@@ -128,62 +128,49 @@ class Stream:
     tail: bytes = b""  # the last TAIL_LIMIT bytes
     _shown: int = 0  # how many lines the destination had when this one wrote last
     _timer: asyncio.TimerHandle | None = None  # shows the unfinished line
-    _pending: bytes = b""
-    _uncopied: bytearray = field(default_factory=bytearray)
+    _pending: bytearray = field(default_factory=bytearray)  # the unfinished line
+    _passed: int = 0  # how much of it is shown
 
     def feed(self, data: bytes) -> None:
         """Take over new output and pass on the lines that are complete."""
         self.tail = (self.tail + data)[-TAIL_LIMIT:]
-        self._copy_lines(data)
-        lines, end, rest = (self._pending + data).rpartition(b"\n")
-        self._pending = rest
+        complete, end, rest = data.rpartition(b"\n")
         if end:
-            self._stop_timer()
-            whole = [line + end for line in lines.split(end)]
-            if self.drops_notices:
-                whole = [line for line in whole if not NOTICE.match(line)]
-            self._write(whole)
-        if len(rest) > PARTIAL_LINE_LIMIT:
-            self.flush()
+            self._pending += complete + end
+            self.finish()
+        self._pending += rest
+        if len(self._pending) > PARTIAL_LINE_LIMIT:
+            self.finish()
         elif rest and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(PARTIAL_LINE_DELAY, self.flush)
 
-    def _copy_lines(self, data: bytes) -> None:
-        """Write what is complete to the copy, where two streams meet; at the end, all of it."""
-        if self.copy is None:
-            return
-        complete, end, rest = data.rpartition(b"\n")
-        if end or not data or len(self._uncopied) > PARTIAL_LINE_LIMIT:
-            self.copy.write(bytes(self._uncopied) + complete + end)
-            self._uncopied = bytearray()
-        self._uncopied += rest
-
     def finish(self) -> None:
-        """Flush everything: the stream has ended."""
+        """Pass on all that is there, to the copy as well, where two streams meet."""
         self.flush()
-        self._copy_lines(b"")
+        if self.copy is not None and self._pending:
+            self.copy.write(bytes(self._pending))
+        self._pending.clear()
+        self._passed = 0
 
     def flush(self) -> None:
-        """Pass on the unfinished line as well."""
-        if self._pending:
-            self._write([self._pending])
-        self._pending = b""
-        self._stop_timer()
+        """Show all that is there, with the unfinished line."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lines = re.findall(rb"[^\n]*\n|[^\n]+", self._pending[self._passed :])
+        self._passed = len(self._pending)
+        if self.drops_notices:
+            lines = [line for line in lines if line[-1:] != b"\n" or not NOTICE.match(line)]
+        if lines:
+            self._write(lines)
 
     def lines_since(self, position: int) -> int:
         """How many lines the destination has after this position of the tail."""
         own = self.tail.count(b"\n", position)
         return own + self.destination.lines - self._shown
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
     def _write(self, lines: list[bytes]) -> None:
-        if not lines:
-            return
         start = b""
         if self.prefix:
             unfinished = self.destination.unfinished

@@ -19,7 +19,7 @@ from hvd_keras.launch.follow.outcome import Report, names
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.statistics import Statistics
 from hvd_keras.launch.onhost import channel, limits
-from hvd_keras.launch.onhost.channel import Channel, Connection, ProtocolError, silence
+from hvd_keras.launch.onhost.channel import PIECE, Connection, ProtocolError, silence
 from hvd_keras.launch.onhost.cores import thread_settings
 from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 
@@ -87,7 +87,6 @@ class Ranks:
         if not self.listen_at:
             self._listeners.append(_listen_in(self.directory))
         self._peers: dict[int, _Peer] = {}
-        self._gone: set[int] = set()
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
         self._function = b""
@@ -154,7 +153,7 @@ class Ranks:
     async def _serve(self, connection: socket.socket) -> None:
         """Talk with a worker, as long as it lives; or with a stranger, for a moment."""
         streams = await asyncio.open_connection(sock=connection)
-        peer, why = _Peer(Channel(self.secret, is_hvdrun=True), streams), ""
+        peer, why = _Peer(self.secret, streams, listens=True), ""
         messages = peer.messages()
         try:
             try:
@@ -177,10 +176,10 @@ class Ranks:
 
     def _lose(self, peer: _Peer, why: str) -> None:
         """Note that a worker has gone; `why` is empty where it has ended."""
-        self._gone.add(peer.rank)
         report = self.reports[peer.rank]
+        report.gone = True
         if report.status is None:
-            report.time, report.gone = time.monotonic(), True
+            report.time = time.monotonic()
             # A killed worker here may have left something unread, which breaks it as well.
             report.lost = "" if peer.host in self.here else why
         if peer.rank == 0:
@@ -261,14 +260,14 @@ class Ranks:
 
     async def _start_one(self, peer: _Peer, start: Mapping[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the worker has gone
-            for first in range(0, len(self._function), channel.LARGE_PIECE):
-                piece = self._function[first : first + channel.LARGE_PIECE]
+            for first in range(0, len(self._function), PIECE):
+                piece = self._function[first : first + PIECE]
                 await peer.send_much(function=base64.b64encode(piece).decode())
             peer.send(start=start)
 
     async def _send_input(self, data: bytes) -> bool:
         """Send rank 0 some input, empty at its end; returns, later, whether it may read more."""
-        if 0 in self._gone:
+        if self.reports[0].gone:
             return False
         self._peers[0].send(input=base64.b64encode(data).decode())
         return bool(data) and await self._input_was_read.get()
@@ -302,7 +301,7 @@ class Ranks:
         )
 
     def _is_over(self, rank: int) -> bool:
-        return rank in self._gone or self.reports[rank].status is not None
+        return self.reports[rank].gone or self.reports[rank].status is not None
 
     def tell(self, **message: Any) -> None:
         """Send all workers a message."""
@@ -323,5 +322,6 @@ class Ranks:
     def note_silence(self) -> None:
         """Note at the end which hosts are silent; the clean-up shows whether they are lost."""
         for rank, peer in self._peers.items():
-            if rank not in self._gone and silence(peer.socket) >= limits.SILENCE / 3:
-                self.reports[rank].lost = "silent"
+            report = self.reports[rank]
+            if not report.gone and silence(peer.socket) >= limits.SILENCE / 3:
+                report.lost = "silent"

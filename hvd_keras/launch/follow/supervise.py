@@ -1,5 +1,6 @@
 """Runs mpirun, forwards the ranks' output, and cleans up after the job."""
 
+import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -109,13 +110,10 @@ class Job:
     ranks: Ranks
     output: Output
     signals: Signals
-    verbose: bool
-    stop_timeout: float  # seconds that ranks may take to end after a signal to hvdrun
-    repeats_traceback: bool  # the culprit's is added, even if it has been printed just before
+    options: argparse.Namespace
     # When mpirun has ended: kills what is left on the job's hosts after so many seconds, removes
     # its files, and returns the hosts that are lost.
     sweep: Callable[[float], Awaitable[Collection[str]]]
-    ended: Callable[[], None]  # called when the ranks write nothing more
     _mpirun_text: bytes = b""
     _stopping: bool = False
     _reader_limit: float = INFINITY  # when to stop being patient with who reads our output
@@ -152,7 +150,6 @@ class Job:
             loop.remove_reader(mpirun.stdout)
             mpirun.stdout.close()
             self.output.finish()
-            self.ended()
         verdict = self._verdict(mpirun.returncode, lost)
         while self.output.patient and not self.output.empty:
             await self.turn(limits.SLOW_READER_CHECK)
@@ -165,7 +162,7 @@ class Job:
         await self._until(self._must_end, INFINITY)
         if not self._all_over() and not self._has_ended():
             self._stopping = True
-            grace = limits.GRACE if self.signals.stop is None else self.stop_timeout
+            grace = limits.GRACE if self.signals.stop is None else self.options.stop_timeout
             self.ranks.tell(stop=grace)
             await self._until(self.ranks.over, grace + limits.KILL_GRACE)
         self.ranks.release()
@@ -206,7 +203,7 @@ class Job:
         data = pipe.read(TEXT_LIMIT)  # None: there is nothing now
         if data == b"":
             asyncio.get_running_loop().remove_reader(pipe)
-        elif data and self.verbose:
+        elif data and self.options.verbose:
             self.output.mpirun_stream().feed(data)
         elif data:
             self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
@@ -244,7 +241,9 @@ class Job:
             self.output.write_raw(self._mpirun_text)
         text = ""
         if verdict.culprit is not None:
-            text = self.output.traceback(verdict.culprit, recent=self.repeats_traceback)[0]
+            # An exception of `hvd_keras.run` repeats it, even if it has been printed just before.
+            repeats = self.options.call is not None
+            text = self.output.traceback(verdict.culprit, recent=repeats)[0]
         elif verdict.waiting is not None:
             text = self.output.traceback(verdict.waiting)[1]
         for number, line in enumerate(verdict.lines):

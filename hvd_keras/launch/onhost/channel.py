@@ -1,13 +1,13 @@
 """Authenticated connections between hvdrun and the ranks' workers, over TCP or a Unix socket.
 
-Both ends know the job's secret. The first lines prove it, each way, without showing it; after that
-each line is a message in JSON. Nothing is encrypted, and lines are not signed: who can change what
-travels between the hosts is outside the threat model (see SECURITY.md).
+Both ends know the job's secret. They prove it first, each way, without showing it; after that each
+message is JSON, with its length before it. Nothing is encrypted, and messages are not signed: who
+can change what travels between the hosts is outside the threat model (see SECURITY.md).
 
     hvdrun -> worker   the greeting and a nonce
     worker -> hvdrun   a nonce and the code of both nonces
     hvdrun -> worker   another code of both nonces
-    then, both ways    JSON
+    then, both ways    messages
 """
 
 import asyncio
@@ -27,15 +27,14 @@ from typing import Any
 
 from .limits import CONNECT_TIMEOUT, PROOF_TIMEOUT, REACH_TIMEOUT, SILENCE
 
-GREETING = b"hvdrun 2 "
+GREETING = b"hvdrun 3 "
 
-NONCE, PROOF = 32, 64  # characters of a nonce and of a proof
+NONCE, PROOF = 32, 64  # bytes of a nonce and of a proof, in hexadecimal digits
 
-# Bytes of a line at most: before and after the other end has proved that it knows the secret.
-FIRST_LIMIT, LIMIT = 256, 1 << 24
+HEAD = struct.Struct("!I")  # the length of a message
+LIMIT = 1 << 24  # bytes of a message at most
 
-PIECE = 1 << 16  # bytes of a rank's output or input in one message
-LARGE_PIECE = 1 << 20  # bytes of a pickle in one message
+PIECE = 1 << 16  # bytes of a rank's output or input, or of a pickle, in one message
 
 # The place of tcpi_last_data_recv and tcpi_last_ack_recv, in milliseconds, in Linux's tcp_info.
 _LAST_RECEIVED = 52
@@ -50,113 +49,84 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def _code(key: bytes, *parts: bytes) -> bytes:
-    return hmac.new(key, b"\0".join(parts), hashlib.sha256).hexdigest().encode()
+def prove(secret: str, is_hvdrun: bool) -> Generator[tuple[bytes, int], bytes, None]:
+    """Yield what to send, and how many bytes to `send` here of the answer; 0 at the end."""
+
+    def code(who: bytes) -> bytes:
+        return hmac.new(secret.encode(), who + b"\0" + nonces, hashlib.sha256).hexdigest().encode()
+
+    def check(got: bytes, who: bytes) -> None:
+        if not hmac.compare_digest(got, code(who)):
+            raise ProtocolError("the other end does not know this job's secret")
+
+    own = secrets.token_hex(NONCE // 2).encode()
+    if is_hvdrun:
+        answer = yield GREETING + own, NONCE + PROOF
+        nonces = own + answer[:NONCE]
+        check(answer[NONCE:], b"worker")
+        yield code(b"hvdrun"), 0
+    else:
+        greeting = yield b"", len(GREETING) + NONCE
+        if not greeting.startswith(GREETING):
+            raise ProtocolError("the peer is not hvdrun, or speaks another protocol version")
+        nonces = greeting.removeprefix(GREETING) + own
+        check((yield own + code(b"worker"), PROOF), b"hvdrun")
+        yield b"", 0
 
 
-def _check(got: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(got, expected):
-        raise ProtocolError("the other end does not know this job's secret")
+def _pack(message: Mapping[str, Any]) -> bytes:
+    data = json.dumps(message).encode()
+    return HEAD.pack(len(data)) + data
 
 
-class Channel:
-    """One end of a connection, without the connection: turns bytes into messages and back."""
-
-    def __init__(self, secret: str, is_hvdrun: bool) -> None:
-        self._arrived = bytearray()
-        self._outgoing = bytearray()
-        self._proof = self._prove(secret.encode(), is_hvdrun)
-        self.open = False  # whether both ends have proved that they know the secret
-        next(self._proof)
-
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """Take what has arrived; returns the messages that it completes. Raises ProtocolError."""
-        self._arrived += data
-        messages = []
-        while (end := self._arrived.find(b"\n")) >= 0:
-            line = bytes(self._arrived[:end])
-            del self._arrived[: end + 1]
-            if self.open:
-                messages.append(json.loads(line))
-            else:
-                self.open = self._proof.send(line)
-        if len(self._arrived) > (LIMIT if self.open else FIRST_LIMIT):
-            raise ProtocolError("a message is too long")
-        return messages
-
-    def _prove(self, key: bytes, is_hvdrun: bool) -> Generator[bool, bytes, None]:
-        """Take the first lines and queue ours; yields whether the other end is proved."""
-        own = secrets.token_hex(NONCE // 2).encode()
-        if is_hvdrun:
-            self._outgoing += GREETING + own + b"\n"
-            nonce, _, proof = (yield False).partition(b" ")
-            if len(nonce) != NONCE or len(proof) != PROOF:
-                raise ProtocolError("not a worker of hvdrun")
-            nonces = own + b" " + nonce
-            _check(proof, _code(key, b"worker", nonces))
-            self._outgoing += _code(key, b"hvdrun", nonces) + b"\n"
-        else:
-            greeting = yield False
-            nonce = greeting.removeprefix(GREETING)
-            if nonce == greeting or len(nonce) != NONCE:
-                raise ProtocolError("the peer is not hvdrun, or speaks another protocol version")
-            nonces = nonce + b" " + own
-            self._outgoing += own + b" " + _code(key, b"worker", nonces) + b"\n"
-            _check((yield False), _code(key, b"hvdrun", nonces))
-        yield True
-
-    def put(self, **message: Any) -> None:
-        """Queue a message; only when `open`."""
-        self._outgoing += json.dumps(message).encode() + b"\n"
-
-    def take(self) -> bytes:
-        """Take what waits to be sent."""
-        data = bytes(self._outgoing)
-        self._outgoing.clear()
-        return data
+def _length(head: bytes) -> int:
+    (length,) = HEAD.unpack(head)
+    if length > LIMIT:
+        raise ProtocolError("a message is too long")
+    return int(length)
 
 
 class Link:
-    """A channel over a socket, for those who can wait: agents, their clients, and Spark's tasks.
+    """A blocking connection, for those who can wait: agents, their clients, and Spark's tasks.
 
     `listens` tells that this is the listener's end. Raises ProtocolError or OSError if the other
     end does not prove that it knows the secret. Any number of threads may send, one may receive.
     """
 
     def __init__(self, connection: socket.socket, secret: str, *, listens: bool) -> None:
-        self._connection = connection
-        self._channel = Channel(secret, is_hvdrun=listens)
-        self._messages: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
+        self._connection, self._lock = connection, threading.Lock()
         watch_liveness(connection)
         # A host that is silent for so long is lost, for those who send and those who wait.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENCE))
         connection.settimeout(PROOF_TIMEOUT)
-        connection.sendall(self._channel.take())
-        while not self._channel.open:
-            if not (data := connection.recv(PIECE)):
-                raise ProtocolError("the other end has closed the connection")
-            self._messages += self._channel.feed(data)
-            connection.sendall(self._channel.take())
+        proof = prove(secret, listens)
+        data, count = next(proof)
+        connection.sendall(data)
+        while count:
+            data, count = proof.send(self._read(count))
+            connection.sendall(data)
         connection.settimeout(None)
+
+    def _read(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            if not (piece := self._connection.recv(count - len(data))):
+                raise ProtocolError("the other end has closed the connection")
+            data += piece
+        return data
 
     def send(self, **message: Any) -> None:
         """Send a message. Raises OSError if the other end is gone."""
         with self._lock:
-            self._channel.put(**message)
-            self._connection.sendall(self._channel.take())
+            self._connection.sendall(_pack(message))
 
     def receive(self) -> dict[str, Any] | None:
         """Wait for the next message; None if the other end has closed or is lost."""
-        while not self._messages:
-            try:
-                data = self._connection.recv(PIECE)
-            except OSError:
-                data = b""
-            if not data:
-                return None
-            self._messages += self._channel.feed(data)
-        return self._messages.pop(0)
+        try:
+            message: dict[str, Any] = json.loads(self._read(_length(self._read(HEAD.size))))
+        except (ProtocolError, OSError):
+            return None
+        return message
 
     def close(self) -> None:
         """Close the connection; the other end receives None."""
@@ -166,15 +136,18 @@ class Link:
 
 
 class Connection:
-    """A channel over asyncio's streams. `hello` is sent as soon as both ends are proved."""
+    """The same over asyncio's streams. `hello` is sent as soon as both ends are proved."""
 
     def __init__(
         self,
-        channel: Channel,
+        secret: str,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        *,
+        listens: bool,
         hello: Mapping[str, Any] | None = None,
     ) -> None:
-        self._channel, (self._reader, self._writer), self._hello = channel, streams, hello
+        self._proof, (self._reader, self._writer) = prove(secret, listens), streams
+        self._hello, self._is_open = hello, False
         self._sending = asyncio.Lock()
         self.socket: socket.socket = self._writer.get_extra_info("socket")
         self.heard = time.monotonic()
@@ -182,22 +155,25 @@ class Connection:
 
     async def messages(self) -> AsyncIterator[dict[str, Any]]:
         """Prove ourselves, then yield what arrives. Raises ProtocolError or OSError."""
-        self._writer.write(self._channel.take())
-        while data := await self._reader.read(PIECE):
-            self.heard = time.monotonic()
-            messages = self._channel.feed(data)
-            if self._channel.open and self._hello is not None:
-                self._channel.put(hello=self._hello)
-                self._hello = None
-            self._writer.write(self._channel.take())
-            for message in messages:
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the other end has closed
+            data, count = next(self._proof)
+            self._writer.write(data)
+            while count:
+                data, count = self._proof.send(await self._reader.readexactly(count))
+                self._writer.write(data)
+            self._is_open = True
+            if self._hello is not None:
+                self.send(hello=self._hello)
+            while True:
+                length = _length(await self._reader.readexactly(HEAD.size))
+                message = json.loads(await self._reader.readexactly(length))
+                self.heard = time.monotonic()
                 yield message
 
     def send(self, **message: Any) -> None:
         """Send a message, unless the other end is gone or has not proved itself."""
-        if self._channel.open and not self._writer.transport.is_closing():
-            self._channel.put(**message)
-            self._writer.write(self._channel.take())
+        if self._is_open and not self._writer.transport.is_closing():
+            self._writer.write(_pack(message))
 
     async def send_much(self, **message: Any) -> None:
         """Send a long message and wait until most of it has gone. Raises OSError."""

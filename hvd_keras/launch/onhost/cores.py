@@ -26,13 +26,10 @@ def cpu_quota(
         if number != "0" and "cpu" not in controllers.split(","):
             continue
         leaf = root / ("" if number == "0" else "cpu") / group.strip("/")
+        names = ["cpu.max"] if number == "0" else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
         for folder in (leaf, *leaf.parents):
             try:
-                if number == "0":
-                    limit, period = (folder / "cpu.max").read_text().split()
-                else:
-                    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-                    limit, period = ((folder / name).read_text().strip() for name in names)
+                limit, period = " ".join((folder / name).read_text() for name in names).split()
             except (OSError, ValueError):
                 continue
             if limit not in ("max", "-1"):

@@ -41,7 +41,7 @@ def private_folder(path: Path) -> Path:
     mode = found.st_mode
     if not stat.S_ISDIR(mode) or found.st_uid != os.geteuid() or mode & 0o077:
         raise PermissionError(
-            f"{path} is there already and not private: owner {found.st_uid}, mode "
+            f"{path} exists and is not private: owner {found.st_uid}, mode "
             f"{stat.filemode(mode)}; expected a folder of user {os.geteuid()} with mode 700"
         )
     return path

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from . import channel
-from .channel import PIECE, Channel, Connection, ProtocolError, silence
+from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import usable_cores
 from .limits import ALIVE_CHECKS, GRACE, SILENCE, WORKER_CHECK
 from .process import FORWARDED, ask_to_end, die_with_parent, private_folder
@@ -44,10 +44,9 @@ JOB = "HVDRUN_JOB"
 # The rank as Open MPI 4 and 5, PMIx, MPICH and SLURM tell it; the surest first.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
-# Environment variables for the command: the socket to which `settings.tell_hvdrun` sends, whether
-# it is to send statistics, and the folder that holds what `hvd_keras.run` calls.
+# Environment variables for the command: the socket to which `settings.tell_hvdrun` sends, and the
+# folder that holds what `hvd_keras.run` calls.
 TELL = "HVDRUN_TELL"
-STATISTICS = "HVDRUN_STATISTICS"
 CALL = "HVDRUN_CALL"
 
 # Files there: the pickled function with its arguments, and what the function has returned.
@@ -72,11 +71,6 @@ def _folder_path() -> Path:
     """Return the job's folder for temporary files on this host; mpirun's agent may have made it."""
     folder, name = Path(tempfile.gettempdir()), f"hvdrun-{os.environ[JOB]}"
     return folder if folder.name == name else folder / name
-
-
-def temporary_folder() -> Path:
-    """Make the job's folder for temporary files here. Raises OSError if it is not private."""
-    return private_folder(_folder_path())
 
 
 async def _ready(
@@ -202,10 +196,11 @@ class Worker:
     async def _run_command(self, order: dict[str, Any]) -> int:
         """Run it, pass on what it writes and what hvd_keras tells in it; returns its status."""
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=temporary_folder()))
+            folder = private_folder(_folder_path())
+            self._folder = Path(tempfile.mkdtemp(prefix="rank-", dir=folder))
             ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            with channel.in_folder(self._folder) as folder:
-                ear.bind(f"{folder}/tell")
+            with channel.in_folder(self._folder) as short:
+                ear.bind(f"{short}/tell")
             ear.setblocking(False)
             child = self._child = self._start(order, self._folder)
         except OSError as error:  # such as a full /dev/shm or a TMPDIR that cannot be written
@@ -237,10 +232,8 @@ class Worker:
             private_folder(Path(path))
         own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
         # Not the job's folder itself, which holds our files.
-        own["TMPDIR"] = str(private_folder(temporary_folder() / "tmp"))
+        own["TMPDIR"] = str(private_folder(_folder_path() / "tmp"))
         own[TELL] = str(folder / "tell")
-        if order["statistics"]:
-            own[STATISTICS] = "1"
         if self._function is not None:
             own[CALL] = str(folder)
             (folder / FUNCTION).write_bytes(self._function)
@@ -364,7 +357,7 @@ class Worker:
             return status
         try:
             with (self._folder / RESULT).open("rb") as file:
-                while piece := file.read(channel.LARGE_PIECE):
+                while piece := file.read(PIECE):
                     await self._send(result=base64.b64encode(piece).decode())
         except OSError:
             text = "hvdrun: the function ended its process; expected it to return\n"
@@ -374,10 +367,11 @@ class Worker:
 
 
 async def _run() -> int:
-    rank, end = find_rank(os.environ), Channel(os.environ[SECRET], is_hvdrun=False)
+    rank, secret = find_rank(os.environ), os.environ[SECRET]
     streams = await asyncio.open_connection(sock=channel.connect(os.environ[ADDRESSES]))
     hello = {"rank": rank, "host": socket.gethostname(), "cores": usable_cores()}
-    return await Worker(rank, Connection(end, streams, hello)).run()
+    connection = Connection(secret, streams, listens=False, hello=hello)
+    return await Worker(rank, connection).run()
 
 
 def main() -> int:

@@ -55,7 +55,6 @@ class Dialect:
 
     path: str
     library: str = field(default="", kw_only=True)  # for the ranks, if they would take another one
-    kind: ClassVar[str]  # the name of the MPI
     abi: ClassVar[str] = "mpich"  # see `mpi_library.Library`
     # Its daemons on other hosts kill the workers, so that nothing but the agent can remove their
     # files when mpirun has died.
@@ -83,7 +82,6 @@ class Dialect:
 class OpenMpi(Dialect):
     """What Open MPI 4 and 5 have in common."""
 
-    kind = "Open MPI"
     abi = "openmpi"
     memory: ClassVar[str]  # the component for shared memory
     option: ClassVar[str]  # how mpirun's own parameters are given
@@ -166,45 +164,34 @@ class OpenMpi5(OpenMpi):
         return settings if "OMPI_MCA_btl" in os.environ else settings | {"OMPI_MCA_btl": "^ofi"}
 
 
-class Mpich(Dialect):
-    """MPICH, whose mpirun is hydra.
+@dataclass(frozen=True)
+class Hydra(Dialect):
+    """The mpirun of MPICH and Intel MPI.
 
     It passes on its whole environment (with -genvlist it loses a variable now and then), counts no
     cores and does not bind.
     """
 
-    kind = "MPICH"
+    is_intel: bool
     kills_workers = True
     withheld = ("TMPDIR",)  # it would replace the one that the agent sets on each host
 
     def command(self, start: Start) -> list[str]:
-        words = [] if start.is_local else self.hosts(start)
-        if words and start.network is not None and "/" not in start.network:
-            words += ["-iface", start.network]
+        words = []
+        if not start.is_local:
+            words = ["-machinefile", str(start.machines)]
+            words += ["-bootstrap", "ssh", "-bootstrap-exec", str(start.ssh)]
+            if start.network is not None and "/" not in start.network:
+                words += ["-iface", start.network]
         return [self.path, "-n", start.size, *words, *start.extra, *start.program]
-
-    def hosts(self, start: Start) -> list[str]:
-        """Return the options that name the hosts and the agent."""
-        hosts = ["-hosts", ",".join(start.slots)]
-        return [*hosts, "-launcher", "ssh", "-launcher-exec", str(start.ssh)]
-
-
-class IntelMpi(Mpich):
-    """Intel MPI, whose hydra has other options."""
-
-    kind = "Intel MPI"
-
-    def hosts(self, start: Start) -> list[str]:
-        hosts = ["-machinefile", str(start.machines)]
-        return [*hosts, "-bootstrap", "ssh", "-bootstrap-exec", str(start.ssh)]
 
     def files(self, start: Start) -> dict[Path, str]:
         files = super().files(start)
         return files and {**files, start.machines: "\n".join([*start.slots, ""])}
 
     def settings(self, start: Start) -> Mapping[str, str]:
-        """From Dialect: mpirun is a script that needs the programs beside it."""
-        return {"PATH": path_beside(self.path)}
+        """From Dialect: Intel's is a script that needs the programs beside it."""
+        return {"PATH": path_beside(self.path)} if self.is_intel else {}
 
 
 def path_beside(path: str) -> str:

@@ -1,6 +1,5 @@
 """Which hosts a job runs on, and how many ranks each takes."""
 
-import errno
 import re
 import shlex
 import socket
@@ -119,17 +118,11 @@ def is_here(name: str) -> bool:
     """Whether this name refers to the host on which we run."""
     if name in ("localhost", socket.gethostname()):
         return True
-    try:
-        address = socket.gethostbyname(name)
-    except OSError:
-        return False
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((address, 0))  # works for own addresses only
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:
-                return False
-            raise
+            probe.bind((socket.gethostbyname(name), 0))  # works for own addresses only
+        except OSError:
+            return False
     return True
 
 

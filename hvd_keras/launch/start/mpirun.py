@@ -11,14 +11,7 @@ from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import ANSWER_TIMEOUT
-from hvd_keras.launch.start.dialects import (
-    Dialect,
-    IntelMpi,
-    Mpich,
-    OpenMpi4,
-    OpenMpi5,
-    path_beside,
-)
+from hvd_keras.launch.start.dialects import Dialect, Hydra, OpenMpi4, OpenMpi5, path_beside
 from hvd_keras.runtime import mpi_library
 
 
@@ -88,10 +81,8 @@ def _identify(path: str) -> Dialect:
     text = done.stdout or done.stderr  # an error, because HOME is not set, for example
     if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.", text):
         return OpenMpi4(path) if int(match[1]) < 5 else OpenMpi5(path)
-    if "Intel(R) MPI" in text:
-        return IntelMpi(path)
-    if "HYDRA" in text:
-        return Mpich(path)
+    if (is_intel := "Intel(R) MPI" in text) or "HYDRA" in text:
+        return Hydra(path, is_intel)
     got = text.strip().partition("\n")[0]
     raise UsageError(
         f"{path} --version says {got!r}; expected Open MPI's, MPICH's or Intel MPI's mpirun; "

@@ -6,7 +6,6 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.start import hosts
@@ -45,45 +44,45 @@ def common_network(wanted: Iterable[Host]) -> str | None:
         for host in wanted:
             address = ipaddress.ip_address(socket.gethostbyname(host.name))
             if not hosts.is_here(host.name):
-                near = [own for own in _interfaces() if address in own.network]
+                near = [own for own in _interfaces().values() if address in own.network]
                 found.add(str(near[0].network) if near else None)
     except OSError:
         return None
     return found.pop() if len(found) == 1 else None
 
 
-def _interfaces() -> list[ipaddress.IPv4Interface]:
-    found = []
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(UsageError):  # it has no address
-            found.append(_interface(name))
+def _interfaces() -> dict[str, ipaddress.IPv4Interface]:
+    """Return our addresses with their networks, by the names of interfaces."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # it has no address
+                address, mask = (
+                    socket.inet_ntoa(fcntl.ioctl(probe, number, request)[20:24])
+                    for number in (_SIOCGIFADDR, _SIOCGIFNETMASK)
+                )
+                found[name] = ipaddress.IPv4Interface(f"{address}/{mask}")
     return found
 
 
 def _interface(text: str) -> ipaddress.IPv4Interface:
     """Return our address on a named interface or in an address range. Raises UsageError."""
+    there = _interfaces()
     if "/" in text:
         try:
             network = ipaddress.IPv4Network(text)
         except ValueError as error:
             raise UsageError(f"--network-interface got {text!r}: {error}") from error
-        near = [own for own in _interfaces() if own.ip in network]
+        near = [own for own in there.values() if own.ip in network]
         if not near:
             raise UsageError(
                 f"--network-interface got {text!r}, but this host has no address in that range"
             )
         return near[0]
-    request = struct.pack("256s", text.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            parts: list[Any] = [
-                socket.inet_ntoa(fcntl.ioctl(probe, number, request)[20:24])
-                for number in (_SIOCGIFADDR, _SIOCGIFNETMASK)
-            ]
-        except OSError as error:
-            there = ", ".join(name for _, name in socket.if_nameindex())
-            raise UsageError(
-                f"--network-interface got {text!r}: {error.strerror}; expected an interface that "
-                f"has an address, one of {there}"
-            ) from error
-    return ipaddress.IPv4Interface("/".join(parts))
+    if text not in there:
+        raise UsageError(
+            f"--network-interface got {text!r}; expected an interface that has an address, one of "
+            + ", ".join(there)
+        )
+    return there[text]

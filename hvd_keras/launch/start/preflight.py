@@ -1,7 +1,7 @@
 """Checks all hosts at once, before a job starts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,22 @@ class Look:
     facts: Mapping[str, Mapping[str, Any]]  # of each host that answered
     problems: Mapping[str, str]
     away: Sequence[str]  # hosts that could not be reached; each has a problem
+    hosts: Sequence[Host]  # those without problems, with the number of ranks that each takes
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The user's names of the hosts, by the hosts' own."""
+        return {facts["host"]: name for name, facts in self.facts.items()}
 
 
-async def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str) -> Look:
-    """Ask each host for its facts and compare them with ours."""
+async def look(
+    hosts: Sequence[Host],
+    reach: Reach,
+    directory: str,
+    program: str,
+    slots: Callable[[Mapping[str, Any]], int],
+) -> Look:
+    """Ask each host for its facts and compare them with ours; `slots` counts those of a host."""
     names = [host.name for host in hosts]
     answers = await ask_all(names, reach, host_facts, ["-I", "-", directory, program])
     facts = {name: json.loads(told.text) for name, told in answers.items() if told.text}
@@ -42,7 +54,9 @@ async def look(hosts: Sequence[Host], reach: Reach, directory: str, program: str
                 "(see `hostname`), or one entry if both are the same host"
             )
     away = sorted(name for name, told in answers.items() if told.away)
-    return Look(facts, problems, away)
+    fitting = [host for host in hosts if host.name not in problems]
+    counted = [Host(host.name, host.slots or slots(facts[host.name])) for host in fitting]
+    return Look(facts, problems, away, counted)
 
 
 def difference(

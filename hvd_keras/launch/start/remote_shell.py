@@ -9,8 +9,8 @@ It runs the text there with its own stdin, stdout and stderr, exits with the tex
 stdin ends, the command there may live on: hvdrun finds and ends what belongs to a job by itself
 (`clean_up`). Every program of this kind will do (`hvdrun --remote-shell PROGRAM`): ssh; the client
 of the agents in `onhost/agent.py`, for hosts where something else starts processes; and
-`onhost/kubectl_exec.py`, for pods. Inside a SLURM allocation `slurm.Srun` has the first two
-methods, and starts the ranks itself.
+`onhost/kubectl_exec.py`, for pods, which says ENDED where others exit with another status than 255.
+Inside a SLURM allocation `slurm.Srun` has the first two methods, and starts the ranks itself.
 """
 
 import asyncio
@@ -30,6 +30,9 @@ from hvd_keras.launch.start.slurm import Srun
 # Hosts that are asked at once: each takes a process and three descriptors here.
 AT_ONCE = 200
 
+# What kubectl says on stderr when the command itself has failed, with whose status it exits.
+ENDED = "command terminated with exit code"
+
 # Exit statuses of a shell that could not run the program.
 NO_PROGRAM = (126, 127)
 
@@ -41,6 +44,7 @@ class RemoteShell:
     words: Sequence[str]
     advice: str = ""  # if it cannot reach a host
     test: str = ""  # what a user should try then; default: "PROGRAM HOST true"
+    says_ended: bool = False  # when the command itself has failed
 
     def reach(self, host: str, command: Sequence[str]) -> list[str]:
         """Return what runs a command on a host, with its own standard streams."""
@@ -48,7 +52,7 @@ class RemoteShell:
 
     def failure(self, status: int, err: str) -> str | None:
         """Return why the host could not be reached, or None if the command itself failed."""
-        if status != FAILED:
+        if status == 0 or (ENDED in err if self.says_ended else status != FAILED):
             return None
         test = self.test or f"{Path(self.words[0]).name} HOST true"
         name = test.split()[0]
@@ -86,7 +90,8 @@ def ssh(port: int | None, identity: str | None) -> RemoteShell:
 def kubectl_exec(words: Sequence[str]) -> RemoteShell:
     """`kubectl exec` with its options: hosts are pods."""
     test = "kubectl exec POD -- true"
-    return RemoteShell([*program("kubectl_exec"), *words], ", where HOST is POD or POD.…", test)
+    advice = ", where HOST is POD or POD.…"
+    return RemoteShell([*program("kubectl_exec"), *words], advice, test, says_ended=True)
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ async def ask_all(
         if done.returncode in NO_PROGRAM:
             expected = "expected the same Python at the same path on all hosts"
             return Answer("", f"has no {sys.executable}; {expected}")
-        why = f"exit status {done.returncode}: {last_line(done.stderr)}"
+        why = f"exit status {done.returncode}: {last_line(done.stderr.partition(ENDED)[0])}"
         return Answer("", f"cannot run {sys.executable}: {why}")
 
     return dict(zip(names, await asyncio.gather(*map(ask, names)), strict=True))

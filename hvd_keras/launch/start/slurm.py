@@ -20,7 +20,6 @@ class Srun(Dialect):
     """srun, by which ranks are started and nodes are reached (see `remote_shell.Reach`)."""
 
     interface: str  # through which the ranks' MPI learns its place
-    kind = "SLURM"
 
     def command(self, start: Start) -> list[str]:
         words = [self.path, "-n", start.size, f"--mpi={self.interface}", "--export=ALL"]

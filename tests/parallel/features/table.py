@@ -137,7 +137,7 @@ def _rules(outcome: str, why: str, *many: str, text: str = "") -> list[Rule]:
 RULES = [
     *_rules(
         "no",
-        "the loop with `hvd.join` of this test is eager, has one optimizer, and needs no `fit`",
+        "this test's loop with `hvd.join` is eager, with one optimizer, without `fit`",
         *(
             f"join + {name}"
             for name in (
@@ -155,15 +155,13 @@ RULES = [
     *_rules("no", "`hvd.join` is for all ranks", "join + process set"),
     *_rules(
         "no",
-        "what a rank has accumulated when it joins is lost, which is told",
+        "`hvd.join` drops what a rank has accumulated, with a warning",
         "join + accumulation",
     ),
     *_rules("no", "a rank that has joined does not update its layer", "join + local layers"),
-    *_rules("no", "each rank's model is another", "local layers + save and load"),
+    *_rules("no", "each rank's model differs", "local layers + save and load"),
     *_rules("no", "`shard_state` is an option of `DistributedOptimizer`", "tape + shard_state"),
-    *_rules(
-        "no", "either the one or the other", "run_eagerly + jit_compile", "divided table + sparse"
-    ),
+    *_rules("no", "one excludes the other", "run_eagerly + jit_compile", "divided table + sparse"),
     *_rules(
         "no",
         "tf_keras has no such option",
@@ -172,7 +170,7 @@ RULES = [
     ),
     *_rules(
         "no",
-        "the training step of this test is written for Keras 3",
+        "this test's training step needs Keras 3",
         "tf_keras + loss scaling",
         "tf_keras + second optimizer",
         "tf_keras + join",
@@ -181,10 +179,10 @@ RULES = [
     ),
     *_rules(
         "≠",
-        "a masked loss is divided by the number of valid entries, with those of the padding",
+        "Keras also counts the padding's valid entries",
         "masked loss + padded last batch",
     ),
-    *_rules("no", "the other number of ranks is a process set", "process set + fewer ranks"),
+    *_rules("no", "the fewer ranks are a process set", "process set + fewer ranks"),
     *_rules(
         "error",
         "a MultiOptimizer has no slots",
@@ -193,7 +191,7 @@ RULES = [
     ),
     *_rules(
         "error",
-        "only `DistributedOptimizer` computes norms over all ranks",
+        "needs `DistributedOptimizer`",
         "tape + divided table + clipnorm",
         "tape + divided table + global_clipnorm",
         "MultiOptimizer + divided table + clipnorm",
@@ -204,13 +202,13 @@ RULES = [
     ),
     *_rules(
         "error",
-        "layers of single ranks cannot be given to other ranks",
+        "the layers belong to single ranks",
         "fewer ranks + local layers",
         text="differs between the 2 ranks",
     ),
     *_rules(
         "error",
-        "these need what Keras 3 alone has",
+        "only in Keras 3",
         "tf_keras + restart",
         "tf_keras + fewer ranks",
         "tf_keras + divided table",
@@ -218,31 +216,31 @@ RULES = [
     ),
     *_rules(
         "error",
-        "shares need an optimizer of Keras 3",
+        "only in Keras 3",
         "tf_keras + shard_state",
         text="it needs an optimizer of Keras 3",
     ),
     *_rules(
         "error",
-        "Keras does not load the function that divides the variables",
+        "Keras cannot load the function that divides the variables",
         "MultiOptimizer + save and load",
         text="deserialization of a Python lambda",
     ),
     *_rules(
         "error",
-        "Keras's MultiOptimizer wants the gradients of all variables",
+        "a MultiOptimizer needs the gradients of all variables",
         "MultiOptimizer + second optimizer",
         text="Gradients must match trainable variables",
     ),
     *_rules(
         "error",
-        "no rank updates the part of a rank that has joined",
+        "no rank updates the joined rank's part",
         "join + shard_state",
         text="has joined",
     ),
     *_rules(
         "error",
-        "the part of a rank that has joined is missing",
+        "the joined rank's part is missing",
         "join + divided table",
         text="cannot run without rank",
     ),
@@ -294,20 +292,18 @@ def sample(ranks: int) -> list[Case]:
 _INTRODUCTION = """\
 # Features in combination
 
-Each cell is a measurement: two ranks train with the feature of the row in the situation of the
-column, or with the features of row and column, and one process trains with the rows of both.
+Two ranks train with the row's feature in the column's situation, or with both features, and one
+process trains with the rows of both ranks.
 
 - "=": weights (or predictions) and the logs of `fit` are equal to rounding (relative 1e-3, with
   compression 2e-2), and what the ranks share is equal bit for bit.
-- "error": an error on each rank, for the reason with this number.
-- "≠": another result than that of one process. "no": does not exist.
-- An empty cell was not measured yet.
+- "error": an error on each rank, for the numbered reason.
+- "≠": not the result of one process. "no": does not exist. Empty: not measured.
 
-`make matrix` measures all cells and writes this page; `make test` repeats a sample. "process set":
-two ranks beside a third. "fewer ranks": one rank continues a checkpoint of two. "frozen layer": a
-second `compile` and `fit` with a layer that is not trainable. "short" and "padded last batch":
-`hvd.data.shard` with `uneven="share"` and `"pad"`; the logs of `"pad"` are not compared, because
-Keras counts the padding's rows, too.
+`make matrix` writes this page; `make test` repeats a sample. "process set": two ranks beside a
+third. "fewer ranks": one rank continues a checkpoint of two. "frozen layer": a second `compile`
+and `fit` with a frozen layer. "short" and "padded last batch": `hvd.data.shard` with
+`uneven="share"` and `"pad"`, the latter without logs, in which Keras counts the padding's rows.
 
 """
 
