@@ -108,8 +108,8 @@ class OpenMpi(Dialect):
     def _hosts(self, start: Start) -> list[str]:
         if " " in str(start.ssh):
             raise UsageError(
-                f"got the temporary folder {str(start.directory.parent)!r}, in whose name Open MPI "
-                "takes no blank; set TMPDIR to another folder"
+                f"got the temporary folder {str(start.directory.parent)!r}; Open MPI accepts no "
+                "blank in its name; set TMPDIR to another folder"
             )
         parameters = {
             # By sh, because programs in the folder for temporary files may be forbidden.
