@@ -86,8 +86,8 @@ def _look_at_module(script: Source, node: ast.Import, alias: ast.alias) -> Findi
     if why := _absent(alias.name):
         return script.at(node, f"{alias.name}: {why}")
     if alias.name not in _IMPORTED:
-        told = f"import hvd_keras as hvd; and write hvd. for {alias.name}. below"
-        return script.at(node, told)
+        message = f"import hvd_keras as hvd; and write hvd. for {alias.name}. below"
+        return script.at(node, message)
     if alias.asname is None:
         return script.at(alias, "import hvd_keras", "hvd_keras")
     new = f"{_home(alias.name)} as {alias.asname}"
@@ -99,8 +99,8 @@ def _look_at_attribute(script: Source, node: ast.Attribute) -> Iterator[Finding]
     if not _is_horovod(name):
         return
     if _is_elastic(script, node):
-        told = "elastic: better are callbacks.Checkpoint and hvdrun --max-restarts; this keeps it"
-        yield script.at(node, f"{told}: {_ELASTIC}", "elastic")
+        message = "elastic: use callbacks.Checkpoint and hvdrun --max-restarts; this keeps it"
+        yield script.at(node, f"{message}: {_ELASTIC}", "elastic")
         return
     owner = name.removesuffix(f".{node.attr}")
     # Of a module that has no other name, as in horovod.tensorflow.init().
@@ -133,8 +133,8 @@ def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
                 new = f"np={script.source(keyword.value)}"
                 yield script.at(keyword, f"hvd.run: {new}", new)
             elif keyword not in gone and keyword.arg not in _OF_RUN:
-                told = "hvd.run has the options of hvdrun: options=['--min-np', '2']"
-                yield script.at(keyword, f"{keyword.arg}: {told}")
+                message = "hvd.run has the options of hvdrun: options=['--min-np', '2']"
+                yield script.at(keyword, f"{keyword.arg}: {message}")
 
 
 def _look_at_collective(script: Source, node: ast.Call, called: str) -> Iterator[Finding]:

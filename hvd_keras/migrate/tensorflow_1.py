@@ -87,8 +87,8 @@ def look(script: Source) -> Iterator[Finding]:
         yield from _changed_import(script, *imported[0], needs_graphs)
         return
     for node, name in uses:
-        told = f"tf.compat.v1.{name}, with tf.compat.v1.disable_v2_behavior() at the top"
-        yield script.at(node, f"TensorFlow 1: {told}")
+        message = f"tf.compat.v1.{name}, with tf.compat.v1.disable_v2_behavior() at the top"
+        yield script.at(node, f"TensorFlow 1: {message}")
 
 
 def _imports(script: Source) -> list[tuple[ast.Import, ast.alias]]:
@@ -106,8 +106,8 @@ def _changed_import(
 ) -> Iterator[Finding]:
     new = f"tensorflow.compat.v1 as {alias.asname}"
     disabling = f"{alias.asname}.disable_v2_behavior()"
-    told = f"TensorFlow 1: import {new}{f', and {disabling}' * needs_graphs}"
-    yield script.at(alias, told, new)
+    message = f"TensorFlow 1: import {new}{f', and {disabling}' * needs_graphs}"
+    yield script.at(alias, message, new)
     if needs_graphs:
         end = script.place(statement)[1]
         yield Finding(end, end, "", f"\n{' ' * statement.col_offset}{disabling}")
