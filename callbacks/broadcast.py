@@ -6,8 +6,8 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.gradients import agreement, building, model_ranks
-from hvd_keras.hooks import fitting, preprocessing, variables
+from hvd_keras.gradients import agreement, model_ranks
+from hvd_keras.hooks import building, fitting, preprocessing, variables
 from hvd_keras.ops.movement import check_root
 from hvd_keras.runtime import libraries, log, rank_info
 

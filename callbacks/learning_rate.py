@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.gradients import agreement, model_ranks
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime.keras import is_legacy, require
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
@@ -64,7 +64,7 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
             ) from error
         if self.momentum_correction and old > 0 and new != old:
             buffers = _momentum_buffers(model_ranks.innermost(optimizer))
-            numbers = [*map(agreement.variable_id, buffers)]
+            numbers = [*map(shards.variable_id, buffers)]
             if self._scaled != numbers:
                 self._scaled, self._scale = numbers, _scaling(buffers)
             if buffers:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvd_keras import callbacks, tape
 from hvd_keras import optimizer as distributed
 from hvd_keras.compat import tensorflow_v1
-from hvd_keras.gradients import agreement, missing_calls, model_ranks
+from hvd_keras.gradients import missing_calls, model_ranks, shards
 from hvd_keras.horovod import collectives
 from hvd_keras.layers import model_files
 from hvd_keras.ops.reduction import Compression, Compressor
@@ -259,10 +259,10 @@ class DistributedGradientTape(tape.DistributedGradientTape):
             As ``gradient``.
         """
         gradients = self.gradient(target, sources, output_gradients)
-        own = {agreement.variable_id(source) for source in self._local}
+        own = {shards.variable_id(source) for source in self._local}
         pairs: tuple[list[Any], list[Any]] = [], []
         for source, gradient in zip(sources, gradients, strict=True):
-            pairs[agreement.variable_id(source) not in own].append((source, gradient))
+            pairs[shards.variable_id(source) not in own].append((source, gradient))
         return pairs
 
 
