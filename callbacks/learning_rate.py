@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.gradients import agreement, model_ranks
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime.keras import is_legacy, require
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
@@ -23,11 +23,8 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
         self._scale: Any = None  # multiplies the momentum buffers with these ids
         self._scaled: list[int] = []
 
-    def _known_steps(self) -> int | None:
-        return self.steps_per_epoch or self.params.get("steps")
-
     def _steps(self) -> int:
-        steps = self._known_steps()
+        steps: int | None = self.steps_per_epoch or self.params.get("steps")
         if not steps:
             raise ValueError(
                 f"{type(self).__name__}: the number of batches in an epoch is unknown. Pass "
@@ -36,11 +33,9 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
         return steps
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the epoch; Keras tells only the batch's number within it."""
         self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the rate to ``logs["lr"]``."""
         if logs is not None:
             logs["lr"] = self._get()
 
@@ -64,7 +59,7 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
             ) from error
         if self.momentum_correction and old > 0 and new != old:
             buffers = _momentum_buffers(model_ranks.innermost(optimizer))
-            numbers = [*map(agreement.variable_id, buffers)]
+            numbers = [*map(shards.variable_id, buffers)]
             if self._scaled != numbers:
                 self._scaled, self._scale = numbers, _scaling(buffers)
             if buffers:
@@ -114,7 +109,6 @@ class LearningRateScheduleCallback(_LearningRateCallback):
         self.staircase = staircase
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the rate."""
         if self._epoch < self.start_epoch:
             return
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
@@ -174,7 +168,6 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         self._ends = False  # whether warm-up ends in this epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the rate of the next batches."""
         seen = self._seen(batch)
         length = self.warmup_steps or self.warmup_epochs * self._steps()
         if seen >= length:
@@ -187,7 +180,6 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         self._ends = done == 1.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, and print the end of warm-up."""
         super().on_epoch_end(epoch, logs)
         if self._ends and self.verbose > 0 and self.process_set.rank() == 0:
             print(f"Epoch {epoch + 1}: learning rate is {self._get():g}, warm-up is over.")
@@ -195,7 +187,7 @@ class LearningRateWarmupCallback(_LearningRateCallback):
 
     def _seen(self, batch: int) -> int:
         """Return the number of batches before this one, over all epochs."""
-        if self.warmup_steps is None or self._known_steps():
+        if self.warmup_steps is None or self.steps_per_epoch or self.params.get("steps"):
             return self._epoch * self._steps() + batch
         # Not ``iterations``, which counts updates if gradients are accumulated.
         return int(model_ranks.innermost(self.model.optimizer)._iterations)

@@ -18,8 +18,16 @@ import tensorflow as tf
 from hvd_keras import observe
 from hvd_keras.hooks import patches
 from hvd_keras.ops import gradients
-from hvd_keras.postmortem import flight
-from hvd_keras.runtime import exit_codes, gpu, libraries, log, mpi_library, rank_info, settings
+from hvd_keras.runtime import (
+    exit_codes,
+    flight,
+    gpu,
+    libraries,
+    log,
+    mpi_library,
+    rank_info,
+    settings,
+)
 from hvd_keras.runtime.process_sets import (
     ProcessSet,
     add_process_set,
@@ -39,7 +47,7 @@ class LeaveResult(enum.IntEnum):
     """How this rank left the job, as the core numbers it."""
 
     TOGETHER = 0  # all ranks left
-    AWAITED = 1  # others still waited for this rank; they have been told
+    AWAITED = 1  # others still waited for this rank, and got its reason
     NO_ANSWER = 2  # the others did not answer in time
     DESERTED = 3  # another rank had left while this one waited for it
     TIMED_OUT = 4  # the ranks had waited for too long
@@ -157,7 +165,7 @@ def end(error: str, seconds: float) -> None:
     """Leaves the job for good, as at the end of a script, in a process that lives on.
 
     Args:
-        error: why this process fails, which the others are told; empty if it does not.
+        error: why this process fails, which the others show; empty if it does not.
         seconds: how long to wait for the others; negative: as long as they need.
     """
     if rank_info.is_initialized():

@@ -87,12 +87,8 @@ def samples_of(model: Any, steps: int) -> float:
     """Return how many samples a model has trained on since its metrics were reset, or NaN.
 
     Keras's ``train_step`` weights the loss by the number of samples, so the loss metric's ``count``
-    is their sum. If it equals the number of steps, a custom ``train_step`` may have omitted the
-    weight.
-
-    Args:
-        model: the model.
-        steps: the steps since then.
+    is their sum. If it equals the number of steps since then, a custom ``train_step`` may have
+    omitted the weight.
     """
     count = getattr(getattr(model, "_loss_tracker", None), "count", None)
     samples = np.nan if count is None else float(count)
@@ -114,33 +110,26 @@ class Progress(keras.callbacks.Callback):  # type: ignore[misc]
         self._gpu = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         _training.clear()
         self._gpu = bool(tf.config.list_logical_devices("GPU"))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         samples = _training.get("samples", 0)
-        self._before = {
-            "steps": _training.get("steps", 0),
-            "samples": np.nan if samples is None else samples,
-        }
+        samples = np.nan if samples is None else samples
+        self._before = {"steps": _training.get("steps", 0), "samples": samples}
         self._steps, self._tested = 0, False
         _training.update(epoch=epoch + 1, epochs=self.params["epochs"])
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._steps = batch + 1
         if time.monotonic() >= self._next:
             self._keep(logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._keep(None)
         self._tested = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._keep(logs)
 
     def _keep(self, logs: dict[str, Any] | None) -> None:

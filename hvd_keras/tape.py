@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, model_ranks, reducer
+from hvd_keras.gradients import agreement, model_ranks, reducer, shards
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.optimizer import local_variables
 from hvd_keras.runtime import rank_info
@@ -148,5 +148,5 @@ def _reducer(
 def _same_groups(one: agreement.Groups, other: agreement.Groups) -> bool:
     if isinstance(one, int) or isinstance(other, int):
         return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
-    ids = [[[agreement.variable_id(v) for v in group] for group in g] for g in (one, other)]
+    ids = [[[shards.variable_id(v) for v in group] for group in g] for g in (one, other)]
     return ids[0] == ids[1]

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, reducer
+from hvd_keras.gradients import agreement, reducer, shards
 from hvd_keras.runtime.keras import keras
 
 
@@ -27,7 +27,6 @@ class Reducer(reducer.GradientReducer):
 
     Args:
         optimizer: of one of ``classes``, without a LossScaleOptimizer around it.
-        name, options, groups: as in ``reducer.GradientReducer``.
         passes: local steps whose gradients are added up before an update.
         averages: whether their mean is applied, not their sum.
     """
@@ -132,14 +131,12 @@ class Reducer(reducer.GradientReducer):
         shared = [variables[i] for i in indices]
         with tf.init_scope():
             for variable in shared:
-                if agreement.variable_id(variable) not in self._sums:
+                if shards.variable_id(variable) not in self._sums:
                     zeros = tf.zeros(variable.shape, variable.dtype)
-                    self._sums[agreement.variable_id(variable)] = tf.Variable(
-                        zeros, trainable=False
-                    )
+                    self._sums[shards.variable_id(variable)] = tf.Variable(zeros, trainable=False)
             if self._done is None:
                 self._done = tf.Variable(0, trainable=False, dtype=tf.int64)
-        sums = [self._sums[agreement.variable_id(variable)] for variable in shared]
+        sums = [self._sums[shards.variable_id(variable)] for variable in shared]
         for total, i in zip(sums, indices, strict=True):
             total.assign_add(step.gradients[i])
         done = self._done
@@ -162,7 +159,7 @@ class Reducer(reducer.GradientReducer):
     def _dense(self, gradient: Any, variable: Any) -> Any:
         """A gradient that this rank lacks now, but had in another local step, is zero."""
         if gradient is None:
-            known = agreement.variable_id(variable) in self._sums
+            known = shards.variable_id(variable) in self._sums
             return tf.zeros_like(variable) if known else None
         return tf.convert_to_tensor(gradient)
 
@@ -171,9 +168,6 @@ class Reducer(reducer.GradientReducer):
 
         LossScaleOptimizer omits variables without a gradient on this rank. In the newer family,
         ``build`` has received all variables.
-
-        Raises:
-            ValueError: local steps are to be added up, each of which may overflow by itself.
         """
         if self._passes > 1:
             raise ValueError(
@@ -181,11 +175,11 @@ class Reducer(reducer.GradientReducer):
                 "cannot accumulate gradients. Use Keras 3 (unset TF_USE_LEGACY_KERAS), or the "
                 "policy mixed_bfloat16, which needs no loss scale."
             )
-        gradient = {agreement.variable_id(v): (g, v) for g, v in grads_and_vars}
+        gradient = {shards.variable_id(v): (g, v) for g, v in grads_and_vars}
         variables = [v for _, v in gradient.values()]
-        if gradient.keys() <= {agreement.variable_id(v) for v in self.variables}:
+        if gradient.keys() <= {shards.variable_id(v) for v in self.variables}:
             variables = self.variables
-        mine = [gradient.get(agreement.variable_id(v), (None, v))[0] for v in variables]
+        mine = [gradient.get(shards.variable_id(v), (None, v))[0] for v in variables]
         reduced = zip(self.reduce(mine, variables), variables, strict=True)
         return [(g, v) for g, v in reduced if g is not None]
 

@@ -12,14 +12,10 @@ from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
 class Reducer(reducer.GradientReducer):
-    """Reduces the gradients of a ``tf.compat.v1.train.Optimizer``.
+    """Reduces the gradients of a ``tf.compat.v1.train.Optimizer``, whose methods are replaced.
 
     ``compute_gradients`` returns the gradients over all ranks, so that what a script does with them
     before ``apply_gradients``, such as clipping, applies to the gradients of the whole batch.
-
-    Args:
-        optimizer: the optimizer; its methods are replaced.
-        name, options, groups: as in ``reducer.GradientReducer``.
     """
 
     def __init__(
@@ -78,15 +74,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> tf.Operation:
-    """``hvd.broadcast_variables`` in a TensorFlow 1 graph.
-
-    Args:
-        variables: ``tf.Variable``s of the default graph, in the same order on all ranks.
-        root_rank: the rank of the job whose values all ranks get.
-        process_set: the ranks that take part.
-
-    Returns:
-        An op that assigns the root's values when it is run.
+    """``hvd.broadcast_variables`` in a TensorFlow 1 graph: an op that assigns when it is run.
 
     Raises:
         As ``broadcast_global_variables``.
@@ -94,22 +82,14 @@ def broadcast_variables(
     process_set.check_included("broadcast_variables")
     assignments: list[tf.Operation] = []
     for bucket in agreement.in_buckets(variables):
-        assignments += _broadcast(bucket, root_rank, process_set, assignments)
+        # One after the other, so that all ranks submit them in the same order.
+        with tf.control_dependencies(assignments):
+            mine = [tf.identity(v) for v in bucket]
+            name = f"variables of a graph from {len(assignments)}"
+            values = ops.grouped_broadcast(mine, root_rank, name, process_set)
+        pairs = zip(bucket, values, strict=True)
+        assignments += [v.assign(x, read_value=False) for v, x in pairs]
     return tf.group(*assignments)
-
-
-def _broadcast(
-    variables: list[Any], root_rank: int, process_set: ProcessSet, before: list[tf.Operation]
-) -> list[tf.Operation]:
-    """Broadcasts after the ops ``before``, so that all ranks submit in the same order."""
-    with tf.control_dependencies(before):
-        values = ops.grouped_broadcast(
-            [tf.identity(v) for v in variables],
-            root_rank,
-            f"variables of a graph from {len(before)}",
-            process_set,
-        )
-    return [v.assign(x, read_value=False) for v, x in zip(variables, values, strict=True)]
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]

@@ -4,13 +4,11 @@
 """
 
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
 import re
 import sys
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -37,6 +35,11 @@ class VariableSpec:
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def bytes(self) -> int:
+        """The size of the variable's values."""
+        return math.prod(self.shape) * int(tf.as_dtype(self.dtype).size)
+
     def __str__(self) -> str:
         return f"{self.path} {self.dtype}{list(self.shape)}"
 
@@ -49,30 +52,6 @@ def spec_of(variable: Any) -> VariableSpec:
     return VariableSpec(common_path(path), shape, tf.as_dtype(variable.dtype).base_dtype.name)
 
 
-def variable_id(variable: Any) -> int:
-    """Identify a variable; a Keras variable and the ``tf.Variable`` in it have the same id."""
-    return id(shards.inner_variable(variable))
-
-
-class VariableSet:
-    """A set of weak references to variables, which cannot be hashed."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, Any] = {}
-
-    def add(self, variable: Any) -> None:
-        number = variable_id(variable)
-        if number not in self._references:
-            forget = functools.partial(self._forget, number)
-            self._references[number] = weakref.ref(shards.inner_variable(variable), forget)
-
-    def _forget(self, number: int, _: Any) -> None:
-        self._references.pop(number, None)
-
-    def __contains__(self, variable: Any) -> bool:
-        return variable_id(variable) in self._references
-
-
 def common_path(path: str) -> str:
     """Remove the suffixes by which Keras makes layer names unique from a variable's path.
 
@@ -82,26 +61,17 @@ def common_path(path: str) -> str:
     return re.sub(r"(_\d+)?(:0)?(?=/|$)", "", path)
 
 
-def size_in_bytes(spec: VariableSpec) -> int:
-    """Return the size of the variable's values in bytes."""
-    return math.prod(spec.shape) * int(tf.as_dtype(spec.dtype).size)
-
-
 def in_buckets(variables: Iterable[Any]) -> list[list[Any]]:
     """Return variables by the requests in which their values travel (``HVD_BUCKET_BYTES``)."""
     variables = list(variables)
-    sizes = [size_in_bytes(spec_of(variable)) for variable in variables]
+    sizes = [spec_of(variable).bytes for variable in variables]
     filled = buckets.fill(sizes, settings.read().bucket_bytes)
     return [[variables[i] for i in bucket] for bucket in filled]
 
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeOptions:
-    """What the user chose about the exchange.
-
-    Raises:
-        ValueError: an option is impossible, or contradicts another.
-    """
+    """What the user chose about the exchange. Raises ValueError if that is impossible."""
 
     op: ops.ReduceOp = ops.Average
     compression: type[Compressor] = Compression.none
@@ -133,12 +103,9 @@ class ExchangeOptions:
             )
 
     def scale_local(self, gradient: Any, is_divided: bool = False) -> Any:
-        """Scales the gradient of a variable that belongs to this rank.
+        """Scale a gradient that stays on this rank.
 
-        Args:
-            gradient: of the variable.
-            is_divided: the variable is this rank's part of a table, and the gradient is the sum
-                over all ranks: it becomes what ``op`` makes of others.
+        That of a divided table is the sum over all ranks: it becomes what ``op`` makes of others.
         """
         scale = self.op is ops.Average if is_divided else self.scale_local_gradients
         if gradient is None or not scale:
@@ -170,9 +137,7 @@ class ExchangeOptions:
 def overwrite(
     gradients: list[Any], variables: Sequence[Any], name: str, process_set: ProcessSet
 ) -> list[int]:
-    """Replace "gradients" that are new values (float8 scales) by the ranks' maximum.
-
-    Keras uses the maximum of several such values, too.
+    """Replace "gradients" that are new values (float8 scales) by the ranks' maximum, as Keras does.
 
     Returns:
         Their indices.
@@ -192,11 +157,7 @@ def overwrite(
 
 
 def refuse_strategies() -> None:
-    """Check that TensorFlow does not distribute the same training.
-
-    Raises:
-        ValueError: a ``tf.distribute.Strategy`` is in force.
-    """
+    """Raise ValueError if a ``tf.distribute.Strategy`` distributes the same training."""
     if tf.distribute.has_strategy():
         raise ValueError(
             f"a {type(tf.distribute.get_strategy()).__name__} is in force, but hvd_keras "
@@ -290,11 +251,7 @@ Groups = int | Sequence[Sequence[Any]]
 
 
 def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Groups:
-    """Combine Horovod's two arguments.
-
-    Raises:
-        ValueError: both are given, or one is impossible.
-    """
+    """Combine Horovod's two arguments. Raises ValueError if both or an impossible one is given."""
     if num_groups and groups is not None:
         raise ValueError(
             f"got both num_groups={num_groups} and groups={groups!r}. Give groups alone."
@@ -317,8 +274,11 @@ def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
         count = min(groups, len(variables))
         bounds = [len(variables) * g // count for g in range(count + 1)] if count else []
         return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
-    index = {variable_id(v): i for i, v in enumerate(variables)}
-    return [[index[variable_id(v)] for v in group if variable_id(v) in index] for group in groups]
+    index = {shards.variable_id(v): i for i, v in enumerate(variables)}
+    return [
+        [index[shards.variable_id(v)] for v in group if shards.variable_id(v) in index]
+        for group in groups
+    ]
 
 
 def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
@@ -327,9 +287,6 @@ def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
     Args:
         views: what each rank has, by rank and by name.
         advice: what to do.
-
-    Raises:
-        ValueError: always; the text shows what differs.
     """
     lines = []
     different: tuple[str, ...] = ()

@@ -26,24 +26,20 @@ def clip(
     optimizer: Any,
     gradients: Sequence[Any],
     divided: Set[int],
+    local: Set[int] | None,
     name: str,
     process_set: ProcessSet,
     known: Mapping[int, Any] | None = None,
-    local: Set[int] | None = None,
 ) -> Any:
     """Do what ``optimizer._clip_gradients`` does in one process that has all variables.
 
     Args:
         optimizer: with Keras's options of clipping.
-        gradients: dense or sparse ones, or None; equal on all ranks, except those in ``divided``
-            and ``local``.
-        divided: the indices of the gradients of parts of tables.
+        gradients: dense or sparse ones, or None; equal on all ranks, except those at the places
+            ``divided`` (parts of tables) and ``local`` (this rank's own variables; None if no rank
+            has such).
         name: identifies the optimizer on all ranks.
-        process_set: the ranks that have the other parts.
-        known: the squared norms of gradients that other ranks have, by place, for
-            ``clips_by_all``.
-        local: the indices of the gradients of variables that belong to this rank alone; None if no
-            rank has such variables.
+        known: for ``clips_by_all``, the squared norms of gradients that other ranks have, by place.
     """
     indices = [i for i in sorted(divided) if gradients[i] is not None]
     by_variable = clips_by_variable(optimizer)
@@ -100,16 +96,11 @@ _ADVICE = (
 
 
 def check_alone(optimizer: Any, variables: Iterable[Any], local: Container[Any]) -> None:
-    """Refuses an optimizer that would clip by norms which this rank does not know.
-
-    Args:
-        optimizer: not distributed.
-        variables: that it updates.
-        local: variables that belong to this rank alone.
+    """Refuse an optimizer, not distributed, that would clip by norms which this rank does not know.
 
     Raises:
         ValueError: it clips by norms and updates a part of a table, or clips by the norm of all
-            gradients and updates a local variable.
+            gradients and updates a variable of ``local``.
     """
     by_all = getattr(optimizer, "global_clipnorm", None)
     if not (getattr(optimizer, "clipnorm", None) or by_all):

@@ -18,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, building, shards
+from hvd_keras.gradients import clipping, model_ranks, shards
 from hvd_keras.ops import without_data
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
-    from hvd_keras.gradients import compare
+    from hvd_keras.hooks.values import Values
 
 #: Whether ``fit`` is running.
 in_fit = contextvars.ContextVar("a fit is running", default=False)
@@ -58,20 +58,39 @@ def local_fit() -> Iterator[None]:
         _alone_on_purpose.reset(token)
 
 
+def wrap_apply(variables_of: Callable[..., Iterable[Any]]) -> Callable[[Any], Any]:
+    """Return a wrapper of an optimizer's method that applies gradients to ``variables_of`` it.
+
+    It warns if they were not exchanged, and refuses what would clip by norms unknown here.
+    """
+
+    def wrap(method: Any) -> Any:
+        def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hasattr(self, "_hvd_reducer"):
+                grads = list(grads)
+                variables = list(variables_of(self, grads, *args, **kwargs))
+                check_optimizer(self, variables)
+                several = rank_info.is_initialized() and rank_info.size() > 1
+                local = model_ranks.local_variables if several else ()
+                clipping.check_alone(self, variables, local)
+            return method(self, grads, *args, **kwargs)
+
+        apply.__doc__ = method.__doc__
+        return apply
+
+    return wrap
+
+
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
-    """Warns once if an optimizer applies gradients that were not exchanged.
+    """Warn once if an optimizer, not distributed, applies gradients that were not exchanged.
 
-    Every optimizer that is not distributed calls this when it applies gradients; in a graph, when
-    that is traced.
-
-    Raises:
-        RuntimeError: the gradients were not exchanged and ``HVD_STRICT`` is set.
+    In a graph, when that is traced. With ``HVD_STRICT`` raise a RuntimeError.
     """
     if (
         _alone_on_purpose.get()
         or hasattr(optimizer, "_hvd_alone")
-        or building.is_building()
+        or agree.is_building.get()
         or not rank_info.is_initialized()
         or rank_info.size() == 1
         or any(variable in _reduced for variable in variables)
@@ -100,7 +119,7 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
         return any(variable in _reduced for variable in watched)
 
     last = time.monotonic() + _SECONDS_UNTIL_TOLD
-    _Later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last).watch()
+    _warn_later(text, is_reduced, lambda: is_reduced() or time.monotonic() >= last)
 
 
 # Optimizers that have applied what the script has reduced; and the requests of this process when
@@ -123,7 +142,7 @@ def _averages_itself(optimizer: Any) -> bool:
 
 
 def allow_a_first_step() -> None:
-    """Lets a loop make a step on each rank before those with an exchange.
+    """Let a loop make a step on each rank before those with an exchange.
 
     Elastic scripts for Horovod do so to create the optimizer's variables.
     """
@@ -133,9 +152,9 @@ def allow_a_first_step() -> None:
 
 _is_horovods = False
 _empty_broadcast = False
-_synchronized = agreement.VariableSet()
-_reduced = agreement.VariableSet()
-_told_alone = agreement.VariableSet()
+_synchronized = shards.VariableSet()
+_reduced = shards.VariableSet()
+_told_alone = shards.VariableSet()
 
 
 def mark_alone(optimizer: Any) -> None:
@@ -157,11 +176,7 @@ def mark_accumulating(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _tell_of_lost_steps() -> Iterator[None]:
-    """Tells, after ``hvd.join``, that others have updated without what this rank had accumulated.
-
-    Raises:
-        RuntimeError: they have, and ``HVD_STRICT`` is set.
-    """
+    """Tell, after ``hvd.join``, that others updated without what this rank had accumulated."""
     before = _count_requests("allreduce")
     yield
     others_went_on = _count_requests("allreduce") != before
@@ -169,15 +184,13 @@ def _tell_of_lost_steps() -> Iterator[None]:
         made = _accumulating[optimizer] = int(optimizer._iterations)
         every = optimizer.gradient_accumulation_steps
         if others_went_on and made != then and (steps := made % every):
-            text = (
+            tell(
                 f"rank {rank_info.rank()} has joined (hvd.join) with the gradients of {steps} of "
                 f"{every} steps that its {type(optimizer).__name__} accumulates. They are lost, so "
                 "the last update is not that of one process. Let each rank make a multiple of "
-                f"{every} steps before hvd.join."
+                f"{every} steps before hvd.join.",
+                kind=RuntimeError,
             )
-            if settings.read().strict:
-                raise RuntimeError(f"hvd_keras: {text}")
-            log.warn_once(text)
 
 
 without_data.while_joined.append(_tell_of_lost_steps)
@@ -196,8 +209,25 @@ def mark_reduced(variables: Iterable[Any]) -> None:
             _reduced.add(variable)
 
 
+#: A warning about the last loss whose gradients must not be averaged, and the graph that it is in.
+unaveraged: list[tuple[str, Any]] = []
+
+
+def warn_if_averaged(text: str) -> None:
+    """Warn about a loss, if a reducer averages its gradients: in this graph, or in eager code."""
+    unaveraged[:] = [(text, tf.compat.v1.get_default_graph())]
+
+
+def check_average() -> None:
+    """Tell what ``warn_if_averaged`` was given; a reducer averages gradients now."""
+    for text, graph in unaveraged[:]:
+        if graph is tf.compat.v1.get_default_graph() and not _is_horovods:
+            unaveraged.clear()
+            tell(text)
+
+
 def warn_of_empty_broadcast(process_set: ProcessSet) -> None:
-    """Tells that ``broadcast_variables`` got nothing, most often of a model that is not built."""
+    """Tell that ``broadcast_variables`` got nothing, most often of a model that is not built."""
     global _empty_broadcast
     _empty_broadcast = True
     if process_set.rank() == 0:
@@ -213,21 +243,18 @@ def check_weights(
 ) -> bool:
     """Compare the ranks' initial weights, unless they were broadcast.
 
-    In ``fit`` a difference gives a warning at once. A custom loop may broadcast after its first
-    step, as Horovod's documentation advises, so there the warning comes some steps later.
+    In ``fit`` a difference gives a warning at once (with ``HVD_STRICT`` a ValueError on all ranks).
+    A custom loop may broadcast after its first step, as Horovod's documentation advises, so there
+    the warning comes some steps later.
 
     Args:
         name: the name of the optimizer or tape.
         variables: the variables that all ranks train.
         requests: the number of requests per step for them.
-        process_set: the ranks that train them.
 
     Returns:
         False if the variables have no values yet: a ``tf.function`` initializes the variables that
         it creates after its first trace, and then traces again. True otherwise.
-
-    Raises:
-        ValueError: (on every rank) the weights differ and ``HVD_STRICT`` is set.
     """
     gathered = agree.gather_json(f"{name}.weights", _digest(variables), process_set)
     if _NO_VALUES in gathered:
@@ -251,26 +278,18 @@ def check_weights(
             log.warn_once(text)
         else:
             # Elastic scripts for Horovod fit a step before they synchronize the ranks.
-            # In a graph, later steps run no Python code; their requests are counted.
+            # In a graph, the requests of later steps can be counted, not the steps.
             last = _count_requests() + requests * _STEPS_UNTIL_TOLD
-            _Later(
+            _warn_later(
                 text,
                 lambda: all(variable in _synchronized for variable in variables),
                 lambda: _count_requests() >= last,
-            ).watch()
+            )
     return True
 
 
-def check_values(values: "compare.Values", when: str) -> None:
-    """Compare the values of a model in ``fit``, and tell a difference once.
-
-    Args:
-        values: of the model.
-        when: "begun", "step" or "ended".
-
-    Raises:
-        ValueError: (on every rank) they differ and ``HVD_STRICT`` is set.
-    """
+def check_values(values: "Values", when: str) -> None:
+    """Compare the values of a model in ``fit``; ``when`` is "begun", "step" or "ended"."""
     global _empty_broadcast
     reported = values.reported
     if when != "step":
@@ -307,15 +326,7 @@ def check_values(values: "compare.Values", when: str) -> None:
 
 
 def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
-    """Tells that all ranks train on the same rows.
-
-    Args:
-        gathered: what ``compare.of_rows`` returned, by rank.
-        process_set: the ranks.
-
-    Raises:
-        ValueError: (on every rank) they do, and ``HVD_STRICT`` is set.
-    """
+    """Tell that all ranks train on the same rows, by what ``values.of_rows`` returned on each."""
     first, *others = gathered
     if first is None or any(theirs != first for theirs in others) or _alone_on_purpose.get():
         return
@@ -329,24 +340,21 @@ def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
 
 
 def is_horovods(reducers: Sequence[Any]) -> bool:
-    """Whether a model was made for Horovod: its optimizers are, or it has none and the script is.
-
-    Args:
-        reducers: of the model's distributed optimizers.
-    """
+    """Whether a model is one of Horovod's: its optimizers are, or it has none and the script is."""
     if reducers:
         return any(reducer.is_horovods for reducer in reducers)
     return _is_horovods
 
 
-def tell(text: str, process_set: ProcessSet | None = None) -> None:
+def tell(
+    text: str, process_set: ProcessSet | None = None, kind: type[Exception] = ValueError
+) -> None:
     """Warn once, on the first rank of the process set, or on each without one.
 
-    Raises:
-        ValueError: instead, if ``HVD_STRICT`` is set.
+    With ``HVD_STRICT`` raise an error of this kind instead.
     """
     if settings.read().strict:
-        raise ValueError(f"hvd_keras: {text}")
+        raise kind(f"hvd_keras: {text}")
     if process_set is None or process_set.rank() == 0:
         log.warn_once(text)
 
@@ -378,38 +386,21 @@ def _count_requests(*kinds: str) -> int:
     return sum(int(counters[kind]["requests"]) for kind in kinds if kind in counters)
 
 
-class _Later:
-    """A warning that the script may still make needless.
+def _warn_later(text: str, is_needless: Callable[[], bool], is_due: Callable[[], bool]) -> None:
+    """Warn when it is due, at the latest at the end, unless the script made it needless by then."""
+    told = threading.Lock()
 
-    Args:
-        text: the warning.
-        is_needless: asked when the warning is due.
-        is_due: asked by a thread from time to time; the end of the job and of the script are due.
-    """
+    def tell_now() -> None:
+        if told.acquire(blocking=False):  # the thread and the end of the script may meet here
+            atexit.unregister(tell_now)
+            if not is_needless():
+                log.warn_once(text)
 
-    def __init__(
-        self, text: str, is_needless: Callable[[], bool], is_due: Callable[[], bool]
-    ) -> None:
-        self._text = text
-        self._is_needless = is_needless
-        self._is_due = is_due
-        self._ended = threading.Event()
+    def wait() -> None:
+        # In a graph later steps run no Python code, so a thread asks.
+        while rank_info.is_initialized() and not is_due() and not told.locked():
+            time.sleep(_POLL_SECONDS)
+        tell_now()
 
-    def watch(self) -> None:
-        """Begins to ask."""
-        atexit.register(self._tell)
-        threading.Thread(target=self._wait, daemon=True, name="hvd_keras warning").start()
-
-    def _wait(self) -> None:
-        while rank_info.is_initialized() and not self._is_due():
-            if self._ended.wait(_POLL_SECONDS):
-                return
-        self._tell()
-
-    def _tell(self) -> None:
-        if self._ended.is_set():
-            return
-        self._ended.set()
-        atexit.unregister(self._tell)
-        if not self._is_needless():
-            log.warn_once(self._text)
+    atexit.register(tell_now)
+    threading.Thread(target=wait, daemon=True, name="hvd_keras warning").start()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from hvd_keras.gradients import shards
-from hvd_keras.gradients.agreement import VariableSet
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -105,7 +104,7 @@ def process_set_of(model: Any) -> ProcessSet | None:
 
 
 #: Variables that belong to this rank alone, of all models.
-local_variables = VariableSet()
+local_variables = shards.VariableSet()
 
 
 def without_local(variables: Iterable[Any]) -> list[Any]:

@@ -20,10 +20,8 @@ from hvd_keras import ops
 from hvd_keras.gradients import (
     agreement,
     buckets,
-    building,
     clipping,
     compare,
-    losses,
     missing_calls,
     model_ranks,
     shards,
@@ -41,16 +39,10 @@ class GradientReducer:
 
     Args:
         name: identifies the reducer on all ranks. Default: its number within the process set.
-        options: how gradients are exchanged, and between which ranks.
-        groups: which gradients share a request.
-
-    Attributes:
-        local: the variables that belong to this rank alone, by ``agreement.variable_id``.
-        is_horovods: a script made it by Horovod's names.
-        is_sharded: each variable has one rank that updates it (``zero.ShardedReducer``).
+        options, groups: how gradients are exchanged, and which of them share a request.
     """
 
-    is_sharded = False
+    is_sharded = False  # each variable has one rank that updates it (zero.ShardedReducer)
 
     def __init__(
         self, name: str | None, options: agreement.ExchangeOptions, groups: agreement.Groups
@@ -58,12 +50,12 @@ class GradientReducer:
         self.name = name or f"optimizer {next(_numbers[options.process_set.id()])}"
         self.options = options
         self.groups = groups
-        self.local: dict[int, Any] = {}
-        self.is_horovods = False
+        self.local: dict[int, Any] = {}  # this rank's own variables, by ``shards.variable_id``
+        self.is_horovods = False  # a script made it by Horovod's names
         self._plans: dict[Any, Plan] = {}
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[agreement.VariableSpec, ...]] = {}
-        self.has_local = False  # whether any rank has variables of its own
+        self.has_local = False  # any rank has local variables
 
     @property
     def process_set(self) -> ProcessSet:
@@ -72,7 +64,7 @@ class GradientReducer:
 
     def register_local(self, variable: Any) -> None:
         """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
-        self.local[agreement.variable_id(variable)] = variable
+        self.local[shards.variable_id(variable)] = variable
         if self.process_set.size() > 1:
             model_ranks.local_variables.add(variable)
 
@@ -97,20 +89,17 @@ class GradientReducer:
     def begin(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> "Step":
-        """Agrees with the other ranks on how the gradients of this step are exchanged.
-
-        Raises:
-            ValueError: (on every rank) the ranks' variables differ, or a ``tf.distribute.Strategy``
-                distributes the step, too.
-        """
+        """Agree with the other ranks on how the gradients of this step are exchanged."""
         gradients = list(gradients)
-        if rank_info.size() > 1 and not building.is_building():
+        if agree.is_building.get():
+            return Step(self, None, gradients, variables)
+        if rank_info.size() > 1:
             missing_calls.mark_reduced(variables)
-        if self.process_set.size() == 1 or not gradients or building.is_building():
+        if self.process_set.size() == 1 or not gradients:
             return Step(self, None, gradients, variables)
         agreement.refuse_strategies()
-        if self.options.op is ops.Average and not missing_calls.is_horovods([]):
-            losses.tell_of_averages()
+        if self.options.op is ops.Average:
+            missing_calls.check_average()
         divided = shards.sharded_indices(variables, self.name, self.options.op, self.process_set)
         present = [gradient for gradient in gradients if gradient is not None]
         # With is_sharded their exchange prepares that of the values.
@@ -118,11 +107,11 @@ class GradientReducer:
             return Step(self, None, gradients, variables, divided=divided)
         gradients = self.options.densified(gradients)
         # A divided table's gradient is the sum over all ranks already: its lookup has moved it.
-        local_ids = {*self.local, *map(agreement.variable_id, local)}
+        local_ids = {*self.local, *map(shards.variable_id, local)}
         shared = [
             i
             for i, variable in enumerate(variables)
-            if i not in divided and agreement.variable_id(variable) not in local_ids
+            if i not in divided and shards.variable_id(variable) not in local_ids
         ]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
         for i, kind, spec in zip(shared, plan.kinds, plan.specs, strict=True):
@@ -131,7 +120,7 @@ class GradientReducer:
         return Step(self, plan, gradients, variables, divided, shared, overwritten)
 
     def exchange(self, plan: "Plan", gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """Exchanges the gradients that travel, in the order of the plan."""
+        """Exchange the gradients that travel, in the order of the plan."""
         return plan.exchange(gradients, self.options)
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
@@ -172,18 +161,7 @@ class GradientReducer:
 
 
 class Step:
-    """One step's gradients, between the agreement and the exchange.
-
-    Attributes:
-        gradients: in the order given; completed, those that travel not exchanged yet.
-        exchanged: whether ``exchange`` was called.
-        travels: whether there are other ranks to exchange anything with.
-        shared: whether all ranks have the new values; with ``is_sharded`` the owners give them.
-        updated: the variables that the optimizer updates.
-        divided: the places, among the gradients that the optimizer updates with, of those of tables
-            that are divided between ranks.
-        local: the places there of those that belong to this rank; None if no rank has such.
-    """
+    """One step's gradients, between the agreement and the exchange."""
 
     def __init__(
         self,
@@ -195,7 +173,7 @@ class Step:
         shared: Sequence[int] = (),
         overwritten: Sequence[int] = (),
     ) -> None:
-        self.gradients = gradients
+        self.gradients = gradients  # in the order given; those that travel not exchanged yet
         self._reducer = reducer
         self._plan = plan
         # Three numberings: of what was given (i), of what the optimizer updates (a place), and of
@@ -207,12 +185,14 @@ class Step:
             i for i, g in enumerate(gradients) if g is not None and i not in overwritten
         ]
         self.updated = [variables[i] for i in self._updated]
-        self.travels = plan is not None
+        self.travels = plan is not None  # there are other ranks
         self.exchanged = not self.travels
+        # Whether all ranks have the new values; otherwise their owners give them later.
         self.shared = not (self.travels and reducer.is_sharded)
+        # Places of divided tables, and of this rank's own variables; None: no rank has such.
         self.divided = {place for place, i in enumerate(self._updated) if i in divided}
         self.local: set[int] | None = None
-        if plan is not None and reducer.has_local:
+        if self.travels and reducer.has_local:
             kept = enumerate(self._updated)
             self.local = {k for k, i in kept if i not in divided and i not in self._position}
 
@@ -226,15 +206,11 @@ class Step:
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def exchange(self, gradients: Sequence[Any]) -> list[Any]:
-        """Exchanges what the optimizer has made of the gradients that it updates with.
-
-        Args:
-            gradients: of the variables that have one, in their order.
-        """
+        """Exchange what the optimizer has made of the gradients of ``updated``, in their order."""
         self.exchanged = True
         if self._plan is None:
             return list(gradients)
-        positions = [self._position.get(i) for i in self._updated]
+        positions = [self._position.get(i) for i in self._updated]  # None: it stays on this rank
         travelling: list[Any] = [None] * len(self._plan.specs)
         for position, gradient in zip(positions, gradients, strict=True):
             if position is not None:
@@ -253,12 +229,6 @@ class Plan:
 
     A gradient that is dense on any rank is dense on all. It is zero on ranks that lack it, and
     stays None if no rank has it.
-
-    Args:
-        name: the name of the optimizer or tape, part of each request's name.
-        specs: the variables, compared by ``agreement.check_specs``.
-        kinds: how each gradient is sent, from ``agreement.agree_on_kinds``.
-        groups: variables, by index, whose gradients share a request.
     """
 
     def __init__(
@@ -312,7 +282,7 @@ class Plan:
         chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
         chosen = [bucket for bucket in chosen if bucket]
         rest = [i for i in present if i not in grouped]
-        sizes = [agreement.size_in_bytes(self.specs[i]) for i in rest]
+        sizes = [self.specs[i].bytes for i in rest]
         filled = buckets.fill(sizes, settings.read().bucket_bytes)
         return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
 
@@ -332,9 +302,6 @@ class KerasReducer(GradientReducer):
         outermost: the same, or the LossScaleOptimizer around it.
         name, options, groups: as in ``GradientReducer``.
         local_sum: the factor for Keras's mean over local steps.
-
-    Attributes:
-        step: the update in progress; None outside of one.
     """
 
     def __init__(
@@ -349,12 +316,13 @@ class KerasReducer(GradientReducer):
         super().__init__(name, options, groups)
         self.optimizer = optimizer
         self._local_sum = local_sum
-        self.step: Step | None = None
+        self.step: Step | None = None  # the update in progress
         self._updates = 0  # that have begun
         optimizer._hvd_reducer = self
         if optimizer.gradient_accumulation_steps and self.process_set.size() > 1:
             missing_calls.mark_accumulating(optimizer)
         outermost.register_local_var = self.register_local
+        require(optimizer, "_trainable_variables", "to know what apply updates")
         for method, replacement in self.hooks().items():
             require(optimizer, method, "to exchange, clip and apply gradients")
             setattr(optimizer, method, replacement)
@@ -378,7 +346,6 @@ class KerasReducer(GradientReducer):
             return
         variables = trainable_variables
         if variables is None:
-            require(self.optimizer, "_trainable_variables", "to know what apply updates")
             variables = self.optimizer._trainable_variables
         self._updates += 1
         self.step = self.begin(grads, list(variables))
@@ -428,14 +395,9 @@ class KerasReducer(GradientReducer):
         return self.clip(grads, step)
 
     def clip(self, gradients: Sequence[Any], step: Step) -> Any:
-        """Clips exchanged gradients as one process does.
-
-        Args:
-            gradients: in the order of ``step.updated``.
-            step: that they belong to.
-        """
-        of = self.optimizer, gradients, step.divided, self.name, self.process_set
-        return clipping.clip(*of, local=step.local)
+        """Clip exchanged gradients, in the order of ``step.updated``, as one process does."""
+        places = step.divided, step.local
+        return clipping.clip(self.optimizer, gradients, *places, self.name, self.process_set)
 
     def _not_exchanged(self, reason: str) -> RuntimeError:
         return RuntimeError(

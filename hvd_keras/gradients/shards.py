@@ -23,12 +23,7 @@ Kind = Literal["rows", "columns", "whole"]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The rows and columns of a table that one rank holds.
-
-    Attributes:
-        rows: their numbers in the table.
-        columns: their numbers in the table; they are neighbours.
-    """
+    """The rows and columns of a table that one rank holds; columns are neighbours."""
 
     rows: range
     columns: range
@@ -39,11 +34,7 @@ class Part:
         return len(self.rows), len(self.columns)
 
     def cut(self, block: Any, first: int) -> tuple[slice, Any]:
-        """Return what this part has of a block of the table's rows.
-
-        Args:
-            block: an array of whole rows.
-            first: the number of the block's first row in the table.
+        """Return what this part has of a block of whole rows, the first of which is row ``first``.
 
         Returns:
             The rows of this part that the block contains, as a slice, and their values.
@@ -67,13 +58,9 @@ class Part:
 class Layout:
     """How a table is divided between ranks.
 
-    Attributes:
-        kind: "rows": row i belongs to rank i modulo ``ranks``, because the ids of many vocabularies
-            are sorted by frequency, so that the first rows are looked up most; "columns": each rank
-            has some neighbouring columns of all rows; "whole": one rank has the whole table.
-        input_dim, output_dim: the table's rows and columns.
-        ranks: the number of ranks.
-        owner: of a whole table.
+    "rows": row i belongs to rank i modulo ``ranks``, because ids of many vocabularies are sorted
+    by frequency, so that the first rows are looked up most; "columns": each rank has some
+    neighbouring columns of all rows; "whole": the rank ``owner`` has the whole table.
     """
 
     kind: Kind
@@ -103,17 +90,12 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """What is known about a variable that is a part of a table.
-
-    Attributes:
-        layout: how the table is divided.
-        process_set: the ranks that hold the parts.
-        owned: the shape of a slot of any number of dimensions, which one rank has; its layout is
-            that of a table with as many rows. None for tables and their slots.
-    """
+    """What is known about a variable that is a part of a table."""
 
     layout: Layout
     process_set: ProcessSet
+    # The shape of a slot of any number of dimensions, which one rank has; ``layout`` is that of a
+    # table with as many rows. None for tables and their slots.
     owned: tuple[int, ...] | None = None
 
     @property
@@ -139,26 +121,43 @@ def owned(shape: tuple[int, ...], owner: int, process_set: ProcessSet) -> Shard:
 # What layers and slots write in their places in a file that is being written, by their ids.
 saving_places: contextvars.ContextVar[dict[int, Any]] = contextvars.ContextVar("places", default={})  # noqa: B039
 
-# By the ids of the Keras variable and of the tf.Variable in it, which cannot be hashed.
-_known: dict[int, tuple[Any, Shard]] = {}
+
+def variable_id(variable: Any) -> int:
+    """Identify a variable; a Keras variable and the ``tf.Variable`` in it have the same id."""
+    return id(inner_variable(variable))
+
+
+class VariableSet:
+    """A set of weak references to variables, which cannot be hashed."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, Any] = {}
+
+    def add(self, variable: Any) -> None:
+        inner = inner_variable(variable)
+        number = id(inner)
+        if number not in self._references:
+            forget = functools.partial(self._forget, number)
+            self._references[number] = weakref.ref(inner, forget)
+
+    def _forget(self, number: int, _: Any) -> None:
+        self._references.pop(number, None)
+
+    def __contains__(self, variable: Any) -> bool:
+        return variable_id(variable) in self._references
 
 
 def mark(variable: Any, shard: Shard) -> None:
     """Record that a variable is this rank's part of a table."""
-    for known in (variable, inner_variable(variable)):
-        number = id(known)
-        _known[number] = weakref.ref(known, functools.partial(_forget, number)), shard
+    variable._hvd_shard = inner_variable(variable)._hvd_shard = shard
 
 
 def of(variable: Any) -> Shard | None:
     """Return what ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
-    inner = inner_variable(variable)
-    found = _known.get(id(inner)) or _known.get(id(variable))
-    if found is None:
-        return None
-    if id(inner) not in _known:  # which a Keras variable may get after it was marked
-        mark(variable, found[1])
-    return found[1]
+    shard: Shard | None = getattr(variable, "_hvd_shard", None)
+    if shard is not None:  # a Keras variable may get its tf.Variable after it was marked
+        inner_variable(variable)._hvd_shard = shard
+    return shard
 
 
 def sharded_indices(
@@ -245,7 +244,3 @@ _WHOLE_VARIABLES = {
 def inner_variable(variable: Any) -> Any:
     """Return the ``tf.Variable`` in a Keras variable; other objects unchanged."""
     return variable.value if isinstance(variable, Variable) else variable
-
-
-def _forget(number: int, _: Any) -> None:
-    _known.pop(number, None)

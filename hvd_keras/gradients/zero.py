@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import buckets, clipping, model_ranks, reducer, shards
+from hvd_keras.gradients import agreement, buckets, clipping, model_ranks, reducer, shards
 from hvd_keras.ops.reduction import Compression
 from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import keras
@@ -30,11 +30,7 @@ _UNSUITABLE = {
 
 
 def check_suitable(optimizer: Any) -> None:
-    """Refuses optimizers whose state cannot be in shares.
-
-    Raises:
-        ValueError: it is one of those, or it is built already.
-    """
+    """Raise ValueError if an optimizer's state cannot be in shares."""
     name = type(optimizer).__name__
     if name in _UNSUITABLE and hasattr(keras.optimizers, name):
         raise ValueError(
@@ -56,11 +52,7 @@ class Packed:
         name: identifies the requests on all ranks.
         shapes: of the tensors, in the order in which they become ready.
         owned_by: the owner of each, a rank of the process set.
-        process_set: the ranks that take part.
         limits: the most elements of the first request, and of each other.
-
-    Attributes:
-        alone: the tensors that do not travel here, see ``buckets.pack``.
     """
 
     def __init__(
@@ -76,20 +68,19 @@ class Packed:
         self._owned_by = list(owned_by)
         self._process_set = process_set
         sizes = [shape.num_elements() for shape in self._shapes]
+        # Tensors that are alone do not travel here, see buckets.pack.
         self._requests, self.alone = buckets.pack(sizes, owned_by, process_set.size(), limits)
 
     def reduce(
         self, tensors: Sequence[Any], after: list[Any], **how: Any
     ) -> tuple[dict[int, Any], list[Any]]:
-        """Return the tensors that this rank owns, reduced over all ranks.
+        """Return the tensors that this rank owns, reduced over all ranks, by number.
 
         Args:
             tensors: of this rank, all of them.
-            after: what the first request waits for, so that all ranks submit in one order.
+            after: what the first request waits for, so that all ranks submit in one order; also
+                returned, for the next one.
             how: arguments for ``ops.reducescatter``.
-
-        Returns:
-            The reduced tensors by number, and what a next request shall wait for.
         """
         flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
         dtype = flat[0].dtype
@@ -113,15 +104,11 @@ class Packed:
     def share(
         self, tensors: Mapping[int, Any], dtype: tf.DType, after: list[Any]
     ) -> tuple[dict[int, Any], list[Any]]:
-        """Give all ranks what each owns.
+        """Give all ranks what each owns; return the tensors that other ranks own, by number.
 
         Args:
-            tensors: those that this rank owns, by number.
-            dtype: of all tensors.
-            after: what the first request waits for.
-
-        Returns:
-            The tensors that other ranks own, by number, and what a next request shall wait for.
+            tensors: those of one dtype that this rank owns, by number.
+            after: as in ``reduce``.
         """
         flat = {i: tf.reshape(tensor, [-1]) for i, tensor in tensors.items()}
         rank = self._process_set.rank()
@@ -221,12 +208,12 @@ class ShardedReducer(reducer.KerasReducer):
         name = type(optimizer).__name__
         if not optimizer.built:
             self._variables = [v for v in variables if self._has_owner(v)]
-            sizes = [_bytes(variable) for variable in self._variables]
+            sizes = [agreement.spec_of(v).bytes for v in self._variables]
             # By size alone, so that all ranks choose alike without a message.
             owned_by = buckets.owners(sizes, self.process_set.size())
-            ids = map(_id, self._variables)
+            ids = map(shards.variable_id, self._variables)
             self._owners = dict(zip(ids, owned_by, strict=True))
-        before = {_id(variable) for variable in optimizer.variables}
+        before = {shards.variable_id(variable) for variable in optimizer.variables}
         try:
             type(optimizer).build(optimizer, variables)
         except Exception as error:
@@ -235,7 +222,7 @@ class ShardedReducer(reducer.KerasReducer):
                 f"have for variables that they do not own: {error}. Leave shard_state out."
             ) from error
         for variable in optimizer.variables:
-            if len(variable.shape) and _id(variable) not in before | self._noted:
+            if len(variable.shape) and shards.variable_id(variable) not in before | self._noted:
                 raise ValueError(
                     f"shard_state=True: {name} has a variable {variable.path} of shape "
                     f"{list(variable.shape)} that it did not make with "
@@ -246,11 +233,11 @@ class ShardedReducer(reducer.KerasReducer):
         # Keras overwrites variables such as the scales of float8 on each rank.
         is_overwritten = getattr(variable, "overwrite_with_gradient", False)
         is_part = shards.of(variable) is not None
-        return not (is_overwritten or is_part or _id(variable) in self.local)
+        return not (is_overwritten or is_part or shards.variable_id(variable) in self.local)
 
     def _owner_of(self, variable: Any) -> int | None:
         """Return the rank of the process set that updates a variable; None if all do."""
-        return self._owners.get(_id(variable))
+        return self._owners.get(shards.variable_id(variable))
 
     def _holds(self, variable: Any) -> bool:
         """Whether this rank updates a variable."""
@@ -274,7 +261,7 @@ class ShardedReducer(reducer.KerasReducer):
             )
         if owner is not None and not is_accumulator:
             shards.mark(slot, shards.owned(tuple(variable.shape), owner, self.process_set))
-        self._noted.add(_id(slot))
+        self._noted.add(shards.variable_id(slot))
         return slot
 
     # A step
@@ -319,10 +306,10 @@ class ShardedReducer(reducer.KerasReducer):
             optimizer,
             [gradients[i] for i in indices],
             {k for k, i in enumerate(indices) if i in step.divided},
+            local,
             self.name,
             self.process_set,
             known,
-            local,
         )
         results = list(gradients)
         for i, gradient in zip(indices, cut, strict=True):
@@ -407,7 +394,7 @@ class ShardedReducer(reducer.KerasReducer):
             }
             found, after = packed.share(mine, dtype, after)
             for i in packed.alone:
-                owner = self._owners[_id(of_dtype[i])]
+                owner = self._owners[shards.variable_id(of_dtype[i])]
                 with tf.control_dependencies(after):
                     found[i] = ops.broadcast(
                         tf.convert_to_tensor(of_dtype[i]),
@@ -422,13 +409,13 @@ class ShardedReducer(reducer.KerasReducer):
                 shards.inner_variable(of_dtype[i]).assign(value)
 
     def _pack(self, variables: Sequence[Any], dtype: Any) -> Packed:
-        key = dtype, *map(_id, variables)
+        key = dtype, *map(shards.variable_id, variables)
         if key not in self._packed:
             limit = settings.read().bucket_bytes // dtype.size
             self._packed[key] = Packed(
                 self.name,
                 [tuple(variable.shape) for variable in variables],
-                [self._owners[_id(variable)] for variable in variables],
+                [self._owners[shards.variable_id(variable)] for variable in variables],
                 self.process_set,
                 (min(limit, (1 << 20) // dtype.size), limit),
             )
@@ -436,7 +423,7 @@ class ShardedReducer(reducer.KerasReducer):
 
 
 def wrap_files(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap how a LossScaleOptimizer writes and read files, with the optimizer in it.
+    """Wrap how a LossScaleOptimizer writes and reads files, with the optimizer in it.
 
     On the class, because ``compile`` creates such optimizers by itself.
     """
@@ -455,8 +442,8 @@ def _save(optimizer: Any, store: Any) -> None:
     for i, variable in enumerate(optimizer.variables):
         if shards.of(variable) is None:
             store[str(i)] = variable.numpy()
-        elif _id(variable) in places:
-            store[str(i)] = places[_id(variable)]
+        elif shards.variable_id(variable) in places:
+            store[str(i)] = places[shards.variable_id(variable)]
         else:
             raise ValueError(
                 f"this rank has a share of the state of {optimizer.name} only (shard_state=True). "
@@ -479,12 +466,3 @@ def set_share(variable: Any, whole: Any) -> None:
     assert shard is not None
     rows = whole.reshape(shard.layout.input_dim, shard.layout.output_dim)
     variable.assign(shard.part.cut(rows, 0)[1].reshape(variable.shape))
-
-
-def _id(variable: Any) -> int:
-    return id(shards.inner_variable(variable))
-
-
-def _bytes(variable: Any) -> int:
-    elements: int = tf.TensorShape(variable.shape).num_elements()
-    return elements * int(tf.as_dtype(variable.dtype).size)

@@ -6,7 +6,6 @@ equal. When ``fit`` returns, the files that one rank has written are there for a
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,39 +14,14 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import data, observe, ops
-from hvd_keras.gradients import agreement, building, compare, losses, missing_calls, model_ranks
-from hvd_keras.hooks import keras_callbacks, keras_classes
+from hvd_keras.gradients import agreement, compare, missing_calls, model_ranks
+from hvd_keras.hooks import building, keras_callbacks, keras_classes, losses, values
+from hvd_keras.hooks.keras_callbacks import Fit
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
 
-
-@dataclasses.dataclass
-class _Fit:
-    """A running ``fit`` on all ranks of a process set.
-
-    Attributes:
-        model: the model.
-        callbacks: this rank's, as given.
-        arguments: the other arguments of ``fit``.
-        common: what the ranks' callbacks have in common.
-        has_begun: the ranks have compared what must be equal.
-        dataset: what Keras trains on.
-        unbuilt: which ranks' models have no variables, and why.
-        problem: the exception of this rank's model.
-    """
-
-    model: Any
-    callbacks: list[Any]
-    arguments: dict[str, Any]
-    common: keras_callbacks.Common
-    has_begun: bool = False
-    dataset: Any = None
-    unbuilt: str = ""
-    problem: Exception | None = None
-
-
-_current: contextvars.ContextVar[_Fit | None] = contextvars.ContextVar("fit", default=None)
+_current: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
 
 
 def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,13 +44,13 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             callbacks = _flat(given)
             own = _begun(self, callbacks, defaults | bound.arguments)
             stack.enter_context(_set(_current, own))
-            several = own is not None and own.common.process_set.size() > 1
+            several = own is not None and own.process_set.size() > 1
             runs = callbacks
             if own is not None and several:
-                runs = keras_callbacks.edited(callbacks, own.common)
-                process_set = own.common.process_set
+                runs = keras_callbacks.edited(own)
+                process_set = own.process_set
                 _weigh(stack, self, process_set, "train_step")
-                leader = keras_callbacks.on_leader_alone(callbacks, process_set, own.common)
+                leader = keras_callbacks.on_leader_alone(callbacks, process_set, own)
                 stack.enter_context(leader)
             if observe.is_publishing():
                 runs = [*runs, observe.Progress()]
@@ -104,12 +78,8 @@ def _weigh(stack: contextlib.ExitStack, model: Any, process_set: ProcessSet, met
         stack.enter_context(losses.weighed(model, process_set, averages, method))
 
 
-def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> _Fit | None:
-    """Return the ``fit`` that begins; None if this rank trains the model alone.
-
-    Raises:
-        ValueError: it cannot run on several ranks.
-    """
+def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> Fit | None:
+    """Return the ``fit`` that begins; None if this rank trains the model alone."""
     process_set = _process_set(model, callbacks)
     # On one rank, only a callback that restores a checkpoint needs the variables so early.
     early = any(getattr(callback, "_hvd_needs_variables", False) for callback in callbacks)
@@ -119,20 +89,20 @@ def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> _Fit 
         with model.distribute_strategy.scope():  # in which the model was made
             agreement.refuse_strategies()
         keras_callbacks.refuse(callbacks, model, process_set)
-    return _Fit(model, callbacks, arguments, keras_callbacks.Common(process_set))
+    return Fit(model, callbacks, arguments, process_set)
 
 
-def _end(own: _Fit) -> None:
+def _end(own: Fit) -> None:
     """Wait for the others, so that files that one rank has written are there for all."""
     if not own.has_begun:
         raise RuntimeError(
             f"hvd_keras: fit of Keras {keras.__version__} does not call {_BUILDS}, so the ranks "
             f'have compared nothing. Run: pip install "{KERAS_VERSIONS}"'
         )
-    if own.common.values is None:
-        agree.gather_json("fit has ended", None, own.common.process_set)
+    if own.values is None:
+        agree.gather_json("fit has ended", None, own.process_set)
     else:
-        missing_calls.check_values(own.common.values, "ended")
+        missing_calls.check_values(own.values, "ended")
 
 
 # The model that all ranks validate together, and these ranks, if any.
@@ -171,7 +141,7 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             own = _current.get()
             validates = keras_callbacks.averages(callbacks)
             if fits and own is not None and own.model is self:
-                validates = own.common.validates
+                validates = own.validates
             if validates:
                 stack.callback(losses.validate_together, False)
                 stack.enter_context(_set(_validating, (self, process_set)))
@@ -185,7 +155,7 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _validate(process_set: ProcessSet, steps: int | None) -> None:
-    """Weighs the ranks' losses in validation, if each of their steps is one of all."""
+    """Weigh the ranks' losses in validation, if each of their steps is one of all."""
     gathered = agree.gather_json("steps of validation", steps, process_set)
     losses.validate_together(steps is not None and len(set(gathered)) == 1)
 
@@ -203,18 +173,24 @@ def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
 _BUILDS = "get_data_handler" if is_legacy else "_maybe_symbolic_build"
 
 
+def _before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
+    """What ``fit`` and ``evaluate`` of a model do first, on these data."""
+    own = _current.get()
+    if own is not None and own.model is model and not own.has_begun:
+        _begin(own, dataset, steps)
+    validated, process_set = _validating.get()
+    if validated is not None and validated is model:
+        _validate(process_set, steps)
+
+
 def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
 
     def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        own = _current.get()
-        if own is not None and own.model is self and not own.has_begun:
+        if iterator is not None:
             require(iterator, "_distributed_dataset", "to make variables before the first step")
             require(iterator, "num_batches", "to compare the numbers of steps")
-            _begin(own, iterator._distributed_dataset, iterator.num_batches)
-        model, process_set = _validating.get()
-        if model is self:
-            _validate(process_set, iterator.num_batches)
+            _before_callbacks(self, iterator._distributed_dataset, iterator.num_batches)
         symbolic_build(self, iterator=iterator, data_batch=data_batch)
 
     return build
@@ -232,12 +208,7 @@ def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[...,
 
     def get(*args: Any, **kwargs: Any) -> Any:
         handler = get_data_handler(*args, **kwargs)
-        own = _current.get()
-        if own is not None and own.model is kwargs.get("model") and not own.has_begun:
-            _begin(own, handler._dataset, handler.inferred_steps)
-        model, process_set = _validating.get()
-        if model is not None and model is kwargs.get("model"):
-            _validate(process_set, handler.inferred_steps)
+        _before_callbacks(kwargs.get("model"), handler._dataset, handler.inferred_steps)
         return handler
 
     return get
@@ -253,7 +224,7 @@ def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
         own = _current.get()
         with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
             if own is not None and own.model is self.model:
-                process_set: ProcessSet | None = own.common.process_set
+                process_set: ProcessSet | None = own.process_set
             else:
                 process_set = self.model and model_ranks.process_set_of(self.model)
             if process_set is not None and process_set.rank() > 0:
@@ -280,8 +251,9 @@ def check_built(model: Any) -> None:
 def dataset_of(model: Any) -> Any:
     """The ``tf.data.Dataset`` on which a running ``fit`` trains a model; None if it is another."""
     own = _current.get()
-    is_known = own is not None and own.model is model and isinstance(own.dataset, tf.data.Dataset)
-    return own.dataset if own is not None and is_known else None
+    if own is None or own.model is not model or not isinstance(own.dataset, tf.data.Dataset):
+        return None
+    return own.dataset
 
 
 def forget_functions(model: Any) -> None:
@@ -292,16 +264,15 @@ def forget_functions(model: Any) -> None:
         model.train_function = made
 
 
-def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
+def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
     own.has_begun, own.dataset = True, dataset
-    model, process_set = own.model, own.common.process_set
+    model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
     is_built = building.is_built(model) and model_ranks.has_built_optimizers(model)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = building.build(model, dataset.element_spec)
     if process_set.size() == 1:
-        missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
-        own.unbuilt = f"{type(own.problem).__name__}: {own.problem}" if missing else ""
+        own.unbuilt = _why_unbuilt(own) or ""
         return
     if not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
@@ -309,38 +280,44 @@ def _begin(own: _Fit, dataset: Any, steps: int | None) -> None:
     data.check_passes(dataset, process_set)
 
 
-def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
-    """Compare what must be equal on all ranks before they train.
+def _why_unbuilt(own: Fit) -> str | None:
+    if own.problem is None or not building.unbuilt(own.model) - {id(own.model)}:
+        return None
+    return f"{type(own.problem).__name__}: {own.problem}"
 
-    Raises:
-        ValueError: (on every rank) it differs.
-    """
-    model, process_set = own.model, own.common.process_set
-    missing = own.problem is not None and bool(building.unbuilt(model) - {id(model)})
-    description = compare.of_training(model) | _described(own.arguments)
+
+def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
+    """Compare what must be equal before training; raise a ValueError on all ranks if it is not."""
+    model, process_set = own.model, own.process_set
+    given = own.arguments
+    names = ("batch_size", "epochs", "initial_epoch", "class_weight")
+    described = {name: given[name] for name in names}
+    described["batch_size"] = given["batch_size"] or 32  # Keras's default
+    description = compare.of_training(model) | compare.flat(described, "fit")
     rows = None
-    given = own.arguments.get("x"), own.arguments.get("y")
-    is_arrays = all(hasattr(part, "dtype") for part in tf.nest.flatten(given) if part is not None)
+    x_and_y = given.get("x"), given.get("y")
+    is_arrays = all(hasattr(x, "dtype") for x in tf.nest.flatten(x_and_y) if x is not None)
     # Horovod's scripts give all rows to all ranks, in different orders.
-    is_shuffled = own.arguments["shuffle"] and missing_calls.is_horovods(
-        model_ranks.reducers_of(model)
-    )
+    is_shuffled = given["shuffle"] and missing_calls.is_horovods(model_ranks.reducers_of(model))
     if is_arrays and not is_shuffled:
-        rows = compare.of_rows(given)
+        rows = values.of_rows(x_and_y)
+    validates = given["validation_data"] is not None or given["validation_split"]
+    validates = validates and keras_callbacks.averages(own.callbacks)
     mine = {
-        "unbuilt": f"{type(own.problem).__name__}: {own.problem}" if missing else None,
+        "unbuilt": _why_unbuilt(own),
         "digest": compare.digest(description),
         "steps": steps,
         "rows": rows,
         "looks at data": not is_arrays
         and isinstance(dataset, tf.data.Dataset)
-        and compare.can_be_passed(dataset.element_spec),
-        "validates every": _validates_every(own),
+        and values.can_be_passed(dataset.element_spec),
+        # After which epochs the ranks validate together.
+        "validates every": repr(given["validation_freq"]) if validates else None,
         **keras_callbacks.describe(own.callbacks),
     }
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
-    own.common.agree(gathered)
+    own.agree(gathered)
     if len({theirs["digest"] for theirs in gathered}) > 1:
         compare.check_difference("fit", description, process_set)
     by_rank = [theirs["steps"] for theirs in gathered]
@@ -353,21 +330,6 @@ def _agree(own: _Fit, dataset: Any, steps: int | None) -> None:
             "steps_per_epoch."
         )
     missing_calls.check_rows([theirs["rows"] for theirs in gathered], process_set)
-
-
-def _validates_every(own: _Fit) -> Any:
-    """After which epochs the ranks validate together; None if they do not."""
-    given = own.arguments
-    validates = given["validation_data"] is not None or given["validation_split"]
-    averages = validates and keras_callbacks.averages(own.callbacks)
-    return repr(given["validation_freq"]) if averages else None
-
-
-def _described(arguments: dict[str, Any]) -> compare.Description:
-    names = ("batch_size", "epochs", "initial_epoch", "class_weight")
-    given = {name: arguments[name] for name in names}
-    given["batch_size"] = given["batch_size"] or 32  # Keras's default
-    return compare.flat(given, "fit")
 
 
 def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:

@@ -15,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import compare, missing_calls, model_ranks
+from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.hooks import variables
+from hvd_keras.hooks.values import Values, of_rows, pass_first_batch
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -27,33 +28,31 @@ _WRITERS = tuple(
     if hasattr(keras.callbacks, name)  # tf_keras has no OrbaxCheckpoint
 )
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+_CHECKPOINT = keras.callbacks.ModelCheckpoint
 
 
 @dataclasses.dataclass
-class Common:
-    """What the ranks' callbacks have in common.
+class Fit:
+    """A running ``fit`` on the ranks of a process set, and what their callbacks have in common."""
 
-    Attributes:
-        process_set: the ranks that train the model.
-        monitored: what callbacks of any rank decide by.
-        ends_on_nan: a rank has ``TerminateOnNaN``.
-        waits_for_checkpoints: all ranks have the same ``ModelCheckpoint``, and so can wait for each
-            other there.
-        looks_at_data: the first batch of each rank can be compared.
-        validates: all ranks validate after the same epochs, and average their metrics.
-        values: of the model, to be compared.
-    """
-
+    model: Any
+    callbacks: list[Any]  # this rank's, as given
+    arguments: dict[str, Any]  # the others of ``fit``
     process_set: ProcessSet
-    monitored: Sequence[str] = ()
-    ends_on_nan: bool = False
+    has_begun: bool = False  # the ranks have compared what must be equal
+    dataset: Any = None  # what Keras trains on
+    problem: Exception | None = None  # of this rank's model, which could not be traced
+    unbuilt: str = ""  # which ranks' models have no variables, and why
+    monitored: Sequence[str] = ()  # what callbacks of any rank decide by
+    ends_on_nan: bool = False  # a rank has TerminateOnNaN
+    # All ranks have the same ModelCheckpoint, and so can wait for each other there.
     waits_for_checkpoints: bool = False
-    looks_at_data: bool = False
-    validates: bool = False
-    values: compare.Values | None = None
+    looks_at_data: bool = False  # the first batch of each rank can be compared
+    validates: bool = False  # all ranks validate after the same epochs, and average their metrics
+    values: Values | None = None  # of the model, to be compared
 
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
-        """Learns from what ``describe`` returned on all ranks."""
+        """Learn from what ``describe`` returned on all ranks."""
         self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
         self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
         self.waits_for_checkpoints = all(
@@ -62,10 +61,6 @@ class Common:
         self.looks_at_data = all(theirs["looks at data"] for theirs in gathered)
         every = gathered[0]["validates every"]
         self.validates = bool(every) and all(t["validates every"] == every for t in gathered)
-
-
-def _is_checkpoint(callback: Any) -> bool:
-    return isinstance(callback, keras.callbacks.ModelCheckpoint)
 
 
 def averages(callbacks: Sequence[Any]) -> bool:
@@ -78,17 +73,17 @@ def describe(callbacks: Sequence[Any]) -> dict[str, Any]:
     return {
         "monitored": [c.monitor for c in callbacks if isinstance(c, _DECIDERS)],
         "ends on NaN": any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks),
-        "checkpoints": [c.save_freq for c in callbacks if _is_checkpoint(c)],
+        "checkpoints": [c.save_freq for c in callbacks if isinstance(c, _CHECKPOINT)],
     }
 
 
-def edited(callbacks: Sequence[Any], common: Common) -> list[Any]:
+def edited(common: Fit) -> list[Any]:
     """Return the callbacks of this rank, with those that make ranks decide alike between them."""
-    found = list(callbacks)
+    found = list(common.callbacks)
     deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
     places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
     places = places or [len(found)]
-    agreeing = _Agree(common, any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in callbacks))
+    agreeing = _Agree(common)
     found.insert(places[-1] + 1, _PutBack(agreeing))
     found.insert(places[0], agreeing)
     return [*found, _AtTheEnd(common)]
@@ -96,14 +91,15 @@ def edited(callbacks: Sequence[Any], common: Common) -> list[Any]:
 
 @contextlib.contextmanager
 def on_leader_alone(
-    callbacks: Sequence[Any], process_set: ProcessSet, common: Common | None = None
+    callbacks: Sequence[Any], process_set: ProcessSet, common: Fit | None = None
 ) -> Iterator[None]:
-    """Silences the callbacks that write files, except on the first rank.
+    """Silence the callbacks that write files, except on the first rank.
 
     What a class that derives from one of Keras's adds to it runs on all ranks. All ranks wait until
     a ``ModelCheckpoint`` is written, and raise its error.
     """
-    saving = [(c, c._save_model) for c in callbacks if common is not None and _is_checkpoint(c)]
+    files = [c for c in callbacks if common is not None and isinstance(c, _CHECKPOINT)]
+    saving = [(c, c._save_model) for c in files]
     for callback, save in saving:
         callback._save_model = functools.partial(_save, common, save)
     silenced: list[tuple[Any, Any]] = []
@@ -129,11 +125,7 @@ def _save(common: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> 
 
 
 def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:
-    """Check that all callbacks can work with several ranks.
-
-    Raises:
-        ValueError: one cannot.
-    """
+    """Raise ValueError if a callback cannot work with several ranks."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
@@ -173,7 +165,7 @@ class _Internal(keras.callbacks.Callback):  # type: ignore[misc]
 
     _supports_tf_logs = True  # tf_keras passes the logs themselves, so that others see changes
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: Fit) -> None:
         super().__init__()
         self.common = common
 
@@ -181,10 +173,9 @@ class _Internal(keras.callbacks.Callback):  # type: ignore[misc]
 class _Agree(_Internal):
     """Gives the callbacks behind it, which decide by values of the logs, the same ones."""
 
-    def __init__(self, common: Common, ends_on_nan: bool) -> None:
+    def __init__(self, common: Fit) -> None:
         super().__init__(common)
-        self._ends_on_nan = ends_on_nan
-        self.own: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}  # what this rank has logged
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Make a NaN of one rank one of all."""
@@ -202,15 +193,12 @@ class _Agree(_Internal):
         if not np.isfinite(mean):
             self.own = {"loss": logs.get("loss")}
             logs["loss"] = float(mean)
-            if not self._ends_on_nan:
+            # A TerminateOnNaN of this rank stops it with a message, as it sees the logs next.
+            if not describe(self.common.callbacks)["ends on NaN"]:
                 self.model.stop_training = True
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Replace values that differ by their mean over the ranks.
-
-        Raises:
-            ValueError: (on every rank) a value is an array.
-        """
+        """Replace values that differ by their mean over the ranks; ValueError for an array."""
         self.own = {}
         if not self.common.monitored:
             return
@@ -251,11 +239,9 @@ class _PutBack(_Internal):
         self._agreeing = agreeing
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._agreeing.put_back(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._agreeing.put_back(logs)
 
 
@@ -267,14 +253,14 @@ class _AtTheEnd(_Internal):
         if self.common.values is not None:
             return
         common = variables.in_common(self.model)
-        self.common.values = compare.Values(common, self.common.process_set)
+        self.common.values = Values(common, self.common.process_set)
         missing_calls.check_values(self.common.values, "begun")
         if self.common.looks_at_data and not variables.is_restored(self.model):
-            compare.pass_first_batch(self.model, self._check_rows)
+            pass_first_batch(self.model, self._check_rows)
 
     def _check_rows(self, batch: Any) -> None:
         process_set = self.common.process_set
-        gathered = agree.gather_json("first rows", compare.of_rows(batch), process_set)
+        gathered = agree.gather_json("first rows", of_rows(batch), process_set)
         missing_calls.check_rows(gathered, process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, building, model_ranks, shards
-from hvd_keras.runtime import rank_info
+from hvd_keras.gradients import agreement, model_ranks, shards
+from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -56,10 +56,7 @@ def SyncBatchNormalization(  # noqa: N802
 
 
 def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``.
-
-    The class is patched so that layers that are cloned, loaded or made by others are included.
-    """
+    """Wrap ``BatchNormalization._moments``: moments over all ranks, if ``synchronized=True``."""
 
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
         process_set = _process_set(self)
@@ -151,7 +148,7 @@ def _global_moments(
     return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)
 
 
-_tables = agreement.VariableSet()
+_tables = shards.VariableSet()
 
 
 def read_by_rows(model: Any, layers: Iterable[Any]) -> None:
@@ -227,7 +224,7 @@ def wrap_check_finite(local_check: Callable[..., Any]) -> Callable[..., Any]:
     def check_finite(self: Any, grads: Sequence[Any]) -> Any:
         finite = local_check(self, grads)
         own: Any = model_ranks.of_optimizer(self)
-        if own is None or own.process_set.size() == 1 or building.is_building():
+        if own is None or own.process_set.size() == 1 or agree.is_building.get():
             return finite
         step = own.step
         if step is not None and not own.is_sharded and not step.divided and step.local is None:

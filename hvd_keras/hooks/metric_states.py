@@ -64,13 +64,10 @@ class MetricState:
 
 
 def is_summable(metric: Any) -> bool:
-    """Whether the ranks' states of a metric can be added up.
+    """Whether the ranks' states of a metric, which was updated, can be added up.
 
     True for the metrics of Keras and for derived classes that add no variables. Other variables
     may not be sums.
-
-    Args:
-        metric: a ``keras.metrics.Metric`` that was updated, since some create their variables then.
     """
     for base, names in _SUMS.items():
         if isinstance(metric, base):
@@ -80,11 +77,7 @@ def is_summable(metric: Any) -> bool:
 
 
 def states(model: Any) -> list[MetricState]:
-    """Copy of the states of a model's metrics, in the order in which Keras logs them.
-
-    Args:
-        model: a ``keras.Model``.
-    """
+    """Copy the states of a model's metrics, in the order in which Keras logs them."""
     return [
         MetricState(
             metric,
@@ -106,10 +99,8 @@ def reduce_logs(
     values, such as text, are left alone.
 
     Args:
-        logs: this rank's logs.
         phases: the states of the metrics at the time when they were logged, by the prefix of their
             keys: ``""`` and ``"val_"``.
-        process_set: the ranks that train the model.
 
     Returns:
         The keys of metrics that were averaged over the ranks, each with the reason.
@@ -162,11 +153,7 @@ def reduce_logs(
 
 
 def numbers(results: dict[str, Any]) -> dict[str, Any]:
-    """Convert results to logs as Keras passes them to callbacks: flat, with floats for scalars.
-
-    Args:
-        results: tensors, variables, numbers, or dicts of them, by key.
-    """
+    """Convert results to logs as Keras passes them to callbacks: flat, with floats for scalars."""
     flat: dict[str, Any] = {}
     for key, value in results.items():
         if isinstance(value, dict):

@@ -15,30 +15,22 @@ import tensorflow as tf
 import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
-from hvd_keras.gradients import clipping, losses, missing_calls, model_ranks, shards, zero
-from hvd_keras.hooks import fitting, keras_classes
-from hvd_keras.runtime import log, rank_info
+from hvd_keras.gradients import missing_calls, shards, zero
+from hvd_keras.hooks import fitting, keras_classes, losses
+from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.saving import storage
 
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One changed attribute of a class or module.
-
-    Attributes:
-        owner: the class or module.
-        attribute: the name of the attribute.
-        reason: why it is changed, as text.
-        wrap: returns the new value for the old one, which is None if ``is_new``.
-        is_new: the owner did not have this attribute.
-    """
+    """One changed attribute of a class or module."""
 
     owner: Any
     attribute: str
     reason: str
-    wrap: Callable[[Any], Any]
-    is_new: bool = False
+    wrap: Callable[[Any], Any]  # returns the new value for the old one; for None if ``is_new``
+    is_new: bool = False  # the owner did not have this attribute
 
 
 _undo: list[tuple[Any, str, Any]] = []
@@ -100,7 +92,7 @@ def _rows() -> list[Patch]:
     return [
         Patch(model, "_maybe_symbolic_build", _VARIABLES, fitting.wrap_symbolic_build),
         Patch(bar, "set_params", "to show one rank's progress bar by default", fitting.wrap_bar),
-        Patch(optimizer, "apply", _NOT_DISTRIBUTED, _telling(_updated)),
+        Patch(optimizer, "apply", _NOT_DISTRIBUTED, missing_calls.wrap_apply(_updated)),
         Patch(optimizer, "add_variable_from_reference", "to divide slots", shards.wrap_add_slot),
         Patch(scaled, "apply", "to exchange gradients early", keras_classes.wrap_apply),
         Patch(scaled, "save_own_variables", "to write whole slots (shard_state)", files),
@@ -122,8 +114,8 @@ def _legacy_rows() -> list[Patch]:
 
     return [
         Patch(data, "get_data_handler", _VARIABLES, fitting.wrap_get_data_handler),
-        Patch(new, "apply_gradients", _NOT_DISTRIBUTED, _telling(of_pairs)),
-        Patch(old, "apply_gradients", _NOT_DISTRIBUTED, _telling(of_pairs)),
+        Patch(new, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.wrap_apply(of_pairs)),
+        Patch(old, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.wrap_apply(of_pairs)),
         Patch(old, "build", _VARIABLES, legacy_keras.add_build, is_new=True),
         Patch(batch_norm, moments, _SYNCHRONIZE, keras_classes.wrap_legacy_moments),
         *_common_rows(),
@@ -159,23 +151,3 @@ def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any
     if trainable_variables is None:
         return getattr(optimizer, "_trainable_variables", ())
     return trainable_variables
-
-
-def _telling(variables_of: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Wrap a method that applies gradients: warns if they were not exchanged."""
-
-    def wrap(method: Any) -> Any:
-        def apply(self: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
-            if not hasattr(self, "_hvd_reducer"):
-                grads = list(grads)
-                variables = list(variables_of(self, grads, *args, **kwargs))
-                missing_calls.check_optimizer(self, variables)
-                several = rank_info.is_initialized() and rank_info.size() > 1
-                local = model_ranks.local_variables if several else ()
-                clipping.check_alone(self, variables, local)
-            return method(self, grads, *args, **kwargs)
-
-        apply.__doc__ = method.__doc__
-        return apply
-
-    return wrap

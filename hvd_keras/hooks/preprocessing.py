@@ -30,10 +30,7 @@ _ARGUMENTS = {
 
 
 def refresh_derived_values(layers: Iterable[Any]) -> bool:
-    """Recomputes the values that layers have derived from their variables.
-
-    Args:
-        layers: all layers of a model; those without derived values are skipped.
+    """Recompute the values that layers have derived from their variables.
 
     Returns:
         Whether a value has changed. Functions that were traced before, such as a model's
@@ -60,16 +57,12 @@ def check_equal_on_all_ranks(
 
     Compared are vocabularies and IDF weights, bin boundaries, salts, numbers of bins and tokens,
     and the means, variances and scales that the script has passed. If they are equal, this takes
-    one small gather; on one rank it does nothing.
-
-    Args:
-        layers: all layers of a model, in the same order on all ranks. Layers outside of the model,
-            such as one in a ``tf.data`` map, are not compared.
-        process_set: the ranks that take part.
-        root_rank: the rank whose state the error text proposes to broadcast.
+    one small gather. Layers outside of the model, such as one in a ``tf.data`` map, are not
+    compared.
 
     Raises:
-        ValueError: (on every rank, with the same text, which names the layers) they differ.
+        ValueError: (on every rank, with the same text, which names the layers) they differ, with
+            the advice to broadcast the state of ``root_rank``.
     """
     if process_set.size() == 1:
         return

@@ -76,7 +76,7 @@ def of_training(model: Any) -> list[Any]:
         ):
             optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
         found += optimizer.variables
-    return list({agreement.variable_id(v): v for v in found}.values())
+    return list({shards.variable_id(v): v for v in found}.values())
 
 
 def _updates_nothing(model: Any, optimizer: Any) -> bool:
@@ -123,7 +123,7 @@ def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
 
 
 def seed_states(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """The states of the random generators (dropout, augmentation) in the layers, each once."""
+    """Return the states of the random generators (dropout, …) in the layers, each once."""
     found: dict[int, Any] = {}
     for layer in layers:
         for generator in getattr(layer, "_seed_generators", ()):
@@ -149,8 +149,8 @@ def in_common(model: Any) -> list[Any]:
         candidates = [*optimizer.variables, *([rate] if hasattr(rate, "assign") else [])]
         found += [v for v in candidates if not tuple(v.shape)]
     found += model.variables  # after the rates: a rate that differs is named, not what it moved
-    left_out = {agreement.variable_id(v) for v in own}
-    unique = {agreement.variable_id(v): v for v in model_ranks.without_local(found)}
+    left_out = {shards.variable_id(v) for v in own}
+    unique = {shards.variable_id(v): v for v in model_ranks.without_local(found)}
     return [v for number, v in unique.items() if number not in left_out]
 
 

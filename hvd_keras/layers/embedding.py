@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.gradients import agreement, building, shards
+from hvd_keras.gradients import agreement, shards
 from hvd_keras.layers import plan
 from hvd_keras.layers.initializers import Initializer
 from hvd_keras.layers.lookup import Table, lookup
@@ -223,7 +223,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         Raises:
             ValueError: (on every rank) they differ.
         """
-        if self._compared or self.layout is None or building.is_building():
+        if self._compared or self.layout is None or agree.is_building.get():
             return
         ranks = self.process_set
         text = (

@@ -1,6 +1,7 @@
 """Horovod's names and arguments, and what they are in hvd_keras."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 
 import hvd_keras
@@ -68,10 +69,8 @@ def _look_at_import(script: Source, node: ast.ImportFrom) -> Iterator[Finding]:
     if why := _absent(module):
         yield script.at(node, f"{module}: {why}")
         return
-    unknown = [alias.name for alias in node.names if alias.name != "*"]
-    unknown = [name for name in unknown if _why_not(name)]
-    for name in unknown:
-        yield script.at(node, f"{name}: {_why_not(name)}")
+    unknown = [alias.name for alias in node.names if alias.name != "*" and _why_not(alias.name)]
+    yield from (script.at(node, f"{name}: {_why_not(name)}") for name in unknown)
     if unknown:
         return
     is_module = any(f"{module}.{alias.name}" in _IMPORTED for alias in node.names)
@@ -87,8 +86,8 @@ def _look_at_module(script: Source, node: ast.Import, alias: ast.alias) -> Findi
     if why := _absent(alias.name):
         return script.at(node, f"{alias.name}: {why}")
     if alias.name not in _IMPORTED:
-        told = f"import hvd_keras as hvd; and write hvd. for {alias.name}. below"
-        return script.at(node, told)
+        message = f"import hvd_keras as hvd; and write hvd. for {alias.name}. below"
+        return script.at(node, message)
     if alias.asname is None:
         return script.at(alias, "import hvd_keras", "hvd_keras")
     new = f"{_home(alias.name)} as {alias.asname}"
@@ -100,8 +99,8 @@ def _look_at_attribute(script: Source, node: ast.Attribute) -> Iterator[Finding]
     if not _is_horovod(name):
         return
     if _is_elastic(script, node):
-        told = "elastic: better are callbacks.Checkpoint and hvdrun --max-restarts; this keeps it"
-        yield script.at(node, f"{told}: {_ELASTIC}", "elastic")
+        message = "elastic: use callbacks.Checkpoint and hvdrun --max-restarts; this keeps it"
+        yield script.at(node, f"{message}: {_ELASTIC}", "elastic")
         return
     owner = name.removesuffix(f".{node.attr}")
     # Of a module that has no other name, as in horovod.tensorflow.init().
@@ -134,8 +133,8 @@ def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
                 new = f"np={script.source(keyword.value)}"
                 yield script.at(keyword, f"hvd.run: {new}", new)
             elif keyword not in gone and keyword.arg not in _OF_RUN:
-                told = "hvd.run has the options of hvdrun: options=['--min-np', '2']"
-                yield script.at(keyword, f"{keyword.arg}: {told}")
+                message = "hvd.run has the options of hvdrun: options=['--min-np', '2']"
+                yield script.at(keyword, f"{keyword.arg}: {message}")
 
 
 def _look_at_collective(script: Source, node: ast.Call, called: str) -> Iterator[Finding]:
@@ -175,10 +174,8 @@ def _why_not(name: str) -> str:
     modules = {part for module in names.MODULES for part in module.split(".")} - {"elastic"}
     if name in dir(hvd_keras) or name in modules:
         return ""
-    for rows in names.TABLE.values():
-        for row in rows:
-            if name in (full.rpartition(".")[2] for full in row.names.split()):
-                return "" if row.state == "same" else row.note
-            if any(full.startswith(f"{name}.") for full in row.names.split()):
+    for row in itertools.chain(*names.TABLE.values()):
+        for full in row.names.split():
+            if name in (full.partition(".")[0], full.rpartition(".")[2]):  # as in elastic.run
                 return "" if row.state == "same" else row.note
     return "hvd_keras has no such name"

@@ -64,24 +64,25 @@ def _optimizers(script: Source) -> tuple[set[str], set[str]]:
     of_tensorflow_1: set[str] = set()
 
     def is_old(value: ast.AST) -> bool:
-        if isinstance(value, ast.Name):
-            return value.id in of_tensorflow_1
-        if not isinstance(value, ast.Call):
-            return False
-        made = script.meaning(value.func)
-        if made.endswith("DistributedOptimizer"):
-            return any(map(is_old, [*value.args[:1], *(k.value for k in value.keywords)]))
-        return bool(re.search(r"\.train\.\w*Optimizer$", made))
+        match value:
+            case ast.Name(name):
+                return name in of_tensorflow_1
+            case ast.Call(func, arguments, keywords):
+                made = script.meaning(func)
+                if made.endswith("DistributedOptimizer"):
+                    return any(map(is_old, [*arguments[:1], *(k.value for k in keywords)]))
+                return bool(re.search(r"\.train\.\w*Optimizer$", made))
+        return False
 
     assignments = [node for node in script.nodes if isinstance(node, ast.Assign)]
     for node in sorted(assignments, key=script.place):
-        if not isinstance(node.value, ast.Call):
-            continue
-        names = {target.id for target in node.targets if isinstance(target, ast.Name)}
-        if is_old(node.value):
-            of_tensorflow_1 |= names
-        elif re.search(r"\.optimizers\.\w+$|Optimizer$", script.meaning(node.value.func)):
-            of_keras |= names
+        match node.value:
+            case ast.Call(func):
+                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+                if is_old(node.value):
+                    of_tensorflow_1 |= names
+                elif re.search(r"\.optimizers\.\w+$|Optimizer$", script.meaning(func)):
+                    of_keras |= names
     return of_keras - of_tensorflow_1, of_tensorflow_1 - of_keras
 
 
@@ -96,8 +97,8 @@ def _look_at_variables(
         return
     is_sure = owner in of_keras or not re.search(r"compat\.v1|\.train\.\w*Optimizer\b", script.text)
     start, end = script.place(func)[1], script.place(node)[1]
-    told = "variables is a list in Keras 3, no method"
-    yield Finding(start, end, told, "" if is_sure else None)
+    message = "variables is a list in Keras 3, no method"
+    yield Finding(start, end, message, "" if is_sure else None)
 
 
 def _look_at_import(script: Source, node: ast.ImportFrom) -> Iterator[Finding]:
@@ -126,11 +127,11 @@ def _look_at_attribute(
         owner = node.value
         last = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
         end = script.place(node)[1]
-        told = "lr of an optimizer is learning_rate in Keras 3"
+        message = "lr of an optimizer is learning_rate in Keras 3"
         if last == "optimizer" or (isinstance(owner, ast.Name) and last in optimizers):
-            yield Finding(end - len("lr"), end, told, "learning_rate")
+            yield Finding(end - len("lr"), end, message, "learning_rate")
         elif last == "opt":
-            yield script.at(node, told)
+            yield script.at(node, message)
 
 
 def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
@@ -141,12 +142,12 @@ def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
     if called in _GENERATORS and isinstance(node.func, ast.Attribute):
         yield from _look_at_generator(script, node, node.func)
     elif called == "ImageDataGenerator" and not name.startswith("tensorflow."):
-        told = (
-            "Keras 3 has it in tensorflow.keras.preprocessing.image; better are "
+        message = (
+            "Keras 3 has it in tensorflow.keras.preprocessing.image; prefer "
             "keras.utils.image_dataset_from_directory and layers such as keras.layers.RandomFlip"
         )
         if not name.startswith("keras.preprocessing."):  # whose import is changed
-            yield script.at(node.func, told)
+            yield script.at(node.func, message)
     elif called == "ModelCheckpoint" and not name.startswith("horovod."):
         yield script.at(
             node.func,
@@ -171,13 +172,13 @@ def _look_at_call(script: Source, node: ast.Call) -> Iterator[Finding]:
 
 def _look_at_value(script: Source, node: ast.Call, called: str) -> Iterator[Finding]:
     """``K.set_value(x, 1)`` is ``x.assign(1)``, and ``K.get_value(x)`` is ``x.numpy()``."""
-    told = f"{called}: Keras 3: x.{_METHODS[called]}(…)"
+    message = f"{called}: Keras 3: x.{_METHODS[called]}(…)"
     count = 1 + (called == "set_value")
     if len(node.args) != count or not isinstance(node.args[0], (ast.Name, ast.Attribute)):
-        yield script.at(node.func, told)
+        yield script.at(node.func, message)
         return
     start, end = script.place(node.args[0])
-    yield Finding(script.place(node.func)[0], start, told, "")
+    yield Finding(script.place(node.func)[0], start, message, "")
     after = script.place(node.args[1])[0] if count == 2 else end
     yield Finding(end, after, "", f".{_METHODS[called]}(")
 
@@ -185,13 +186,13 @@ def _look_at_value(script: Source, node: ast.Call, called: str) -> Iterator[Find
 def _look_at_generator(script: Source, node: ast.Call, func: ast.Attribute) -> Iterator[Finding]:
     order = _GENERATORS[func.attr]
     method = func.attr.removesuffix("_generator")
-    told = f"Keras 3: {method}, without workers, max_queue_size and use_multiprocessing"
+    message = f"Keras 3: {method}, without workers, max_queue_size and use_multiprocessing"
     has_stars = any(isinstance(argument, ast.Starred) for argument in node.args)
     if has_stars or len(node.args) > order.index(None):
-        yield script.at(func, told)
+        yield script.at(func, message)
         return
     end = script.place(func)[1]
-    yield Finding(end - len(func.attr), end, told, method)
+    yield Finding(end - len(func.attr), end, message, method)
     for argument, place in list(zip(node.args, order, strict=False))[1:]:
         yield script.at(argument, "", f"{place}={script.source(argument)}")
     for keyword in node.keywords:

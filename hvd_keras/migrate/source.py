@@ -92,8 +92,8 @@ class Source:
                 start = arguments[i - 1][1]
             elif i + 1 < len(arguments):
                 end = arguments[i + 1][0]
-            told = text or f"remove {gone[place]}=…: it is not needed"
-            findings.append(Finding(start, end, told, ""))
+            message = text or f"remove {gone[place]}=…: it is not needed"
+            findings.append(Finding(start, end, message, ""))
         return findings
 
     def _note_names(self, node: ast.AST) -> None:

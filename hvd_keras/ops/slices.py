@@ -20,19 +20,17 @@ def reduce_slices(
     name: str,
     process_set: ProcessSet,
 ) -> list[tf.IndexedSlices]:
-    """Gathers the rows of all ranks and scales them.
+    """Gather the rows of all ranks, any number of each, and scale them.
 
     Rows that occur twice are not summed, except those of lookups that do not depend on the batch,
     such as positions: Keras's adaptive optimizers square each row separately, so the result needs
     the rows of one process.
 
     Args:
-        slices: this rank's slices, each with any number of rows.
         compression: how the values are sent.
         reduction: ``Average`` or ``Sum``.
         factor: multiplies the values, in addition to the division of an average.
         name: the name of the allreduce.
-        process_set: the ranks that take part.
     """
     scale = factor / process_set.size() if reduction is Average else factor
 
@@ -65,14 +63,7 @@ def reduce_slices(
 
 
 def _summary(indices: tf.Tensor) -> tf.Tensor:
-    """Return the number of rows of a lookup, and whether it does not depend on the batch.
-
-    Args:
-        indices: ``[rows]``, of any integer dtype.
-
-    Returns:
-        int64 ``[1, 2]``.
-    """
+    """Return int64 ``[1, 2]``: the rows of a lookup; whether it does not depend on the batch."""
     rows = tf.shape(indices, tf.int64)
     is_common = tf.constant([False])
     if _is_constant(indices):

@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
-from hvd_keras.postmortem import flight
-from hvd_keras.runtime import libraries
+from hvd_keras.runtime import flight, libraries
 from hvd_keras.runtime.process_sets import ProcessSet
 
 raw = libraries.tensorflow_ops()
@@ -64,7 +63,7 @@ def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any
 
     Other ranks may make the same call correctly and would wait for this one. So this rank submits a
     request of that name that describes the error. If all ranks submit the same, each raises its
-    error; otherwise all ranks get an error that shows each rank's view.
+    error; otherwise all ranks get a FailedPreconditionError that shows each rank's view.
 
     While a function is traced or a graph is built, the error is only raised on this rank, because
     requests before this one have not run yet.
@@ -72,9 +71,6 @@ def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any
     Args:
         kind, name, process_set: of the call.
         arguments: those of the kind's op, for a request without data. Default: one empty tensor.
-
-    Raises:
-        tf.errors.FailedPreconditionError: other ranks made the call with other arguments.
     """
     try:
         yield

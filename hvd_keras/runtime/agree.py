@@ -3,14 +3,21 @@
 Below the public collectives, because process sets are created with it.
 """
 
+import contextvars
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras.runtime import libraries, rank_info
+
+if TYPE_CHECKING:
+    from hvd_keras.runtime.process_sets import ProcessSet
+
+#: This rank traces a step alone, only to create its variables: nothing may wait for other ranks.
+is_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
 
 _Result = TypeVar("_Result")
 
@@ -18,27 +25,7 @@ _Result = TypeVar("_Result")
 _KINDS = (OSError, ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
-class Group(Protocol):
-    """The part of a ``ProcessSet`` that this module needs."""
-
-    @property
-    def ranks(self) -> list[int]:
-        """Its ranks, as ranks of the job."""
-
-    def rank(self) -> int:
-        """This rank's number among them."""
-
-    def id(self) -> int:
-        """Its number, the same on all ranks."""
-
-    def size(self) -> int:
-        """Return the number of its ranks."""
-
-    def check_included(self, caller: str) -> None:
-        """Raise ValueError if this rank is not in it."""
-
-
-def gather_json(name: str, value: Any, process_set: Group | None = None) -> list[Any]:
+def gather_json(name: str, value: Any, process_set: "ProcessSet | None" = None) -> list[Any]:
     """Return every rank's value, by rank. Also works while TensorFlow traces a function.
 
     Args:
@@ -56,17 +43,10 @@ def gather_json(name: str, value: Any, process_set: Group | None = None) -> list
     return [json.loads(data) for data in gathered]
 
 
-def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> list[bytes]:
-    """Return every rank's bytes, by rank. Also works while TensorFlow traces a function.
+def gather_bytes(name: str, mine: bytes, process_set: "ProcessSet | None" = None) -> list[bytes]:
+    """Return every rank's bytes, by rank, of any number. Also works while TensorFlow traces.
 
-    Args:
-        name: identifies the call on all ranks.
-        mine: any number of bytes.
-        process_set: the ranks that take part. Default: all.
-
-    Raises:
-        ValueError: this rank is not in the process set.
-        tf.errors.AbortedError: a rank has left the job.
+    Args and errors as in ``gather_json``.
     """
     rank_info.rank()  # raises if hvd.init() was not called
     if process_set is not None:
@@ -84,20 +64,15 @@ def gather_bytes(name: str, mine: bytes, process_set: Group | None = None) -> li
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
-def by_rank(values: Sequence[Any], process_set: Group | None = None) -> str:
-    """Return a text of every rank's value, for errors: ``rank 0: 3; rank 1: 4``.
-
-    Args:
-        values: by rank, as ``gather_json`` returns them; None is left out.
-        process_set: the ranks that they come from. Default: all.
-    """
+def by_rank(values: Sequence[Any], process_set: "ProcessSet | None" = None) -> str:
+    """Return a text of the ranks' values, for errors: ``rank 0: 3; rank 1: 4``; without None."""
     ranks = range(len(values)) if process_set is None else process_set.ranks
     pairs = zip(ranks, values, strict=True)
     return "; ".join(f"rank {rank}: {value}" for rank, value in pairs if value is not None)
 
 
 def on_all_ranks(
-    name: str, function: Callable[[], _Result], process_set: Group | None = None
+    name: str, function: Callable[[], _Result], process_set: "ProcessSet | None" = None
 ) -> _Result:
     """Call a function; an error on any rank is raised on all, with the same type and text.
 
@@ -136,25 +111,19 @@ def on_all_ranks(
     raise combined from error
 
 
-def on_leader(name: str, function: Callable[[], _Result], process_set: Group) -> _Result | None:
+def on_leader(
+    name: str, function: Callable[[], _Result], process_set: "ProcessSet"
+) -> _Result | None:
     """As ``on_all_ranks``, but only the first rank calls the function; others wait for it.
 
-    Returns:
-        What the function returned; None on the other ranks.
+    Returns what the function returned; None on the other ranks.
     """
     is_leader = process_set.rank() == 0
     return on_all_ranks(name, lambda: function() if is_leader else None, process_set)
 
 
 def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
-    """Run a collective immediately, also while a function is traced or a graph is built.
-
-    Args:
-        collective: returns one tensor; its inputs must be values, not tensors.
-
-    Returns:
-        The tensor's values.
-    """
+    """Run a collective of values at once, also while a function is traced or a graph is built."""
     with tf.init_scope():
         if tf.executing_eagerly():
             with tf.device("/cpu:0"):  # the values are needed on the host
@@ -165,7 +134,7 @@ def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
 
 
 def _separate() -> tf.compat.v1.ConfigProto:
-    """Return a session configuration without side effects on the user's sessions.
+    """Return a configuration without side effects on the user's sessions.
 
     By default, the first session of a process selects its GPUs and creates the threads of all later
     sessions.

@@ -26,10 +26,6 @@ def pin(local_rank: int, local_size: int) -> None:
 
     Does nothing if the user has called ``tf.config.set_visible_devices``.
 
-    Args:
-        local_rank: this process's number on its host.
-        local_size: the number of the job's processes on this host.
-
     Raises:
         RuntimeError: the host has fewer GPUs than processes, or TensorFlow has already taken all.
     """
@@ -55,17 +51,7 @@ def pin(local_rank: int, local_size: int) -> None:
 
 
 def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Settings) -> int:
-    """Return the index of a process's GPU among those that it sees.
-
-    Args:
-        gpus: the number of GPUs that the process sees, at least 1.
-        local_rank: the process's number on its host.
-        local_size: the number of processes on its host.
-        chosen: the settings.
-
-    Raises:
-        RuntimeError: there are fewer GPUs than processes.
-    """
+    """Return the index of a process's GPU among the ``gpus`` that it sees, at least 1."""
     if gpus >= local_size:
         return local_rank
     if gpus == 1 and chosen.some_gpus_hidden:

@@ -14,12 +14,9 @@ class _WithRank(logging.Formatter):
 
 
 def start(rank: int) -> None:
-    """Show messages of ``HVD_LOG_LEVEL`` and above, with the rank.
+    """Show messages of ``HVD_LOG_LEVEL`` and above, with this process's rank.
 
     If the script has installed a handler, only the level is set.
-
-    Args:
-        rank: this process's rank.
     """
     logger.setLevel(settings.read().log_level)
     if not logger.hasHandlers():

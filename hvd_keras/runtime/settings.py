@@ -30,43 +30,23 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Settings of this process.
+    """Settings of this process."""
 
-    Attributes:
-        bucket_bytes: ``HVD_BUCKET_BYTES``, the bytes of gradients in one request. Larger buckets
-            need fewer agreements; smaller buckets can start earlier.
-        log_level: ``HVD_LOG_LEVEL``: DEBUG, INFO, WARNING or ERROR, for the core as well.
-        gpus_by_mpi: ``HVD_GPU_OPERATIONS`` is MPI, so processes may share a GPU.
-        some_gpus_hidden: ``CUDA_VISIBLE_DEVICES`` is set, which hides some GPUs from CUDA.
-        strict: ``HVD_STRICT`` is set and not 0: warnings that the ranks train separate models
-            become errors.
-        verbose_all: ``HVD_VERBOSE_ALL`` is set and not 0: by default all ranks show Keras's
-            progress bar, not one.
-        watched: ``HVDRUN_JOB`` is set: hvdrun follows this process.
-        all_tracebacks: ``HVDRUN_VERBOSE`` is set, or there is no hvdrun: a rank that fails because
-            another one has left prints its traceback, too.
-        postmortem: ``HVD_POSTMORTEM``, the folder in which each rank keeps what it did last;
-            without it, hvdrun's.
-        postmortem_is_asked: the user has named that folder.
-        stats_directory: ``HVD_STATS_DIRECTORY``, the folder in which each rank writes its
-            statistics.
-        tells_statistics: ``HVDRUN_STATISTICS`` is set: hvdrun wants them.
-        commits: ``HVD_COMMITS``, the folder in which rank 0 keeps what ``hvd.elastic`` commits.
-    """
-
+    #: of the gradients in one request. Larger buckets need fewer agreements; smaller start earlier.
     bucket_bytes: int = 16 << 20
-    log_level: str = "WARNING"
-    gpus_by_mpi: bool = False
-    some_gpus_hidden: bool = False
-    strict: bool = False
-    verbose_all: bool = False
-    watched: bool = False
+    log_level: str = "WARNING"  # for the core as well
+    gpus_by_mpi: bool = False  # processes may share a GPU
+    some_gpus_hidden: bool = False  # from CUDA
+    strict: bool = False  # warnings that the ranks train separate models become errors
+    verbose_all: bool = False  # all ranks show Keras's progress bar by default, not one
+    watched: bool = False  # hvdrun follows this process
+    #: A rank that fails because another one has left prints its traceback, too.
     all_tracebacks: bool = True
-    postmortem: pathlib.Path | None = None
-    postmortem_is_asked: bool = False
-    stats_directory: pathlib.Path | None = None
-    tells_statistics: bool = False
-    commits: pathlib.Path | None = None
+    postmortem: pathlib.Path | None = None  # where each rank keeps what it did last
+    postmortem_is_asked: bool = False  # the user has named that folder, not hvdrun
+    stats_directory: pathlib.Path | None = None  # where each rank writes its statistics
+    tells_statistics: bool = False  # hvdrun wants them
+    commits: pathlib.Path | None = None  # where rank 0 keeps what hvd.elastic commits
 
     @property
     def log_number(self) -> int:
@@ -74,44 +54,48 @@ class Settings:
         return _LOG_LEVELS.index(self.log_level)
 
 
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+def _folder(name: str) -> pathlib.Path | None:
+    text = os.environ.get(name)
+    return pathlib.Path(text) if text else None
+
+
 @functools.cache
 def read() -> Settings:
-    """Read the environment, once per process.
-
-    Raises:
-        ValueError: a variable has an invalid value.
-    """
-    chosen: dict[str, Any] = {}
-    if text := os.environ.get("HVD_BUCKET_BYTES"):
-        if not text.isdecimal() or int(text) == 0:
-            raise ValueError(
-                f"HVD_BUCKET_BYTES is {text!r}, expected a positive number of bytes. "
-                "Correct or unset it."
-            )
-        chosen["bucket_bytes"] = int(text)
-    if text := os.environ.get("HVD_LOG_LEVEL"):
-        if text.upper() not in _LOG_LEVELS:
-            raise ValueError(
-                f"HVD_LOG_LEVEL is {text!r}, expected debug, info, warning or error. "
-                "Correct or unset it."
-            )
-        chosen["log_level"] = text.upper()
-    chosen["gpus_by_mpi"] = os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
-    chosen["some_gpus_hidden"] = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    chosen["strict"] = os.environ.get("HVD_STRICT", "0") not in ("", "0")
-    chosen["verbose_all"] = os.environ.get("HVD_VERBOSE_ALL", "0") not in ("", "0")
-    chosen["watched"] = "HVDRUN_JOB" in os.environ
-    chosen["all_tracebacks"] = "HVDRUN_VERBOSE" in os.environ or not chosen["watched"]
-    asked = os.environ.get("HVD_POSTMORTEM")
-    chosen["postmortem_is_asked"] = bool(asked)
-    if text := asked or os.environ.get("HVDRUN_POSTMORTEM"):
-        chosen["postmortem"] = pathlib.Path(text).absolute()
-    if text := os.environ.get("HVD_STATS_DIRECTORY"):
-        chosen["stats_directory"] = pathlib.Path(text)
-    chosen["tells_statistics"] = "HVDRUN_STATISTICS" in os.environ
-    if text := os.environ.get("HVD_COMMITS"):
-        chosen["commits"] = pathlib.Path(text)
-    return Settings(**chosen)
+    """Read the environment, once per process; ValueError if a variable has an invalid value."""
+    size = os.environ.get("HVD_BUCKET_BYTES") or str(Settings.bucket_bytes)
+    if not size.isdecimal() or int(size) == 0:
+        raise ValueError(
+            f"HVD_BUCKET_BYTES is {size!r}, expected a positive number of bytes. Correct or unset "
+            "it."
+        )
+    level = os.environ.get("HVD_LOG_LEVEL") or Settings.log_level
+    if level.upper() not in _LOG_LEVELS:
+        raise ValueError(
+            f"HVD_LOG_LEVEL is {level!r}, expected debug, info, warning or error. Correct or unset "
+            "it."
+        )
+    watched = "HVDRUN_JOB" in os.environ
+    asked = _folder("HVD_POSTMORTEM")
+    postmortem = asked or _folder("HVDRUN_POSTMORTEM")
+    return Settings(
+        bucket_bytes=int(size),
+        log_level=level.upper(),
+        gpus_by_mpi=os.environ.get("HVD_GPU_OPERATIONS") == "MPI",
+        some_gpus_hidden=bool(os.environ.get("CUDA_VISIBLE_DEVICES")),
+        strict=_flag("HVD_STRICT"),
+        verbose_all=_flag("HVD_VERBOSE_ALL"),
+        watched=watched,
+        all_tracebacks="HVDRUN_VERBOSE" in os.environ or not watched,
+        postmortem=postmortem and postmortem.absolute(),
+        postmortem_is_asked=asked is not None,
+        stats_directory=_folder("HVD_STATS_DIRECTORY"),
+        tells_statistics="HVDRUN_STATISTICS" in os.environ,
+        commits=_folder("HVD_COMMITS"),
+    )
 
 
 def mpi_library() -> str:
@@ -185,7 +169,7 @@ _hvdrun: socket.socket | None = None
 
 
 def tell_hvdrun(**message: Any) -> None:
-    """Tells hvdrun, if it has started this process, something about this rank.
+    """Tell hvdrun, if it has started this process, something about this rank.
 
     Does nothing if hvdrun's worker has gone, or takes nothing for a second.
 
@@ -210,20 +194,12 @@ def tell_hvdrun(**message: Any) -> None:
 
 
 def show_gpus(numbers: str) -> None:
-    """Lets CUDA see these GPUs alone, in this process and in those that it starts.
-
-    Args:
-        numbers: of the GPUs, such as "0,2".
-    """
+    """Let CUDA see these GPUs alone, such as "0,2", in this process and those that it starts."""
     os.environ["CUDA_VISIBLE_DEVICES"] = numbers
 
 
 def point_mpi4py_at(mpi_library: str) -> None:
-    """Make a later import of mpi4py use this MPI library, unless the user has chosen one.
-
-    Args:
-        mpi_library: a path, or empty if there is none.
-    """
+    """Make a later import of mpi4py use this MPI library ("": none), unless one is chosen."""
     if mpi_library:
         os.environ.setdefault("MPI4PY_LIBMPI", os.path.realpath(mpi_library))
 
@@ -234,9 +210,6 @@ def choose_transports(mpi_version: str) -> None:
     The one-sided transport over libfabric sleeps for a second in MPI_Init while it looks for
     networks; hvd_keras does not use it. A process that no launcher has started needs no transport,
     and the one over shared memory would leave a file in /dev/shm.
-
-    Args:
-        mpi_version: the version text of the MPI in use.
     """
     match = re.match(r"Open MPI v(\d+)", mpi_version)
     if match and int(match[1]) >= 5:

@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.gradients import building
-from hvd_keras.hooks import patches
+from hvd_keras.hooks import building, patches
 from hvd_keras.runtime.keras import require
 from tests.harness import training
 

@@ -119,7 +119,7 @@ def test_the_command_in_an_allocation_of_slurm(hvdrun, given: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-H", "a:0"], "-H got 'a:0'; expected at least 1 rank"),
+        (["-H", "a:0"], "-H got 'a:0'; expected a host name or IPv4 address"),
         (["-H", "a:x"], "-H got 'a:x'; expected a host name"),
         (["--hosts=-oProxyCommand=x"], "-H got '-oProxyCommand=x'; expected a host name"),
         (["-H", "a;b:1"], "-H got 'a;b:1'; expected a host name"),

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, refusing
 from hvd_keras.launch.start import hosts
 from hvd_keras.launch.start.hosts import Host
 
@@ -21,11 +21,9 @@ def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
     if interface is not None:
         return [str(_interface(interface).ip)]
     others = [name for name in names if not hosts.is_here(name)] or [socket.gethostname()]
-    try:
+    advice = "; hvdrun needs hosts with IPv4 addresses"
+    with refusing(f"no route to one of {', '.join(names)}", advice):
         return sorted({_address_towards(name) for name in others})
-    except OSError as error:
-        told = f"no route to one of {', '.join(names)}: {error.strerror}"
-        raise UsageError(f"{told}; hvdrun needs hosts with IPv4 addresses") from error
 
 
 def _address_towards(name: str) -> str:

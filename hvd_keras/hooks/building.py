@@ -5,23 +5,14 @@ their first step. Broadcasting, restoring checkpoints and seeding need them earl
 """
 
 import contextlib
-import contextvars
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.runtime import log
+from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras
-
-_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
-
-
-def is_building() -> bool:
-    """Whether a training step is being traced only to create its variables."""
-    return _building.get()
-
 
 # Layers that had no variables after a step of their model was traced: the model does not use them.
 _unused: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
@@ -38,18 +29,16 @@ def unbuilt(model: Any) -> set[int]:
 
 
 def build(model: Any, element_spec: Any) -> Exception | None:
-    """Create the variables of a model, its metrics and its optimizers, from the spec of a batch.
+    """Create the variables of a compiled model, its metrics and its optimizers.
 
     Traces the model's own ``train_step``, if it has one, or else the forward pass, into a graph
     that never runs. Variables are created outside of the graph, as in every step that Keras traces.
 
     Args:
-        model: a compiled ``keras.Model``.
         element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
 
     Returns:
         The exception that the model raised, if it cannot be traced; then variables may be missing.
-        None otherwise.
     """
     has_own_step = type(model).train_step is not keras.Model.train_step
 
@@ -67,7 +56,7 @@ def build(model: Any, element_spec: Any) -> Exception | None:
     traced = step if has_own_step else forward
     if hasattr(model, "_autoconvert_optionals"):
         traced = model._autoconvert_optionals(traced)
-    token = _building.set(True)
+    token = agree.is_building.set(True)
     try:
         with _traced_functions():
             tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
@@ -76,7 +65,7 @@ def build(model: Any, element_spec: Any) -> Exception | None:
         if has_own_step or not model.run_eagerly or not _call_on_zeros(model, element_spec):
             return error
     finally:
-        _building.reset(token)
+        agree.is_building.reset(token)
     _unused[model] = unbuilt(model)
     return None
 

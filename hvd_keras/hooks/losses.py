@@ -5,7 +5,8 @@ rows. Keras divides a masked loss by the number of valid entries, though, and on
 ``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers that differ by rank. The
 loss of all ranks is sum(n_r * loss_r) / sum(n_r), so each rank's is multiplied by
 N * n_r / sum(n_r). Losses that are summed are multiplied by N. Validation weighs alike if all ranks
-validate together and average their metrics. In custom loops nothing is weighed, which is told.
+validate together and average their metrics. A custom loop gets a warning, and its losses are not
+weighed.
 """
 
 import contextlib
@@ -19,31 +20,21 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, building, missing_calls
-from hvd_keras.runtime import log, rank_info
+from hvd_keras.gradients import agreement, missing_calls
+from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet
 
 
 @dataclasses.dataclass
 class Weighing:
-    """The losses of a model that several ranks train.
-
-    Attributes:
-        model: the model.
-        process_set: the ranks.
-        averages: whether gradients are averaged, not summed.
-        is_together: in validation, whether all ranks take this step, as a variable.
-        calls: how many losses this step has computed.
-        summed: the name of one that is a sum.
-    """
+    """The losses of a model that several ranks train."""
 
     model: Any
     process_set: ProcessSet
-    averages: bool
-    is_together: Any = None
-    calls: int = 0
-    summed: str = ""
+    averages: bool  # gradients are averaged, not summed
+    is_together: Any = None  # in validation a variable: all ranks take this step
+    calls: int = 0  # losses that this step has computed
 
     def factor(self, of_all: Callable[[], Any], dtype: Any) -> Any:
         """Return what a loss is multiplied by: 1 in a validation of one rank."""
@@ -53,11 +44,6 @@ class Weighing:
 
 
 _weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
-
-
-# In custom loops: the last loss whose mean over the ranks is not that of one process, and the graph
-# that it is in.
-_unweighed: list[tuple[str, int]] = []
 
 # Models whose validation needs the numbers of all ranks.
 _validated: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -77,14 +63,7 @@ def validate_together(everywhere: bool) -> None:
 
 @contextlib.contextmanager
 def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) -> Iterator[None]:
-    """Weighs the losses of the model's steps.
-
-    Args:
-        model: a ``keras.Model``.
-        process_set: the ranks that train it.
-        averages: whether their gradients are averaged, not summed.
-        method: "train_step" or "test_step".
-    """
+    """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
     one_step = getattr(model, method)
     is_together = _together() if method == "test_step" else None
 
@@ -96,6 +75,7 @@ def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) ->
             return one_step(*args, **kwargs)
         finally:
             _weighing.reset(token)
+            missing_calls.unaveraged.clear()
 
     before = vars(model).get(method)
     setattr(model, method, step)
@@ -108,44 +88,12 @@ def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) ->
 
 
 def tell_of_validation(model: Any) -> None:
-    """Tells that ranks have validated in different numbers of steps, if that makes a difference."""
+    """Tell that ranks validated in different numbers of steps, if that makes a difference."""
     if model in _validated and not _together():
         log.warn_once(
             "the ranks validate in different numbers of batches, or in an unknown number, so the "
             "validation loss is weighed by rows, not by the numbers of valid entries as on one "
             "process. Give all ranks the same number of validation batches."
-        )
-
-
-def _graph() -> int:
-    """Identify the function that is traced; 0 in eager code."""
-    return 0 if tf.executing_eagerly() else id(tf.compat.v1.get_default_graph())
-
-
-def tell_of_averages() -> None:
-    """Tells of a loss that averaging its gradients does not make that of one process.
-
-    Called where gradients are averaged: in a custom loop, or by a tape in ``fit``.
-
-    Raises:
-        ValueError: it does not, and ``HVD_STRICT`` is set.
-    """
-    own = _weighing.get()
-    if own is not None and own.summed and not own.averages:
-        missing_calls.tell(
-            f"the loss {own.summed} is a sum, and hvd.DistributedGradientTape averages its "
-            "gradients over the ranks, so they are smaller than those of one process. Use "
-            "op=hvd.Sum, or another reduction."
-        )
-    for name, graph in _unweighed:
-        if graph != _graph():
-            return
-        _unweighed.clear()
-        missing_calls.tell(
-            f"the loss {name} is divided by a number that differs by rank, such as "
-            "that of the entries that a mask leaves, so the mean of the ranks' gradients is not "
-            'that of one process. fit weighs it; in a custom loop use reduction="sum", and divide '
-            "by the ranks' mean of these numbers: hvd.allreduce(number)."
         )
 
 
@@ -156,7 +104,7 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         own = _weighing.get()
         is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
-        if (own is None and (not is_loop or missing_calls.in_fit.get())) or building.is_building():
+        if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
             return loss_call(self, y_true, y_pred, sample_weight)
         seen: list[Any] = []
         local = self.call
@@ -175,7 +123,13 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
             _weighing.reset(token)
         if own is None:
             if _weights(self, seen[0] if seen else None, y_pred, sample_weight):
-                _unweighed[:] = [(self.name, _graph())]
+                missing_calls.warn_if_averaged(
+                    f"the loss {self.name} is divided by a number that differs by rank, such as "
+                    "that of the entries that a mask leaves, so the mean of the ranks' gradients "
+                    "is not that of one process. fit weighs it; in a custom loop use "
+                    'reduction="sum", and divide by the ranks\' mean of these numbers: '
+                    "hvd.allreduce(number)."
+                )
             return value
         own.calls += 1
         return _weigh(own, self, value, seen[0] if seen else None, y_pred, sample_weight)
@@ -190,8 +144,13 @@ def _weigh(
 ) -> Any:
     reduction = getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
-    if reduction in (None, "none", "sum"):
-        own.summed = loss.name
+    if reduction in (None, "none", "sum") and not own.averages:
+        # Optimizers with op=hvd.Sum are right to leave it; a tape may average.
+        missing_calls.warn_if_averaged(
+            f"the loss {loss.name} is a sum, and hvd.DistributedGradientTape averages its "
+            "gradients over the ranks, so they are smaller than those of one process. Use "
+            "op=hvd.Sum, or another reduction."
+        )
     if reduction in (None, "none") and own.averages and own.is_together is None:
         # The gradient of a vector is that of its sum; the vector itself is logged.
         return size * value - tf.stop_gradient((size - 1) * value)
@@ -247,21 +206,16 @@ def _product(one: Any, other: Any) -> Any:
 
 
 def _tell_of_ratio(loss: Any, value: Any) -> None:
-    """Tells of a loss of the whole batch that is no mean over its rows, as far as can be seen.
-
-    Raises:
-        ValueError: it is such a loss, and ``HVD_STRICT`` is set.
-    """
+    """Tell of a loss of the whole batch that is no mean over its rows, as far as can be seen."""
     if not _is_ratio(value):
         return
     name = getattr(loss, "fn", loss)
     name = getattr(name, "__name__", type(name).__name__)
-    text = (
+    missing_calls.tell(
         f"the loss {name} divides by a number that depends on the batch, so the mean of the ranks' "
         "losses is not the loss that one process has for all rows. Return one value per row, with "
         "a mask or sample_weight, which hvd_keras weighs; for Dice and Tversky, give axis."
     )
-    missing_calls.tell(text)
 
 
 def _is_ratio(value: Any) -> bool:
