@@ -69,7 +69,6 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         self._epoch_runs = False
 
     def set_model(self, model: Any) -> None:
-        """Turn XLA off where it cannot compile the collectives."""
         super().set_model(model)
         if model.jit_compile and (problem := libraries.why_no_xla()):
             model.jit_compile = False
@@ -99,7 +98,6 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             fitting.forget_functions(self.model)  # they hold the old values as constants
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._epoch_runs = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -91,7 +91,13 @@ def run(
         raise ValueError(f"hvd.ray.run: num_workers is {num_workers!r}, expected at least 1")
     ray = _ray()
     each = dict(resources or {"CPU": 1})
-    _check_pickle(func, args, kwargs)
+    try:
+        function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        raise TypeError(
+            f"hvd.ray.run: the function or its arguments cannot be pickled: {error}. Create such "
+            "objects inside the function"
+        ) from error
     if not ray.is_initialized():
         ray.init()
     _check_resources(ray, each, num_workers)
@@ -119,26 +125,19 @@ def run(
         places = _get(ray, actors, opened)
         if problem := agents.difference(places, agents.versions()):
             raise RuntimeError(f"hvd.ray.run: {problem}")
-        function = cloudpickle.dumps((_on_gpus, (gpus, func, tuple(args), dict(kwargs or {})), {}))
         call = actors[0].call.remote(
-            function, places, secret, name, directory, max(1, int(each.get("CPU", 1))), [*options]
+            function=cloudpickle.dumps((_on_gpus, (gpus, function), {})),
+            places=places,
+            secret=secret,
+            run=name,
+            directory=directory,
+            cores=max(1, int(each.get("CPU", 1))),
+            options=[*options],
         )
         results = _follow(ray, actors, facts, call)
         return [cloudpickle.loads(result) for result in results]
     finally:
         _end(ray, actors, group)
-
-
-def _check_pickle(*parts: Any) -> None:
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(parts)
-    except Exception as error:
-        raise TypeError(
-            f"hvd.ray.run: the function or its arguments cannot be pickled: {error}. Create such "
-            "objects inside the function"
-        ) from error
 
 
 def _told(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
@@ -190,29 +189,10 @@ class Place:
         """Return when the job has ended; if this actor dies, Ray tells who waits for this."""
         self._released.wait()
 
-    def call(
-        self,
-        function: bytes,
-        places: Sequence[Mapping[str, Any]],
-        secret: str,
-        name: str,
-        directory: str,
-        cores: int,
-        options: Sequence[str],
-    ) -> list[bytes] | Exception:
-        """Run the job; this is its first place."""
+    def call(self, **call: Any) -> list[bytes] | Exception:
+        """Run the job, by ``agents.call``; this is its first place."""
         try:
-            return agents.call(
-                function,
-                places,
-                secret,
-                name,
-                name="hvd.ray.run",
-                directory=directory,
-                cores=cores,
-                environment={},
-                options=options,
-            )
+            return agents.call(name="hvd.ray.run", environment={}, **call)
         except (RuntimeError, ValueError) as error:
             return error
 
@@ -274,12 +254,13 @@ def _gpus(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {host: ",".join(dict.fromkeys(held)) for host, held in found.items()}
 
 
-def _on_gpus(
-    gpus: Mapping[str, str], func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """Return what a rank calls: the function, with its host's GPUs visible."""
+def _on_gpus(gpus: Mapping[str, str], function: bytes) -> Any:
+    """What a rank calls: the pickled function, with its host's GPUs visible."""
+    import cloudpickle
+
     if held := gpus.get(socket.gethostname()):
         settings.show_gpus(held)
+    func, args, kwargs = cloudpickle.loads(function)
     return func(*args, **kwargs)
 
 
