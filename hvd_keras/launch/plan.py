@@ -62,16 +62,11 @@ class Plan:
         return "\n".join([*lines, shlex.join(self.command)])
 
 
-def memory_folder(job: str) -> str:
-    """Return the folder for the shared memory of MPI, which killed ranks cannot remove."""
-    return f"/dev/shm/hvdrun-{job}"
-
-
 def rank_environment(spec: JobSpec, size: int, directory: Path, job: str) -> dict[str, str]:
     """Return what ranks get besides what depends on their host; here, besides our environment."""
     given, own = spec.options, os.environ
     settings = horovod.settings(own) if given.horovod else {}
-    settings |= given.settings | spec.dialect.rank_settings(memory_folder(job))
+    settings |= given.settings | spec.dialect.rank_settings(worker.memory_folder(job))
     if spec.dialect.library:
         settings["HVD_MPI_LIBRARY"] = spec.dialect.library
     if given.timeline is not None:

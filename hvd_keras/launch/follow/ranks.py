@@ -95,9 +95,9 @@ class Ranks:
     @property
     def addresses(self) -> str:
         """Where the workers reach us, in the form that `connect` takes."""
-        names = [listener.getsockname() for listener in self._listeners]
-        if isinstance(names[0], str):
+        if not self.listen_at:
             return str(self.directory / SOCKET)
+        names = [listener.getsockname() for listener in self._listeners]
         return ",".join(f"{host}:{port}" for host, port in names)
 
     def open(self, start: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class Ranks:
         except (ProtocolError, StopAsyncIteration, asyncio.TimeoutError) as error:
             why = str(error)
         except OSError as error:
-            why = channel.error_text(error)
+            why = error.strerror or str(error)
         finally:
             why = peer.why or why
             peer.end(why)

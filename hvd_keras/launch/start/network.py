@@ -22,16 +22,13 @@ def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
         return [str(_interface(interface).ip)]
     others = [name for name in names if not hosts.is_here(name)] or [socket.gethostname()]
     advice = "; hvdrun needs hosts with IPv4 addresses"
+    found = set()
     with refusing(f"no route to one of {', '.join(names)}", advice):
-        return sorted({_address_towards(name) for name in others})
-
-
-def _address_towards(name: str) -> str:
-    """Return this host's address on the route to another host; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(name), 9))
-        address: str = probe.getsockname()[0]
-        return address
+        for name in others:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((socket.gethostbyname(name), 9))  # sends nothing
+                found.add(probe.getsockname()[0])
+    return sorted(found)
 
 
 def common_network(wanted: Iterable[Host]) -> str | None:
