@@ -36,10 +36,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     only. ``hvd.SyncBatchNormalization`` computes the statistics of one process.
 
     If XLA cannot compile the collectives (``libhvd_xla.so`` is missing or does not load), the
-    callback turns the model's ``jit_compile`` off and warns. Otherwise it leaves ``jit_compile``
-    alone, which Keras turns on by itself on machines with GPUs. There, compiled collectives have
-    been tested with a fake of CUDA and NCCL only (docs/gpu.md);
-    ``model.compile(jit_compile=False)`` avoids them.
+    callback turns the model's ``jit_compile`` off and warns. See docs/gpu.md for GPUs.
 
     A state that ``Checkpoint`` has restored is not overwritten, in whatever order the two callbacks
     are given.
@@ -69,7 +66,6 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         self._epoch_runs = False
 
     def set_model(self, model: Any) -> None:
-        """Turn XLA off where it cannot compile the collectives."""
         super().set_model(model)
         if model.jit_compile and (problem := libraries.why_no_xla()):
             model.jit_compile = False
@@ -99,7 +95,6 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
             fitting.forget_functions(self.model)  # they hold the old values as constants
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._epoch_runs = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

@@ -1,9 +1,11 @@
 """``Checkpoint``: saves the whole state of a training, and restores it after a restart."""
 
+import functools
 import os
 import pathlib
 import sys
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,6 @@ from hvd_keras.callbacks.base import Callback
 from hvd_keras import data
 from hvd_keras.gradients import shards, zero
 from hvd_keras.hooks import fitting, preprocessing, variables
-from hvd_keras.ops import objects
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -25,41 +26,22 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     After a crash, start the script again, unchanged: ``fit`` continues at the epoch and batch of
     the last checkpoint, or returns at once if all epochs are done. On the same number of ranks the
-    final weights are, bit for bit, those of a run without the crash.
-
-    Rank 0 writes one file per checkpoint, atomically and with a SHA-256 of its content, and then
-    removes older ones. Rank 0 alone reads, too, so the ranks need no shared file system. A damaged
-    file is reported, and the one before it is used. Only tables that are divided between ranks
-    (``hvd.layers``) and an optimizer's state in shares (``shard_state=True``) are written and read
-    by all, into and from the same folder; a training with either loads what one without has
-    written, and the other way round.
+    final weights are, bit for bit, those of a run without the crash, if the order of an epoch's
+    data depends on its number only, as that of ``hvd.data.shard`` does.
 
     Saved are weights, moving statistics, optimizer variables including the learning rate, epoch and
     batch, and the states of random generators: those of layers (dropout) and the global ones of
-    Python and NumPy. Values that differ between ranks are saved for each rank.
+    Python and NumPy. Not saved is the Python state of other callbacks, such as the patience of
+    ``EarlyStopping``. docs/checkpoints.md describes other data, restarts on another number of
+    ranks, and the files.
 
-    Data: ``hvd.data.shard`` continues with the epoch of the checkpoint. Other data must begin with
-    epoch ``initial_epoch``. The batches of that epoch that the model has seen are read and skipped.
-    Training continues exactly if the order of an epoch depends on its number only, as that of
-    ``hvd.data.shard`` does, or without shuffling; with ``dataset.repeat()`` and
-    ``steps_per_epoch``, add ``.skip(initial_epoch * steps)``. Arrays that ``fit`` shuffles get a
-    new order.
-
-    On another number of ranks, values that were equal on all ranks are restored; the generators of
-    dropout are derived from rank 0's, as ``BroadcastGlobalVariablesCallback`` does it; moving
-    statistics become their mean; the learning rate is the checkpoint's, multiplied by the change of
-    the rate that the script sets. In an interrupted epoch the rows that the ranks have seen are
-    skipped to within one step, if a rank's batch has as many rows as before. Variables of layers
-    that belong to one rank cannot be redistributed and are an error.
-
-    Not saved: the Python state of other callbacks (``EarlyStopping``'s patience and best value);
-    metrics, so those of an interrupted epoch cover its remaining batches only; TensorFlow's own
-    random generators.
+    Rank 0 alone reads and writes, so the ranks need no shared file system, except for tables that
+    are divided between ranks (``hvd.layers``) and an optimizer's state in shares
+    (``shard_state=True``), of which all write and read their parts.
 
     In ``fit``, put it after the callbacks that change the model or the optimizer. A script may pass
     one instance to several ``fit``, one after the other: started again, it returns from those that
-    were complete without training, and continues in the one that was interrupted. See
-    docs/checkpoints.md.
+    were complete without training, and continues in the one that was interrupted.
 
     Args:
         directory: the folder of the files, on rank 0; use it for one training only.
@@ -155,12 +137,10 @@ class Checkpoint(Callback):  # type: ignore[misc]
             print(f"hvd_keras: {_message(found, epochs, is_complete)}", file=sys.stderr, flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._epoch, self._batches = epoch, 0
         self._end_restart()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save, if ``save_freq`` is a number of batches."""
         before, self._batches = self._batches, batch + 1
         if self._skipping is not None:
             if self._batches >= self._skipping.batches:
@@ -175,7 +155,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._save(self._epoch, self._batches)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save."""
         if self._skipping is not None:
             expected = self._skipping.batches
             self._stop_skipping()
@@ -187,7 +166,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """End the restart, also if no epoch was left to train."""
         self._end_restart()
 
     def _stop_skipping(self) -> None:
@@ -207,75 +185,59 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 f"Checkpoint: got {own}, but {self.process_set} trains the "
                 "model. Pass the optimizer's process_set to Checkpoint."
             )
-        agree.on_all_ranks("Checkpoint", self._check_built, own)
+
+        def check_variables() -> None:
+            if not self.model.variables:
+                raise ValueError("the model has no variables. Call it once on a batch before fit.")
+
+        agree.on_all_ranks("Checkpoint", check_variables, own)
         arguments = f"keep={self.keep}, save_freq={self.save_freq!r}, restore={self.restore}"
         gathered = agree.gather_json("Checkpoint arguments", arguments, own)
         if len(set(gathered)) > 1:
             views = agree.by_rank(gathered, own)
             raise ValueError(f"Checkpoint: the ranks' arguments differ: {views}.")
 
-    def _check_built(self) -> None:
-        if not self.model.variables:
-            raise ValueError("the model has no variables. Build it first: call it once on a batch.")
-
     def _find(self) -> "_Found | None":
         """Return what rank 0 has found, on all ranks. Reads the directory once."""
         if self._initial_epoch is not None:
             return self._found
-        bad_parts: dict[str, str] = {}
+        own = self._hvd_process_set
+        damaged: dict[str, str] = {}  # what is wrong, by path
         while True:
-            content, seen = self._look_on_leader(bad_parts)
-            if seen["metadata"] is None:
-                break
-            problem = per_rank.problem_of(self.directory, seen["metadata"], self._hvd_process_set)
+            # Of values only rank 0's copy is read; the others need what describes them.
+            read = agree.on_leader("Checkpoint", functools.partial(self._read, damaged), own)
+            content, seen = read or (None, None)
+            path, metadata, stored, damaged = agree.gather_json("checkpoint found", seen, own)[0]
+            problem = per_rank.problem_of(self.directory, metadata, own)
             if problem is None:
                 break
-            bad_parts[seen["path"]] = problem
-        damaged = "; ".join(seen["damaged"])
-        if seen["damaged"] and seen["metadata"] is None:
+            damaged[path] = problem  # one more file is skipped
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in damaged.items())
+        if damaged and path is None:
             raise RuntimeError(
-                f"Checkpoint: all checkpoints are damaged: {damaged}. To train from scratch, "
+                f"Checkpoint: all checkpoints are damaged: {reasons}. To train from scratch, "
                 "delete them or pass restore=False."
             )
-        if seen["metadata"] is None:
-            self._initial_epoch = 0
-            return None
-        self._initial_epoch = seen["metadata"]["epoch"]
-        if self._hvd_process_set.rank() == 0 and damaged:
-            warnings.warn(
-                f"Checkpoint: damaged: {damaged}. Restoring {seen['path']}.", stacklevel=3
-            )
-        self._found = _Found(seen["path"], seen["metadata"], seen["stored"], content)
+        self._initial_epoch = metadata.get("epoch", 0)
+        if path is not None:
+            self._found = _Found(path, metadata, stored, content)
+        if damaged and own.rank() == 0:
+            warnings.warn(f"Checkpoint: damaged: {reasons}. Restoring {path}.", stacklevel=3)
         return self._found
 
-    def _look_on_leader(self, bad_parts: dict[str, str]) -> tuple[Any, dict[str, Any]]:
-        own = self._hvd_process_set
-        found = agree.on_leader("Checkpoint", lambda: self._look(bad_parts), own)
-        content, seen = found or (None, None)
-        return content, objects.broadcast_object(
-            seen, own.ranks[0], name="checkpoint found", process_set=own
-        )
-
-    def _look(self, bad_parts: dict[str, str]) -> tuple[storage.Content | None, dict[str, Any]]:
+    def _read(self, damaged: dict[str, str]) -> tuple[Any, Any]:
+        """Read the last intact checkpoint; return it, and what all ranks must know of it."""
         storage.remove_unfinished(self.directory)
-        per_rank.remove_others(self.directory, None, [])
-        damaged = []
-        for path in storage.files(self.directory) if self.restore else []:
-            if str(path) in bad_parts:
-                damaged.append(f"{path}: {bad_parts[str(path)]}")
-                continue
-            try:
-                content = storage.read(path)
-            except (storage.DamagedError, OSError) as error:
-                damaged.append(f"{path}: {error}")
-                continue
-            stored = [
-                (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
-                for v in content.variables
-            ]
-            seen = {"path": str(path), "metadata": content.metadata, "stored": stored}
-            return content, {**seen, "damaged": damaged}
-        return None, {"path": None, "metadata": None, "stored": None, "damaged": damaged}
+        per_rank.remove_others(self.directory)
+        found = storage.read_last(self.directory, damaged) if self.restore else None
+        if found is None:
+            return None, (None, {}, [], damaged)
+        path, content = found
+        stored = [
+            (v.path, v.value.shape[v.by_rank :], v.value.dtype.name, v.by_rank)
+            for v in content.variables
+        ]
+        return content, (str(path), content.metadata, stored, damaged)
 
     def _restore(self, found: "_Found") -> None:
         own = variables.of_training(self.model)
@@ -293,7 +255,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self.model.optimizer.learning_rate = saved * self._rate / found.metadata["rate"]
 
     def _go_on(self, found: "_Found") -> None:
-        """Lets ``fit`` and its data begin where the checkpoint was written."""
         self.model._initial_epoch = found.metadata["epoch"]
         states = found.metadata["passes"]
         if len(states) == len(self._passes):
@@ -304,7 +265,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._skipping = _Skipping(self.model, variables.of_training(self.model), batches)
 
     def _batches_seen(self, found: "_Found") -> int:
-        """Return how many batches of this epoch to skip."""
         then, batch = found.metadata["ranks"], found.metadata["batch"]
         now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
@@ -336,14 +296,16 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 f"saved after {found.metadata['batch']} batches, which steps_per_execution={calls} "
                 "does not divide"
             )
-        gathered = agree.gather_json("checkpoint fits", differences[:5], self._hvd_process_set)
-        for rank, theirs in zip(self._hvd_process_set.ranks, gathered, strict=True):
-            if theirs:
+
+        def check() -> None:
+            if differences:
                 raise ValueError(
-                    f"Checkpoint: {found.path} does not fit this model and optimizer on rank "
-                    f"{rank}: {'; '.join(theirs)}. Use another directory for this training, or "
+                    f"{found.path} does not fit this model and optimizer: "
+                    f"{'; '.join(differences[:5])}. Use another directory for this training, or "
                     "pass restore=False."
                 )
+
+        agree.on_all_ranks("Checkpoint", check, self._hvd_process_set)
 
     def _save(self, epoch: int, batch: int) -> None:
         own = variables.of_training(self.model)
@@ -377,17 +339,20 @@ class Checkpoint(Callback):  # type: ignore[misc]
         agree.on_leader("Checkpoint: cannot write", write, self._hvd_process_set)
 
 
+@dataclass
 class _Found:
-    """A checkpoint as all ranks know it; only rank 0 has the values."""
+    """A checkpoint as all ranks know it."""
 
-    def __init__(
-        self, path: str, metadata: dict[str, Any], stored: list[Any], content: Any
-    ) -> None:
-        self.path = path
-        self.metadata = metadata
-        self.stored = stored  # (path, shape, dtype, whether by rank) of each variable
-        self.content = content
-        self.tables = metadata.get("parts", {}).get("tables", {})  # of what is in other files
+    path: str
+    metadata: dict[str, Any]
+    stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
+    content: storage.Content | None  # only on rank 0
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """What is in the files of each rank."""
+        tables: dict[str, Any] = self.metadata.get("parts", {}).get("tables", {})
+        return tables
 
 
 class _Skipping:
@@ -417,18 +382,15 @@ class _Skipping:
         return {}
 
     def put_back(self) -> None:
-        """Restores the state of the checkpoint."""
         for variable, value in zip(self._own, self._values, strict=True):
             variable.assign(value)
         per_rank.set_random_state(self._random)
 
     def stop(self) -> None:
-        """Lets ``fit`` train from now on."""
         self._model.train_function = self._train_function
 
 
 def _message(found: _Found, epochs: int, is_complete: bool) -> str:
-    """Return what is said about a restart."""
     epoch, batch = found.metadata["epoch"], found.metadata["batch"]
     name = pathlib.Path(found.path).stem
     if is_complete:
@@ -452,7 +414,7 @@ def _rate(optimizer: Any) -> float | None:
 
 
 def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) -> None:
-    values = found.content.variables if process_set.rank() == 0 else [None] * len(own)
+    values = found.content.variables if found.content else [None] * len(own)
     common = []
     described = zip(own, values, found.stored, strict=True)
     for i, (variable, value, (_, shape, _, by_rank)) in enumerate(described):

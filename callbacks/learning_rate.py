@@ -23,11 +23,8 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
         self._scale: Any = None  # multiplies the momentum buffers with these ids
         self._scaled: list[int] = []
 
-    def _known_steps(self) -> int | None:
-        return self.steps_per_epoch or self.params.get("steps")
-
     def _steps(self) -> int:
-        steps = self._known_steps()
+        steps: int | None = self.steps_per_epoch or self.params.get("steps")
         if not steps:
             raise ValueError(
                 f"{type(self).__name__}: the number of batches in an epoch is unknown. Pass "
@@ -36,11 +33,9 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
         return steps
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Remembers the epoch; Keras tells only the batch's number within it."""
         self._epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the rate to ``logs["lr"]``."""
         if logs is not None:
             logs["lr"] = self._get()
 
@@ -114,7 +109,6 @@ class LearningRateScheduleCallback(_LearningRateCallback):
         self.staircase = staircase
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the rate."""
         if self._epoch < self.start_epoch:
             return
         if self.end_epoch is not None and self._epoch >= self.end_epoch:
@@ -174,7 +168,6 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         self._ends = False  # whether warm-up ends in this epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Set the rate of the next batches."""
         seen = self._seen(batch)
         length = self.warmup_steps or self.warmup_epochs * self._steps()
         if seen >= length:
@@ -187,7 +180,6 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         self._ends = done == 1.0
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, and print the end of warm-up."""
         super().on_epoch_end(epoch, logs)
         if self._ends and self.verbose > 0 and self.process_set.rank() == 0:
             print(f"Epoch {epoch + 1}: learning rate is {self._get():g}, warm-up is over.")
@@ -195,21 +187,19 @@ class LearningRateWarmupCallback(_LearningRateCallback):
 
     def _seen(self, batch: int) -> int:
         """Return the number of batches before this one, over all epochs."""
-        if self.warmup_steps is None or self._known_steps():
+        if self.warmup_steps is None or self.steps_per_epoch or self.params.get("steps"):
             return self._epoch * self._steps() + batch
         # Not ``iterations``, which counts updates if gradients are accumulated.
         return int(model_ranks.innermost(self.model.optimizer)._iterations)
 
 
 def _scaling(buffers: list[Any]) -> Any:
-    """Return a function of a number that multiplies variables by it, in one call of TensorFlow."""
-
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def scale(factor: tf.Tensor) -> None:
         for buffer in buffers:
             buffer.assign(buffer * tf.cast(factor, buffer.dtype))
 
-    return scale
+    # One call for all buffers: during warm-up the rate changes in every batch.
+    return tf.function(scale, autograph=False)
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:

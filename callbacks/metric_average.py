@@ -53,12 +53,10 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         self._warned: set[str] = set()
 
     def set_model(self, model: Any) -> None:
-        """Called by Keras at the start of ``fit``, and of ``evaluate`` outside of ``fit``."""
         super().set_model(model)
         self._in_epoch = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         self._in_epoch = True
         self._states = {}
 
@@ -80,7 +78,6 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
             self._states["val_"] = metric_states.states(self.model)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Change ``logs`` in place."""
         self._in_epoch = False
         if self.process_set.size() == 1:
             return
@@ -131,6 +128,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         def result_of_all_ranks(logs: Any) -> dict[str, Any]:
             put_back()
             reduced = metric_states.numbers(result(logs))
+            # The other ranks come here, too: each evaluates with this callback.
             self._states = {"": metric_states.states(model)}
             self._reduce(reduced)
             return reduced

@@ -62,19 +62,16 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._samples_per_step: float | None = None
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Replace the ``verbose`` of ``fit`` by this callback's."""
         verbose = self._verbose or (1 if sys.stdout.isatty() else 2)
         # Keras has called set_model before, so process_set is known.
         super().set_params({**params, "verbose": verbose if self.process_set.rank() == 0 else 0})
         self._steps = params["steps"]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         super().on_train_begin(logs)
         self._samples_per_step = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Start the clock."""
         self.target = self._steps  # if it is unknown, Keras would keep that of the first epoch
         self._samples = None
         self._reset_progbar()
@@ -84,7 +81,6 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         self._start = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Move the bar."""
         if self._steps is not None:
             batch = min(batch, self._steps - 1)  # steps_per_execution may overshoot
         if self._samples_per_step is not None:
@@ -101,7 +97,6 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
         super().on_test_begin(logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Add up the ranks' samples, and show the epoch."""
         self._end_of_training()
         (samples,) = ops.reduce_tensors(
             [np.float64(self._samples)],

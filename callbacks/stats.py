@@ -33,13 +33,11 @@ class StatsLogger(Callback):  # type: ignore[misc]
         self._before: dict[str, float] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         if self.process_set.rank() == 0:
             self._writer = tf.summary.create_file_writer(self._log_dir)
             self._before = _numbers(observe.stats())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         if self._writer is None:
             return
         numbers = _numbers(observe.stats())
@@ -55,7 +53,6 @@ class StatsLogger(Callback):  # type: ignore[misc]
         self._before = numbers
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Called by Keras."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

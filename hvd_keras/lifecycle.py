@@ -18,8 +18,16 @@ import tensorflow as tf
 from hvd_keras import observe
 from hvd_keras.hooks import patches
 from hvd_keras.ops import gradients
-from hvd_keras.postmortem import flight
-from hvd_keras.runtime import exit_codes, gpu, libraries, log, mpi_library, rank_info, settings
+from hvd_keras.runtime import (
+    exit_codes,
+    flight,
+    gpu,
+    libraries,
+    log,
+    mpi_library,
+    rank_info,
+    settings,
+)
 from hvd_keras.runtime.process_sets import (
     ProcessSet,
     add_process_set,

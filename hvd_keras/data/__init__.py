@@ -211,11 +211,7 @@ def passes_of(dataset: Any) -> list[Passes]:
 
 
 def check_passes(dataset: Any, process_set: ProcessSet) -> None:
-    """Compare how many passes the ranks have begun over the data of a ``fit``.
-
-    Raises:
-        ValueError: (on every rank) their orders differ.
-    """
+    """Raise ValueError on all ranks if they have begun different numbers of shuffled passes."""
     passes = [one for one in passes_of(dataset) if one.is_shuffled]
     if not passes:
         return
@@ -229,11 +225,7 @@ def check_passes(dataset: Any, process_set: ProcessSet) -> None:
 
 
 def adapt_fit(arguments: dict[str, Any]) -> None:
-    """Change arguments of ``fit`` whose defaults are for arrays, if x comes from ``shard``.
-
-    Raises:
-        ValueError: ``validation_split`` is given.
-    """
+    """Change arguments of ``fit`` whose defaults are for arrays, if x comes from ``shard``."""
     if not passes_of(arguments.get("x")):
         return
     arguments.setdefault("shuffle", False)  # Keras warns that it does not shuffle a dataset

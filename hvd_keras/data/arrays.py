@@ -70,16 +70,9 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
         )
         return [*(part[numbers % real] for part in parts), weights]
 
-    return _read_by(
-        read,
-        spec,
-        length,
-        batch_size,
-        max(1, getattr(source, "workers", 1)),
-        split,
-        f"sample {digest(y_of(first))}",
-        bool(shuffle),
-    )
+    workers = max(1, getattr(source, "workers", 1))
+    description = f"sample {digest(y_of(first))}"
+    return _read_by(read, spec, length, batch_size, workers, split, description, bool(shuffle))
 
 
 def number_of_batches(source: Any) -> int | None:

@@ -5,6 +5,7 @@ length are counted before training: if Keras found the end itself, it would alre
 step, and some of the ranks might have counted it in ``optimizer.iterations``.
 """
 
+import collections
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -97,15 +98,9 @@ def of_dataset(
 def _mine(
     source: Any, number: int, wanted: int, split: Split, first: Any = None
 ) -> tf.data.Dataset:
-    """Return every size-th element of a dataset.
+    """Return ``wanted`` elements for this rank, every size-th of the source's ``number``.
 
-    Args:
-        source: a dataset of ``number`` elements.
-        number: the number of elements.
-        wanted: the number of elements for this rank; if there are fewer, copies of the first
-            element of the source are added.
-        split: this rank's part.
-        first: a batch that begins with the first element.
+    If these are fewer, copies of the first element of ``first``, a batch, are added.
     """
     mine = source.shard(split.size, split.rank)
     own = (number - split.rank + split.size - 1) // split.size
@@ -127,8 +122,7 @@ def _first(source: Any) -> Any:
     elements = iter(source)
     first = next(elements, None)
     if _has_cache(source):
-        for _ in elements:
-            pass
+        collections.deque(elements, maxlen=0)
     return first
 
 
@@ -154,13 +148,10 @@ def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.d
 def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
     """Return this rank's batch of one step, if any. ``Split.of_batches`` mirrors this.
 
-    Args:
-        group: the batches of a step, one per rank; fewer at the end.
-        batch_size: the number of rows of the largest batch.
-        split: this rank's part.
+    ``group`` has the batches of the step, one per rank; fewer at the end.
     """
     group = tf.data.Dataset.zip(group)
-    counts = _map(group, _rows).batch(split.size).get_single_element()
+    counts = _apply(group.map, group, _rows).batch(split.size).get_single_element()
     rows = tf.reduce_sum(counts)
     even = (tf.size(counts) == split.size) & tf.reduce_all(counts == counts[0])
     if split.uneven != "share":
@@ -174,11 +165,7 @@ def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
 
 
 def _is_batched(source: Any) -> bool:
-    """Whether the elements are batches.
-
-    Raises:
-        ValueError: it cannot be determined.
-    """
+    """Whether the elements are batches. Raises ValueError if nothing shows it."""
     shapes = [spec.shape for spec in tf.nest.flatten(source.element_spec)]
     first = {None if shape.rank is None else [*shape.as_list(), "scalar"][0] for shape in shapes}
     if len(first) > 1 or "scalar" in first:
@@ -195,6 +182,7 @@ def _is_batched(source: Any) -> bool:
 
 def _makes_batches(node: Any) -> bool | None:
     """Whether a dataset yields batches, judged by how it was made; None if unknown."""
+    # Shapes cannot tell: rows of shape [32, 3] and batches of 32 rows of shape [3] look alike.
     kind, inputs = _kind(node), node._inputs()
     if kind in _BATCHING:
         return True
@@ -216,11 +204,7 @@ def _makes_batches(node: Any) -> bool | None:
 
 
 def _seeds(source: Any, alone: bool) -> list[tuple[int, int]]:
-    """Return the seeds with which the dataset shuffles.
-
-    Raises:
-        ValueError: the order would differ by rank.
-    """
+    """Return the seeds with which the dataset shuffles; without any, the order differs by rank."""
     _check_names()
     made_of = list(nodes(source))
     shuffles = [node for node in made_of if _kind(node) in ("Shuffle", "Random")]
@@ -263,7 +247,7 @@ def _length(source: Any) -> int:
 def _read_counts(source: Any, count: Callable[[Any], Any]) -> list[int]:
     counts: list[int] = []
     asked = time.monotonic()
-    for part in _map(source, count).batch(256):
+    for part in _apply(source.map, source, count).batch(256):
         counts += part.numpy().tolist()
         if time.monotonic() - asked > _WARNING_SECONDS:
             log.logger.warning(
@@ -294,13 +278,7 @@ def _rows(batch: Any) -> Any:
 
 
 def _batch(rows: Any, batch_size: Any, whole: bool) -> tf.data.Dataset:
-    """Batches rows of former batches; pads them again if those may have been padded.
-
-    Args:
-        rows: a dataset of rows.
-        batch_size: rows per batch.
-        whole: whether all batches are full; then their shape is static.
-    """
+    """Batch rows of former batches; pad them again if those may have been padded."""
     specs = tf.nest.flatten(rows.element_spec)
     dense = all(isinstance(spec, tf.TensorSpec) and spec.shape.rank is not None for spec in specs)
     if dense and not all(spec.shape.is_fully_defined() for spec in specs):
@@ -308,12 +286,8 @@ def _batch(rows: Any, batch_size: Any, whole: bool) -> tf.data.Dataset:
     return rows.batch(batch_size, drop_remainder=whole)
 
 
-def _map(dataset: Any, function: Callable[[Any], Any]) -> Any:
-    """``dataset.map`` that passes a tuple as one argument."""
-    return _apply(dataset.map, dataset, function)
-
-
 def _apply(method: Any, dataset: Any, function: Callable[[Any], Any]) -> Any:
+    """Call a method such as ``dataset.map``; ``function`` gets a tuple as one argument."""
     is_tuple = isinstance(dataset.element_spec, tuple)
     return method(lambda *parts: function(parts if is_tuple else parts[0]))
 
@@ -327,11 +301,7 @@ def nodes(source: Any) -> Iterator[Any]:
 
 @functools.cache
 def _check_names() -> None:
-    """Check that TensorFlow shows how a dataset was made: an order that differs would go unseen.
-
-    Raises:
-        RuntimeError: it does not.
-    """
+    """Check that TensorFlow shows how a dataset was made: an order that differs would go unseen."""
     made = tf.data.Dataset.range(1).shuffle(1, seed=1).map(lambda x: x, 1, deterministic=False)
     (shuffled,) = made._inputs()
     if (_kind(shuffled), int(shuffled._seed2), made._deterministic) != ("Shuffle", 1, "false"):

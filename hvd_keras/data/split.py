@@ -11,15 +11,9 @@ MODES = ("share", "pad", "trim", "error")
 
 @dataclass(frozen=True)
 class Split:
-    """This rank's part of each step.
+    """This rank's part of each step; ``uneven`` and ``evaluation`` as in ``hvd.data.shard``."""
 
-    Args:
-        rank, size: this rank within the process set, and the number of its ranks.
-        uneven: one of ``MODES``, see ``hvd.data.shard``.
-        evaluation: "pad" gives all real rows the same weight, see ``hvd.data.shard``.
-    """
-
-    rank: int
+    rank: int  # within the process set of ``size`` ranks
     size: int
     uneven: str
     evaluation: bool
@@ -42,11 +36,7 @@ class Split:
     def of_batches(self, counts: list[int], batch_size: int) -> tuple[int, int]:
         """Return the numbers of steps and of rows left out, if ``size`` batches make a step.
 
-        Not for "pad", which forms its own batches.
-
-        Args:
-            counts: the rows of each batch.
-            batch_size: the largest of ``counts``.
+        ``counts`` are the rows of each batch. Not for "pad", which forms its own batches.
         """
         steps = left_out = 0
         for start in range(0, len(counts), self.size):
@@ -63,14 +53,10 @@ class Split:
     def weight(self, rows: Any, length: int, batch_size: int) -> Any:
         """Return the factor by which "pad" multiplies the weights of real rows.
 
-        Keras divides a rank's weighted sum by ``batch_size``, and the ranks' mean divides by
-        ``size``. One process would divide by ``rows``.
-
-        Args:
-            rows: the number of real rows in the step, over all ranks; a number or a tensor.
-            length: the number of rows in the pass.
-            batch_size: rows per rank and step.
+        ``rows``, a number or a tensor, are the real ones of the step, over all ranks.
         """
+        # Keras divides a rank's weighted sum by batch_size, and the ranks' mean divides by size.
+        # One process would divide by rows.
         global_batch = self.size * batch_size
         if self.evaluation:
             return self.steps(length, batch_size) * global_batch / length
@@ -79,20 +65,13 @@ class Split:
 
 @dataclass
 class Passes:
-    """Numbers the passes over a sharded source; the number decides the order.
-
-    Attributes:
-        next: the number of the next pass.
-        shuffling: the source, if it shuffles itself: then its order depends on how often it was
-            begun. Otherwise None.
-        is_shuffled: whether passes have different orders.
-        begun: how many passes were begun in this process, and in those that it continues.
-    """
+    """Numbers the passes over a sharded source; the number decides the order."""
 
     next: int
+    # The source, if it shuffles itself: then its order depends on how often it was begun.
     shuffling: tf.data.Dataset | None
-    is_shuffled: bool
-    begun: int = 0
+    is_shuffled: bool  # whether passes have different orders
+    begun: int = 0  # in this process, and in those that it continues
 
     def begin(self) -> int:
         """Return the number of a pass that begins."""
@@ -115,26 +94,15 @@ class Passes:
 
 @dataclass
 class Source:
-    """An opened source of ``hvd.data.shard``.
+    """An opened source of ``hvd.data.shard``."""
 
-    Attributes:
-        spec: a type specification for each part of a row; lists are tuples.
-        length: the number of rows, over all ranks.
-        batch_size: rows per rank and step.
-        steps: the number of steps in a pass.
-        left_out: the number of rows that no rank gets.
-        description: what else must be equal on all ranks, as text.
-        is_shuffled: whether each pass has another order.
-        batches: makes this rank's dataset of batches from the epoch's number, a scalar int64
-            tensor; for "pad", of pairs (batch, weights), where weights are float32 of shape
-            [batch_size] and 0 for padding.
-    """
-
-    spec: Any
-    length: int
-    batch_size: int
-    steps: int
-    left_out: int
-    description: str
+    spec: Any  # a type specification for each part of a row; lists are tuples
+    length: int  # rows over all ranks
+    batch_size: int  # rows per rank and step
+    steps: int  # in a pass
+    left_out: int  # rows that no rank gets
+    description: str  # what else must be equal on all ranks
     is_shuffled: bool
+    # Makes this rank's batches of the epoch of this number, a scalar int64 tensor; for "pad", pairs
+    # (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.
     batches: Callable[[tf.Tensor], tf.data.Dataset]

@@ -12,7 +12,6 @@ Horovod's names have Horovod's arguments and meaning there; docs/migrating.md li
 
 import importlib
 import importlib.util
-import pathlib
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -20,10 +19,8 @@ from typing import Any
 
 import hvd_keras
 from hvd_keras.horovod import names
+from hvd_keras.launch.horovod import PATH
 from hvd_keras.runtime import settings
-
-#: The folder that holds the package ``horovod``.
-PATH = str(pathlib.Path(__file__).parent / "path")
 
 
 def install() -> None:

@@ -4,13 +4,13 @@ import functools
 import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 from packaging import version
 
 import hvd_keras
-from hvd_keras import lifecycle, ops
+from hvd_keras import lifecycle
 from hvd_keras.gradients import missing_calls
 from hvd_keras.ops import ReduceOp, without_data
 from hvd_keras.ops.reduction import chosen
@@ -49,11 +49,7 @@ class ProcessSet(own.ProcessSet):
         self._number, self._horovod_number = number, None if number is None else free
 
     def id(self) -> int:
-        """Return the number of the set in hvd_keras.
-
-        Raises:
-            ValueError: the set was not added, or was removed.
-        """
+        """Return the number of the set in hvd_keras."""
         if self._number is None or self not in own.added():
             raise ValueError(f"{self} was not added, or was removed.")
         return self._number
@@ -67,11 +63,7 @@ class ProcessSet(own.ProcessSet):
         return None if self.process_set_id is None else super().included()
 
     def rank(self) -> int | None:  # type: ignore[override]
-        """This process's rank within the set; None if the set was not added.
-
-        Raises:
-            ValueError: this process is not in the set.
-        """
+        """This process's rank within the set; None if the set was not added."""
         return None if self.process_set_id is None else super().rank()
 
     def __repr__(self) -> str:
@@ -97,11 +89,7 @@ global_process_set: ProcessSet = _AllRanks()
 
 
 def add_process_set(process_set: Any) -> own.ProcessSet:
-    """``hvd_keras.add_process_set``.
-
-    Raises:
-        As ``hvd_keras.add_process_set``.
-    """
+    """``hvd_keras.add_process_set``."""
     return own.add_process_set(as_process_set(process_set))
 
 
@@ -111,64 +99,34 @@ def as_process_set(given: Any) -> Any:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """``hvd_keras.remove_process_set``; of the set of all ranks False, not an error.
-
-    Args:
-        process_set: one that was added.
-
-    Returns:
-        Whether there was such a set, and it was removed.
-
-    Raises:
-        ValueError: the ranks name different sets; on every rank.
-    """
+    """``hvd_keras.remove_process_set``; False for the set of all ranks, instead of an error."""
     if process_set.process_set_id == 0:
         return False
     return own.remove_process_set(process_set)
 
 
-def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """``hvd_keras.size_op`` of the set that has this number now.
+def _by_number() -> dict[int | None, own.ProcessSet]:
+    return {one.process_set_id: one for one in own.added()}
 
-    Raises:
-        As ``hvd_keras.size_op``.
-    """
+
+def _number(process_set_id: int) -> int:
+    """Return hvd_keras's number of the set that has this one now."""
+    found = _by_number().get(process_set_id)
+    return process_set_id if found is None else found.id()
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
+    """``hvd_keras.size_op`` of the set that has this number now."""
     return without_data.size_op(_number(process_set_id), name)
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """``hvd_keras.process_set_included_op`` of the set that has this number now.
-
-    Raises:
-        As ``hvd_keras.process_set_included_op``.
-    """
+    """``hvd_keras.process_set_included_op`` of the set that has this number now."""
     return without_data.process_set_included_op(_number(process_set_id), name)
 
 
-def _number(process_set_id: int) -> int:
-    for process_set in own.added():
-        if process_set.process_set_id == process_set_id:
-            return process_set.id()
-    return process_set_id
-
-
-# What the job's functions are called in hvd_keras, too.
-_SAME = (
-    "shutdown is_initialized rank size local_rank local_size cross_rank cross_size is_homogeneous "
-    "start_timeline stop_timeline mpi_threads_supported mpi_enabled mpi_built gloo_enabled "
-    "gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built"
-)
-
-
 def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> None:
-    """``hvd_keras.init``; rank 0 says once whom the program has met.
-
-    Args:
-        comm, process_sets: as in ``hvd_keras.init``.
-
-    Raises:
-        As ``hvd_keras.init``.
-    """
+    """``hvd_keras.init``; rank 0 says once that this is not Horovod."""
     if process_sets is not None and not isinstance(process_sets, str):
         process_sets = [as_process_set(given) for given in process_sets]
     lifecycle.init(comm, process_sets)
@@ -189,70 +147,27 @@ def _tell() -> None:
 
 
 class HorovodBasics:
-    """What Horovod's modules ask about the job.
+    """What Horovod's modules ask about the job: the functions of hvd_keras.
 
     Args:
-        pkg_path, args: not needed: there is one library.
+        pkg_path, args: accepted for Horovod's scripts: one library exists.
     """
-
-    Average, Sum, Adasum = ops.Average, ops.Sum, ops.Adasum
-    Min, Max, Product = ops.Min, ops.Max, ops.Product
 
     init = staticmethod(init)
 
     def __init__(self, pkg_path: str = "", *args: Any) -> None:
         pass
 
-    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(hvd_keras, name)
+
+    # Horovod's own tests ask this to see which process sets exist.
+    def _get_process_set_ids_and_ranks(self) -> dict[int | None, list[int]]:
         rank_info.rank()  # raises before init()
-        return {one.process_set_id: one.ranks for one in own.added()}  # type: ignore[misc]
+        return {number: one.ranks for number, one in _by_number().items()}
 
-    def _process_set_rank(self, process_set_id: int) -> int:
-        return _added(process_set_id).rank()
-
-    def _process_set_size(self, process_set_id: int) -> int:
-        return len(_added(process_set_id).ranks)
-
-    def _comm_process_set_id(self, comm: Any) -> int:
-        ranks = ProcessSet(comm).ranks
-        for one in own.added():
-            if one.ranks == ranks:
-                return one.process_set_id  # type: ignore[return-value]
-        raise ValueError(f"got a communicator of ranks {ranks}, expected one of a process set.")
-
-    def _add_process_set_impl(self, ranks: Sequence[int]) -> int | None:
-        if sorted(ranks) in (one.ranks for one in own.added()):
-            return None
-        return add_process_set(ranks).process_set_id
-
-    def _remove_process_set_impl(self, process_set_id: int) -> int | None:
-        if process_set_id == 0 or process_set_id not in self._get_process_set_ids_and_ranks():
-            return None
-        own.remove_process_set(_added(process_set_id))
-        return process_set_id
-
-
-def _added(process_set_id: int) -> own.ProcessSet:
-    """Return the process set with this number.
-
-    Raises:
-        ValueError: there is none.
-    """
-    numbers = {one.process_set_id: one for one in own.added()}
-    if process_set_id not in numbers:
-        raise ValueError(
-            f"got process set {process_set_id}, expected one that was added: {[*numbers]}."
-        )
-    return numbers[process_set_id]
-
-
-for _name in _SAME.split():
-    setattr(HorovodBasics, _name, staticmethod(getattr(hvd_keras, _name)))
 
 _basics = HorovodBasics()
-
-
-_Result = TypeVar("_Result")
 
 
 class HorovodInternalError(RuntimeError):
@@ -260,11 +175,7 @@ class HorovodInternalError(RuntimeError):
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 (Horovod's name)
-    """Horovod's signal that hosts were added or removed. hvd_keras starts the job again instead.
-
-    Args:
-        skip_sync: whether the state needs no broadcast.
-    """
+    """Horovod's signal that hosts were added or removed. hvd_keras starts the job again instead."""
 
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__()
@@ -276,12 +187,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:
-    """Raise ImportError unless a framework is supported.
-
-    Args:
-        ext_name: such as "horovod.tensorflow".
-        ext_env_var, pkg_path, args: not needed.
-    """
+    """Raise ImportError unless a framework, such as "horovod.tensorflow", is supported."""
     if not extension_available(ext_name.rpartition(".")[2]):
         raise ImportError(
             f"{ext_name} is not available: hvd_keras has horovod.tensorflow and .keras."
@@ -315,40 +221,25 @@ def split_list(items: Sequence[Any], parts: int) -> list[Sequence[Any]]:
     return [items[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _question(function: Callable[[], _Result]) -> Callable[..., _Result]:
-    """Return a function about the build, as ``horovod.common.util`` has it: with an argument."""
-
-    @functools.wraps(function)
-    def ask(verbose: bool = False) -> _Result:
-        return function()
-
-    return ask
+def _built(name: str) -> Callable[..., Any]:
+    function = getattr(hvd_keras, name)
+    return lambda verbose=False: function()
 
 
-mpi_built = _question(hvd_keras.mpi_built)
-gloo_built = _question(hvd_keras.gloo_built)
-nccl_built = _question(hvd_keras.nccl_built)
-ddl_built = _question(hvd_keras.ddl_built)
-ccl_built = _question(hvd_keras.ccl_built)
+# In ``horovod.common.util`` these have an argument.
+mpi_built, gloo_built, nccl_built = map(_built, ("mpi_built", "gloo_built", "nccl_built"))
+ddl_built, ccl_built = map(_built, ("ddl_built", "ccl_built"))
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether a version such as "2.21.0" is not before another.
-
-    Raises:
-        ValueError: one of them is no text.
-    """
+    """Whether a version such as "2.21.0" is not before another."""
     if not isinstance(ver, str) or not isinstance(target, str):
         raise ValueError(f"got {ver!r} and {target!r}, expected versions such as '2.21.0'.")
     return version.parse(ver) >= version.parse(target)
 
 
 def handle_average_backwards_compatibility(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Return the operation that the two arguments of ``allreduce`` stand for.
-
-    Raises:
-        ValueError: both are given.
-    """
+    """Return the operation that the two arguments of ``allreduce`` stand for."""
     return chosen(average, op)
 
 

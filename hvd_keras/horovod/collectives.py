@@ -1,9 +1,8 @@
 """What ``horovod.tensorflow`` has for tensors, variables and objects, where hvd_keras differs.
 
 A rank outside of the process set gets TensorFlow's error. Averages and scale factors of integers
-are computed in float64 and truncated; averages of sparse ones are floating-point numbers. The
-gradients of allgather, broadcast and reducescatter are those of the mean of the ranks' losses, not
-of their sum.
+are truncated. The gradients of allgather, broadcast and reducescatter are those of the mean of the
+ranks' losses, not of their sum.
 """
 
 import functools
@@ -46,13 +45,8 @@ def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
     return identity(tensor)
 
 
-def _adapted(function: _Function, gradient: Callable[[int], float] | None = None) -> _Function:
-    """Return the function, which raises ``InvalidArgumentError`` outside of its process set.
-
-    Args:
-        function: of hvd_keras, with an argument ``process_set``.
-        gradient: the factor of the results' gradients, by the number of ranks. Default: none.
-    """
+def _adapted(function: _Function, averages_gradients: bool = False) -> _Function:
+    """Return a function of hvd_keras, which raises Horovod's error outside of its process set."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -62,46 +56,45 @@ def _adapted(function: _Function, gradient: Callable[[int], float] | None = None
         process_set = given.arguments["process_set"]
         check_included(function.__name__, process_set)
         results = function(*args, **kwargs)
-        if gradient is None:
-            return results
-        factor = gradient(process_set.size())
+        # hvd_keras's gradients are those of the sum of the ranks' losses.
+        factor = 1 / process_set.size() if averages_gradients else 1.0
         return tf.nest.map_structure(lambda x: _with_gradient_times(factor, x), results)
 
     return call  # type: ignore[return-value]
 
 
 def in_order(
-    function: Callable[..., Any], names: str, call: Callable[[Any, dict[str, Any]], Any]
-) -> Callable[..., Any]:
-    """Return a function whose arguments are some of another one's, in another order.
+    names: str, like: Callable[..., Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function: it takes these arguments, in this order, and gets them by name.
 
     Args:
-        function: the other one, whose defaults and docstring it has.
-        names: the arguments, separated by spaces; the first has no default.
-        call: calls ``function`` with the value of the first, and what else was given.
+        names: separated by spaces. The first is required.
+        like: the function that has the defaults; None is that of arguments that it lacks.
     """
-    known = inspect.signature(function).parameters
+    known = inspect.signature(like).parameters
     first, *others = names.split()
-    tensor = inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    signature = inspect.Signature([tensor, *(known[name] for name in others)])
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(first, positional)]
+    for name in others:
+        default = known[name].default if name in known else None
+        parameters.append(inspect.Parameter(name, positional, default=default))
+    signature = inspect.Signature(parameters)
 
-    @functools.wraps(function)
-    def reordered(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        return call(given.pop(first), given)
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(**signature.bind(*args, **kwargs).arguments)
 
-    reordered.__signature__ = signature  # type: ignore[attr-defined]
-    return reordered
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
 
-
-def _mean(size: int) -> float:
-    """Return the factor that makes of the sum of the ranks' losses their mean."""
-    return 1 / size
+    return decorate
 
 
-allgather = _adapted(ops.allgather, _mean)
-grouped_allgather = _adapted(ops.grouped_allgather, _mean)
-broadcast = _adapted(ops.broadcast, _mean)
+allgather = _adapted(ops.allgather, averages_gradients=True)
+grouped_allgather = _adapted(ops.grouped_allgather, averages_gradients=True)
+broadcast = _adapted(ops.broadcast, averages_gradients=True)
 alltoall = _adapted(ops.alltoall)
 broadcast_variables = _adapted(_broadcast_variables)
 broadcast_object = _adapted(objects.broadcast_object)
@@ -114,27 +107,6 @@ def broadcast_object_fn(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
     """As in hvd_keras."""
     given = inspect.signature(objects.broadcast_object_fn).bind(*args, **kwargs).arguments
     return functools.partial(broadcast_object, **given)
-
-
-def _allreduce(
-    tensor: Any,
-    name: str | None = None,
-    op: ops.ReduceOp = ops.Sum,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    ignore_name_scope: bool = False,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
-    """Return what Horovod's ``allreduce`` calls, and programs call, too: its default is the sum."""
-    return allreduce(
-        tensor,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        name=name,
-        process_set=process_set,
-        ignore_name_scope=ignore_name_scope,
-    )
 
 
 def grouped_allreduce(
@@ -167,51 +139,40 @@ def grouped_allreduce(
                     f"hvd.allreduce: got tf.IndexedSlices with op=hvd.{reduction.value}, expected "
                     "hvd.Average or hvd.Sum. Use tf.convert_to_tensor first."
                 )
-        rounds = reduction is ops.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
-        integers = [i for i, x in enumerate(tensors) if rounds and _is_integer(x)]
-    options: dict[str, Any] = {
-        "device_dense": device_dense,
-        "device_sparse": device_sparse,
-        "compression": compression,
-        "process_set": process_set,
-        "ignore_name_scope": ignore_name_scope,
-    }
-    others = [i for i in range(len(tensors)) if i not in integers]
-    results = list(tensors)
-    if others:
-        reduced = ops.grouped_allreduce(
-            [tensors[i] for i in others],
-            op=reduction,
-            prescale_factor=prescale_factor,
-            postscale_factor=postscale_factor,
+        integers = [_is_integer(tensor) for tensor in tensors]
+
+    def reduce(tensors: Sequence[Any], **scaling: Any) -> list[Any]:
+        return ops.grouped_allreduce(
+            tensors,
             name=name,
-            **options,
+            device_dense=device_dense,
+            device_sparse=device_sparse,
+            compression=compression,
+            process_set=process_set,
+            ignore_name_scope=ignore_name_scope,
+            **scaling,
         )
-        for i, value in zip(others, reduced, strict=True):
-            results[i] = value
-    if integers:
-        sums = ops.grouped_allreduce(
-            [_truncated(tensors[i], prescale_factor) for i in integers],
-            op=ops.Sum if reduction is ops.Average else reduction,
-            name=name if name is None or not others else f"{name}.integers",
-            **options,
-        )
-        divisor = process_set.size() if reduction is ops.Average else 1
-        for i, value in zip(integers, sums, strict=True):
-            if divisor > 1 and isinstance(value, tf.IndexedSlices):  # Horovod truncates others only
-                value = tf.IndexedSlices(value.values / divisor, value.indices, value.dense_shape)
-                results[i] = _truncated(value, postscale_factor)
-            else:
-                results[i] = _truncated(value, postscale_factor, divisor)
-    return results
+
+    factors = prescale_factor, postscale_factor
+    return _scaled(reduce, tensors, any(integers), reduction, factors, process_set)
 
 
-allreduce = in_order(
-    grouped_allreduce,
+@in_order(
     "tensor average device_dense device_sparse compression op prescale_factor postscale_factor "
     "name process_set ignore_name_scope",
-    lambda tensor, given: grouped_allreduce([tensor], **given)[0],
+    like=grouped_allreduce,
 )
+def allreduce(tensor: Any, **given: Any) -> Any:
+    """``grouped_allreduce`` of one tensor."""
+    return grouped_allreduce([tensor], **given)[0]
+
+
+@in_order(
+    "tensor name op prescale_factor postscale_factor ignore_name_scope process_set", like=allreduce
+)
+def _allreduce(tensor: Any, op: ops.ReduceOp = ops.Sum, **given: Any) -> Any:
+    """Return what Horovod's ``allreduce`` calls, and programs call, too: its default is the sum."""
+    return allreduce(tensor, op=op, **given)
 
 
 def broadcast_(
@@ -220,20 +181,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
-    """Assign the root's values to the variables of every rank, in place.
-
-    Args:
-        variables: in the same order on all ranks.
-        root_rank: the rank whose values all get.
-        name: not needed.
-        process_set: the ranks that take part.
-
-    Returns:
-        The variables' new values.
-
-    Raises:
-        As ``hvd_keras.broadcast_variables``.
-    """
+    """As ``hvd_keras.broadcast_variables``; returns the variables' new values."""
     del name
     variables = list(variables)
     assignment = _broadcast_variables(variables, root_rank, process_set)
@@ -259,30 +207,52 @@ def grouped_reducescatter(
         As ``hvd_keras.grouped_reducescatter`` besides.
     """
     check_included("reducescatter", process_set)
-    size = process_set.size()
-    rounds = op is ops.Average or (prescale_factor, postscale_factor) != (1.0, 1.0)
     with validate.on_all_ranks("reducescatter", name or "unnamed", process_set):
-        integers = [rounds and _is_integer(x) for x in tensors]
-    if not any(integers):
-        values = ops.grouped_reducescatter(
-            *(tensors, device_dense, compression, op, process_set),
-            *(prescale_factor, postscale_factor, name, ignore_name_scope),
+        integers = [_is_integer(tensor) for tensor in tensors]
+
+    def reduce(tensors: Sequence[Any], **scaling: Any) -> list[Any]:
+        return ops.grouped_reducescatter(
+            tensors,
+            device_dense,
+            compression,
+            process_set=process_set,
+            name=name,
+            ignore_name_scope=ignore_name_scope,
+            **scaling,
         )
-        return [_with_gradient_times(size, x) for x in values]
-    # One request for all, so a group that mixes dtypes does all of its scaling outside.
-    kind = ops.Sum if op is ops.Average else op
-    mine = [_truncated(x, prescale_factor) for x in tensors]
-    sums = ops.grouped_reducescatter(mine, device_dense, compression, kind, process_set, name=name)
-    divisor = size if op is ops.Average else 1
-    return [_with_gradient_times(size, _truncated(x, postscale_factor, divisor)) for x in sums]
+
+    factors = prescale_factor, postscale_factor
+    results = _scaled(reduce, tensors, any(integers), op, factors, process_set)
+    return [_with_gradient_times(process_set.size(), x) for x in results]
 
 
-reducescatter = in_order(
-    grouped_reducescatter,
+@in_order(
     "tensor device_dense compression op name process_set ignore_name_scope prescale_factor "
     "postscale_factor",
-    lambda tensor, given: grouped_reducescatter([tensor], **given)[0],
+    like=grouped_reducescatter,
 )
+def reducescatter(tensor: Any, **given: Any) -> Any:
+    """``grouped_reducescatter`` of one tensor."""
+    return grouped_reducescatter([tensor], **given)[0]
+
+
+def _scaled(
+    reduce: Callable[..., list[Any]],
+    tensors: Sequence[Any],
+    has_integers: bool,
+    op: ops.ReduceOp,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+) -> list[Any]:
+    """Return ``reduce(tensors)``; averages and scale factors of integers are truncated."""
+    before, after = factors
+    if not has_integers or (op is not ops.Average and factors == (1.0, 1.0)):
+        return reduce(tensors, op=op, prescale_factor=before, postscale_factor=after)
+    # hvd_keras refuses these, so this scales the whole group, which is one request.
+    divisor = process_set.size() if op is ops.Average else 1
+    kind = ops.Sum if op is ops.Average else op
+    sums = reduce([_truncated(x, before) for x in tensors], op=kind)
+    return [_truncated(x, after, divisor) for x in sums]
 
 
 def _is_integer(tensor: Any) -> bool:
@@ -292,11 +262,12 @@ def _is_integer(tensor: Any) -> bool:
 
 
 def _truncated(tensor: Any, factor: float, divisor: int = 1) -> Any:
-    """``tensor * factor / divisor``, rounded towards zero where it has an integer dtype."""
+    """``tensor * factor / divisor``, rounded towards zero where Horovod does it."""
     if factor == 1.0 and divisor == 1:
         return tensor
     if isinstance(tensor, tf.IndexedSlices):
-        values = _truncated(tensor.values, factor, divisor)
+        values = tensor.values / divisor if divisor > 1 else tensor.values  # not truncated
+        values = _truncated(values, factor)
         return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
     tensor = tf.convert_to_tensor(tensor)
     return tf.cast(tf.cast(tensor, tf.float64) * factor / divisor, tensor.dtype)

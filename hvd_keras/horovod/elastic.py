@@ -37,9 +37,6 @@ class ObjectState:
 
     Args:
         attributes: their names and first values, which cloudpickle can serialise.
-
-    Example:
-        state = hvd.elastic.ObjectState(epoch=0)
     """
 
     def __init__(self, **attributes: Any) -> None:
@@ -60,32 +57,27 @@ class ObjectState:
         for callback in self._reset_callbacks:
             callback()
 
+    def _attributes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
     def save(self) -> None:
         """Keep a copy of the state in memory."""
-        attributes = {name: getattr(self, name) for name in self._names}
-        self._saved = cloudpickle.dumps(attributes), self.values()
+        self._saved = cloudpickle.dumps(self._attributes()), self.values()
 
     def restore(self) -> None:
         """Set the state to what was saved, committed or synchronised last."""
         attributes, values = self._saved
-        for name, value in cloudpickle.loads(attributes).items():
-            setattr(self, name, value)
+        vars(self).update(cloudpickle.loads(attributes))
         self.assign(values)
 
     def sync(self) -> None:
         """Give all ranks the state of rank 0."""
-        attributes = {name: getattr(self, name) for name in self._names}
-        for name, value in objects.broadcast_object(attributes, 0, name="state").items():
-            setattr(self, name, value)
+        vars(self).update(objects.broadcast_object(self._attributes(), 0, name="state"))
         self.broadcast()
         self.save()
 
     def commit(self) -> None:
-        """Save the state, also in a file of rank 0, from which a restart goes on.
-
-        Raises:
-            OSError: (on rank 0) the file cannot be written.
-        """
+        """Save the state, also in a file of rank 0, from which a restart continues."""
         self.save()
         self._commits += 1
         folder = self._folder()
@@ -93,6 +85,7 @@ class ObjectState:
             return
         attributes, values = self._saved
         path = storage.path_of(folder, 0, self._commits)
+        # Attributes may be any objects, and the text of a checkpoint is JSON.
         facts = {"attributes": base64.b64encode(attributes).decode(), "commit": self._commits}
         stored = [storage.Variable(str(i), False, value) for i, value in enumerate(values)]
         storage.write(path, facts, stored)
@@ -112,42 +105,32 @@ class ObjectState:
         """Give all ranks rank 0's values of what ``values`` gives."""
 
     def resume(self) -> bool:
-        """Take over the last commit, on rank 0; tell on every rank whether there is one.
-
-        Raises:
-            RuntimeError: (on every rank) there are commits, and all are damaged.
-            ValueError: (on rank 0) the commit is another model's.
-        """
-        found = self._find() if rank_info.rank() == 0 else None
-        commits = objects.broadcast_object(found and found.metadata["commit"], 0, name="commits")
-        if commits is None:
-            return False
-        if commits < 0:
+        """Take over the last commit, on rank 0; return on every rank whether one exists."""
+        folder = self._folder()
+        damaged: dict[str, str] = {}
+        found = storage.read_last(folder, damaged) if folder and rank_info.rank() == 0 else None
+        for path, reason in damaged.items():
+            log.logger.warning("commit %s is damaged: %s", path, reason)
+        commit = found and found[1].metadata["commit"]
+        commit, has_damaged = objects.broadcast_object((commit, bool(damaged)), 0, name="commits")
+        if commit is None and has_damaged:
             raise RuntimeError(
-                f"hvd.elastic.run: all commits in {self._folder()} are damaged. Remove them to "
-                "start from the beginning."
+                f"hvd.elastic.run: all commits in {folder} are damaged. Remove them to start from "
+                "the beginning."
             )
-        self._commits = commits
+        if commit is None:
+            return False
+        self._commits = commit
         if found is not None:
-            values = [variable.value for variable in found.variables]
+            values = [variable.value for variable in found[1].variables]
             _check_shapes(values, self.values())
-            self._saved = base64.b64decode(found.metadata["attributes"]), values
+            self._saved = base64.b64decode(found[1].metadata["attributes"]), values
             self.restore()
         return True
 
     def _folder(self) -> Any:
         folder = settings.read().commits
         return folder and folder / f"state-{self._number}"
-
-    def _find(self) -> storage.Content | None:
-        folder = self._folder()
-        files = [] if folder is None else storage.files(folder)
-        for path in files:
-            try:
-                return storage.read(path)
-            except storage.DamagedError as error:
-                log.logger.warning("commit %s is damaged: %s", path, error)
-        return storage.Content({"commit": -1}, []) if files else None
 
 
 State = ObjectState
@@ -184,13 +167,11 @@ class TensorFlowState(ObjectState):
         super().__init__(**attributes)
 
     def values(self) -> list[Any]:
-        """From ``ObjectState``."""
         if self._in_session is not None:
             return list(self._in_session.run(self._variables))
         return [np.array(variable) for variable in self._variables]
 
     def assign(self, values: Sequence[Any]) -> None:
-        """From ``ObjectState``."""
         for variable, value in zip(self._variables, values, strict=True):
             if self._in_session is not None:
                 variable.load(value, self._in_session)
@@ -198,7 +179,6 @@ class TensorFlowState(ObjectState):
                 variable.assign(value)
 
     def broadcast(self) -> None:
-        """From ``ObjectState``."""
         if self._in_session is not None:
             self._in_session.run(self._broadcast)
         else:
@@ -213,12 +193,6 @@ class TensorFlowKerasState(TensorFlowState):
         optimizer: its optimizer. Default: that of ``compile``.
         backend: has no effect: Horovod's, for TensorFlow 1.
         attributes: as in ``ObjectState``, such as ``epoch`` and ``batch``.
-
-    Raises:
-        ValueError: the model is not built.
-
-    Example:
-        state = hvd.elastic.KerasState(model, batch=0, epoch=0)
     """
 
     def __init__(
@@ -244,19 +218,10 @@ KerasState = TensorFlowKerasState
 
 
 def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Lets a function go on from the last commit when the job has been started again.
+    """Decorate a function of a state: after a restart it continues from the last commit.
 
-    Args:
-        func: takes a state first. Called once; before, all ranks get rank 0's state, or that of the
-            last commit, after which the reset callbacks are called.
-
-    Returns:
-        The function, decorated.
-
-    Example:
-        @hvd.elastic.run
-        def train(state):
-            model.fit(data, epochs=10 - state.epoch, callbacks=callbacks)
+    Before the call all ranks get rank 0's state, or that of the last commit; then the reset
+    callbacks are called, too.
     """
 
     @functools.wraps(func)
@@ -270,7 +235,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
         state.sync()
         if again:
             state.on_reset()
-            state.sync()
+            state.sync()  # what reset callbacks have changed, such as the learning rate
         return func(state, *args, **kwargs)
 
     return wrapper
@@ -294,22 +259,16 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self.state = state
         self.batches_per_commit = batches_per_commit
-        self._batches = 0
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._batches = 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
         self._batches += 1
-        if self._batches == self.batches_per_commit:
-            self._batches = 0
+        if self._batches % self.batches_per_commit == 0:
             self.state.commit()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
-        self._batches = 0
         self.state.commit()
 
 
@@ -325,18 +284,14 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.state = state
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
         self.state.batch = batch + 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
         self.state.batch = 0
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Keeps ``state.epoch`` at the number of epochs that are done, in all starts together.
-
-    Also where ``fit`` gets ``initial_epoch=state.epoch``, so that Keras counts on.
 
     Args:
         state: has an attribute ``epoch``.
@@ -345,19 +300,16 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
-        self._before: int | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
-        self._before = None
+        self._before: int | None = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras, which counts from 0 or from ``initial_epoch``."""
+        # Keras counts from 0, or from the initial_epoch of fit, which may be state.epoch.
         if self._before is None:
             self._before = self.state.epoch - epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
         assert self._before is not None
         self.state.epoch = self._before + epoch + 1
 

@@ -7,21 +7,12 @@ import hvd_keras.ray
 import hvd_keras.spark
 from hvd_keras.launch import run_function
 
-#: The option of hvdrun for an argument of ``horovod.run``.
-_OPTIONS = {
-    "min_num_proc": "--min-np",
-    "min_np": "--min-np",
-    "reset_limit": "--max-restarts",
-    "hostfile": "--hostfile",
-    "host_discovery_script": "--host-discovery-script",
-    "start_timeout": "--start-timeout",
-    "ssh_port": "--ssh-port",
-    "ssh_identity_file": "--ssh-identity-file",
-    "output_filename": "--output-dir",
-    "network_interface": "--network-interface",
-    "network_interfaces": "--network-interface",
-    "mpi_args": "--mpi-args",
-}
+# Arguments of ``horovod.run`` that are options of hvdrun, under these names of horovodrun.
+_OPTIONS = (
+    *("min_num_proc", "min_np", "reset_limit", "hostfile", "host_discovery_script", "mpi_args"),
+    *("start_timeout", "ssh_port", "ssh_identity_file", "output_filename"),
+    *("network_interface", "network_interfaces"),
+)
 
 # There is one transport, no cache, and a restart takes the ranks that there are.
 _WITHOUT_EFFECT = {"disable_cache", "use_gloo", "use_mpi", "max_num_proc", "max_np"}
@@ -44,14 +35,7 @@ def run(
         func, args, kwargs, hosts: as in ``hvd_keras.run``.
         num_proc, np: number of ranks.
         verbose: whether hvdrun prints the command of mpirun.
-        others: what hvdrun has options for.
-
-    Returns:
-        The results of all ranks, in rank order.
-
-    Raises:
-        TypeError: an argument has no counterpart.
-        As ``hvd_keras.run`` besides.
+        others: what hvdrun has options for. Others raise TypeError.
     """
     options = ["--horovod"]
     for name, value in others.items():
@@ -62,7 +46,8 @@ def run(
                 f"horovod.run: hvdrun has no option for {name}={value!r}. Leave it out; see "
                 "hvdrun --help."
             )
-        options.append(f"{_OPTIONS[name]}={value}")  # one word: the value may begin with "--"
+        option = name.replace("_", "-")
+        options.append(f"--{option}={value}")  # one word: the value may begin with "--"
     if verbose:
         options.append("--verbose")
     return run_function.run(func, args, kwargs, num_proc or np, hosts, options)
@@ -90,14 +75,7 @@ def spark_run(
         fn, args, kwargs, num_proc, start_timeout, env: as in ``hvd.spark.run``.
         extra_mpi_args: arguments for mpirun.
         nics: the interface of the network between the executors' hosts; one.
-        others: arguments of Horovod without effect here.
-
-    Returns:
-        The results of all ranks, in rank order.
-
-    Raises:
-        TypeError: an argument has no counterpart.
-        As ``hvd.spark.run`` besides.
+        others: arguments of Horovod without effect here. Others raise TypeError.
     """
     for name, value in others.items():
         if value is not None and name not in _WITHOUT_EFFECT_ON_SPARK:
@@ -124,10 +102,7 @@ class RayExecutor:
         cpus_per_worker: CPUs of each rank.
         use_gpu: whether ranks have GPUs.
         gpus_per_worker: GPUs of each rank. Default with ``use_gpu``: 1.
-        others: arguments of Horovod that have no counterpart, unless they have its default.
-
-    Raises:
-        TypeError: an argument has no counterpart.
+        others: Horovod's defaults of arguments without a counterpart. Others raise TypeError.
     """
 
     _DEFAULTS: Mapping[str, Any] = {"num_workers_per_host": 1, "use_current_placement_group": True}
@@ -177,11 +152,7 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Take the ranks' environment; the ranks start with each call.
-
-        Raises:
-            TypeError: there is an ``executable_cls``, whose objects would not outlive a call.
-        """
+        """Take the ranks' environment; the ranks start with each call."""
         if executable_cls is not None:
             raise TypeError(
                 f"RayExecutor.start: {executable_cls=}, but ranks do not outlive a call; expected "
@@ -197,12 +168,7 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call the function on all ranks; return the results in rank order.
-
-        Raises:
-            RuntimeError: ``start`` was not called.
-            As ``hvd_keras.ray.run`` besides.
-        """
+        """Call the function on all ranks; return the results in rank order."""
         if not self._started:
             raise RuntimeError("RayExecutor.run: expected a call of start() before")
         return hvd_keras.ray.run(fn, self._count, args or (), kwargs, **self._options)

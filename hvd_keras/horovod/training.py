@@ -18,6 +18,7 @@ from hvd_keras import optimizer as distributed
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import missing_calls, model_ranks, shards
 from hvd_keras.horovod import collectives
+from hvd_keras.horovod.collectives import in_order
 from hvd_keras.layers import model_files
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.optimizer import local_variables
@@ -25,33 +26,6 @@ from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 _ARGUMENTS = inspect.signature(distributed.DistributedOptimizer)
-
-
-def in_order(names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function: it gets these arguments, in this order, with hvd_keras's defaults.
-
-    Args:
-        names: separated by spaces; the default of those that hvd_keras lacks is None.
-    """
-    known = _ARGUMENTS.parameters
-    signature = inspect.Signature(
-        [
-            known[name].replace(annotation=inspect.Parameter.empty)
-            if name in known
-            else inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-            for name in names.split()
-        ]
-    )
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return function(**signature.bind(*args, **kwargs).arguments)
-
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return call
-
-    return decorate
 
 
 @functools.wraps(distributed.DistributedOptimizer)
@@ -73,16 +47,13 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
 
 @in_order(
     "optimizer name device_dense device_sparse compression sparse_as_dense "
-    "gradient_predivide_factor op groups process_set local_layers scale_local_gradients"
+    "gradient_predivide_factor op groups process_set local_layers scale_local_gradients",
+    like=distributed.DistributedOptimizer,
 )
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     optimizer: Any, local_layers: Any = None, **arguments: Any
 ) -> Any:
-    """``hvd_keras.PartialDistributedOptimizer``.
-
-    Raises:
-        As ``hvd_keras.PartialDistributedOptimizer``.
-    """
+    """``hvd_keras.PartialDistributedOptimizer``."""
     variables = distributed.local_variables(local_layers)
     partial = DistributedOptimizer(optimizer, **arguments)
     for variable in variables:
@@ -109,9 +80,12 @@ def _value(result: Any) -> Any:
 
 
 def _on_values(function: Callable[..., Any], names: str) -> Callable[..., Any]:
-    return collectives.in_order(
-        function, f"value {names}", lambda value, given: _value(function(value, **given))
-    )
+    @in_order(f"value {names}", like=function)
+    @functools.wraps(function)
+    def call(value: Any, **given: Any) -> Any:
+        return _value(function(value, **given))
+
+    return call
 
 
 allreduce = _on_values(
@@ -123,14 +97,7 @@ reducescatter = _on_values(collectives.reducescatter, "name op")
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """Assign the root's values to all global variables of the graph, at once.
-
-    Args:
-        root_rank: the rank whose values all get.
-
-    Raises:
-        As ``hvd_keras.broadcast_global_variables``.
-    """
+    """Assign the root's values to all global variables of the graph, at once."""
     return _value(tensorflow_v1.broadcast_global_variables(root_rank))
 
 
@@ -138,12 +105,8 @@ class BroadcastGlobalVariablesCallback(callbacks.BroadcastGlobalVariablesCallbac
     """``hvd_keras.callbacks.BroadcastGlobalVariablesCallback``.
 
     Args:
-        root_rank: the rank whose state all get.
+        root_rank, local_variables: as in ``hvd_keras.callbacks``.
         device: not needed: TensorFlow chooses.
-        local_variables: as in ``hvd_keras.callbacks``.
-
-    Raises:
-        As ``hvd_keras.callbacks.BroadcastGlobalVariablesCallback``.
     """
 
     def __init__(
@@ -183,19 +146,11 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         mode: str = "auto",
         save_freq: Any = "epoch",
     ) -> None:
-        super().__init__(
-            "best.weights.h5" if save_weights_only else "best.keras",
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-        )
+        path = "best.weights.h5" if save_weights_only else "best.keras"  # Keras requires one
+        super().__init__(path, monitor, verbose, True, save_weights_only, mode, save_freq)
         self.filepath: str | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """From Keras."""
         if self.filepath is None:
             raise ValueError(
                 "BestModelCheckpoint: filepath is None, and no Spark estimator sets it here. Set "
@@ -207,15 +162,13 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
 @in_order(
     "optimizer name use_locking device_dense device_sparse compression sparse_as_dense "
     "backward_passes_per_step op gradient_predivide_factor average_aggregated_gradients "
-    "num_groups groups process_set scale_local_gradients"
+    "num_groups groups process_set scale_local_gradients",
+    like=distributed.DistributedOptimizer,
 )
 def optimizer_of_tensorflow(optimizer: Any, use_locking: Any = None, **arguments: Any) -> Any:
     """``hvd_keras.DistributedOptimizer`` with the arguments of ``horovod.tensorflow``.
 
     ``use_locking`` has no effect: the optimizer itself has such an argument.
-
-    Raises:
-        As ``hvd_keras.DistributedOptimizer``.
     """
     del use_locking
     return DistributedOptimizer(optimizer, **arguments)
@@ -231,7 +184,6 @@ class DistributedGradientTape(tape.DistributedGradientTape):
         super().__init__(gradtape, *args, **kwargs)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``hvd_keras.DistributedGradientTape.gradient``."""
         kwargs.pop("use_generic_names", None)
         if self._alone:
             missing_calls.mark_reduced(tf.nest.flatten(sources))
@@ -245,18 +197,10 @@ class DistributedGradientTape(tape.DistributedGradientTape):
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """``gradient``, by whether a source belongs to this rank.
+        """Return pairs of ``gradient`` in two lists, both in the order of ``sources``.
 
-        Args:
-            target, sources, output_gradients: as in ``tf.GradientTape.gradient``.
-            use_generic_names: has no effect: names are generic always.
-
-        Returns:
-            The sources that were registered as local, with their gradients; and all others, with
-            theirs over all ranks. Both in the order of ``sources``.
-
-        Raises:
-            As ``gradient``.
+        The first has the sources that were registered as local, the other one all others, with
+        their gradients over all ranks.
         """
         gradients = self.gradient(target, sources, output_gradients)
         own = {shards.variable_id(source) for source in self._local}
@@ -268,16 +212,13 @@ class DistributedGradientTape(tape.DistributedGradientTape):
 
 @in_order(
     "gradtape device_dense device_sparse compression sparse_as_dense op gradient_predivide_factor "
-    "num_groups groups process_set local_layers scale_local_gradients"
+    "num_groups groups process_set local_layers scale_local_gradients",
+    like=distributed.DistributedOptimizer,
 )
 def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
-    gradtape: Any = None, local_layers: Any = None, **arguments: Any
+    gradtape: Any, local_layers: Any = None, **arguments: Any
 ) -> DistributedGradientTape:
-    """``hvd_keras.PartialDistributedGradientTape``.
-
-    Raises:
-        As ``hvd_keras.PartialDistributedGradientTape``.
-    """
+    """``hvd_keras.PartialDistributedGradientTape``."""
     variables = local_variables(local_layers)
     partial = DistributedGradientTape(gradtape, **arguments)
     for variable in variables:
@@ -292,14 +233,6 @@ def load_model(
     compression: type[Compressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """``hvd_keras.load_model``.
-
-    Args:
-        legacy_opts: not needed: the file names the optimizer's class.
-        filepath, custom_optimizers, custom_objects, compression: as in ``hvd_keras.load_model``.
-
-    Raises:
-        As ``hvd_keras.load_model``.
-    """
+    """``hvd_keras.load_model``; needs no ``legacy_opts``: the file names the optimizer's class."""
     del legacy_opts
     return model_files.load_model(filepath, custom_optimizers, custom_objects, compression)

@@ -129,16 +129,13 @@ def call(
     folder = Path(tempfile.gettempdir(), f"hvdrun-{run}")  # which agents remove, however we end
     folder.mkdir(0o700)
     try:
-        table, client = Path(folder, "table"), Path(folder, "agent")
-        table.touch(0o600)
+        table = folder / "table"
         table.write_text(json.dumps({"secret": secret, "ports": ports}))
-        words = [*onhost.program("agent_client"), str(table)]
-        client.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-        client.chmod(0o700)
+        shell = shlex.join([*onhost.program("agent_client"), str(table)])
         own = {**os.environ, **environment, AGENT: run + OF_HVDRUN}
         own |= thread_settings(1, environment, cores)
         hosts = ",".join(f"{address}:{count}" for address, count in slots.items())
-        command = ["-H", hosts, "--remote-shell", shlex.quote(str(client)), *options]
+        command = ["-H", hosts, "--remote-shell", shell, *options]
         command += [word for variable in environment for word in ("--env", variable)]
         everywhere = all(place["has_directory"] for place in places)
         cwd = directory if everywhere else tempfile.gettempdir()

@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import hvd_keras.horovod
-from hvd_keras.launch.errors import UsageError, say
+from hvd_keras.launch.errors import UsageError, say, say_once
+
+# The folder of the package `horovod`.
+PATH = str(Path(__file__).parents[1] / "horovod" / "path")
 
 USAGE = """\
 usage: python -m hvd_keras.horovod COMMAND ...
@@ -102,17 +104,15 @@ SETTINGS: dict[str, tuple[str, Callable[[str], str]]] = {
 # For an elastic job, in which horovodrun replaces ranks as often as needed.
 _ELASTIC_RESTARTS = 10
 
-_say_once = functools.cache(say)
-
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """What an environment needs besides: ``import horovod`` finds hvd_keras; Horovod's settings."""
     others = environment.get("PYTHONPATH")
-    found = {"PYTHONPATH": os.pathsep.join(filter(None, [hvd_keras.horovod.PATH, others]))}
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, [PATH, others]))}
     for theirs, (ours, convert) in SETTINGS.items():
         if environment.get(theirs) and not environment.get(ours):
             found[ours] = convert(environment[theirs])
-            _say_once(f"{theirs} is {ours}={found[ours]} here")
+            say_once(f"{theirs} is {ours}={found[ours]} here")
     return found
 
 

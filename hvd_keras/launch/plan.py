@@ -16,6 +16,8 @@ from hvd_keras.launch.start.network import common_network
 
 PROGRAM = program("worker")
 
+POSTMORTEM = "postmortem"  # the folder of the ranks' requests in the job's, unless the user has one
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -60,22 +62,23 @@ class Plan:
         return "\n".join([*lines, shlex.join(self.command)])
 
 
-def memory_folder(job: str) -> str:
-    """Return the folder for the shared memory of MPI, which killed ranks cannot remove."""
-    return f"/dev/shm/hvdrun-{job}"
-
-
-def rank_environment(spec: JobSpec, size: int, job: str) -> dict[str, str]:
+def rank_environment(spec: JobSpec, size: int, directory: Path, job: str) -> dict[str, str]:
     """Return what ranks get besides what depends on their host; here, besides our environment."""
     given, own = spec.options, os.environ
     settings = horovod.settings(own) if given.horovod else {}
-    settings |= given.settings | spec.dialect.rank_settings(memory_folder(job))
+    settings |= given.settings | spec.dialect.rank_settings(worker.memory_folder(job))
     if spec.dialect.library:
         settings["HVD_MPI_LIBRARY"] = spec.dialect.library
     if given.timeline is not None:
         settings["HVD_TIMELINE"] = str(Path(given.timeline).absolute())
     if given.strict:
         settings["HVD_STRICT"] = "1"
+    if given.verbose:
+        settings["HVDRUN_VERBOSE"] = "1"
+    if given.stats or given.metrics is not None:
+        settings["HVDRUN_STATISTICS"] = "1"
+    if spec.is_local and given.postmortem is None:
+        settings["HVDRUN_POSTMORTEM"] = str(directory / POSTMORTEM)
     if spec.is_local:
         return settings | thread_settings(size, own, usable_cores())
     names = {name for name in own if name.startswith(options.PASSED_PREFIXES)}
@@ -101,10 +104,6 @@ def plan(
         oversubscribe=given.oversubscribe,
         extra=given.mpi_args,
     )
-    return Plan(
-        {**variables, **dialect.settings(start)},
-        dialect.command(start),
-        dialect.files(start),
-        rank_environment(spec, placement.size, job),
-        spec.is_local,
-    )
+    command, files, settings = dialect.launch(start)
+    environment = rank_environment(spec, placement.size, directory, job)
+    return Plan({**variables, **settings}, command, files, environment, spec.is_local)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvd_keras.launch import options, run_job
-from hvd_keras.launch.errors import UsageError, say
+from hvd_keras.launch.errors import UsageError, say, say_once
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
@@ -103,14 +103,13 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
 async def place(spec: JobSpec, look: bool = True) -> Placement:
     """Place the ranks for the first start; asks all hosts, or if not `look`, as few as possible."""
     limit = time.monotonic() + spec.options.wait_for_hosts
-    told: dict[str, str] = {}
     found = await spec.wanted()
     if spec.is_local:
         return Placement(found, {socket.gethostname(): ""})
     names = {host.name: host.name for host in found}
     if look or any(host.slots is None for host in found):
         while (seen := await _look(spec, found)).away and look and time.monotonic() < limit:
-            _say_once(told, "", f"waiting for {', '.join(seen.away)} (--wait-for-hosts)")
+            say_once(f"waiting for {', '.join(seen.away)} (--wait-for-hosts)")
             await asyncio.sleep(limits.WAIT_AGAIN)
             found = await spec.wanted()
         if seen.problems:
@@ -136,27 +135,20 @@ async def _look(spec: JobSpec, wanted: Sequence[Host]) -> preflight.Look:
     return await preflight.look(wanted, spec.reach, os.getcwd(), spec.command[0], slots)
 
 
-def _say_once(told: dict[str, str], what: str, text: str) -> None:
-    if told.get(what) != text:
-        told[what] = text
-        say(text)
-
-
 async def _replace(spec: JobSpec, size: int, least: int) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
     limit = time.monotonic() + spec.options.restart_timeout
-    told: dict[str, str] = {}
     while True:
         try:
             wanted = await spec.wanted()
         except UsageError as error:  # the hosts' list may be there again soon
             wanted = []
-            _say_once(told, "", f"no hosts: {error}")
+            say_once(f"no hosts: {error}")
         seen = await _look(spec, wanted)
         # Processes may still run on a host that was lost.
         await clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
         for name, text in seen.problems.items():
-            _say_once(told, name, f"left out: {name} {text}")
+            say_once(f"left out: {name} {text}")
         slots = hosts.count(seen.hosts)
         if slots >= least or (slots and spec.options.oversubscribe):
             ranks = size if spec.options.oversubscribe else min(size, slots)

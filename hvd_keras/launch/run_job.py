@@ -6,10 +6,9 @@ import secrets
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from hvd_keras import postmortem
-from hvd_keras.launch.errors import STARTED, UsageError, say
+from hvd_keras.launch.errors import STARTED, refusing, say
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
@@ -18,7 +17,7 @@ from hvd_keras.launch.follow.statistics import table
 from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_directory
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost.channel import new_secret
-from hvd_keras.launch.plan import Placement, Plan, memory_folder, plan
+from hvd_keras.launch.plan import POSTMORTEM, Placement, plan
 from hvd_keras.launch.start import clean_up
 from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.network import own_addresses
@@ -54,13 +53,10 @@ def _place(folder: Path, size: int) -> str:
 def _new_folder(parent: str) -> Path:
     """Make the next folder start-N, for the files of one start."""
     number = 1
-    try:
+    with refusing(f"--postmortem got {parent!r}, where no folder can be made"):
         while (folder := Path(parent).absolute() / f"start-{number}").exists():
             number += 1
         folder.mkdir(parents=True)
-    except OSError as error:
-        told = f"--postmortem got {parent!r}, where no folder can be made: {error.strerror}"
-        raise UsageError(told) from error
     return folder
 
 
@@ -70,8 +66,7 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
     if not spec.is_local:
         spec.jobs.append(job)
     with job_directory(job) as directory:
-        folder, verbose = options.output_dir, options.verbose
-        output = Output(options.prefix, folder, not first, changed, verbose)
+        output = Output(options.prefix, options.output_dir, not first, changed, options.verbose)
         names = [host.name for host in placement.hosts]
         call = None if options.call is None else Path(options.call[1])
         ranks = Ranks(
@@ -92,15 +87,21 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         for path, text in planned.files.items():
             path.write_text(text)
             path.chmod(0o700)
-        if verbose:
+        if options.verbose:
             print(planned.describe(), file=sys.stderr, flush=True)
         elif sys.stderr.isatty() and first:
             output.say(placement.describe())
         if call is not None:
             Path(call, STARTED).touch()
         statistics.start(ranks.size)
-        requests = directory / "postmortem"
-        ranks.open(_start(spec, planned, job, requests))
+        # What the workers are to start, as `Worker` takes it.
+        start = {
+            "command": list(spec.command),
+            "directory": os.getcwd(),
+            "environment": planned.environment,
+            "open_files": OPEN_FILES[0] if spec.is_local else None,
+        }
+        ranks.open(start)
         screen = Screen(statistics, output.write_raw)
         if options.stats and sys.stderr.isatty():
             screen.start()
@@ -110,7 +111,7 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
         async def sweep(grace: float) -> Collection[str]:
             nonlocal place
             screen.stop()
-            place = _place(requests, ranks.size)  # the clean-up removes these files
+            place = _place(directory / POSTMORTEM, ranks.size)  # the clean-up removes these files
             ranks.note_silence()
             if spec.is_local:
                 await clean_up.sweep_here([job], grace)
@@ -142,22 +143,3 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
                 say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
             if options.stats:
                 say(table(statistics.latest, ranks.size))
-
-
-def _start(spec: JobSpec, planned: Plan, job: str, requests: Path) -> dict[str, Any]:
-    """Return what the workers are to start, as `Worker` takes it."""
-    options, environment = spec.options, {**planned.environment}
-    if options.verbose:
-        environment["HVDRUN_VERBOSE"] = "1"
-    if options.stats or options.metrics is not None:
-        environment["HVDRUN_STATISTICS"] = "1"
-    if spec.is_local and options.postmortem is None:
-        environment["HVDRUN_POSTMORTEM"] = str(requests)
-    memory = memory_folder(job)
-    return {
-        "command": list(spec.command),
-        "directory": os.getcwd(),
-        "environment": environment,
-        "folders": [memory] if memory in environment.values() else [],
-        "open_files": OPEN_FILES[0] if spec.is_local else None,
-    }

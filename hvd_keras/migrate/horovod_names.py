@@ -1,6 +1,7 @@
 """Horovod's names and arguments, and what they are in hvd_keras."""
 
 import ast
+import itertools
 from collections.abc import Iterator
 
 import hvd_keras
@@ -68,10 +69,8 @@ def _look_at_import(script: Source, node: ast.ImportFrom) -> Iterator[Finding]:
     if why := _absent(module):
         yield script.at(node, f"{module}: {why}")
         return
-    unknown = [alias.name for alias in node.names if alias.name != "*"]
-    unknown = [name for name in unknown if _why_not(name)]
-    for name in unknown:
-        yield script.at(node, f"{name}: {_why_not(name)}")
+    unknown = [alias.name for alias in node.names if alias.name != "*" and _why_not(alias.name)]
+    yield from (script.at(node, f"{name}: {_why_not(name)}") for name in unknown)
     if unknown:
         return
     is_module = any(f"{module}.{alias.name}" in _IMPORTED for alias in node.names)
@@ -175,10 +174,8 @@ def _why_not(name: str) -> str:
     modules = {part for module in names.MODULES for part in module.split(".")} - {"elastic"}
     if name in dir(hvd_keras) or name in modules:
         return ""
-    for rows in names.TABLE.values():
-        for row in rows:
-            if name in (full.rpartition(".")[2] for full in row.names.split()):
-                return "" if row.state == "same" else row.note
-            if any(full.startswith(f"{name}.") for full in row.names.split()):
+    for row in itertools.chain(*names.TABLE.values()):
+        for full in row.names.split():
+            if name in (full.partition(".")[0], full.rpartition(".")[2]):  # as in elastic.run
                 return "" if row.state == "same" else row.note
     return "hvd_keras has no such name"

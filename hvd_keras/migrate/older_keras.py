@@ -64,24 +64,25 @@ def _optimizers(script: Source) -> tuple[set[str], set[str]]:
     of_tensorflow_1: set[str] = set()
 
     def is_old(value: ast.AST) -> bool:
-        if isinstance(value, ast.Name):
-            return value.id in of_tensorflow_1
-        if not isinstance(value, ast.Call):
-            return False
-        made = script.meaning(value.func)
-        if made.endswith("DistributedOptimizer"):
-            return any(map(is_old, [*value.args[:1], *(k.value for k in value.keywords)]))
-        return bool(re.search(r"\.train\.\w*Optimizer$", made))
+        match value:
+            case ast.Name(name):
+                return name in of_tensorflow_1
+            case ast.Call(func, arguments, keywords):
+                made = script.meaning(func)
+                if made.endswith("DistributedOptimizer"):
+                    return any(map(is_old, [*arguments[:1], *(k.value for k in keywords)]))
+                return bool(re.search(r"\.train\.\w*Optimizer$", made))
+        return False
 
     assignments = [node for node in script.nodes if isinstance(node, ast.Assign)]
     for node in sorted(assignments, key=script.place):
-        if not isinstance(node.value, ast.Call):
-            continue
-        names = {target.id for target in node.targets if isinstance(target, ast.Name)}
-        if is_old(node.value):
-            of_tensorflow_1 |= names
-        elif re.search(r"\.optimizers\.\w+$|Optimizer$", script.meaning(node.value.func)):
-            of_keras |= names
+        match node.value:
+            case ast.Call(func):
+                names = {target.id for target in node.targets if isinstance(target, ast.Name)}
+                if is_old(node.value):
+                    of_tensorflow_1 |= names
+                elif re.search(r"\.optimizers\.\w+$|Optimizer$", script.meaning(func)):
+                    of_keras |= names
     return of_keras - of_tensorflow_1, of_tensorflow_1 - of_keras
 
 

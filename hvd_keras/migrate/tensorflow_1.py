@@ -1,41 +1,23 @@
 """What TensorFlow 1 had: ``tf.Session`` and its like are in ``tf.compat.v1`` now."""
 
 import ast
+import functools
+import importlib.util
+import pathlib
 import re
+import runpy
 from collections.abc import Iterator
 
 from hvd_keras.migrate.source import Finding, Source
 
+# They work in graphs only, which TensorFlow 2 must be asked for.
 _GRAPHS = {
     *("Session", "InteractiveSession", "placeholder", "get_variable", "variable_scope"),
     *("global_variables_initializer", "local_variables_initializer", "get_default_graph"),
     "train.MonitoredTrainingSession",
 }
-_ELSEWHERE = {
-    *("ConfigProto", "GPUOptions", "enable_eager_execution", "global_variables", "assign"),
-    *("trainable_variables", "logging", "app", "flags", "set_random_seed", "layers", "log"),
-    *("to_float", "random_uniform", "random_normal", "truncated_normal"),
-}
-_TRAIN = {
-    *("AdamOptimizer", "AdagradOptimizer", "GradientDescentOptimizer", "MomentumOptimizer"),
-    *("RMSPropOptimizer", "StopAtStepHook", "LoggingTensorHook", "get_or_create_global_step"),
-    *("get_global_step", "Saver", "SessionRunHook", "polynomial_decay"),
-}
-# Other names in lower case, such as tf.losses.categorical_crossentropy, are Keras's.
-_LOSSES = {
-    *("absolute_difference", "add_loss", "compute_weighted_loss", "cosine_distance", "get_losses"),
-    *("get_regularization_loss", "get_regularization_losses", "get_total_loss", "hinge_loss"),
-    *("huber_loss", "log_loss", "mean_pairwise_squared_error", "mean_squared_error"),
-    *("sigmoid_cross_entropy", "softmax_cross_entropy", "sparse_softmax_cross_entropy"),
-}
-_METRICS = {
-    *("accuracy", "auc", "mean", "mean_absolute_error", "mean_cosine_distance", "mean_iou"),
-    *("mean_per_class_accuracy", "mean_relative_error", "mean_squared_error", "precision"),
-    *("precision_at_k", "recall", "recall_at_k", "root_mean_squared_error", "true_positives"),
-    *("false_negatives", "false_positives", "true_negatives"),
-}
-_NAMES = _GRAPHS | _ELSEWHERE | {f"train.{name}" for name in _TRAIN}
-_NAMES |= {f"losses.{name}" for name in _LOSSES} | {f"metrics.{name}" for name in _METRICS}
+# Modules that TensorFlow 2 has in compat.v1 only.
+_MODULES = ("app", "flags", "layers", "logging")
 
 _MODEL = re.compile(r"(tensorflow\.)?keras\.(Sequential$|Model$|layers\.|models\.|applications\b)")
 
@@ -43,6 +25,24 @@ _MODES = {"TRAIN": "train", "EVAL": "eval", "PREDICT": "infer"}
 
 #: What a line needs that gives this process its GPU.
 PINNED = "not needed: hvd.init() gives this process the GPU of its local rank"
+
+
+@functools.cache
+def _renamed() -> set[str]:
+    """Return the names that TensorFlow 2 has elsewhere: the table of its own tf_upgrade_v2."""
+    found = importlib.util.find_spec("tensorflow")
+    assert found is not None
+    assert found.origin is not None
+    # Run as a file, because an import would begin with that of TensorFlow, which takes seconds.
+    path = pathlib.Path(found.origin).parent / "tools/compatibility/renames_v2.py"
+    return {name.removeprefix("tf.") for name in runpy.run_path(str(path))["renames"]}
+
+
+def _is_old(name: str) -> bool:
+    module = name.partition(".")[0]
+    if module in (*_MODULES, "keras"):  # whose names Keras has
+        return name in _MODULES
+    return name in _renamed()
 
 
 def look(script: Source) -> Iterator[Finding]:
@@ -62,14 +62,14 @@ def look(script: Source) -> Iterator[Finding]:
         if owner == "estimator.ModeKeys" and last in _MODES:
             gone |= {id(inner) for inner in ast.walk(node)}
             yield script.at(node, f'tf.{name} is "{_MODES[last]}"', f'"{_MODES[last]}"')
+        elif id(node) in gone:
+            pass
         elif name == "estimator" or name.startswith("contrib"):
-            if id(node) not in gone:
-                yield script.at(node, f"tf.{name}: removed from TensorFlow; use Keras or a session")
-        elif name in _NAMES:
-            if id(node) not in gone:
-                uses.append((node, name))
+            yield script.at(node, f"tf.{name}: removed from TensorFlow; use Keras or a session")
+        elif _is_old(name):
+            uses.append((node, name))
         elif name == "optimizers" or owner in ("losses", "metrics"):
-            is_mixed = True
+            is_mixed = True  # names of Keras, which tensorflow.compat.v1 lacks
     for node, name in uses:
         if name == "layers":
             yield script.at(node, "tf.layers needs tf_keras, and TF_USE_LEGACY_KERAS=1")
@@ -135,32 +135,26 @@ def _pinning(script: Source) -> list[ast.stmt]:
 
 def _configuration(script: Source, statement: ast.stmt) -> str | None:
     """The configuration in ``K.set_session(tf.Session(config=…))``: a name, or none; else None."""
-    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
-        return None
-    call = statement.value
-    if not script.meaning(call.func).endswith("keras.backend.set_session") or len(call.args) != 1:
-        return None
-    session = call.args[0]
-    if not isinstance(session, ast.Call) or session.args or len(session.keywords) > 1:
-        return None
-    if not script.meaning(session.func).endswith(".Session"):
-        return None
-    if not session.keywords:
-        return ""
-    value = session.keywords[0].value
-    return value.id if isinstance(value, ast.Name) else None
+    match statement:
+        case ast.Expr(ast.Call(func, [ast.Call(session, [], keywords)])):
+            is_set = script.meaning(func).endswith("keras.backend.set_session")
+            if is_set and script.meaning(session).endswith(".Session"):
+                match keywords:
+                    case []:
+                        return ""
+                    case [ast.keyword(value=ast.Name(name))]:
+                        return name
+    return None
 
 
 def _sets(script: Source, statement: ast.stmt, name: str) -> bool:
     """Whether a statement makes the configuration of this name, or sets a part of it."""
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
-        return False
-    target: ast.expr = statement.targets[0]
-    if isinstance(target, ast.Name):
-        value = statement.value
-        is_call = isinstance(value, ast.Call) and not value.args and not value.keywords
-        made = is_call and script.meaning(value.func).endswith(".ConfigProto")  # type: ignore[attr-defined]
-        return target.id == name and made
-    while isinstance(target, ast.Attribute):
-        target = target.value
-    return isinstance(target, ast.Name) and target.id == name
+    match statement:
+        case ast.Assign([ast.Name(made)], ast.Call(func, [], [])):
+            return made == name and script.meaning(func).endswith(".ConfigProto")
+        case ast.Assign([ast.Attribute() as target]):
+            owner: ast.expr = target
+            while isinstance(owner, ast.Attribute):
+                owner = owner.value
+            return isinstance(owner, ast.Name) and owner.id == name
+    return False

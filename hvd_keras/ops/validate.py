@@ -9,8 +9,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
-from hvd_keras.postmortem import flight
-from hvd_keras.runtime import libraries
+from hvd_keras.runtime import flight, libraries
 from hvd_keras.runtime.process_sets import ProcessSet
 
 raw = libraries.tensorflow_ops()

@@ -91,7 +91,13 @@ def run(
         raise ValueError(f"hvd.ray.run: num_workers is {num_workers!r}, expected at least 1")
     ray = _ray()
     each = dict(resources or {"CPU": 1})
-    _check_pickle(func, args, kwargs)
+    try:
+        function = cloudpickle.dumps((func, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        raise TypeError(
+            f"hvd.ray.run: the function or its arguments cannot be pickled: {error}. Create such "
+            "objects inside the function"
+        ) from error
     if not ray.is_initialized():
         ray.init()
     _check_resources(ray, each, num_workers)
@@ -101,7 +107,7 @@ def run(
         if not group.wait(wait_seconds):
             raise RuntimeError(
                 f"hvd.ray.run: {num_workers} times {each} did not become free within "
-                f"{wait_seconds:g} s; free now: {_told(ray.available_resources(), each)}. End "
+                f"{wait_seconds:g} s; free now: {_amounts(ray.available_resources(), each)}. End "
                 "other jobs, ask for less, or set wait_seconds"
             )
         actors = [_actor(ray, group, number, each, runtime_env) for number in range(num_workers)]
@@ -109,6 +115,7 @@ def run(
         order = _by_host([fact["address"] for fact in facts])
         actors = [actors[number] for number in order]
         facts = [facts[number] for number in order]
+        # mpirun starts the ranks of a host together, so each sees the GPUs of all its actors.
         gpus = _gpus(facts)
         secret, name = new_secret(), secrets.token_hex(8)
         directory = os.getcwd()
@@ -117,11 +124,17 @@ def run(
             for actor, fact in zip(actors, facts, strict=True)
         ]
         places = _get(ray, actors, opened)
+        # Pickles need the same versions where they are written and read.
         if problem := agents.difference(places, agents.versions()):
             raise RuntimeError(f"hvd.ray.run: {problem}")
-        function = cloudpickle.dumps((_on_gpus, (gpus, func, tuple(args), dict(kwargs or {})), {}))
         call = actors[0].call.remote(
-            function, places, secret, name, directory, max(1, int(each.get("CPU", 1))), [*options]
+            function=cloudpickle.dumps((_on_gpus, (gpus, function), {})),
+            places=places,
+            secret=secret,
+            run=name,
+            directory=directory,
+            cores=max(1, int(each.get("CPU", 1))),
+            options=[*options],
         )
         results = _follow(ray, actors, facts, call)
         return [cloudpickle.loads(result) for result in results]
@@ -129,19 +142,7 @@ def run(
         _end(ray, actors, group)
 
 
-def _check_pickle(*parts: Any) -> None:
-    import cloudpickle
-
-    try:
-        cloudpickle.dumps(parts)
-    except Exception as error:
-        raise TypeError(
-            f"hvd.ray.run: the function or its arguments cannot be pickled: {error}. Create such "
-            "objects inside the function"
-        ) from error
-
-
-def _told(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
+def _amounts(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
     return {name: found.get(name, 0.0) for name in wanted}
 
 
@@ -155,7 +156,7 @@ def _check_resources(ray: Any, each: Mapping[str, float], count: int) -> None:
     if slots < count:
         raise ValueError(
             f"hvd.ray.run: {count} ranks need {dict(each)} each, and the cluster has room for "
-            f"{slots}: {'; '.join(str(_told(node, each)) for node in nodes)}. Ask for less, or "
+            f"{slots}: {'; '.join(str(_amounts(node, each)) for node in nodes)}. Ask for less, or "
             "add nodes"
         )
 
@@ -187,32 +188,13 @@ class Place:
         return self._agent.facts(directory)
 
     def hold(self) -> None:
-        """Return when the job has ended; if this actor dies, Ray tells who waits for this."""
+        """Return when the job has ended; Ray raises in those that wait, if this actor dies."""
         self._released.wait()
 
-    def call(
-        self,
-        function: bytes,
-        places: Sequence[Mapping[str, Any]],
-        secret: str,
-        name: str,
-        directory: str,
-        cores: int,
-        options: Sequence[str],
-    ) -> list[bytes] | Exception:
-        """Run the job; this is its first place."""
+    def call(self, **call: Any) -> list[bytes] | Exception:
+        """Run the job, by ``agents.call``; this is its first place."""
         try:
-            return agents.call(
-                function,
-                places,
-                secret,
-                name,
-                name="hvd.ray.run",
-                directory=directory,
-                cores=cores,
-                environment={},
-                options=options,
-            )
+            return agents.call(name="hvd.ray.run", environment={}, **call)
         except (RuntimeError, ValueError) as error:
             return error
 
@@ -244,10 +226,10 @@ def _actor(ray: Any, group: Any, number: int, each: Mapping[str, float], runtime
     )
 
 
-def _get(ray: Any, actors: Sequence[Any], answers: Sequence[Any]) -> list[Any]:
+def _get(ray: Any, actors: Sequence[Any], answers: list[Any]) -> list[Any]:
     """Return what the actors answer."""
     try:
-        return list(ray.get(list(answers), timeout=START))
+        return list(ray.get(answers, timeout=START))
     except ray.exceptions.GetTimeoutError as error:
         raise RuntimeError(
             f"hvd.ray.run: the {len(actors)} actors did not start within {START:g} s"
@@ -274,12 +256,13 @@ def _gpus(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {host: ",".join(dict.fromkeys(held)) for host, held in found.items()}
 
 
-def _on_gpus(
-    gpus: Mapping[str, str], func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-) -> Any:
-    """Return what a rank calls: the function, with its host's GPUs visible."""
+def _on_gpus(gpus: Mapping[str, str], function: bytes) -> Any:
+    """What a rank calls: the pickled function, with its host's GPUs visible."""
+    import cloudpickle
+
     if held := gpus.get(socket.gethostname()):
         settings.show_gpus(held)
+    func, args, kwargs = cloudpickle.loads(function)
     return func(*args, **kwargs)
 
 

@@ -62,12 +62,10 @@ class TrainConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> Any:
-        """From Ray."""
         return _Backend
 
     @property
     def train_func_context(self) -> Any:
-        """From Ray."""
         return _telling
 
 
@@ -128,12 +126,6 @@ def _join() -> str:
     return "" if _state.job is None else f"hvdrun has not started all ranks within {START:g} s"
 
 
-def _leave(error: str) -> None:
-    from hvd_keras import lifecycle
-
-    lifecycle.end(error, ERROR_SECONDS if error else -1.0)
-
-
 def _end() -> None:
     """Leave the job, after training or its failure."""
     global _state
@@ -149,16 +141,17 @@ def _end() -> None:
 @contextlib.contextmanager
 def _telling() -> Iterator[None]:
     """Around the training function: others learn why this worker ends."""
+    from hvd_keras import lifecycle
+
     try:
         yield
     except BaseException as error:
-        first = f"{type(error).__name__}: {error}".splitlines()[0]
         if _state is not None:
-            _leave(first)
+            lifecycle.end(f"{type(error).__name__}: {error}".splitlines()[0], ERROR_SECONDS)
             _state.joining.end(traceback.format_exc())
         raise
     else:
-        _leave("")
+        lifecycle.end("", -1.0)
 
 
 class _Backend(Backend):  # type: ignore[misc]
@@ -167,7 +160,7 @@ class _Backend(Backend):  # type: ignore[misc]
     share_cuda_visible_devices = True  # hvd.init() takes the GPU local_rank()
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Make the workers one job, before training. Raises RuntimeError."""
+        # Before training.
         secret, name = new_secret(), secrets.token_hex(8)
         places = worker_group.execute(_open, secret, name, os.getcwd())
         if problem := agents.difference(places, agents.versions()):
@@ -177,6 +170,6 @@ class _Backend(Backend):  # type: ignore[misc]
             raise RuntimeError(f"hvd.ray: {problem}")
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
-        """End what the workers have started, all of it before Ray Train starts others."""
+        # All of it, before Ray Train starts others. Waits no time for workers that have died.
         ended = worker_group.execute_async(_end)
-        ray.wait(ended, num_returns=len(ended), timeout=END)  # at once for those that have died
+        ray.wait(ended, num_returns=len(ended), timeout=END)

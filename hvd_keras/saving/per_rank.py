@@ -6,14 +6,11 @@ number, is written when all of them are on disk, and names them: until then they
 """
 
 import contextlib
-import hashlib
 import itertools
-import json
 import pathlib
 import random
 import re
 import secrets
-import shutil
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -22,14 +19,12 @@ import h5py  # type: ignore[import-untyped]
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import storage
 
 _NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")
-_UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
 _BLOCK = 1 << 20  # values that are read at once
 
 
@@ -49,22 +44,13 @@ def describe(own: list[Any]) -> dict[str, Any]:
 def write(
     path: pathlib.Path, own: list[Any], tables: dict[str, Any], process_set: ProcessSet
 ) -> list[str]:
-    """Write this rank's parts beside the checkpoint that will be written to ``path``.
+    """Write this rank's parts of ``tables`` beside the checkpoint that will be written to ``path``.
 
-    Args:
-        path: of the checkpoint.
-        own: the variables of the training.
-        tables: from ``describe``.
-        process_set: the ranks that write.
-
-    Returns:
-        The names of all ranks' files; [] if there are no tables.
-
-    Raises:
-        OSError: (on all ranks) a file cannot be written.
+    Returns the names of all ranks' files. An error on one rank is raised on all.
     """
     if not tables:
         return []
+    # New names in each write, because the checkpoint of this name may name older ones.
     token = agree.gather_json("checkpoint parts", secrets.token_hex(4), process_set)[0]
     names = [f"{path.stem}.{token}-{rank:04d}.h5" for rank in range(process_set.size())]
     mine = path.with_name(names[process_set.rank()])
@@ -85,29 +71,15 @@ def _as_rows(variable: Any) -> Any:
     return np.asarray(variable).reshape(shard.part.shape)
 
 
-def remove_others(directory: pathlib.Path, path: pathlib.Path | None, names: list[str]) -> None:
-    """Remove files that belong to no checkpoint.
-
-    Args:
-        directory: of the checkpoints.
-        path: the checkpoint that was written last; of its files all but ``names`` are removed.
-            None: no rank is writing, so unfinished files are removed, too.
-        names: from ``write``.
-
-    Raises:
-        OSError: a file cannot be removed.
-    """
-    if not directory.exists():
-        return
-    for file in directory.iterdir():
-        if path is None and _UNFINISHED.fullmatch(file.name):
-            shutil.rmtree(file, ignore_errors=True)
-        match = _NAME.fullmatch(file.name)
-        if match is None:
-            continue
-        main = directory / f"{match[1]}.h5"
-        if not main.exists() or (main == path and file.name not in names):
-            file.unlink(missing_ok=True)
+def remove_others(
+    directory: pathlib.Path, path: pathlib.Path | None = None, names: Sequence[str] = ()
+) -> None:
+    """Remove parts of no checkpoint, and of ``path``, written last, those not among ``names``."""
+    for file in directory.iterdir() if directory.exists() else ():
+        if match := _NAME.fullmatch(file.name):
+            main = directory / f"{match[1]}.h5"
+            if not main.exists() or (main == path and file.name not in names):
+                file.unlink(missing_ok=True)
 
 
 def problem_of(
@@ -130,15 +102,12 @@ def problem_of(
 def restore(
     directory: pathlib.Path, metadata: dict[str, Any], own: list[Any], process_set: ProcessSet
 ) -> None:
-    """Assign what the files have, of any number of ranks, to parts and to whole variables.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Assign what the files have, of any number of ranks, to parts and to whole variables."""
     tables, names = metadata["parts"]["tables"], metadata["parts"]["files"]
     for number, (index, table) in enumerate(tables.items()):
         variable = own[int(index)]
         shard = shards.of(variable)
+        # The layout of the ranks that wrote, whose number may have been another one.
         before = shards.Layout(**{key: table[key] for key in table if key != "shape"})
         mine = shards.Part(range(before.input_dim), range(before.output_dim))
         if shard is not None:
@@ -204,13 +173,8 @@ _WORDS, _FACTOR = 1 << 16, 0x9E3779B97F4A7C15
 
 
 def random_states(process_set: ProcessSet) -> list[Any]:
-    """Return every rank's state. States are large, so they are exchanged only if they differ."""
-    mine = random_state()
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-    digests = agree.gather_json("checkpoint random digests", digest, process_set)
-    if len(set(digests)) == 1:
-        return [mine] * len(digests)
-    return agree.gather_json("checkpoint random state", mine, process_set)
+    """Return every rank's state."""
+    return agree.gather_json("checkpoint random states", random_state(), process_set)
 
 
 def mean(stack: Any) -> Any:
@@ -219,14 +183,10 @@ def mean(stack: Any) -> Any:
 
 
 def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: ProcessSet) -> Any:
-    """Broadcasts rank 0's value of this shape and dtype; as bytes, so any dtype works."""
-    dtype = np.dtype(tf.as_dtype(of_dtype).as_numpy_dtype)
-    if value is None:
-        data = np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)
-    else:
-        data = np.frombuffer(value.value.tobytes(), np.uint8)
-    received = ops.broadcast(data, process_set.ranks[0], process_set=process_set)
-    return np.frombuffer(received.numpy().tobytes(), dtype).reshape(shape)
+    """Return the first rank's value on all ranks; others pass None. As bytes: any dtype works."""
+    mine = b"" if value is None else value.value.tobytes()
+    data = agree.gather_bytes("checkpoint value", mine, process_set)[0]
+    return np.frombuffer(data, tf.as_dtype(of_dtype).as_numpy_dtype).reshape(shape)
 
 
 def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:

@@ -29,7 +29,8 @@ import tensorflow as tf
 _FIRST_LINE = b"hvd_keras checkpoint 2\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
 _NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
-_UNFINISHED = re.compile(r"\." + _NAME.pattern + r"\..+")
+# The temporary folders of write_whole, for checkpoints and the parts of per_rank.
+_UNFINISHED = re.compile(r"\.checkpoint-\d{5,}-\d{7,}(\.[0-9a-f]{8}-\d{4,})?\.h5\..+")
 
 
 class DamagedError(Exception):
@@ -38,30 +39,19 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of a training.
+    """One variable of a training."""
 
-    Attributes:
-        path: its path in Keras.
-        by_rank: whether the first axis of ``value`` is the rank.
-        value: an array of any dtype of TensorFlow except strings.
-    """
-
-    path: str
-    by_rank: bool
-    value: Any
+    path: str  # in Keras
+    by_rank: bool  # whether the first axis of the value is the rank
+    value: Any  # an array of any dtype of TensorFlow except strings
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a checkpoint.
+    """The content of a checkpoint."""
 
-    Attributes:
-        metadata: values that JSON can represent.
-        variables: in the order in which they were written.
-    """
-
-    metadata: dict[str, Any]
-    variables: list[Variable]
+    metadata: dict[str, Any]  # what JSON can represent
+    variables: list[Variable]  # in the order in which they were written
 
 
 def path_of(directory: pathlib.Path, epoch: int, batch: int) -> pathlib.Path:
@@ -70,11 +60,7 @@ def path_of(directory: pathlib.Path, epoch: int, batch: int) -> pathlib.Path:
 
 
 def files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """Return the checkpoints in a directory, the most advanced first; [] if there is no directory.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Return the checkpoints in a directory, the most advanced first; [] without a directory."""
     if not directory.exists():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_file()]
@@ -88,11 +74,7 @@ def _position(path: pathlib.Path) -> tuple[int, ...]:
 
 
 def remove_unfinished(directory: pathlib.Path) -> None:
-    """Remove what killed writers have left. No other writer may use the directory.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Remove what killed writers have left. No other writer may use the directory."""
     if directory.exists():
         for path in directory.iterdir():
             if _UNFINISHED.fullmatch(path.name):
@@ -102,12 +84,7 @@ def remove_unfinished(directory: pathlib.Path) -> None:
 def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Variable]) -> None:
     """Write a checkpoint atomically: a crash leaves either no file of this name or a complete one.
 
-    Args:
-        path: from ``path_of``. A file of this name is replaced.
-        metadata, variables: as in ``Content``. Variables are consumed one by one.
-
-    Raises:
-        OSError: the disk is full, or a permission is missing. No partial file is left.
+    A file of this name is replaced. The variables are consumed one by one.
     """
 
     def fill(temporary: pathlib.Path) -> None:
@@ -163,9 +140,6 @@ def prune(newest: pathlib.Path, keep: int) -> None:
 
     More advanced ones are removed, too: they belong to an abandoned training, and the next restart
     would take them for this one's.
-
-    Raises:
-        OSError: a file cannot be removed.
     """
     older = [p for p in files(newest.parent) if _position(p) <= _position(newest)]
     for path in files(newest.parent):
@@ -174,12 +148,7 @@ def prune(newest: pathlib.Path, keep: int) -> None:
 
 
 def read(path: pathlib.Path) -> Content:
-    """Verify and read a checkpoint.
-
-    Raises:
-        DamagedError: the file is not as it was written.
-        OSError: it cannot be read.
-    """
+    """Verify and read a checkpoint. Raises as ``verify``."""
     verify(path)
     with h5py.File(path, "r") as file:
         metadata = json.loads(file["facts"].asstr()[()])
@@ -188,6 +157,22 @@ def read(path: pathlib.Path) -> Content:
             for _, data in sorted(file["variables"].items())
         ]
     return Content(metadata, variables)
+
+
+def read_last(
+    directory: pathlib.Path, damaged: dict[str, str]
+) -> tuple[pathlib.Path, Content] | None:
+    """Read the most advanced checkpoint that is intact.
+
+    Adds what is wrong with the others, by path, to ``damaged``; what is in it is not read again.
+    """
+    for path in files(directory):
+        if str(path) not in damaged:
+            try:
+                return path, read(path)
+            except (DamagedError, OSError) as error:
+                damaged[str(path)] = str(error)
+    return None
 
 
 def verify(path: pathlib.Path) -> None:
@@ -243,10 +228,7 @@ def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., 
     """Wrap a function that saves a model: each file is complete at every moment.
 
     A script that saves on all ranks would otherwise have several processes write one file at once.
-
-    Args:
-        save: ``keras.Model.save``, ``save_weights`` or ``export``, or ``tf.saved_model.save``.
-        folders: whether it writes any kind of file or folder, and makes its parents.
+    ``folders``: whether it writes any kind of file or folder, and makes its parents.
     """
     signature = inspect.signature(save)
     argument = "filepath" if "filepath" in signature.parameters else "export_dir"
@@ -258,7 +240,8 @@ def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., 
         except TypeError:
             return save(*args, **kwargs)  # raises an error that says what is wrong
         given = bound.arguments[argument]
-        if not _is_local(given) or not (folders or _can_be_replaced(**bound.arguments)):
+        is_local = isinstance(given, str | os.PathLike) and "://" not in str(given)
+        if not is_local or not (folders or _can_be_replaced(**bound.arguments)):
             return save(*args, **kwargs)
 
         def write(path: pathlib.Path) -> None:
@@ -271,10 +254,6 @@ def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., 
         return write_whole(given, write)
 
     return save_whole
-
-
-def _is_local(path: Any) -> bool:
-    return isinstance(path, (str, os.PathLike)) and "://" not in str(path)
 
 
 def _can_be_replaced(
@@ -299,15 +278,8 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
     """Lets ``write`` write into a temporary folder; moves what it wrote once that is on disk.
 
     Each file is replaced at once, in the order in which they were written, so those that name
-    others come last.
-
-    Args:
-        filepath: the target, a file or a folder; its folder is created if necessary.
-        write: called with the path to write to, which has the target's name. It may write other
-            files beside it.
-
-    Raises:
-        OSError: the disk is full, or a permission is missing. No partial file is left.
+    others come last. ``write`` gets a path with the target's name, a file or a folder, and may
+    write other files beside it. An error leaves no partial file.
     """
     target = pathlib.Path(filepath)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
     def __init__(self, path: str, columns: Any, batch_size: int) -> None:
         super().__init__()
         try:
-            from pyarrow import fs, parquet
+            from pyarrow import dataset, fs
         except ImportError as error:
             text = "pyarrow is missing; run: pip install 'hvd_keras[spark]' on all hosts"
             raise ValueError(text) from error
@@ -35,17 +35,13 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
                 f"{path} has no _SUCCESS; expected the folder that hvd.spark.shard has written, "
                 "on a file system that the driver and all executors share"
             )
-        paths = sorted(info.path for info in there if info.base_name.endswith(".parquet"))
-        self._files = [parquet.ParquetFile(system.open_input_file(path)) for path in paths]
+        found = dataset.dataset(folder, filesystem=system, format="parquet")  # sorted by name
         self._groups = [
-            (file, group, file.metadata.row_group(group).num_rows)
-            for file in self._files
-            for group in range(file.metadata.num_row_groups)
+            group for file in found.get_fragments() for group in file.split_by_row_group()
         ]
+        sizes = (group.row_groups[0].num_rows for group in self._groups)
         # Where each group begins, and where the last one ends.
-        self._starts: list[int] = list(
-            itertools.accumulate((n for *_, n in self._groups), initial=0)
-        )
+        self._starts: list[int] = list(itertools.accumulate(sizes, initial=0))
         self._columns, self._batch_size = columns, batch_size
 
     def __len__(self) -> int:
@@ -59,7 +55,7 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
         first = bisect.bisect_right(self._starts, start) - 1
         last = bisect.bisect_left(self._starts, end)
         names = keras.tree.flatten(self._columns)
-        tables = [file.read_row_group(g, names) for file, g, _ in self._groups[first:last]]
+        tables = [group.to_table(columns=names) for group in self._groups[first:last]]
         skip = start - self._starts[first]
         table = pyarrow.concat_tables(tables).slice(skip, end - start)
         arrays = {name: _array(name, table[name].combine_chunks()) for name in names}

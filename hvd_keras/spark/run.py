@@ -1,6 +1,7 @@
 """``hvd.spark.run``: a function on ranks that Spark's executors start."""
 
 import contextlib
+import functools
 import pathlib
 import re
 import secrets
@@ -107,43 +108,41 @@ def run(
             f"hvd.spark.run: the function or its arguments cannot be pickled: {error}; expected "
             "that it makes models, files, sessions and locks itself, on each rank"
         ) from error
-    call = {
+    call = {  # the arguments of agents.call
         "function": function,
         "run": secrets.token_hex(8),
-        "versions": agents.versions(),
         "directory": str(pathlib.Path.cwd()),
         "cores": int(context.getConf().get("spark.task.cpus", "1")),
         "environment": dict(env or {}),
         "options": list(options),
     }
     timeout = START_TIMEOUT if start_timeout is None else start_timeout
-    least = size
-    for restart in range(max_restarts + 1):
+    least, restarts = size, 0
+    while True:
         ranks = _await_slots(context, least, size, timeout)
-        kind, value = _start(context, call, ranks, timeout)
-        if kind == "results":
-            return [cloudpickle.loads(result) for result in value]
-        if kind != "failed":
+        try:
+            results = _start(context, call, ranks, timeout)
             break
-        if restart < max_restarts:
-            print(f"hvd.spark.run: {value}\nhvd.spark.run: restart {restart + 1} of {max_restarts}")
+        except RuntimeError as error:
+            if restarts == max_restarts or isinstance(error, CancelledError):
+                raise
+            restarts += 1
+            print(f"{error}\nhvd.spark.run: restart {restarts} of {max_restarts}")
             least = min_num_proc or size
-    raise (ValueError if kind == "refused" else RuntimeError)(f"hvd.spark.run: {value}")
+    return [cloudpickle.loads(result) for result in results]
+
+
+class CancelledError(RuntimeError):
+    """A user has ended the job, so it is not restarted."""
 
 
 class Tasks:
-    """The tasks of one barrier stage, as their connections show them.
-
-    Attributes:
-        started: those that were granted their start.
-        ended: those that ended well.
-        failure: how the first of the others ended; empty while none has.
-    """
+    """The tasks of one barrier stage, as their connections show them."""
 
     def __init__(self, secret: str) -> None:
-        self.started: set[int] = set()
-        self.ended: set[int] = set()
-        self.failure = ""
+        self.started: set[int] = set()  # those that were granted their start
+        self.ended: set[int] = set()  # those that ended well
+        self.failure = ""  # how the first of the others ended; empty while none has
         self._secret = secret
         self._lock = threading.Lock()
 
@@ -261,17 +260,15 @@ def _check_settings(context: Any, allow_unencrypted: bool) -> None:
 
 
 def _slots(context: Any) -> int:
-    """How many tasks the executors that are there can run at once."""
+    """How many tasks the present executors can run at once."""
+    # PySpark has no public way to ask; Spark itself checks barrier stages by this.
     spark = context._jsc.sc()
     profile = spark.resourceProfileManager().defaultResourceProfile()
     return int(spark.maxNumConcurrentTasks(profile))
 
 
 def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
-    """Wait until the executors have slots for ``least`` ranks; return for how many of ``size``.
-
-    Raises ValueError if they have not within the timeout.
-    """
+    """Wait until the executors have slots for ``least`` ranks; return for how many of ``size``."""
     start, warned = time.monotonic(), False
     while (slots := _slots(context)) < least:
         waited = time.monotonic() - start
@@ -288,21 +285,20 @@ def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
     return min(size, slots)
 
 
-def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) -> tuple[str, Any]:
-    """Run one barrier stage.
-
-    Returns:
-        ("results", pickles), or "refused", "cancelled" or "failed" with the reason.
-    """
+def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) -> list[bytes]:
+    """Run one barrier stage; return the ranks' pickled results. Raises as ``run``."""
     from pyspark import InheritableThread
 
     host = context.getConf().get("spark.driver.host")
     secret = new_secret()
     tasks = Tasks(secret)
-    found: list[tuple[str, Any]] = []
+    found: list[list[bytes] | Exception] = []  # what the first task returns
+    reasons: list[str] = []  # of the stage's failure
     tag = f"hvd-{call['run']}-{secrets.token_hex(4)}"
     with tasks.listening(context.getConf().get("spark.driver.bindAddress", host)) as port:
-        spec = task.Call(secret=secret, driver=(host, port), **call)
+        work = functools.partial(
+            task.work, {**call, "secret": secret}, (host, port), agents.versions()
+        )
 
         def submit() -> None:
             try:
@@ -310,9 +306,9 @@ def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) ->
                 context.setInterruptOnCancel(True)
                 context.setJobDescription(f"hvd.spark.run on {ranks} ranks")
                 places = context.parallelize(range(ranks), ranks).barrier()
-                found.extend(places.mapPartitions(lambda _: task.work(spec)).collect())
+                found.extend(places.mapPartitions(lambda _: work()).collect())
             except Exception as error:  # what py4j raises has no common class
-                found.append(("stage failed", str(error)))
+                reasons.append(str(error))
 
         stage = InheritableThread(target=submit, daemon=True)
         stage.start()
@@ -322,44 +318,45 @@ def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) ->
             if stage.is_alive() and not _is_stopped(context):
                 context.cancelJobsWithTag(tag)
                 stage.join(PATIENCE)
-    if found and found[0][0] != "stage failed":
+    if found:
+        if isinstance(found[0], Exception):
+            raise found[0]
         return found[0]
     if _is_stopped(context):  # which also loses its executors
-        return "cancelled", "the SparkContext was stopped"
-    return problem or _reason(found[0][1], tasks)
+        raise CancelledError("hvd.spark.run: the SparkContext was stopped")
+    raise problem or _reason(reasons[0], tasks)
 
 
-def _watch(stage: threading.Thread, tasks: Tasks, limit: float) -> tuple[str, str] | None:
+def _watch(stage: threading.Thread, tasks: Tasks, limit: float) -> Exception | None:
     """Wait for the end of the stage; return why it must be cancelled, or None if it has ended."""
     failed = float("inf")
     while stage.is_alive():
         stage.join(CHECK)
         now = time.monotonic()
         if not tasks.started and now > limit:
-            return (
-                "refused",
-                "no slots became free within start_timeout; other jobs of this application, or of "
-                "the cluster, use them. Expected that they end, or a larger start_timeout",
+            return ValueError(
+                "hvd.spark.run: no slots became free within start_timeout; other jobs of this "
+                "application, or of the cluster, use them. Expected that they end, or a larger "
+                "start_timeout"
             )
         if tasks.failure:
             failed = min(failed, now)
             if now > failed + PATIENCE:
-                return "failed", tasks.failure
+                return RuntimeError(f"hvd.spark.run: {tasks.failure}")
     return None
 
 
-def _reason(error: str, tasks: Tasks) -> tuple[str, str]:
+def _reason(text: str, tasks: Tasks) -> Exception:
     """Return what a user wants to know of the end of a stage that has failed with this text."""
-    if re.search(r"Job \d+ cancelled", error):
-        return "cancelled", "the Spark job was cancelled"
+    if re.search(r"Job \d+ cancelled", text):
+        return CancelledError("hvd.spark.run: the Spark job was cancelled")
     if tasks.failure:
-        return "failed", tasks.failure
+        return RuntimeError(f"hvd.spark.run: {tasks.failure}")
     if lines := re.findall(
-        r"^(?:[\w.]*Error: .*|.*PYTHON_VERSION_MISMATCH.*)$", error, re.MULTILINE
+        r"^(?:[\w.]*Error: .*|.*PYTHON_VERSION_MISMATCH.*)$", text, re.MULTILINE
     ):
-        return (
-            "refused",
-            f"an executor cannot load the call: {lines[-1]}; expected hvd_keras and the driver's "
-            "version of Python there (see PYSPARK_PYTHON)",
+        return ValueError(
+            f"hvd.spark.run: an executor cannot load the call: {lines[-1]}; expected hvd_keras and "
+            "the driver's version of Python there (see PYSPARK_PYTHON)"
         )
-    return "failed", error
+    return RuntimeError(f"hvd.spark.run: {text}")

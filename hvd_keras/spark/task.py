@@ -9,7 +9,7 @@ import json
 import socket
 import sys
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from hvd_keras.launch import agents
@@ -20,33 +20,6 @@ CONNECT_TIMEOUT = 10.0
 
 # What hvdrun prints before the lines of rank 0, whose progress the driver shows.
 FIRST_RANK = "[0] "
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the driver tells each task; it reaches them as Spark's own closures do.
-
-    Attributes:
-        function: the pickle of the function and its arguments.
-        secret: with which the tasks and the driver prove to each other who they are.
-        run: the name of the call and of its restarts.
-        driver: the host and port on which the driver listens.
-        versions: those of the driver, see ``agents.versions``.
-        directory: that of the driver.
-        cores: cores of each task.
-        environment: variables for the ranks.
-        options: of hvdrun.
-    """
-
-    function: bytes
-    secret: str
-    run: str
-    driver: tuple[str, int]
-    versions: dict[str, str]
-    directory: str
-    cores: int
-    environment: dict[str, str]
-    options: list[str]
 
 
 class _Shown:
@@ -67,27 +40,29 @@ class _Shown:
         sys.stderr.flush()
 
 
-def work(call: Call) -> list[tuple[str, Any]]:
+def work(
+    call: Mapping[str, Any], driver: tuple[str, int], versions: Mapping[str, str]
+) -> list[list[bytes] | Exception]:
     """Take part in a call.
 
-    Returns:
-        In the first task what came of it: ("results", the ranks' pickles), ("refused", why) or
-        ("failed", why). In the others nothing.
+    Args:
+        call: the arguments of ``agents.call``; it comes as Spark's own closures do.
+        driver: the host and port on which the driver listens.
+        versions: those of the driver, see ``agents.versions``.
 
-    Raises:
-        RuntimeError: the driver cannot be reached, or does not grant the start.
-        OSError: no agent can listen on the address that Spark has for this executor.
+    Returns:
+        In the first task the ranks' results, or why the call failed. In the others nothing.
     """
     from pyspark import BarrierTaskContext
 
     context = BarrierTaskContext.get()
     number = context.partitionId()
     try:
-        connection = socket.create_connection(call.driver, CONNECT_TIMEOUT)
-        link = Link(connection, call.secret, listens=False)
+        connection = socket.create_connection(driver, CONNECT_TIMEOUT)
+        link = Link(connection, call["secret"], listens=False)
     except (OSError, ProtocolError) as error:
         raise RuntimeError(
-            f"{socket.gethostname()} cannot connect to the driver at {call.driver[0]}: {error}; "
+            f"{socket.gethostname()} cannot connect to the driver at {driver[0]}: {error}; "
             "check that no firewall blocks its ports and that spark.driver.host is right"
         ) from error
     try:
@@ -95,9 +70,10 @@ def work(call: Call) -> list[tuple[str, Any]]:
         if link.receive() is None:
             raise RuntimeError("Spark has repeated the stage; its ranks are started once only")
         address = context.getTaskInfos()[number].address.rpartition(":")[0]
-        with agents.Agent(call.secret, call.run, address) as agent:
-            facts = context.allGather(json.dumps(agent.facts(call.directory)))
-            found = _lead(call, [json.loads(text) for text in facts], link) if not number else []
+        with agents.Agent(call["secret"], call["run"], address) as agent:
+            gathered = context.allGather(json.dumps(agent.facts(call["directory"])))
+            places = [json.loads(text) for text in gathered]
+            found = [] if number else [_lead(call, places, versions, link)]
             context.barrier()
         link.send(done=True)
         return found
@@ -109,25 +85,13 @@ def work(call: Call) -> list[tuple[str, Any]]:
         link.close()
 
 
-def _lead(call: Call, places: list[dict[str, Any]], link: Link) -> list[tuple[str, Any]]:
-    if problem := agents.difference(places, call.versions):
-        return [("refused", problem)]
+def _lead(
+    call: Mapping[str, Any], places: list[Any], versions: Mapping[str, str], link: Link
+) -> list[bytes] | Exception:
+    if problem := agents.difference(places, versions):
+        return ValueError(f"hvd.spark.run: {problem}")
+    out, err = _Shown(link, "stdout"), _Shown(link, "stderr")
     try:
-        results = agents.call(
-            call.function,
-            places,
-            call.secret,
-            call.run,
-            name="hvd.spark.run",
-            directory=call.directory,
-            cores=call.cores,
-            environment=call.environment,
-            options=call.options,
-            out=_Shown(link, "stdout"),
-            err=_Shown(link, "stderr"),
-        )
-    except ValueError as error:
-        return [("refused", str(error).removeprefix("hvd.spark.run: "))]
-    except RuntimeError as error:
-        return [("failed", str(error).removeprefix("hvd.spark.run: "))]
-    return [("results", results)]
+        return agents.call(places=places, name="hvd.spark.run", out=out, err=err, **call)
+    except (ValueError, RuntimeError) as error:  # not raised here: Spark would repeat the stage
+        return error

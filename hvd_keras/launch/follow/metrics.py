@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, refusing
 from hvd_keras.launch.follow.statistics import Statistics
 
 # By rank: the name, the help, the key of its `Recent` or of its running fit's numbers.
@@ -43,7 +43,7 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         statistics = self._statistics
-        latest, hosts = dict(statistics.latest), dict(statistics.hosts)
+        latest = dict(statistics.latest)
         yield GaugeMetricFamily("hvd_ranks", "Ranks of the job.", value=statistics.size)
         restarts = max(0, statistics.starts - 1)
         yield CounterMetricFamily("hvd_restarts", "Restarts by hvdrun.", value=restarts)
@@ -55,13 +55,13 @@ class Collector:
                 for rank, numbers in latest.items():
                     told = recent.get(rank, {}) | numbers["training"]
                     if told.get(key) is not None:
-                        metric.add_metric((str(rank), hosts[rank]), told[key])
+                        metric.add_metric((str(rank), numbers["host"]), told[key])
                 yield metric
         for name, text, key in COLLECTIVES:
             counter = CounterMetricFamily(name, text, labels=("rank", "host", "collective"))
             for rank, numbers in latest.items():
                 for kind, counted in numbers["collectives"].items():
-                    counter.add_metric((str(rank), hosts[rank], kind), counted[key])
+                    counter.add_metric((str(rank), numbers["host"], kind), counted[key])
             yield counter
 
 
@@ -83,10 +83,6 @@ def serve(address: str, port: int, statistics: Statistics) -> None:
         ) from error
     registry = CollectorRegistry()
     registry.register(Collector(statistics))
-    try:
+    told = f"--metrics got {address}:{port}, where hvdrun cannot listen"
+    with refusing(told, "; expected a free port of this host"):
         start_http_server(port, address, registry)
-    except OSError as error:
-        told = f"--metrics got {address}:{port}, where hvdrun cannot listen"
-        raise UsageError(
-            f"{told}: {error.strerror or error}; expected a free port of this host"
-        ) from error

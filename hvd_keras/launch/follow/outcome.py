@@ -50,11 +50,6 @@ class Report:
         mpi_ended_it = self.status == MPI_LOST and self.phase == "joined"
         return "follows" in self.marks or waits_in_mpi or mpi_ended_it
 
-    @property
-    def is_deserted(self) -> bool:
-        """Whether the rank ended because another one had left."""
-        return self.follows and self.status == DESERTED
-
     def describe(self, why_ended: str = "hvdrun") -> str:
         """Return the rank's state as text; `why_ended` says who ended those that were asked to."""
         if self.status is None and self.lost:
@@ -114,7 +109,7 @@ def time_to_end(reports: dict[int, Report], now: float) -> bool:
         if report.stopped and report.status is not None and since > TIE:
             return True
         # The rank that it followed may take its time to end: a deserter may have exit handlers.
-        if report.follows and since > (DESERTER_GRACE if report.is_deserted else GRACE):
+        if report.follows and since > (DESERTER_GRACE if report.status == DESERTED else GRACE):
             return True
         if report.status == 0 and report.phase in ("arrived", "joined", "leaving"):
             return True  # it has left MPI without a word

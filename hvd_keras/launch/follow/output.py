@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import refusing
 from hvd_keras.launch.onhost.limits import PARTIAL_LINE_DELAY
 
 TAIL_LIMIT = 1 << 16  # bytes of a rank's last errors that are kept, to tell why it failed
@@ -208,11 +208,8 @@ class Output:
         self._prefix = prefix
         self._directory = None if directory is None else Path(directory)
         if self._directory is not None:
-            try:
+            with refusing(f"--output-dir got {directory!r}, which cannot be made"):
                 self._directory.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                told = f"--output-dir got {directory!r}, which cannot be made: {error}"
-                raise UsageError(told) from error
         self._append = append
         self._copies: dict[int, Copy] = {}
         self._streams: dict[tuple[int | None, str], Stream] = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import refusing
 from hvd_keras.launch.follow import stdin
 from hvd_keras.launch.follow.outcome import Report, names
 from hvd_keras.launch.follow.output import Output
@@ -45,15 +45,10 @@ class _Peer(Connection):
 
 def _listen_in(directory: Path) -> socket.socket:
     """Listen on a Unix socket in a folder, whose path may be longer than a socket's address."""
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        with channel.in_folder(directory) as folder:
-            listener.bind(f"{folder}/{SOCKET}")
-    except OSError as error:
-        raise UsageError(
-            f"cannot make a socket in {directory}: {error.strerror}; set TMPDIR to a folder on "
-            "another file system"
-        ) from error
+    listener, advice = socket.socket(socket.AF_UNIX), "; set TMPDIR to one on another file system"
+    told = f"cannot make a socket in {directory}"
+    with refusing(told, advice), channel.in_folder(directory) as folder:
+        listener.bind(f"{folder}/{SOCKET}")
     listener.listen(socket.SOMAXCONN)
     return listener
 
@@ -100,9 +95,9 @@ class Ranks:
     @property
     def addresses(self) -> str:
         """Where the workers reach us, in the form that `connect` takes."""
-        names = [listener.getsockname() for listener in self._listeners]
-        if isinstance(names[0], str):
+        if not self.listen_at:
             return str(self.directory / SOCKET)
+        names = [listener.getsockname() for listener in self._listeners]
         return ",".join(f"{host}:{port}" for host, port in names)
 
     def open(self, start: Mapping[str, Any]) -> None:
@@ -166,7 +161,7 @@ class Ranks:
         except (ProtocolError, StopAsyncIteration, asyncio.TimeoutError) as error:
             why = str(error)
         except OSError as error:
-            why = channel.error_text(error)
+            why = error.strerror or str(error)
         finally:
             why = peer.why or why
             peer.end(why)

@@ -38,19 +38,17 @@ class Statistics:
         self.size = 0
         self.starts = 0
         self.latest: dict[int, Any] = {}
-        self.hosts: dict[int, str] = {}
         self._past: dict[int, collections.deque[Any]] = {}
 
     def start(self, size: int) -> None:
         """Note that the job starts, perhaps again."""
         self.size, self.starts = size, self.starts + 1
-        self.latest, self.hosts, self._past = {}, {}, {}
+        self.latest, self._past = {}, {}
 
     def take(self, rank: int, host: str, numbers: Any) -> None:
         """Take a message: `hvd.stats()`, of `ranks` this one alone as `late`, and `training`."""
-        self.hosts[rank] = host
-        self._past.setdefault(rank, collections.deque(maxlen=WINDOW)).append(numbers)
-        self.latest[rank] = numbers
+        self.latest[rank] = {**numbers, "host": host}
+        self._past.setdefault(rank, collections.deque(maxlen=WINDOW)).append(self.latest[rank])
 
     def recent(self) -> list[Recent]:
         """How each rank fares, by rank."""
@@ -73,7 +71,7 @@ class Statistics:
         trains = count and None not in (first.get("samples"), last.get("samples"))
         return Recent(
             rank=rank,
-            host=self.hosts[rank],
+            host=new["host"],
             samples_per_second=(last["samples"] - first["samples"]) / trained if trains else None,
             step_seconds=trained / count if count else None,
             waiting=min(max(waited / seconds, 0.0), 1.0),

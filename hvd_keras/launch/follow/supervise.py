@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import refusing
 from hvd_keras.launch.follow.outcome import Verdict, describe_apart, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
@@ -47,13 +47,10 @@ def raise_open_files() -> None:
 @contextlib.contextmanager
 def job_directory(job: str) -> Iterator[Path]:
     """A private directory for the files of one job, removed at the end."""
-    try:
+    advice = "; set TMPDIR to a folder with free space that you may write to"
+    with refusing("cannot make a directory for the job's files", advice):
         path = Path(tempfile.gettempdir(), f"hvdrun-{job}")
         path.mkdir(mode=0o700)
-    except OSError as error:
-        told = f"cannot make a directory for the job's files: {error}"
-        advice = "set TMPDIR to a folder with free space that you may write to"
-        raise UsageError(f"{told}; {advice}") from error
     try:
         yield path
     finally:

@@ -219,11 +219,6 @@ def in_folder(folder: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def error_text(error: OSError) -> str:
-    """Describe an error without its number."""
-    return os.strerror(error.errno) if error.errno else str(error)
-
-
 def _connect_to(address: str) -> socket.socket:
     if address.startswith("/"):
         connection = socket.socket(socket.AF_UNIX)
@@ -244,7 +239,7 @@ def connect(addresses: str) -> socket.socket:
             try:
                 return _connect_to(address)
             except OSError as error:
-                problems[address] = error_text(error)
+                problems[address] = error.strerror or str(error)
         time.sleep(0.5)
     told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
     raise SystemExit(

@@ -23,21 +23,16 @@ def version(*names: str) -> "str | None":
     return None
 
 
-def place(name: str) -> "str | None":
-    """Return the file of a package."""
-    import importlib.util
-
-    found = importlib.util.find_spec(name)
-    return found.origin if found is not None else None
-
-
 def look(directory: str, program: str) -> "dict[str, object]":
     """Return the facts of this host."""
+    import importlib.util
+
+    found = importlib.util.find_spec("hvd_keras")
     facts: dict[str, object] = {
         "host": socket.gethostname(),
         "python": ".".join(map(str, sys.version_info[:3])),
         "hvd_keras": version("hvd_keras"),
-        "place": place("hvd_keras"),
+        "place": None if found is None else found.origin,
         "tensorflow": version("tensorflow", "tensorflow-cpu"),
         "keras": version("keras"),
         "directory": os.path.isdir(directory),

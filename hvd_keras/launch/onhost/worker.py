@@ -56,6 +56,11 @@ TOLD = 1 << 18  # bytes of one message of the rank at most
 SWEEP = Path(__file__).with_name("sweep.py")  # the script that ends all that is left of a job here
 
 
+def memory_folder(job: str) -> str:
+    """Return the folder for the shared memory of MPI, which killed ranks cannot remove."""
+    return f"/dev/shm/hvdrun-{job}"
+
+
 def find_rank(environment: Mapping[str, str]) -> int:
     """Return this process's rank, which mpirun has put into the environment."""
     for name in RANK_VARIABLES:
@@ -228,8 +233,7 @@ class Worker:
 
     def _start(self, order: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
         """Start what `run_job` describes; `folder` is for its files."""
-        for path in order["folders"]:
-            private_folder(Path(path))
+        private_folder(Path(memory_folder(os.environ[JOB])))
         own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
         # Not the job's folder itself, which holds our files.
         own["TMPDIR"] = str(private_folder(_folder_path() / "tmp"))

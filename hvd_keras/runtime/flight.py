@@ -24,7 +24,7 @@ import traceback
 from types import CodeType, FrameType, TracebackType
 from typing import BinaryIO
 
-from hvd_keras import postmortem
+from hvd_keras.postmortem import CALL_BYTES, COUNT, is_library
 from hvd_keras.runtime import libraries, log, rank_info, settings
 
 # The latest calls: how many (by request, in a table with a place for each hash).
@@ -46,7 +46,7 @@ def _libraries() -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _is_script(file: str) -> bool:
-    return not postmortem.is_library(file, _libraries())
+    return not is_library(file, _libraries())
 
 
 class _Recorder:
@@ -77,8 +77,8 @@ class _Recorder:
     def _make_calls(self) -> mmap.mmap:
         with self._paths[1].open("w+b") as file:
             # A full disk fails here, and not where the memory is written (SIGBUS).
-            os.posix_fallocate(file.fileno(), 0, CALLS * postmortem.CALL_BYTES)
-            return mmap.mmap(file.fileno(), CALLS * postmortem.CALL_BYTES)
+            os.posix_fallocate(file.fileno(), 0, CALLS * CALL_BYTES)
+            return mmap.mmap(file.fileno(), CALLS * CALL_BYTES)
 
     def _write(self, line: str) -> None:
         self._stacks.write(line.encode() + b"\n")
@@ -93,24 +93,20 @@ class _Recorder:
         if frame is None:
             return
         self._count += 1
-        number = hash(request) % CALLS
-        place = number * postmortem.CALL_BYTES
+        number = hash(request) % CALLS  # requests in one place: the later call stays
+        place = number * CALL_BYTES
         call = (request, frame.f_code, frame.f_lasti)
         if self._written[number] != call:  # a loop's call is the same each time
             code = frame.f_code
             line = [request[:200], code.co_filename, frame.f_lineno, code.co_name]
             text = json.dumps(line).encode()
-            room = postmortem.CALL_BYTES - postmortem.COUNT.size
-            if len(text) > room:
+            start, end = place + COUNT.size, place + CALL_BYTES
+            if len(text) > end - start:
                 return
-            postmortem.COUNT.pack_into(
-                self._calls, place, 0
-            )  # if this is the last it does: no call
-            self._calls[place + postmortem.COUNT.size : place + postmortem.CALL_BYTES] = text.ljust(
-                room
-            )
+            COUNT.pack_into(self._calls, place, 0)  # no call, if the process is killed meanwhile
+            self._calls[start:end] = text.ljust(end - start)
             self._written[number] = call
-        postmortem.COUNT.pack_into(self._calls, place, self._count)
+        COUNT.pack_into(self._calls, place, self._count)
 
     def note_exception(self, kind: type[BaseException], trace: TracebackType | None) -> None:
         """Keep where an uncaught exception was raised."""
@@ -153,11 +149,7 @@ _recorder: _Recorder | None = None
 
 
 def start() -> None:
-    """Begins to record, if there is a folder for it; after the job has begun.
-
-    Raises:
-        ValueError: the files cannot be made.
-    """
+    """Begin to record, if a folder for it is set; after the job has begun."""
     global _recorder
     folder = settings.read().postmortem
     if folder is None:
@@ -189,11 +181,7 @@ def note_exception(kind: type[BaseException], trace: TracebackType | None) -> No
 
 
 def stop(*, keep: bool) -> None:
-    """End the recording.
-
-    Args:
-        keep: whether the files may be needed: the ranks have not left the job together.
-    """
+    """End the recording; ``keep`` the files if the ranks have not left the job together."""
     global _recorder
     if _recorder is not None:
         try:
