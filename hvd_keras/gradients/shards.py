@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.runtime.keras import Variable, keras
@@ -145,14 +146,17 @@ class VariableSet:
 
 def mark(variable: Any, shard: Shard) -> None:
     """Record that a variable is this rank's part of a table."""
-    variable._hvd_shard = inner_variable(variable)._hvd_shard = shard
+    variable._hvd_shard = shard
+    inner = inner_variable(variable)
+    if isinstance(inner, tf.Variable):  # otherwise its initial value, while Keras builds a graph
+        inner._hvd_shard = shard
 
 
 def of(variable: Any) -> Shard | None:
     """Return what ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
     shard: Shard | None = getattr(variable, "_hvd_shard", None)
-    if shard is not None:  # a Keras variable may get its tf.Variable after it was marked
-        inner_variable(variable)._hvd_shard = shard
+    if shard is not None:
+        mark(variable, shard)  # a Keras variable may have got its tf.Variable since
     return shard
 
 
