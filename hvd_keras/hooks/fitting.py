@@ -45,6 +45,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             own = _begun(self, callbacks, defaults | bound.arguments)
             stack.enter_context(_set(_current, own))
             several = own is not None and own.process_set.size() > 1
+            # From here on the stack undoes what this fit changes in the model and its callbacks.
             runs = callbacks
             if own is not None and several:
                 runs = keras_callbacks.edited(own)

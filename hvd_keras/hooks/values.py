@@ -144,6 +144,7 @@ class Values:
         gathered = agree.run_now(
             lambda: ops.allgather(mine, "a part of the values", process_set=self.process_set)
         )
+        # So seldom that the dearest comparison takes _SHARE of the time of the shortest steps.
         interval = gathered[:, 1].max() / (_SHARE * max(1e-6, gathered[:, 2].min()))
         self._next = self.steps + max(_STEPS, math.ceil(interval))
         self._cost = time.perf_counter() - begin
