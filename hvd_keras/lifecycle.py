@@ -162,7 +162,7 @@ def shutdown() -> None:
 
 
 def end(error: str, seconds: float) -> None:
-    """Leaves the job for good, as at the end of a script, in a process that lives on.
+    """Leave the job for good, as at the end of a script, in a process that lives on.
 
     Args:
         error: why this process fails, which the others show; empty if it does not.
@@ -245,10 +245,7 @@ def _refuse_lonely_world() -> None:
 
 
 def _install_guards() -> None:
-    """Notifies all ranks when this rank raises an uncaught exception or ends.
-
-    Otherwise they would wait for it forever.
-    """
+    """Notify all ranks, which would wait forever, if an uncaught exception or the end comes."""
     global _guards_installed
     if _guards_installed:
         return

@@ -176,7 +176,6 @@ class _Publisher:
         unfinished.replace(self._path)
 
     def stop(self) -> None:
-        """Publish the final numbers."""
         self._over.set()
         self._thread.join()
         try:

@@ -1,16 +1,14 @@
 """``DistributedOptimizer``: one process's optimizer, fed with the gradients of all."""
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.compat import legacy_keras, tensorflow_v1
-from hvd_keras.gradients import agreement, reducer, shards, zero
+from hvd_keras.gradients import agreement, reducer, zero
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.keras import is_legacy, keras
@@ -102,8 +100,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         *(gradient_predivide_factor, scale_local_gradients, process_set),
     )
     # Compiled models with mixed_float16 have a LossScaleOptimizer; what updates is the one in it.
+    # tf_keras has two such classes; this name stands for both.
+    home = keras.mixed_precision if is_legacy else keras.optimizers
     target = optimizer
-    if not is_v1 and isinstance(optimizer, _loss_scale_class()):
+    if not is_v1 and isinstance(optimizer, home.LossScaleOptimizer):
         target = optimizer.inner_optimizer
     if is_distributed(target):
         raise ValueError(
@@ -128,55 +128,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         kind = zero.ShardedReducer if shares else reducer.KerasReducer
         kind(target, optimizer, name, options, chosen, local_sum)
     return optimizer
-
-
-def load_distributed(
-    filepath: str | os.PathLike[str],
-    custom_optimizers: Iterable[type] | None,
-    custom_objects: dict[str, Any] | None,
-    compression: type[Compressor],
-    shard_state: bool = False,
-) -> keras.Model:
-    """``hvd.load_model`` of a file that ``model.save`` has written; the arguments are the same.
-
-    Raises:
-        ValueError: the file is missing, or has no optimizer, or Keras 3 has read it from HDF5.
-    """
-    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
-    if getattr(model, "optimizer", None) is None:
-        raise ValueError(
-            f"{filepath} has no optimizer: the model was saved before compile(), or for inference. "
-            "Use keras.models.load_model, then compile() with a hvd.DistributedOptimizer."
-        )
-    if not is_legacy and model.trainable_variables and _knows_no_variables(model.optimizer):
-        raise ValueError(
-            f"Keras {keras.__version__} does not restore the optimizer of {filepath}: it would "
-            "update no variable. Save the model as .keras. To load the weights of this file alone, "
-            "use keras.models.load_model(filepath, compile=False), then compile() with a "
-            "hvd.DistributedOptimizer."
-        )
-    if not is_distributed(getattr(model.optimizer, "inner_optimizer", model.optimizer)):
-        if shard_state:
-            _take_shares(model, compression)
-        else:
-            DistributedOptimizer(model.optimizer, compression=compression)
-    return model
-
-
-def _take_shares(model: Any, compression: type[Compressor]) -> None:
-    """Replace the optimizer of a model by one with a share of its state."""
-    whole = model.optimizer
-    share = DistributedOptimizer(
-        type(whole).from_config(whole.get_config()), compression=compression, shard_state=True
-    )
-    share.build(model.trainable_variables)
-    for variable, value in zip(share.variables, whole.variables, strict=True):
-        if shards.of(variable) is None:
-            variable.assign(value)
-        else:
-            zero.set_share(variable, np.asarray(value))
-    model.optimizer = share
 
 
 def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -204,18 +155,8 @@ def PartialDistributedOptimizer(  # noqa: N802 (Horovod's name)
     return distributed
 
 
-def _knows_no_variables(optimizer: Any) -> bool:
-    """Whether it was built for an empty list of variables, as Keras's reader of HDF5 does."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    return bool(optimizer.built) and not getattr(optimizer, "_trainable_variables", True)
-
-
 def local_variables(layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None) -> list[Any]:
-    """All variables of layers that belong to this rank alone.
-
-    Raises:
-        ValueError: a layer is not built, or none.
-    """
+    """All variables of built layers that belong to this rank alone; ValueError for others."""
     if layers is None:
         return []
     if isinstance(layers, keras.layers.Layer):
@@ -237,12 +178,6 @@ def is_distributed(optimizer: Any) -> bool:
     return hasattr(optimizer, "_hvd_reducer")
 
 
-def _loss_scale_class() -> Any:
-    # tf_keras has two such classes; this name stands for both.
-    home = keras.mixed_precision if is_legacy else keras.optimizers
-    return home.LossScaleOptimizer
-
-
 def _other_keras(optimizer: Any) -> str:
     """Return what to do about an optimizer of the Keras that is not in force."""
     home = type(optimizer).__module__.partition(".")[0]
@@ -256,7 +191,6 @@ def _other_keras(optimizer: Any) -> str:
 def _check_shares(
     optimizer: Any, options: agreement.ExchangeOptions, groups: agreement.Groups, is_v1: bool
 ) -> None:
-    """Raise ValueError if ``shard_state`` does not fit the rest."""
     reason = None
     if is_legacy or is_v1:
         reason = f"it needs an optimizer of Keras 3, and this {type(optimizer).__name__} is not"

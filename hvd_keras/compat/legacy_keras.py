@@ -59,7 +59,6 @@ class Reducer(reducer.GradientReducer):
             optimizer.compute_gradients = self.compute_gradients
 
     def build(self, var_list: Any) -> None:
-        """Replace ``Optimizer.build``."""
         self.variables = list(var_list)
         type(self.optimizer).build(self.optimizer, var_list)
 

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import hashlib
 import itertools
 import math
 import re
@@ -37,7 +36,6 @@ class VariableSpec:
 
     @property
     def bytes(self) -> int:
-        """The size of the variable's values."""
         return math.prod(self.shape) * int(tf.as_dtype(self.dtype).size)
 
     def __str__(self) -> str:
@@ -118,7 +116,6 @@ class ExchangeOptions:
         return gradient * factor
 
     def of_dense(self) -> dict[str, Any]:
-        """Return the arguments of the collective that reduces dense gradients."""
         return {
             "op": self.op,
             "compression": self.compression,
@@ -128,7 +125,6 @@ class ExchangeOptions:
         }
 
     def densified(self, gradients: Sequence[Any]) -> list[Any]:
-        """Convert gradients to dense tensors, if ``sparse_as_dense`` is set."""
         if not self.sparse_as_dense:
             return list(gradients)
         return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
@@ -179,24 +175,20 @@ def check_specs(
 ) -> tuple[VariableSpec, ...]:
     """Compare the ranks' variables: their number, order, paths, shapes and dtypes.
 
-    The ranks compare 32 bytes; only if these differ do they exchange the specs. A path may begin
-    later than another rank's: Keras puts the name of a model that was built in its first step into
-    the paths of its variables, and leaves it out when the model is loaded from a file.
-
-    Returns:
-        The specs with the longest path of each variable, the same on all ranks.
+    A path may begin later than another rank's: Keras puts the name of a model that was built in its
+    first step into the paths of its variables, and leaves it out when the model is loaded from a
+    file. Returns the specs with the longest path of each variable, the same on all ranks.
 
     Raises:
-        ValueError: they differ; on every rank.
+        ValueError: (on every rank) they differ.
     """
-    mine = hashlib.sha256("\n".join(map(str, specs)).encode()).hexdigest()
-    digests = agree.gather_json(f"{name}.variables", mine, process_set)
-    if len(set(digests)) == 1:
+    mine = [[spec.path, spec.shape, spec.dtype] for spec in specs]
+    differing = agree.gather_if_different(f"{name}.variables", mine, process_set)
+    if differing is None:
         return tuple(specs)
-    mine_in_full = [[spec.path, spec.shape, spec.dtype] for spec in specs]
     gathered = [
         [VariableSpec(path, tuple(shape), dtype) for path, shape, dtype in rank]
-        for rank in agree.gather_json(f"{name}.differing variables", mine_in_full, process_set)
+        for rank in differing
     ]
     longest = tuple(
         max(of_ranks, key=lambda spec: len(spec.path)) for of_ranks in zip(*gathered, strict=False)

@@ -15,8 +15,8 @@ def fill(sizes: Sequence[float], limit: float) -> list[list[int]]:
 
     Args:
         sizes: bytes of each gradient, in the order in which gradients become ready.
-        limit: the most bytes of a bucket; the first one holds at most FIRST_BYTES. A larger
-            gradient gets a bucket of its own.
+        limit: the most bytes of a bucket, unless its only gradient is larger; the first one holds
+            at most FIRST_BYTES.
     """
     limits = itertools.chain([min(FIRST_BYTES, limit)], itertools.repeat(limit))
     buckets: list[list[int]] = []
@@ -31,16 +31,9 @@ def fill(sizes: Sequence[float], limit: float) -> list[list[int]]:
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Give each variable to one rank: the largest first, to the rank that has least.
+    """Return the rank that owns each variable: the largest first, to the rank that has least.
 
-    So no rank gets more than an equal share and the largest variable.
-
-    Args:
-        sizes: of the variables, in bytes.
-        ranks: the number of ranks.
-
-    Returns:
-        The rank that owns each variable.
+    So no rank gets more bytes than an equal share and the largest variable.
     """
     loads = [0] * ranks
     chosen = [0] * len(sizes)
@@ -61,21 +54,16 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What travels at once: a row of ``length`` elements for each owner.
-
-    Attributes:
-        length: of a row; a row whose pieces are shorter is padded.
-        rows: the pieces of each owner's row.
-    """
+    """What travels at once: a row of ``length`` elements for each owner, in pieces."""
 
     length: int
-    rows: list[list[Piece]]
+    rows: list[list[Piece]]  # a shorter row is padded
 
 
 def pack(
     sizes: Sequence[int], owned_by: Sequence[int], ranks: int, limits: tuple[int, int]
 ) -> tuple[list[Request], list[int]]:
-    """Lays out tensors in requests whose rows are equally long.
+    """Lay out tensors in requests whose rows are equally long.
 
     Each owner's tensors follow each other, and all owners' are cut at the same places, wherever
     these lie in a tensor: so little is padded, although tensors differ in size.
@@ -83,7 +71,6 @@ def pack(
     Args:
         sizes: the number of elements of each tensor, in the order in which they become ready.
         owned_by: the owner of each.
-        ranks: the number of ranks.
         limits: the most elements of the first request, and of each other.
 
     Returns:

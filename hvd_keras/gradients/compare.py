@@ -1,7 +1,5 @@
 """Compares all that a step's result depends on besides the variables: options, losses, layers."""
 
-import hashlib
-import json
 import warnings
 import zlib
 from typing import Any
@@ -111,17 +109,14 @@ def flat(value: Any, path: str) -> Description:
     return {path: text if len(text) <= 100 else f"{text[:60]}… {zlib.crc32(text.encode()):08x}"}
 
 
-def digest(description: Description) -> str:
-    """Return a hash of a description."""
-    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
-
-
-def check_difference(name: str, mine: Description, process_set: ProcessSet) -> None:
-    """Raise a ValueError on every rank that shows what differs between the ranks' descriptions.
+def check(name: str, mine: Description, process_set: ProcessSet) -> None:
+    """Raise a ValueError on every rank that shows how the ranks' descriptions differ, if they do.
 
     A layer that belongs to one rank alone is described on other ranks only, and not compared.
     """
-    gathered = agree.gather_json(f"{name} in full", mine, process_set)
+    gathered = agree.gather_if_different(name, mine, process_set)
+    if gathered is None:
+        return
     local = {key for view in gathered for key in view if key.endswith(_LOCAL)}
     views = {
         rank: {

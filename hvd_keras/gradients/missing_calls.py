@@ -150,11 +150,11 @@ def allow_a_first_step() -> None:
     _is_horovods = True
 
 
-_is_horovods = False
+_is_horovods = False  # a script uses Horovod's names
 _empty_broadcast = False
-_synchronized = shards.VariableSet()
-_reduced = shards.VariableSet()
-_told_alone = shards.VariableSet()
+_synchronized = shards.VariableSet()  # broadcast, or found equal
+_reduced = shards.VariableSet()  # a reducer has had their gradients
+_told_alone = shards.VariableSet()  # a warning was about them; later differences are no news
 
 
 def mark_alone(optimizer: Any) -> None:

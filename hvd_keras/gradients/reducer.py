@@ -130,11 +130,9 @@ class GradientReducer:
             specs = agreement.check_specs(self.name, mine, self.process_set)
             optimizer = getattr(self, "optimizer", None)
             described = {} if optimizer is None else compare.of_optimizer(optimizer)
-            own = bool(self.local), compare.digest(described)
-            views = agree.gather_json(f"{self.name}.options", own, self.process_set)
-            self.has_local = any(local for local, _ in views)
-            if len({digest for _, digest in views}) > 1:
-                compare.check_difference(self.name, described, self.process_set)
+            compare.check(f"{self.name}.options", described, self.process_set)
+            of_ranks = agree.gather_json(f"{self.name}.local", bool(self.local), self.process_set)
+            self.has_local = any(of_ranks)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
             if missing_calls.check_weights(self.name, variables, requests, self.process_set):
                 self._agreed[mine] = specs
@@ -242,6 +240,7 @@ class Plan:
         self.specs = tuple(specs)
         self.kinds = tuple(kinds)
         self.groups = [list(group) for group in groups]
+        self._buckets: dict[tuple[bool, ...], list[list[int]]] = {}
         counts = collections.Counter(map(str, self.kinds))
         log.logger.debug("%s: gradients of %d variables: %s", name, len(self.specs), dict(counts))
 
@@ -277,11 +276,17 @@ class Plan:
 
     def buckets(self, gradients: Sequence[Any]) -> list[list[int]]:
         """Return, for each request, the indices of its gradients."""
-        present = [i for i in reversed(range(len(self.specs))) if gradients[i] is not None]
+        present = tuple(gradient is not None for gradient in gradients)
+        if present not in self._buckets:  # an eager loop asks in each step
+            self._buckets[present] = self._fill(present)
+        return self._buckets[present]
+
+    def _fill(self, present: Sequence[bool]) -> list[list[int]]:
         grouped = {i for group in self.groups for i in group}
-        chosen = [[i for i in group if gradients[i] is not None] for group in self.groups]
+        chosen = [[i for i in group if present[i]] for group in self.groups]
         chosen = [bucket for bucket in chosen if bucket]
-        rest = [i for i in present if i not in grouped]
+        indices = reversed(range(len(self.specs)))
+        rest = [i for i in indices if present[i] and i not in grouped]
         sizes = [self.specs[i].bytes for i in rest]
         filled = buckets.fill(sizes, settings.read().bucket_bytes)
         return [*chosen, *([rest[k] for k in bucket] for bucket in filled)]
@@ -396,6 +401,8 @@ class KerasReducer(GradientReducer):
 
     def clip(self, gradients: Sequence[Any], step: Step) -> Any:
         """Clip exchanged gradients, in the order of ``step.updated``, as one process does."""
+        if not step.divided and step.local is None:  # this rank has all of them
+            return type(self.optimizer)._clip_gradients(self.optimizer, gradients)
         places = step.divided, step.local
         return clipping.clip(self.optimizer, gradients, *places, self.name, self.process_set)
 

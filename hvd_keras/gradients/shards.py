@@ -31,7 +31,6 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the rank's variable."""
         return len(self.rows), len(self.columns)
 
     def cut(self, block: Any, first: int) -> tuple[slice, Any]:
@@ -81,11 +80,9 @@ class Layout:
         return Part(rows if rank == self.owner else range(0), columns)
 
     def size(self, rank: int) -> int:
-        """Return the number of values that a rank holds."""
         return math.prod(self.part(rank).shape)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the arguments of an equal layout."""
         return dataclasses.asdict(self)
 
 
@@ -106,7 +103,6 @@ class Shard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
         if self.owned is not None:
             return self.owned
         return self.layout.input_dim, self.layout.output_dim

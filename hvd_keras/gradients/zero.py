@@ -170,7 +170,6 @@ class ShardedReducer(reducer.KerasReducer):
         super().__init__(*args)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
-        """Return what Keras's methods become on the optimizer."""
         return {
             **super().hooks(),
             "build": self._build,
@@ -184,7 +183,6 @@ class ShardedReducer(reducer.KerasReducer):
         }
 
     def register_local(self, variable: Any) -> None:
-        """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
         if self._owner_of(variable) is not None:
             raise ValueError(
                 f"register_local_var: {variable.path} has an owner already (shard_state=True). "
@@ -196,7 +194,6 @@ class ShardedReducer(reducer.KerasReducer):
     def begin(
         self, gradients: Sequence[Any], variables: Sequence[Any], local: Sequence[Any] = ()
     ) -> Any:
-        """Agrees with the other ranks on how the gradients of this step are exchanged."""
         if not self.optimizer.built:
             self.optimizer.build(variables)  # which gives them their owners
         return super().begin(gradients, variables, local)
@@ -240,7 +237,6 @@ class ShardedReducer(reducer.KerasReducer):
         return self._owners.get(shards.variable_id(variable))
 
     def _holds(self, variable: Any) -> bool:
-        """Whether this rank updates a variable."""
         return self._owner_of(variable) in (None, self.process_set.rank())
 
     def _add_slot(
@@ -361,7 +357,6 @@ class ShardedReducer(reducer.KerasReducer):
 
     @contextlib.contextmanager
     def _held_averages(self, variables: Sequence[Any]) -> Iterator[list[Any]]:
-        """Lets Keras see the moving averages of the variables that this rank updates."""
         optimizer = self.optimizer
         averages = optimizer._model_variables_moving_average
         pairs = [
@@ -369,7 +364,7 @@ class ShardedReducer(reducer.KerasReducer):
             for variable, average in zip(variables, averages, strict=True)
             if self._holds(variable)
         ]
-        # Not by Keras's __setattr__, which tracks variables.
+        # Keras shall update the held ones alone. Not by its __setattr__, which tracks variables.
         name = "_model_variables_moving_average"
         object.__setattr__(optimizer, name, [average for _, average in pairs])
         try:

@@ -45,6 +45,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             own = _begun(self, callbacks, defaults | bound.arguments)
             stack.enter_context(_set(_current, own))
             several = own is not None and own.process_set.size() > 1
+            # From here on the stack undoes what this fit changes in the model and its callbacks.
             runs = callbacks
             if own is not None and several:
                 runs = keras_callbacks.edited(own)
@@ -305,7 +306,6 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     validates = validates and keras_callbacks.averages(own.callbacks)
     mine = {
         "unbuilt": _why_unbuilt(own),
-        "digest": compare.digest(description),
         "steps": steps,
         "rows": rows,
         "looks at data": not is_arrays
@@ -318,8 +318,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)
-    if len({theirs["digest"] for theirs in gathered}) > 1:
-        compare.check_difference("fit", description, process_set)
+    compare.check("fit compared", description, process_set)
     by_rank = [theirs["steps"] for theirs in gathered]
     if None not in by_rank and len(set(by_rank)) > 1:
         shown = zip(process_set.ranks, by_rank, strict=True)

@@ -249,7 +249,6 @@ class _AtTheEnd(_Internal):
     """Runs after all others: compares values, and stops all ranks if one stops."""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Compare values and data before the first step."""
         if self.common.values is not None:
             return
         common = variables.in_common(self.model)
@@ -264,7 +263,6 @@ class _AtTheEnd(_Internal):
         missing_calls.check_rows(gathered, process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Compare some values from time to time."""
         if self.common.values is not None:
             missing_calls.check_values(self.common.values, "step")
 

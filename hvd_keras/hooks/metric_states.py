@@ -56,8 +56,7 @@ class MetricState:
     #: its result is a variable, so Keras logs the value that it has after validation
     by_reference: bool
 
-    def describe(self, prefix: str) -> str:
-        """Describe, as text, what must be equal on all ranks."""
+    def describe(self, prefix: str) -> str:  # what must be equal on all ranks
         keys = "/".join(prefix + key for key in self.results)
         variables = ", ".join(f"{v.dtype}{list(v.shape)}" for v in self.sums or ())
         return f"{keys}: {type(self.metric).__name__}({variables})"
@@ -267,7 +266,6 @@ def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
 
 
 def _numeric(logs: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers and arrays in a form that JSON can represent."""
     numeric = {}
     for key, value in logs.items():
         if value is None:  # NumPy would make it NaN

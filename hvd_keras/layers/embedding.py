@@ -101,11 +101,9 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         if combiner not in _COMBINERS:
             expected = "None, 'sum', 'mean' or 'sqrtn'"
             raise ValueError(f"{name}: combiner is {combiner!r}, expected {expected}.")
-        for argument in ("lora_rank", "lora_alpha", "quantization_config"):
-            if kwargs.pop(argument, None) is not None:
-                raise ValueError(
-                    f"{name}: {argument} is not supported. Use keras.layers.Embedding."
-                )
+        for option in ("lora_rank", "lora_alpha", "quantization_config"):
+            if kwargs.pop(option, None) is not None:
+                raise ValueError(f"{name}: {option} is not supported. Use keras.layers.Embedding.")
         kwargs.pop("input_length", None)  # as keras.layers.Embedding, which ignores it
         process_set.check_included("layers.Embedding")
         super().__init__(**kwargs)
@@ -130,12 +128,11 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             self.set_table(whole)
 
     def table_size(self) -> plan.TableSize:
-        """Return what a plan needs to know of the table."""
         item_bytes = int(tf.as_dtype(self.variable_dtype).size)
         return plan.TableSize(self.name, self.input_dim, self.output_dim, item_bytes, self.shard)
 
     def set_layout(self, layout: shards.Layout | None) -> None:
-        """Divides the table, before it is built; None: all ranks have all of it.
+        """Divide the table, before it is built; None: all ranks have all of it.
 
         Raises:
             ValueError: a regularizer, a constraint or the number of columns does not permit it.
@@ -166,7 +163,6 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             )
 
     def build(self, input_shape: Any = None) -> None:
-        """Create this rank's part of the table."""
         if self.built:
             return
         shape = self.input_dim, self.output_dim
@@ -197,7 +193,6 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         return self._embeddings
 
     def call(self, inputs: Any) -> Any:
-        """Look up ids."""
         self.compare()
         (rows,) = lookup(
             self.request_name(),
@@ -208,21 +203,15 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         return self.shaped(inputs, rows)
 
     def request_name(self) -> str:
-        """Identify the layer on all ranks."""
         return f"embedding {agreement.common_path(self.embeddings.path)}"
 
     def as_table(self) -> Table:
-        """Return the table for ``lookup``."""
         layout = self.layout or shards.Layout("whole", self.input_dim, self.output_dim, 1)
         part = shards.inner_variable(self.embeddings)
         return Table(self.name, part, layout, self.compute_dtype)
 
     def compare(self) -> None:
-        """Compare the table with the other ranks', before its first lookup.
-
-        Raises:
-            ValueError: (on every rank) they differ.
-        """
+        """Compare the table with the other ranks' before its first lookup; ValueError on all."""
         if self._compared or self.layout is None or agree.is_building.get():
             return
         ranks = self.process_set
@@ -241,8 +230,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             )
         self._compared = True
 
-    def flat_ids(self, inputs: Any) -> tf.Tensor:
-        """Return the ids as an int64 vector."""
+    def flat_ids(self, inputs: Any) -> tf.Tensor:  # int64 [n]
         if isinstance(inputs, tf.SparseTensor):
             raise TypeError(
                 f"{self.name}: got a sparse tensor, expected a dense or ragged tensor of ids. "
@@ -297,12 +285,10 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         return keras.ops.not_equal(inputs, 0)
 
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
-        """Return the shape of the output for ids of a shape."""
         kept = input_shape if self.combiner is None else input_shape[:-1]
         return (*kept, self.output_dim)
 
     def compute_output_spec(self, inputs: Any) -> Any:
-        """Shape and dtype of the output."""
         return keras.KerasTensor(
             self.compute_output_shape(inputs.shape),
             dtype=self.compute_dtype,

@@ -103,13 +103,11 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         ]
 
     def build(self, input_shape: Any = None) -> None:
-        """Create this rank's parts of the tables."""
         for table in self.tables.values():
             table.build()
         self.built = True
 
     def call(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Look up the ids of all features."""
         self._check_features(inputs)
         names = [name for name in self.tables if name in self.features.values()]
         divided = [name for name in names if self.tables[name].layout is not None]
@@ -160,15 +158,12 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         }
 
     def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
-        """Return the masks of the features."""
         return self._each("compute_mask", inputs) if self.supports_masking else None
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """Return the shapes of the outputs for ids of these shapes."""
         return self._each("compute_output_shape", input_shape)
 
     def compute_output_spec(self, inputs: Any) -> Any:
-        """Shapes and dtypes of the outputs."""
         return self._each("compute_output_spec", inputs)
 
     def get_config(self) -> dict[str, Any]:
@@ -180,7 +175,6 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Embeddings":
-        """Return the layer with these arguments."""
         tables = {
             name: keras.saving.deserialize_keras_object(table)
             for name, table in config["tables"].items()

@@ -27,14 +27,9 @@ _TRUNCATED_STDDEV = 0.87962566103423978
 
 
 class Initializer(keras.initializers.Initializer):  # type: ignore[misc]
-    """Initializes a part of a table as another initializer would initialize the whole.
+    """Initializes a part of a table as the initializer ``whole`` would initialize all of it.
 
     An initializer of which a part cannot be drawn is called for the whole table.
-
-    Args:
-        whole: the initializer of the whole table.
-        shape: the table's shape.
-        part: of the table.
     """
 
     def __init__(self, whole: Any, shape: tuple[int, int], part: Part) -> None:

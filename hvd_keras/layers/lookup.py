@@ -25,19 +25,12 @@ from hvd_keras.runtime.process_sets import ProcessSet
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table for ``lookup``.
+    """A table for ``lookup``, of which this rank has a part."""
 
-    Attributes:
-        name: for errors.
-        part: this rank's ``tf.Variable``.
-        layout: how the table is divided; with one rank, it has all.
-        dtype: of the rows that are sent and returned.
-    """
-
-    name: str
-    part: Any
-    layout: Layout
-    dtype: str
+    name: str  # for errors
+    part: Any  # a tf.Variable
+    layout: Layout  # with one rank, it has all
+    dtype: str  # of the rows that are sent and returned
 
 
 # A script's tf.function would convert this code, and convert it wrongly.
@@ -55,10 +48,6 @@ def lookup(
 
     Returns:
         For each table its rows, of shape ``[n, output_dim]``.
-
-    Raises:
-        NotImplementedError: XLA shall compile the lookup.
-        tf.errors.InvalidArgumentError: (on every rank, when it runs) an id is out of range.
     """
     if validate.is_compiling():
         raise NotImplementedError(
@@ -111,10 +100,7 @@ def _out_of_range(tables: Sequence[Table], ids: Sequence[Any]) -> tuple[tf.Tenso
 def _refuse(tables: Sequence[Table], problems: tf.Tensor, ranks: list[int]) -> list[Any]:
     """Raise an error if a rank has an id that is out of range; in a graph, return the check.
 
-    Args:
-        tables: the tables.
-        problems: for each rank, what ``_out_of_range`` has found.
-        ranks: the ranks.
+    ``problems`` is what each rank's ``_out_of_range`` has found.
     """
     faulty = tf.where(problems[:, 0] >= 0)[:1, 0]
 
@@ -136,21 +122,14 @@ def _refuse(tables: Sequence[Table], problems: tf.Tensor, ranks: list[int]) -> l
 
 
 class _Asked:
-    """What this rank looks up in one table.
-
-    Attributes:
-        table: the table.
-        ranks: the number of ranks.
-        ids: for each rank the ids that it is asked for.
-        rows: for each rank the number of rows that come from it.
-    """
+    """What this rank looks up in one table."""
 
     def __init__(self, table: Table, ids: tf.Tensor, process_set: ProcessSet) -> None:
         self.table = table
         self.ranks = n = process_set.size()
         layout = table.layout
         if layout.kind == "columns":
-            self.ids = [ids] * n
+            self.ids = [ids] * n  # every rank has some columns of all rows
             unique, self._place = tf.unique(ids)
             self.rows = [tf.size(unique)] * n
             return
@@ -160,17 +139,17 @@ class _Asked:
         else:
             nothing, every = tf.zeros([0], tf.int32), tf.range(tf.size(ids))
             self._order = [every if r == layout.owner else nothing for r in range(n)]
-        self.ids = [tf.gather(ids, order) for order in self._order]
+        self.ids = [tf.gather(ids, order) for order in self._order]  # that each rank is asked for
         # By ranks; unique() keeps the order, so the owners number their rows alike.
         unique, place = tf.unique(tf.concat(self.ids, axis=0))
         self._place = tf.gather(place, tf.math.invert_permutation(tf.concat(self._order, axis=0)))
+        # The number of rows that come from each rank.
         if layout.kind == "rows":
             self.rows = tf.unstack(_count(unique % n, n), n)
         else:
             self.rows = [tf.size(unique) if r == layout.owner else 0 for r in range(n)]
 
     def width(self, rank: int) -> int:
-        """Return the number of columns that a rank has."""
         return len(self.table.layout.part(rank).columns)
 
     def result(self, values: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -190,31 +169,23 @@ class _Asked:
 
 
 class _Wanted:
-    """What all ranks look up in this rank's part of one table.
-
-    Attributes:
-        table: the table.
-        problems: int64 ``[ranks, 2]``, what each rank's ``_out_of_range`` has found.
-        local: the rows of the part, for each id, by ranks.
-        counts: the number of ids from each rank.
-        first: the places among the ids that a rank asks for the first time, by ranks.
-        rows: the number of such places of each rank.
-    """
+    """What all ranks look up in this rank's part of one table."""
 
     def __init__(self, table: Table, problems: tf.Tensor, ids: Sequence[tf.Tensor]) -> None:
         self.table = table
-        self.problems = problems
+        self.problems = problems  # int64 [ranks, 2]
         n = len(ids)
         self.counts = tf.stack([tf.size(i) for i in ids])
         every = tf.concat(ids, axis=0)
+        # The rows of the part for all ids, in the order of the ranks that ask.
         self.local = every // n if table.layout.kind == "rows" else every
         rank = tf.repeat(tf.range(n, dtype=tf.int64), self.counts)
+        # The places of ids that a rank asks for the first time, and their number by rank.
         unique, number = tf.unique(rank * table.layout.input_dim + every)
         self.first = tf.math.unsorted_segment_min(tf.range(tf.size(every)), number, tf.size(unique))
         self.rows = _count(unique // table.layout.input_dim, n)
 
     def width(self, process_set: ProcessSet) -> int:
-        """Return the number of columns of this rank's part."""
         return len(self.table.layout.part(process_set.rank()).columns)
 
 

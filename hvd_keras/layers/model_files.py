@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops, optimizer
-from hvd_keras.gradients import model_ranks, shards
+from hvd_keras.gradients import model_ranks, shards, zero
 from hvd_keras.layers.embedding import BLOCK, Embedding
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import agree
@@ -25,12 +25,9 @@ from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import storage
 
-_WEIGHTS, _CONFIG, _METADATA, _ASSETS = (
-    "model.weights.h5",
-    "config.json",
-    "metadata.json",
-    "assets",
-)
+# The parts of a .keras file.
+_WEIGHTS, _CONFIG = "model.weights.h5", "config.json"
+_METADATA, _ASSETS = "metadata.json", "assets"
 
 
 def save_model(
@@ -126,9 +123,47 @@ def load_model(
                 found = json.loads(archive.read(_METADATA)).get("hvd_keras")
             if found is not None:
                 return _load(archive, found["tables"], custom_objects)
-    return optimizer.load_distributed(
-        filepath, custom_optimizers, custom_objects, compression, shard_state
+    objects = {cls.__name__: cls for cls in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError(
+            f"{filepath} has no optimizer: the model was saved before compile(), or for inference. "
+            "Use keras.models.load_model, then compile() with a hvd.DistributedOptimizer."
+        )
+    if not is_legacy and model.trainable_variables and _knows_no_variables(model.optimizer):
+        raise ValueError(
+            f"Keras {keras.__version__} does not restore the optimizer of {filepath}: it would "
+            "update no variable. Save the model as .keras. To load the weights of this file alone, "
+            "use keras.models.load_model(filepath, compile=False), then compile() with a "
+            "hvd.DistributedOptimizer."
+        )
+    if not optimizer.is_distributed(model_ranks.innermost(model.optimizer)):
+        if shard_state:
+            _take_shares(model, compression)
+        else:
+            optimizer.DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+def _take_shares(model: Any, compression: type[Compressor]) -> None:
+    """Replace the optimizer of a model by one with a share of its state."""
+    whole = model.optimizer
+    share = optimizer.DistributedOptimizer(
+        type(whole).from_config(whole.get_config()), compression=compression, shard_state=True
     )
+    share.build(model.trainable_variables)
+    for variable, value in zip(share.variables, whole.variables, strict=True):
+        if shards.of(variable) is None:
+            variable.assign(value)
+        else:
+            zero.set_share(variable, np.asarray(value))
+    model.optimizer = share
+
+
+def _knows_no_variables(of_model: Any) -> bool:
+    """Whether it was built for an empty list of variables, as Keras's reader of HDF5 does."""
+    updates = model_ranks.innermost(of_model)
+    return bool(updates.built) and not getattr(updates, "_trainable_variables", True)
 
 
 def _divided(model: Any) -> list[Embedding]:
@@ -142,17 +177,12 @@ def _divided(model: Any) -> list[Embedding]:
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """What is written block by block.
+    """What is written block by block."""
 
-    Attributes:
-        key: the id of the layer or slot whose place in the file it takes.
-        blocks: its rows, on the first rank; on others, iterating sends them there.
-    """
-
-    key: int
+    key: int  # the id of the layer or slot whose place in the file it takes
     shape: tuple[int, ...]
     dtype: str
-    blocks: Iterator[Any]
+    blocks: Iterator[Any]  # its rows, on the first rank; on others, iterating sends them there
 
 
 def _of_table(table: Embedding, process_set: ProcessSet) -> _Table:
@@ -163,12 +193,8 @@ def _of_table(table: Embedding, process_set: ProcessSet) -> _Table:
 def _of_slot(slot: Any) -> _Table:
     shard = shards.of(slot)
     assert shard is not None
-
-    def blocks() -> Iterator[Any]:
-        yield shards.whole(slot)  # one variable's, which every rank has room for
-
-    dtype = tf.as_dtype(slot.dtype).name
-    return _Table(id(shards.inner_variable(slot)), shard.shape, dtype, blocks())
+    blocks = (shards.whole(part) for part in [slot])  # one block, which every rank has room for
+    return _Table(shards.variable_id(slot), shard.shape, tf.as_dtype(slot.dtype).name, blocks)
 
 
 def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:
@@ -222,7 +248,6 @@ def _write(
     with_optimizer: bool,
     path: pathlib.Path,
 ) -> None:
-    """Write a ``.keras`` file."""
     library = _library()
     config = keras.saving.serialize_keras_object(model)
     metadata: dict[str, Any] = {
@@ -238,14 +263,12 @@ def _write(
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(_METADATA, json.dumps(metadata))
         archive.writestr(_CONFIG, json.dumps(config))
-        assets = library.DiskIOStore(_ASSETS, archive=archive, mode="w")
-        store = library.H5IOStore(weights, mode="w")
-        try:
-            with _places(tables) as token:
-                library._save_state(model, store, assets, "", visited)
-        finally:
-            store.close()
-            assets.close()
+        with (
+            contextlib.closing(library.DiskIOStore(_ASSETS, archive=archive, mode="w")) as assets,
+            contextlib.closing(library.H5IOStore(weights, mode="w")) as store,
+            _places(tables) as token,
+        ):
+            library._save_state(model, store, assets, "", visited)
         _fill(weights, token, tables)
         archive.write(weights, _WEIGHTS)
     weights.unlink()
@@ -264,7 +287,6 @@ def _places(tables: list[_Table]) -> Iterator[int]:
 
 
 def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
-    """Write the tables to their places."""
     places: dict[int, list[str]] = collections.defaultdict(list)
 
     def note(name: str, item: Any) -> None:
@@ -293,7 +315,6 @@ def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:
 
 
 def _rewritten(config: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Change the configurations of all layers in a configuration."""
     if isinstance(config, (list, tuple)):
         return [_rewritten(item, change) for item in config]
     if not isinstance(config, dict):
@@ -336,13 +357,14 @@ def _load(
     library = _library()
     config = _rewritten(json.loads(archive.read(_CONFIG)), change)
     model = keras.saving.deserialize_keras_object(config, custom_objects=custom_objects)
-    names = archive.namelist()
-    store = library.H5IOStore(_WEIGHTS, archive=archive, mode="r")
-    assets = None
-    if any(name.startswith(f"{_ASSETS}/") for name in names):
-        assets = library.DiskIOStore(_ASSETS, archive=archive, mode="r")
     errors: dict[Any, Any] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        store = library.H5IOStore(_WEIGHTS, archive=archive, mode="r")
+        stack.callback(store.close)
+        assets = None
+        if any(name.startswith(f"{_ASSETS}/") for name in archive.namelist()):
+            assets = library.DiskIOStore(_ASSETS, archive=archive, mode="r")
+            stack.callback(assets.close)
         library._load_state(
             model,
             weights_store=store,
@@ -352,10 +374,6 @@ def _load(
             failed_saveables=set(),
             error_msgs=errors,
         )
-    finally:
-        store.close()
-        if assets is not None:
-            assets.close()
     if errors:
         raise ValueError(f"{archive.filename} does not load: {errors}")
     return model

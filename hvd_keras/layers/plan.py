@@ -17,24 +17,16 @@ _UNBALANCED = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class TableSize:
-    """What the plan depends on.
-
-    Attributes:
-        name: the table's.
-        input_dim, output_dim: its rows and columns.
-        item_bytes: bytes of a value.
-        shard: what the user chose.
-    """
+    """What the plan depends on."""
 
     name: str
     input_dim: int
     output_dim: int
-    item_bytes: int
+    item_bytes: int  # of a value
     shard: Choice = "auto"
 
     @property
     def size(self) -> int:
-        """Bytes of the table."""
         return self.input_dim * self.output_dim * self.item_bytes
 
 

@@ -10,37 +10,23 @@ All calls raise ``tf.errors.AbortedError`` if a rank has left the job, and
 This package does not know Keras.
 """
 
-from hvd_keras.ops.allreduce import allreduce, grouped_allreduce, is_reducing, reduce_tensors
-from hvd_keras.ops.movement import (
-    allgather,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_broadcast,
-)
-from hvd_keras.ops.reducescatter import grouped_reducescatter, reducescatter
-from hvd_keras.ops.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from hvd_keras.ops.without_data import barrier, join
-
-__all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_broadcast",
-    "grouped_reducescatter",
-    "is_reducing",
-    "join",
-    "reduce_tensors",
-    "reducescatter",
-]
+from hvd_keras.ops.allreduce import allreduce as allreduce
+from hvd_keras.ops.allreduce import grouped_allreduce as grouped_allreduce
+from hvd_keras.ops.allreduce import is_reducing as is_reducing
+from hvd_keras.ops.allreduce import reduce_tensors as reduce_tensors
+from hvd_keras.ops.movement import allgather as allgather
+from hvd_keras.ops.movement import alltoall as alltoall
+from hvd_keras.ops.movement import broadcast as broadcast
+from hvd_keras.ops.movement import grouped_allgather as grouped_allgather
+from hvd_keras.ops.movement import grouped_broadcast as grouped_broadcast
+from hvd_keras.ops.reducescatter import grouped_reducescatter as grouped_reducescatter
+from hvd_keras.ops.reducescatter import reducescatter as reducescatter
+from hvd_keras.ops.reduction import Adasum as Adasum
+from hvd_keras.ops.reduction import Average as Average
+from hvd_keras.ops.reduction import Max as Max
+from hvd_keras.ops.reduction import Min as Min
+from hvd_keras.ops.reduction import Product as Product
+from hvd_keras.ops.reduction import ReduceOp as ReduceOp
+from hvd_keras.ops.reduction import Sum as Sum
+from hvd_keras.ops.without_data import barrier as barrier
+from hvd_keras.ops.without_data import join as join

@@ -99,13 +99,9 @@ def _sum_equal_lookups(
     One process has each of its rows once, with the sum. Ranks with shorter sequences have looked up
     only the first of the others' indices.
 
-    Args:
-        values: ``[sum of rows, ...]``, in the order of the ranks.
-        indices: ``[sum of rows]``.
-        summaries: int64 ``[ranks, ...]``, the ``_summary`` of each rank.
-
-    Returns:
-        Values and indices of the same shapes; rows that are no longer needed are 0.
+    ``values`` are ``[sum of rows, ...]``, in the order of the ranks, ``indices`` ``[sum of rows]``,
+    ``summaries`` the ``_summary`` of each rank. The results have the same shapes; rows that are no
+    longer needed are 0.
     """
     rows = summaries[:, 0]
 

@@ -4,6 +4,7 @@ Below the public collectives, because process sets are created with it.
 """
 
 import contextvars
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,16 +32,22 @@ def gather_json(name: str, value: Any, process_set: "ProcessSet | None" = None) 
     Args:
         name: identifies the call on all ranks.
         value: anything that JSON can hold.
-        process_set: the ranks that take part. Default: all.
-
-    Raises:
-        ValueError: this rank is not in the process set.
-        tf.errors.AbortedError: a rank has left the job.
+        process_set: the ranks that take part. Default: all. It must include this rank.
     """
     if (process_set.size() if process_set else rank_info.size()) == 1:
         return [value]
     gathered = gather_bytes(name, json.dumps(value).encode(), process_set)
     return [json.loads(data) for data in gathered]
+
+
+def gather_if_different(
+    name: str, value: Any, process_set: "ProcessSet | None" = None
+) -> list[Any] | None:
+    """Return every rank's value, by rank; None if they are equal: then only hashes travel."""
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    if len(set(gather_json(name, digest, process_set))) == 1:
+        return None
+    return gather_json(f"{name} in full", value, process_set)
 
 
 def gather_bytes(name: str, mine: bytes, process_set: "ProcessSet | None" = None) -> list[bytes]:

@@ -45,10 +45,7 @@ def _find(name: str) -> str:
 def core() -> ctypes.CDLL:
     """Return the core: the engine and the transports, without TensorFlow.
 
-    One process that no launcher has started needs no MPI.
-
-    Raises:
-        RuntimeError: no usable MPI library was found.
+    One process that no launcher has started needs no MPI; others get a RuntimeError without one.
     """
     try:
         abi, mpi = mpi_library.load()
@@ -78,21 +75,17 @@ def core() -> ctypes.CDLL:
     for text in (*texts, library.hvd_cuda, library.hvd_nccl):
         text.restype = ctypes.c_char_p
     library.hvd_rank_info.argtypes = [ctypes.POINTER(ctypes.c_int)]
-    library.hvd_rank_info.restype = None
     numbers = ctypes.POINTER(ctypes.c_int)
     library.hvd_init.argtypes = [numbers, ctypes.c_int, ctypes.c_void_p]
     library.hvd_add_process_set.argtypes = [ctypes.c_int, numbers, ctypes.c_int]
-    library.hvd_remove_process_set.restype = None
-    library.hvd_set_log.restype = None
     library.hvd_leave.argtypes = [ctypes.c_char_p, ctypes.c_double]
     library.hvd_record_requests.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.hvd_start_timeline.argtypes = [ctypes.c_char_p]
-    library.hvd_stop_timeline.restype = None
     library.hvd_gpu_folders.argtypes = [ctypes.c_char_p]
-    library.hvd_gpu_folders.restype = None
-    library.hvd_use_gpu.restype = None
-    library.hvd_finalize.restype = None
-    library.hvd_abort.restype = None
+    for name in ("rank_info", "remove_process_set", "set_log", "stop_timeline"):
+        getattr(library, f"hvd_{name}").restype = None
+    for name in ("gpu_folders", "use_gpu", "finalize", "abort"):
+        getattr(library, f"hvd_{name}").restype = None
     return library
 
 

@@ -213,7 +213,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if process_set.process_set_id is None:
         return False
     for number in set(asked):
-        _end(of_id(number))
+        libraries.core().hvd_remove_process_set(number)
+        _added.pop(number).process_set_id = None
     return True
 
 
@@ -243,13 +244,6 @@ def _begin(process_set: ProcessSet, process_set_id: int) -> None:
         raise RuntimeError(core.hvd_error().decode())
     process_set.process_set_id = process_set_id
     _added[process_set_id] = process_set
-
-
-def _end(process_set: ProcessSet) -> None:
-    number = process_set.id()
-    libraries.core().hvd_remove_process_set(number)
-    del _added[number]
-    process_set.process_set_id = None
 
 
 def world_ranks_of(comm: Any) -> list[int]:
