@@ -131,18 +131,22 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     return tape
 
 
-_reducers: dict[Any, reducer.GradientReducer] = {}
+_reducers: list[reducer.GradientReducer] = []
 
 
 def _reducer(
     options: agreement.ExchangeOptions, groups: agreement.Groups
 ) -> reducer.GradientReducer:
     """The reducer for all tapes with these options, since a loop makes a new tape in each step."""
-    key = options, groups if isinstance(groups, int) else _ids(groups)
-    if key not in _reducers:  # the reducer keeps the variables of groups, and so their ids
-        _reducers[key] = reducer.GradientReducer("tape", options, groups)
-    return _reducers[key]
+    for known in _reducers:
+        if known.options == options and _same_groups(known.groups, groups):
+            return known
+    _reducers.append(reducer.GradientReducer("tape", options, groups))
+    return _reducers[-1]
 
 
-def _ids(groups: Sequence[Sequence[Any]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(shards.variable_id, group)) for group in groups)
+def _same_groups(one: agreement.Groups, other: agreement.Groups) -> bool:
+    if isinstance(one, int) or isinstance(other, int):
+        return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
+    ids = [[[shards.variable_id(v) for v in group] for group in g] for g in (one, other)]
+    return ids[0] == ids[1]

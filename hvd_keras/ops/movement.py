@@ -86,18 +86,20 @@ def broadcast(
         tf.errors.FailedPreconditionError: (on every rank) dtypes, shapes or roots differ.
     """
     del ignore_name_scope
-    return grouped_broadcast([tensor], root_rank, name, process_set)[0]
+    validate.check("broadcast", process_set)
+    return grouped_broadcast(
+        [tensor], root_rank, validate.name("broadcast", name, process_set), process_set
+    )[0]
 
 
 def grouped_broadcast(
     tensors: Sequence[Any],
     root_rank: int,
-    name: str | None,
+    name: str,
     process_set: ProcessSet = global_process_set,
 ) -> list[tf.Tensor]:
     """``broadcast`` of several tensors as one request."""
     validate.check("broadcast", process_set)
-    name = validate.name("broadcast", name, process_set)
     empty = {"tensors": [validate.EMPTY], "root_rank": process_set.ranks[0]}
     with validate.on_all_ranks("broadcast", name, process_set, **empty):
         checked = [tf.convert_to_tensor(validate.checked("broadcast", x)) for x in tensors]
