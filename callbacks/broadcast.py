@@ -36,10 +36,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     only. ``hvd.SyncBatchNormalization`` computes the statistics of one process.
 
     If XLA cannot compile the collectives (``libhvd_xla.so`` is missing or does not load), the
-    callback turns the model's ``jit_compile`` off and warns. Otherwise it leaves ``jit_compile``
-    alone, which Keras turns on by itself on machines with GPUs. There, compiled collectives have
-    been tested with a fake of CUDA and NCCL only (docs/gpu.md);
-    ``model.compile(jit_compile=False)`` avoids them.
+    callback turns the model's ``jit_compile`` off and warns. See docs/gpu.md for GPUs.
 
     A state that ``Checkpoint`` has restored is not overwritten, in whatever order the two callbacks
     are given.

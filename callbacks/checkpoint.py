@@ -255,7 +255,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self.model.optimizer.learning_rate = saved * self._rate / found.metadata["rate"]
 
     def _go_on(self, found: "_Found") -> None:
-        """Lets ``fit`` and its data begin where the checkpoint was written."""
         self.model._initial_epoch = found.metadata["epoch"]
         states = found.metadata["passes"]
         if len(states) == len(self._passes):
@@ -266,7 +265,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._skipping = _Skipping(self.model, variables.of_training(self.model), batches)
 
     def _batches_seen(self, found: "_Found") -> int:
-        """Return how many batches of this epoch to skip."""
         then, batch = found.metadata["ranks"], found.metadata["batch"]
         now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
@@ -384,18 +382,15 @@ class _Skipping:
         return {}
 
     def put_back(self) -> None:
-        """Restores the state of the checkpoint."""
         for variable, value in zip(self._own, self._values, strict=True):
             variable.assign(value)
         per_rank.set_random_state(self._random)
 
     def stop(self) -> None:
-        """Lets ``fit`` train from now on."""
         self._model.train_function = self._train_function
 
 
 def _message(found: _Found, epochs: int, is_complete: bool) -> str:
-    """Return what is said about a restart."""
     epoch, batch = found.metadata["epoch"], found.metadata["batch"]
     name = pathlib.Path(found.path).stem
     if is_complete:

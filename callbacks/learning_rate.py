@@ -194,14 +194,12 @@ class LearningRateWarmupCallback(_LearningRateCallback):
 
 
 def _scaling(buffers: list[Any]) -> Any:
-    """Return a function of a number that multiplies variables by it, in one call of TensorFlow."""
-
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]
     def scale(factor: tf.Tensor) -> None:
         for buffer in buffers:
             buffer.assign(buffer * tf.cast(factor, buffer.dtype))
 
-    return scale
+    # One call for all buffers: during warm-up the rate changes in every batch.
+    return tf.function(scale, autograph=False)
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:

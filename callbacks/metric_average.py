@@ -128,6 +128,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         def result_of_all_ranks(logs: Any) -> dict[str, Any]:
             put_back()
             reduced = metric_states.numbers(result(logs))
+            # The other ranks come here, too: each evaluates with this callback.
             self._states = {"": metric_states.states(model)}
             self._reduce(reduced)
             return reduced

@@ -33,9 +33,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# What takes minutes runs first, so that none of it runs alone at the end.
-LONG = ["2-ranks", "test_core.py", "test_examples.py", "test_several_hosts.py", "test_soak.py"]
-LONG += ["3-ranks", "test_restarts.py", "test_faults.py", "test_restart.py", "1-ranks", "4-ranks"]
+# What takes a minute or more runs first, so that none of it runs alone at the end.
+LONG = ["2-ranks", "test_core.py", "test_examples.py", "test_slurm.py", "test_hvdrun_ends.py"]
+LONG += ["test_several_hosts.py", "test_runtime.py", "test_hvdrun.py", "test_horovod.py"]
+LONG += ["test_faults.py", "test_restarts.py", "test_restart.py", "test_hvdrun_plan.py"]
+LONG += ["test_soak.py", "3-ranks", "1-ranks", "4-ranks"]
 
 
 def _scope(nodeid: str) -> str:
@@ -50,6 +52,8 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
         left_out = {item for group in _cases(items) for item in group}
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+    if "HVD_TEST_PARALLEL" in os.environ:
+        return  # a job runs its tests in the order in which they are waited for
     scopes = [*LONG, *dict.fromkeys(_scope(item.nodeid) for item in items)]
     names = [pathlib.Path(scope).name for scope in scopes]
     items.sort(key=lambda item: names.index(pathlib.Path(_scope(item.nodeid)).name))

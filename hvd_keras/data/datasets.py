@@ -182,6 +182,7 @@ def _is_batched(source: Any) -> bool:
 
 def _makes_batches(node: Any) -> bool | None:
     """Whether a dataset yields batches, judged by how it was made; None if unknown."""
+    # Shapes cannot tell: rows of shape [32, 3] and batches of 32 rows of shape [3] look alike.
     kind, inputs = _kind(node), node._inputs()
     if kind in _BATCHING:
         return True

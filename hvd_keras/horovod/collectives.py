@@ -1,9 +1,8 @@
 """What ``horovod.tensorflow`` has for tensors, variables and objects, where hvd_keras differs.
 
 A rank outside of the process set gets TensorFlow's error. Averages and scale factors of integers
-are computed in float64 and truncated; averages of sparse ones are floating-point numbers. The
-gradients of allgather, broadcast and reducescatter are those of the mean of the ranks' losses, not
-of their sum.
+are truncated. The gradients of allgather, broadcast and reducescatter are those of the mean of the
+ranks' losses, not of their sum.
 """
 
 import functools
@@ -46,13 +45,8 @@ def _with_gradient_times(factor: float, tensor: tf.Tensor) -> tf.Tensor:
     return identity(tensor)
 
 
-def _adapted(function: _Function, gradient: Callable[[int], float] | None = None) -> _Function:
-    """Return the function, which raises ``InvalidArgumentError`` outside of its process set.
-
-    Args:
-        function: of hvd_keras, with an argument ``process_set``.
-        gradient: the factor of the results' gradients, by the number of ranks. Default: none.
-    """
+def _adapted(function: _Function, averages_gradients: bool = False) -> _Function:
+    """Return a function of hvd_keras, which raises Horovod's error outside of its process set."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -62,9 +56,8 @@ def _adapted(function: _Function, gradient: Callable[[int], float] | None = None
         process_set = given.arguments["process_set"]
         check_included(function.__name__, process_set)
         results = function(*args, **kwargs)
-        if gradient is None:
-            return results
-        factor = gradient(process_set.size())
+        # hvd_keras's gradients are those of the sum of the ranks' losses.
+        factor = 1 / process_set.size() if averages_gradients else 1.0
         return tf.nest.map_structure(lambda x: _with_gradient_times(factor, x), results)
 
     return call  # type: ignore[return-value]
@@ -99,14 +92,9 @@ def in_order(
     return decorate
 
 
-def _mean(size: int) -> float:
-    """Return the factor that makes of the sum of the ranks' losses their mean."""
-    return 1 / size
-
-
-allgather = _adapted(ops.allgather, _mean)
-grouped_allgather = _adapted(ops.grouped_allgather, _mean)
-broadcast = _adapted(ops.broadcast, _mean)
+allgather = _adapted(ops.allgather, averages_gradients=True)
+grouped_allgather = _adapted(ops.grouped_allgather, averages_gradients=True)
+broadcast = _adapted(ops.broadcast, averages_gradients=True)
 alltoall = _adapted(ops.alltoall)
 broadcast_variables = _adapted(_broadcast_variables)
 broadcast_object = _adapted(objects.broadcast_object)

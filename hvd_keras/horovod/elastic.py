@@ -85,6 +85,7 @@ class ObjectState:
             return
         attributes, values = self._saved
         path = storage.path_of(folder, 0, self._commits)
+        # Attributes may be any objects, and the text of a checkpoint is JSON.
         facts = {"attributes": base64.b64encode(attributes).decode(), "commit": self._commits}
         stored = [storage.Variable(str(i), False, value) for i, value in enumerate(values)]
         storage.write(path, facts, stored)
@@ -234,7 +235,7 @@ def run(func: Callable[..., _Result]) -> Callable[..., _Result]:
         state.sync()
         if again:
             state.on_reset()
-            state.sync()
+            state.sync()  # what reset callbacks have changed, such as the learning rate
         return func(state, *args, **kwargs)
 
     return wrapper

@@ -15,21 +15,14 @@ LIKEWISE = "="
 
 @dataclass(frozen=True)
 class Row:
-    """Names that have the same remarks.
+    """Names that have the same remarks."""
 
-    Attributes:
-        names: separated by spaces; a part before a dot is for the reader alone.
-        state: under ``import hvd_keras``: same, renamed, changed or gone.
-        note: what differs from Horovod there.
-        horovod: what differs from Horovod under ``import horovod``.
-        home: the module of hvd_keras that has the names for ``horovod``; empty: what is public in
-            hvd_keras; None: there are none.
-    """
-
-    names: str
-    state: str = "same"
-    note: str = ""
-    horovod: str = LIKEWISE
+    names: str  # separated by spaces; a part before a dot is for the reader alone
+    state: str = "same"  # under ``import hvd_keras``; or renamed, changed, gone
+    note: str = ""  # what differs from Horovod there
+    horovod: str = LIKEWISE  # what differs from Horovod under ``import horovod``
+    # The module of hvd_keras that has the names for ``horovod``; empty: what is public in
+    # hvd_keras; None: there are none.
     home: str | None = ""
 
     def homes(self) -> dict[str, str]:
@@ -51,7 +44,7 @@ shutdown is_initialized
     `init` raises after a `shutdown` while others waited for this rank
 rank size local_rank local_size cross_rank cross_size
 is_homogeneous mpi_threads_supported mpi_enabled mpi_built nccl_built cuda_built rocm_built
-    NCCL, CUDA: found at run time; ROCm: always False
+    found at run time
 gloo_built gloo_enabled ddl_built ccl_built
     always False
 sycl_built  gone @basics

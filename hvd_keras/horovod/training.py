@@ -184,7 +184,6 @@ class DistributedGradientTape(tape.DistributedGradientTape):
         super().__init__(gradtape, *args, **kwargs)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """As ``hvd_keras.DistributedGradientTape.gradient``."""
         kwargs.pop("use_generic_names", None)
         if self._alone:
             missing_calls.mark_reduced(tf.nest.flatten(sources))

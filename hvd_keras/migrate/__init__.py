@@ -12,14 +12,7 @@ from hvd_keras.migrate.source import Finding, Source
 
 
 class Script(Source):
-    """A script, and what must change in it.
-
-    Attributes:
-        findings: in the order of their places.
-
-    Raises:
-        SyntaxError: it is no Python 3.
-    """
+    """A script, and ``findings``: what must change in it, in the order of the places."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -8,30 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """A place in a script.
+    """A place in a script."""
 
-    Attributes:
-        start, end: its bytes in the text.
-        text: what is wrong, for people; empty for a part of what another finding tells.
-        new: what is written there instead; None: this is not certain.
-    """
-
-    start: int
+    start: int  # bytes of the text
     end: int
-    text: str
-    new: str | None = None
+    text: str  # what is wrong, for people; empty for a part of what another finding says
+    new: str | None = None  # what is written there instead; None: this is not certain
 
 
 class Source:
-    """A script.
-
-    Attributes:
-        text, data: the script, and its bytes.
-        tree: its syntax.
-
-    Raises:
-        SyntaxError: it is no Python 3.
-    """
+    """A script, its syntax tree, and what its names stand for. Raises SyntaxError."""
 
     def __init__(self, text: str) -> None:
         self.text = text

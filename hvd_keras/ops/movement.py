@@ -133,7 +133,7 @@ def alltoall(
         tensor: a tensor with at least one dimension, of any numeric dtype or bool; the first
             dimension may differ by rank.
         splits: the number of rows for each rank: integers of shape ``[size]`` that add up to the
-            number of rows. Default: equally many for each rank.
+            number of rows. Default: the same number for each rank.
         name, ignore_name_scope, process_set: as in ``allreduce``.
 
     Returns:

@@ -107,7 +107,7 @@ def run(
         if not group.wait(wait_seconds):
             raise RuntimeError(
                 f"hvd.ray.run: {num_workers} times {each} did not become free within "
-                f"{wait_seconds:g} s; free now: {_told(ray.available_resources(), each)}. End "
+                f"{wait_seconds:g} s; free now: {_amounts(ray.available_resources(), each)}. End "
                 "other jobs, ask for less, or set wait_seconds"
             )
         actors = [_actor(ray, group, number, each, runtime_env) for number in range(num_workers)]
@@ -115,6 +115,7 @@ def run(
         order = _by_host([fact["address"] for fact in facts])
         actors = [actors[number] for number in order]
         facts = [facts[number] for number in order]
+        # mpirun starts the ranks of a host together, so each sees the GPUs of all its actors.
         gpus = _gpus(facts)
         secret, name = new_secret(), secrets.token_hex(8)
         directory = os.getcwd()
@@ -123,6 +124,7 @@ def run(
             for actor, fact in zip(actors, facts, strict=True)
         ]
         places = _get(ray, actors, opened)
+        # Pickles need the same versions where they are written and read.
         if problem := agents.difference(places, agents.versions()):
             raise RuntimeError(f"hvd.ray.run: {problem}")
         call = actors[0].call.remote(
@@ -140,7 +142,7 @@ def run(
         _end(ray, actors, group)
 
 
-def _told(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
+def _amounts(found: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
     return {name: found.get(name, 0.0) for name in wanted}
 
 
@@ -154,7 +156,7 @@ def _check_resources(ray: Any, each: Mapping[str, float], count: int) -> None:
     if slots < count:
         raise ValueError(
             f"hvd.ray.run: {count} ranks need {dict(each)} each, and the cluster has room for "
-            f"{slots}: {'; '.join(str(_told(node, each)) for node in nodes)}. Ask for less, or "
+            f"{slots}: {'; '.join(str(_amounts(node, each)) for node in nodes)}. Ask for less, or "
             "add nodes"
         )
 
@@ -186,7 +188,7 @@ class Place:
         return self._agent.facts(directory)
 
     def hold(self) -> None:
-        """Return when the job has ended; if this actor dies, Ray tells who waits for this."""
+        """Return when the job has ended; Ray raises in those that wait, if this actor dies."""
         self._released.wait()
 
     def call(self, **call: Any) -> list[bytes] | Exception:
@@ -224,10 +226,10 @@ def _actor(ray: Any, group: Any, number: int, each: Mapping[str, float], runtime
     )
 
 
-def _get(ray: Any, actors: Sequence[Any], answers: Sequence[Any]) -> list[Any]:
+def _get(ray: Any, actors: Sequence[Any], answers: list[Any]) -> list[Any]:
     """Return what the actors answer."""
     try:
-        return list(ray.get(list(answers), timeout=START))
+        return list(ray.get(answers, timeout=START))
     except ray.exceptions.GetTimeoutError as error:
         raise RuntimeError(
             f"hvd.ray.run: the {len(actors)} actors did not start within {START:g} s"

@@ -93,7 +93,7 @@ class _Recorder:
         if frame is None:
             return
         self._count += 1
-        number = hash(request) % CALLS
+        number = hash(request) % CALLS  # requests in one place: the later call stays
         place = number * CALL_BYTES
         call = (request, frame.f_code, frame.f_lasti)
         if self._written[number] != call:  # a loop's call is the same each time

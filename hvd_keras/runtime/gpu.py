@@ -9,13 +9,15 @@ from hvd_keras.runtime import libraries, settings
 
 
 def find_libraries() -> None:
-    """Tells the core in which folders NVIDIA's wheels have installed libcudart and libnccl."""
+    """Tells the core where NVIDIA's wheels and AMD's packages install their libraries."""
     folders = {
         str(folder)
         for path in sys.path
         for kind in ("cuda_runtime", "nccl", "cu13")
         if (folder := pathlib.Path(path) / "nvidia" / kind / "lib").is_dir()
     }
+    if (rocm := pathlib.Path("/opt/rocm/lib")).is_dir():
+        folders.add(str(rocm))
     libraries.core().hvd_gpu_folders(":".join(sorted(folders)).encode())
 
 
@@ -117,5 +119,5 @@ def ccl_built() -> bool:
 
 
 def rocm_built() -> bool:
-    """Whether AMD's GPUs are supported: always False."""
-    return False
+    """Whether this TensorFlow supports AMD's GPUs."""
+    return bool(tf.test.is_built_with_rocm())

@@ -107,6 +107,7 @@ def restore(
     for number, (index, table) in enumerate(tables.items()):
         variable = own[int(index)]
         shard = shards.of(variable)
+        # The layout of the ranks that wrote, whose number may have been another one.
         before = shards.Layout(**{key: table[key] for key in table if key != "shape"})
         mine = shards.Part(range(before.input_dim), range(before.output_dim))
         if shard is not None:

@@ -39,30 +39,19 @@ class DamagedError(Exception):
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable of a training.
+    """One variable of a training."""
 
-    Attributes:
-        path: its path in Keras.
-        by_rank: whether the first axis of ``value`` is the rank.
-        value: an array of any dtype of TensorFlow except strings.
-    """
-
-    path: str
-    by_rank: bool
-    value: Any
+    path: str  # in Keras
+    by_rank: bool  # whether the first axis of the value is the rank
+    value: Any  # an array of any dtype of TensorFlow except strings
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a checkpoint.
+    """The content of a checkpoint."""
 
-    Attributes:
-        metadata: values that JSON can represent.
-        variables: in the order in which they were written.
-    """
-
-    metadata: dict[str, Any]
-    variables: list[Variable]
+    metadata: dict[str, Any]  # what JSON can represent
+    variables: list[Variable]  # in the order in which they were written
 
 
 def path_of(directory: pathlib.Path, epoch: int, batch: int) -> pathlib.Path:
@@ -251,7 +240,8 @@ def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., 
         except TypeError:
             return save(*args, **kwargs)  # raises an error that says what is wrong
         given = bound.arguments[argument]
-        if not _is_local(given) or not (folders or _can_be_replaced(**bound.arguments)):
+        is_local = isinstance(given, str | os.PathLike) and "://" not in str(given)
+        if not is_local or not (folders or _can_be_replaced(**bound.arguments)):
             return save(*args, **kwargs)
 
         def write(path: pathlib.Path) -> None:
@@ -264,10 +254,6 @@ def wrap_save(save: Callable[..., Any], folders: bool = False) -> Callable[..., 
         return write_whole(given, write)
 
     return save_whole
-
-
-def _is_local(path: Any) -> bool:
-    return isinstance(path, (str, os.PathLike)) and "://" not in str(path)
 
 
 def _can_be_replaced(

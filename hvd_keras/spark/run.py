@@ -137,18 +137,12 @@ class CancelledError(RuntimeError):
 
 
 class Tasks:
-    """The tasks of one barrier stage, as their connections show them.
-
-    Attributes:
-        started: those that were granted their start.
-        ended: those that ended well.
-        failure: how the first of the others ended; empty while none has.
-    """
+    """The tasks of one barrier stage, as their connections show them."""
 
     def __init__(self, secret: str) -> None:
-        self.started: set[int] = set()
-        self.ended: set[int] = set()
-        self.failure = ""
+        self.started: set[int] = set()  # those that were granted their start
+        self.ended: set[int] = set()  # those that ended well
+        self.failure = ""  # how the first of the others ended; empty while none has
         self._secret = secret
         self._lock = threading.Lock()
 
@@ -266,7 +260,8 @@ def _check_settings(context: Any, allow_unencrypted: bool) -> None:
 
 
 def _slots(context: Any) -> int:
-    """How many tasks the executors that are there can run at once."""
+    """How many tasks the present executors can run at once."""
+    # PySpark has no public way to ask; Spark itself checks barrier stages by this.
     spark = context._jsc.sc()
     profile = spark.resourceProfileManager().defaultResourceProfile()
     return int(spark.maxNumConcurrentTasks(profile))

@@ -94,7 +94,7 @@ ffi::Future submitted(const ffi::Dictionary& dictionary, int device, void* strea
             "'" + name + "': the ranks' tensors differ in their first dimension: the result is " +
                 to_text(shape) + ", but XLA has compiled a program for " +
                 to_text(results[index].shape) +
-                ", as if all had as many rows as this rank. Give all ranks equally many, or "
+                ", as if all had as many rows as this rank. Give all ranks the same number, or "
                 "compile without XLA (jit_compile=False); for the gradients of embeddings, "
                 "DistributedOptimizer(sparse_as_dense=True) will do, too.");
       }
@@ -136,6 +136,7 @@ XLA_FFI_DEFINE_HANDLER(kCollectiveOnGpu, collective_on_gpu,
                            .RemainingRets()
                            .Attrs());
 XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "CUDA", kCollectiveOnGpu);
+XLA_FFI_REGISTER_HANDLER(ffi::GetXlaFfiApi(), "hvd_collective", "ROCM", kCollectiveOnGpu);
 
 XLA_FFI_DEFINE_HANDLER(kRankInfo, rank_info,
                        ffi::Ffi::Bind().Ret<ffi::BufferR0<ffi::S32>>().Attrs());

@@ -136,7 +136,7 @@ class CollectiveXlaKernel : public XlaOpKernel {
         std::adjacent_find(splits.begin(), splits.end(), std::not_equal_to<>()) != splits.end()) {
       return refused(known ? "its splits differ, so that what it receives depends on other ranks"
                            : "its splits are known only when it runs",
-                     "Send equally many rows to each rank");
+                     "Send each rank the same number of rows");
     }
     *dictionary += ", splits = " + std::to_string(splits.size()) +
                    " : i64, split_rows = " + std::to_string(splits.empty() ? 0 : splits[0]) +

@@ -4,6 +4,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness import cluster
 from tests.harness.hosts import Hosts
 
@@ -77,6 +79,7 @@ print("as one process", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_shares_and_tables_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     """A host sends each byte of the variables once, as in an allreduce: 2(H-1)/H for 2 hosts."""
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -80,6 +80,7 @@ def test_one_process_is_a_world_of_size_1(tmp_path: pathlib.Path) -> None:
     assert "all is well" in result.stdout
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("first", ["mpi4py", "hvd_keras"])
 def test_mpi4py_works_beside(tmp_path: pathlib.Path, first: str) -> None:
     imports = "from mpi4py import MPI\n"
@@ -221,7 +222,7 @@ def test_bad_settings(tmp_path: pathlib.Path, name: str, value: str, expected: s
     assert expected in result.stderr
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("breaks", "expected"),
     [
@@ -252,6 +253,7 @@ def test_what_is_broken_is_no_import_error(tmp_path: pathlib.Path, breaks, expec
     assert "taken for" not in result.stderr
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("chosen", [None, "self,sm"])
 def test_open_mpi_does_not_look_for_networks_unless_told_to(
     tmp_path: pathlib.Path, chosen: str | None

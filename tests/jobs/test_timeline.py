@@ -106,6 +106,7 @@ def test_the_timeline_survives_kill_9(hvdrun, killed: list[int]) -> None:
     assert moved[0] - 1 <= moved[1] <= moved[0]
 
 
+@pytest.mark.slow
 def test_a_timeline_that_rank_0_cannot_write(tmp_path) -> None:
     script = """
         import hvd_keras as hvd

@@ -82,6 +82,7 @@ print("trained", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_library_that_does_not_load(tmp_path: pathlib.Path) -> None:
     job = ranks.run_script(tmp_path, 2, FALLBACK, timeout=60)
     assert job.status == 0, job.output

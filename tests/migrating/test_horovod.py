@@ -48,7 +48,7 @@ def test_module_as_a_launcher_of_scripts(tmp_path: pathlib.Path) -> None:
     check(ranks.mpirun(2, *python(tmp_path, "-u", "-m", "hvd_keras.horovod")))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["program", "module"])
 def test_module_as_a_launcher_of_programs(kind: str, tmp_path: pathlib.Path) -> None:
     if kind == "program":
@@ -167,6 +167,7 @@ print("from", start, "equal", bool(np.all(everyone == everyone[0])), "loss", flo
 """
 
 
+@pytest.mark.slow
 def test_a_script_for_tf_keras(hvdrun) -> None:
     (hvdrun.folder / "train.py").write_text(TF_KERAS)
     hvdrun.environment["TF_USE_LEGACY_KERAS"] = "1"

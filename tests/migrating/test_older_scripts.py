@@ -474,6 +474,7 @@ def test_scripts_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
     assert job.output.count("done") == 2, job.output
 
 
+@pytest.mark.slow
 def test_collectives_in_graphs_of_tensorflow_1(tmp_path: pathlib.Path) -> None:
     job = run_script(tmp_path, 2, GRAPH, HVD_TIMEOUT_SECONDS="20", HVD_FIRST_TIMEOUT_SECONDS="20")
     assert job.status == 0, job.output

@@ -329,6 +329,7 @@ def test_best_checkpoint_is_chosen_by_all_ranks_metrics(directory: pathlib.Path)
         np.testing.assert_array_equal(training.flat(saved), training.flat(model))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("cls", [hvd.callbacks.ModelCheckpoint, keras.callbacks.ModelCheckpoint])
 @pytest.mark.parametrize("save_freq", ["epoch", 2])
 def test_checkpoint_that_cannot_be_written_is_an_error_on_all_ranks(

@@ -102,6 +102,7 @@ def test_last_batch_is_shorter() -> None:
     assert_equal(alone, together)
 
 
+@pytest.mark.slow
 def test_layer_frozen_between_two_fits() -> None:
     def twice(net, optimizer_of, data):
         training.set_weights(net, seed=0)

@@ -203,7 +203,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(name: str) -> None:
     alone, together = train(**CASES[name])
@@ -261,6 +261,7 @@ def mean(y_true, y_pred):
     return tf.reduce_mean((y_true - y_pred) ** 2) / 2.0
 
 
+@pytest.mark.cases(3)
 @pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
 @pytest.mark.parametrize(
     ("loss", "told"),

@@ -184,7 +184,7 @@ def assert_not_means_of(local: dict, expected: dict) -> None:
     assert SIZE == 1 or all(differs.values()), differs
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("outputs", "make_metrics", "weighted", "arguments"),
     [

@@ -167,7 +167,7 @@ def test_groups_of_variables_share_a_request() -> None:
         assert sorted(counts) == [1, 1, 2]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 def test_backward_passes_per_step(model: str, average: bool) -> None:

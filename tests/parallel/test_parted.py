@@ -168,6 +168,7 @@ def test_weights_that_part_within_a_long_epoch(told) -> None:
     assert once.last in (49, 239)  # an error ends it after the first check
 
 
+@pytest.mark.cases(1)
 def test_nothing_is_told_of_what_differs_rightly(told) -> None:
     """Dropout's seeds, moving statistics, a recurrent layer's state, local layers, accumulators."""
     words = keras.Input((4, 5), batch_size=4)

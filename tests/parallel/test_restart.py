@@ -109,7 +109,7 @@ def interrupt(model: keras.Model, saved: hvd.callbacks.Checkpoint, after: int, *
         train(model, saved, Interrupt(after), **options)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("make_optimizer", "save_freq", "after", "last"),
     [
@@ -146,7 +146,7 @@ def test_restart_ends_as_if_undisturbed(directory, make_optimizer, save_freq, af
     training.assert_bit_identical_on_all_ranks(keras.Sequential(again.layers[-1:]))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("after", [2, STEPS + 3, 2 * STEPS, 2 * STEPS + 4, 4 * STEPS])
 @pytest.mark.parametrize("numbers", [((0, 2), (2, 4)), ((0, 2), (0, 2))], ids=["on", "again"])
 def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
@@ -195,6 +195,7 @@ def test_a_copy_of_the_callback_works(directory) -> None:
     assert_same_state(again, model)
 
 
+@pytest.mark.slow
 def test_restart_with_several_steps_per_execution(directory) -> None:
     undisturbed = build(adam, steps_per_execution=2, run_eagerly=False)
     train(undisturbed, None, epochs=2)
@@ -213,7 +214,7 @@ def test_restart_with_several_steps_per_execution(directory) -> None:
         train(undivided, hvd.callbacks.Checkpoint(directory))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["arrays", "repeated", "length unknown"])
 def test_restart_with_other_data(directory, kind: str) -> None:
     """Interrupts at the end of an epoch, before on_epoch_end, and in the middle of one."""

@@ -27,7 +27,7 @@ def reads_of_table(model: keras.Model) -> list[str]:
     return [op.type for op in graph.get_operations() if any(i is table for i in op.inputs)]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("optimizer", UPDATES_ROWS)
 def test_only_rows_are_read(optimizer: str) -> None:
     model = training.assert_trains_like_one_process(
@@ -36,6 +36,7 @@ def test_only_rows_are_read(optimizer: str) -> None:
     assert reads_of_table(model) == ["ResourceGather"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options", [{"clipnorm": 0.01}, {"clipvalue": 0.001}, {"weight_decay": 0.05}]
 )

@@ -75,7 +75,7 @@ def test_an_interrupted_training_goes_on(directory) -> None:
         assert len(names) == 2 * (1 + SIZE), "each has a file of each rank, and no others are left"
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["an older one", "another rank's"])
 def test_another_part_under_the_name_of_the_newest_is_not_used(directory, whose: str) -> None:
     if whose == "another rank's" and SIZE == 1:

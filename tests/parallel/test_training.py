@@ -72,7 +72,7 @@ class Own(optimizers.Optimizer):
 MODELS = {"dense": training.dense_model, "sparse": training.sparse_model}
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("eagerly", [False, True])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("optimizer", MAIN)
@@ -91,7 +91,7 @@ def test_every_optimizer_with_every_option(optimizer: str, option: str) -> None:
     training.assert_trains_like_one_process(training.dense_model, make, atol=1e-4)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("optimizer", SPECIAL)
 def test_other_optimizers(optimizer: str) -> None:
     training.assert_trains_like_one_process(training.dense_model, SPECIAL[optimizer], atol=1e-4)

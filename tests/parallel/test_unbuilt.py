@@ -120,7 +120,7 @@ class AtBegin(keras.callbacks.Callback):
         self.rates = [float(v) for v in self.model.optimizer.variables if v.name == "learning_rate"]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("make", "form", "feed", "options"),
     [
@@ -196,6 +196,7 @@ class Gan(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.slow
 def test_two_networks_with_two_optimizers() -> None:
     keras.utils.set_random_seed(5 + RANK)
     x, _ = data()

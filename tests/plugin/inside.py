@@ -39,7 +39,7 @@ def pytest_addoption(parser) -> None:
     parser.addoption(
         "--fuzz-cases",
         type=int,
-        default=300,
+        default=100,
         metavar="N",
         help="random collectives in test_fuzz.py (default: %(default)s)",
     )

@@ -36,6 +36,7 @@ def run_example(name, *options):
     return float(accuracies[0]), output
 
 
+@pytest.mark.slow
 def test_mnist(tmp_path):
     checkpoint = tmp_path / "new folder" / "mnist.keras"
     accuracy, output = run_example("keras_mnist.py", "--epochs", "8", "--checkpoint", checkpoint)

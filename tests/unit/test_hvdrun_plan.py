@@ -15,7 +15,7 @@ import pytest
 from hvd_keras.launch import onhost
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.onhost import host_facts as probe
-from hvd_keras.launch.onhost import limits, sweep
+from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.onhost.rsh_agent import ssh_command
 from hvd_keras.launch.start import clean_up, command, hosts, preflight, slurm
@@ -397,7 +397,7 @@ def test_all_hosts_are_cleaned_up_at_once(hvdrun) -> None:
 
 def test_the_limit_is_that_of_each_host(hvdrun, monkeypatch) -> None:
     """Another process of a program that is called as ssh holds its output open."""
-    monkeypatch.setattr(limits, "ANSWER_TIMEOUT", 2.0)
+    monkeypatch.setattr(command, "ANSWER_TIMEOUT", 2.0)
     reach = hvdrun.folder / "reach"
     reach.write_text(
         f"#!/bin/sh\n[ $1 = n1 ] && echo {sweep.MARK} && exit\nsleep {FOREVER} &\nsleep {FOREVER}\n"

@@ -79,6 +79,7 @@ def test_metadata_texts_and_docs_have_the_versions_of_the_table() -> None:
         assert text in page, text
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("setup", "env", "expected"),
     [

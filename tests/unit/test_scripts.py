@@ -46,7 +46,7 @@ def test_the_driver_finds(name: str, tmp_path) -> None:
     assert problem in found if problem else not found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("script", FAST, ids=lambda script: script.name)
 def test_script(script: driver.Script) -> None:
     assert script.missing() == []

@@ -5,14 +5,14 @@
 namespace hvd {
 namespace {
 
-constexpr int kOldestCuda = 12000;
+constexpr int kOldestCuda = 12000;  // each version of HIP is a larger number
 
 }  // namespace
 
-// TensorFlow's own wheels come with CUDA 12, so that is asked for first.
+// TensorFlow's own wheels come with CUDA 12, so that is asked for first; then AMD's HIP.
 CudaApi::CudaApi(const Settings& settings)
-    : library({"libcudart.so.12", "libcudart.so.13"}, settings.cudart_library,
-              "HVD_CUDART_LIBRARY") {
+    : library({"libcudart.so.12", "libcudart.so.13", "libamdhip64.so.6", "libamdhip64.so.7"},
+              settings.cudart_library, "HVD_CUDART_LIBRARY") {
   file = library.file();
   version = library.version(runtime_version, kOldestCuda, cuda_version_text);
   problem = library.problem("CUDA's runtime library",
@@ -21,6 +21,10 @@ CudaApi::CudaApi(const Settings& settings)
 }
 
 std::string cuda_version_text(int version) {
+  if (version >= 10000000) {  // HIP: 10000000 × major + 100000 × minor + patch
+    return "HIP " + std::to_string(version / 10000000) + "." +
+           std::to_string(version % 10000000 / 100000);
+  }
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 

@@ -1,6 +1,6 @@
 // What we use of CUDA's runtime library, by the C interface that NVIDIA documents
-// (https://docs.nvidia.com/cuda/cuda-runtime-api). Loaded at run time, so that building needs no
-// CUDA.
+// (https://docs.nvidia.com/cuda/cuda-runtime-api), or of AMD's HIP, which has the same functions
+// and numbers. Loaded at run time, so that building needs neither.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ struct CudaApi {
   GpuLibrary library;  // gives the functions
   std::string file;
   std::string problem;  // why it cannot be used, and what to do; empty: it can
-  int version = 0;      // 1000 × major + 10 × minor
+  int version = 0;      // 1000 × major + 10 × minor, or HIP's
 
   int (*runtime_version)(int*) = library["cudaRuntimeGetVersion"];
   const char* (*error_string)(int) = library["cudaGetErrorString"];

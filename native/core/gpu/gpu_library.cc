@@ -12,6 +12,13 @@ std::vector<std::string>& folders() {
 
 constexpr int kHow = RTLD_NOW | RTLD_LOCAL;
 
+// AMD's HIP has CUDA's functions under names of the same form, but for these two.
+std::string hip_name(const std::string& cuda) {
+  if (cuda == "cudaHostAlloc") return "hipHostMalloc";
+  if (cuda == "cudaFreeHost") return "hipHostFree";
+  return cuda.rfind("cuda", 0) == 0 ? "hip" + cuda.substr(4) : cuda;
+}
+
 }  // namespace
 
 void set_gpu_folders(const std::vector<std::string>& chosen) { folders() = chosen; }
@@ -44,6 +51,7 @@ GpuLibrary::GpuLibrary(const std::vector<std::string>& names, const std::string&
 GpuLibrary::Symbol GpuLibrary::operator[](const char* name) {
   if (!handle_) return {nullptr};
   void* symbol = dlsym(handle_, name);
+  if (!symbol) symbol = dlsym(handle_, hip_name(name).c_str());
   if (symbol) {
     symbol_ = symbol;
   } else if (problem_.empty()) {

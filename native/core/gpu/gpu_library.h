@@ -14,7 +14,7 @@ class GpuLibrary {
   GpuLibrary(const std::vector<std::string>& names, const std::string& chosen,
              const std::string& variable);
 
-  // A function of any type, or null; then notes that it is missing.
+  // A function of any type, by CUDA's or HIP's name, or null; then notes that it is missing.
   struct Symbol {
     void* address;
 

@@ -11,7 +11,7 @@ constexpr int kOldestNccl = 21700;
 }  // namespace
 
 NcclApi::NcclApi(const Settings& settings)
-    : library({"libnccl.so.2"}, settings.nccl_library, "HVD_NCCL_LIBRARY") {
+    : library({"libnccl.so.2", "librccl.so.1"}, settings.nccl_library, "HVD_NCCL_LIBRARY") {
   file = library.file();
   version = library.version(get_version, kOldestNccl, nccl_version_text);
   problem = library.problem("NCCL",

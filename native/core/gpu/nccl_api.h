@@ -1,4 +1,4 @@
-// What we use of NCCL, by its documented C interface
+// What we use of NCCL, or of AMD's RCCL, by its documented C interface
 // (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html). Opened at run time.
 #pragma once
 

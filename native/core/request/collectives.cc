@@ -117,10 +117,11 @@ std::string problem(const Request& request, const std::vector<int>& ranks) {
     }
     if (is_floating(input.dtype)) continue;
     if (request.reduction == Reduction::average || request.reduction == Reduction::adasum) {
-      return with + ", which would have to round. Use op=Sum and divide, or cast it to float32.";
+      return with +
+             ", whose result would be rounded. Use op=Sum and divide, or cast it to float32.";
     }
     if (request.prescale != 1.0 || request.postscale != 1.0) {
-      return got + " and scale factors, which would have to round. Cast it to float32.";
+      return got + " and scale factors, whose result would be rounded. Cast it to float32.";
     }
   }
   if (request.kind != Kind::alltoall) return {};

@@ -35,6 +35,7 @@ def comma(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     locale.setlocale(locale.LC_NUMERIC, before)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_numbers_where_decimals_have_a_comma(
     comma: None, jit_compile: bool, directory: pathlib.Path

@@ -442,6 +442,7 @@ def test_sparse_gradients_of_unequal_batches_are_refused() -> None:
         train(training.sparse_model, True, lambda: optimizers.SGD(0.1), rows=rows)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("dense", "missing"), [(False, 2), (True, RANK)])
 def test_sparse_gradients_with_a_shorter_batch(dense: bool, missing: int) -> None:
     assert_trains_as_without_xla(
