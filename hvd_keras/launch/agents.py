@@ -40,8 +40,8 @@ PACKAGES = ("hvd_keras", "tensorflow", "keras", "cloudpickle")
 def versions() -> dict[str, str]:
     """The versions here of Python and of the packages that must agree; those that are there."""
     python = ".".join(platform.python_version_tuple()[:2])
-    found = {name: version(name) for name in PACKAGES}
-    return {"Python": python, **{name: own for name, own in found.items() if own is not None}}
+    found = {name: own for name in PACKAGES if (own := version(name)) is not None}
+    return {"Python": python, **found}
 
 
 class Agent:

@@ -32,7 +32,7 @@ async def run(spec: JobSpec) -> Verdict:
     if placement is None:
         assert signals.stop is not None
         say(f"{signal.Signals(signals.stop).name} received before the start")
-        return Verdict(128 + signals.stop, [], True)
+        return Verdict(128 + signals.stop, [])
     size = placement.size
     least = spec.options.min_np or size
     if least > size:

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from hvd_keras.launch.onhost.limits import DESERTER_GRACE, GRACE, TIE
 from hvd_keras.runtime.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
@@ -69,7 +70,7 @@ class Verdict:
 
     status: int
     lines: Sequence[str]  # the summary; the first line names the cause
-    explained: bool  # whether the summary names a cause
+    explained: bool = True  # whether the summary names a cause
     culprit: int | None = None  # the rank that failed first, if one did
     waiting: int | None = None  # a rank whose last traceback says more
     apart: str = ""  # which ranks have ended well without having joined the job, as text
@@ -139,17 +140,11 @@ def judge(
         report.status == 0 and not report.stopped
         for report in reports.values()
     ):
-        return Verdict(0, [], True)
+        return Verdict(0, [])
 
-    def verdict(
-        status: int,
-        cause: str,
-        explained: bool = True,
-        culprit: int | None = None,
-        waiting: int | None = None,
-    ) -> Verdict:
-        lines = [cause, *_describe_others(reports, size, culprit)]
-        return Verdict(status, lines, explained, culprit, waiting)
+    def verdict(status: int, cause: str, **more: Any) -> Verdict:
+        others = _describe_others(reports, size, more.get("culprit"))
+        return Verdict(status, [cause, *others], **more)
 
     culprit = first_failure(reports)
     # A rank that has reported its failure comes before a host that only the clean-up has missed.
@@ -176,7 +171,7 @@ def judge(
                 f"{names(sorted(together))} were killed at the same moment, before they could "
                 "report; it is not known which failed first"
             )
-            return verdict(_shell_status(-signal.SIGKILL), cause, False)
+            return verdict(_shell_status(-signal.SIGKILL), cause, explained=False)
     if culprit is not None:
         report = reports[culprit]
         status = -signal.SIGKILL if report.status is None else report.status
@@ -193,13 +188,14 @@ def judge(
         cause = f"{names(waited)} timed out waiting for another rank; {known}"
         return verdict(WAITED_IN_VAIN, cause, waiting=waited[0])
     if lost := [rank for rank, status in followers.items() if status == MPI_LOST]:
-        return verdict(MPI_LOST, f"{names(lost)} lost the connection to another rank", False)
+        cause = f"{names(lost)} lost the connection to another rank"
+        return verdict(MPI_LOST, cause, explained=False)
     asked = [rank for rank, report in reports.items() if report.stopped and report.by_signal]
     if asked and len(asked) < size:
         cause = f"{names(asked)} failed first: a signal that hvdrun did not send asked it to end"
         return verdict(128 + signal.SIGTERM, cause)
     cause = f"the job did not complete; mpirun ended with {_describe_status(mpirun_status)}"
-    return verdict(_shell_status(mpirun_status) or 1, cause, False)
+    return verdict(_shell_status(mpirun_status) or 1, cause, explained=False)
 
 
 def describe_apart(reports: dict[int, Report], size: int) -> str:

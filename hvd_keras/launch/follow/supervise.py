@@ -218,10 +218,10 @@ class Job:
         error = self.output.error
         if self.signals.stop is not None:
             cause = f"{signal.Signals(self.signals.stop).name} received; all ranks were ended"
-            verdict = Verdict(128 + self.signals.stop, [cause], True)
+            verdict = Verdict(128 + self.signals.stop, [cause])
         elif error is not None:
             cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
-            verdict = Verdict(1, [cause], True)
+            verdict = Verdict(1, [cause])
         else:
             if mpirun_status < 0 and not self._stopping:  # its daemons died of that
                 for report in reports.values():
@@ -233,7 +233,8 @@ class Job:
                 asked=any(report.marks for report in reports.values()),
             )
             if self.ranks.problem:
-                verdict = Verdict(1, [self.ranks.problem, *verdict.lines[1:]], False)
+                lines = [self.ranks.problem, *verdict.lines[1:]]
+                verdict = Verdict(1, lines, explained=False)
         if not verdict.explained or (verdict.status != 0 and not reports):
             self.output.write_raw(self._mpirun_text)
         text = ""
