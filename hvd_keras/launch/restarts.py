@@ -66,7 +66,7 @@ async def run(spec: JobSpec) -> Verdict:
         say(f"to continue from the last commit, start the job again with HVD_COMMITS={commits}")
     # Programs that do not use hvd_keras never call hvd.init().
     options = spec.options
-    if verdict.apart and not options.separate and (verdict.asked or options.horovod):
+    if verdict.apart and not options.separate and (verdict.asked or options.uses_hvd_keras):
         say(
             f"{verdict.apart}. Call hvd.init() first, on every rank, and end if it fails; or use "
             "--separate if it is intended"

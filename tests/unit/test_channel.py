@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_keras.agents.link import Link
 from hvd_keras.launch.follow.output import Destination, Output
 from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
 from hvd_keras.launch.follow.statistics import Statistics
@@ -28,7 +29,6 @@ from hvd_keras.launch.onhost.channel import (
     NONCE,
     PROOF,
     Connection,
-    Link,
     ProtocolError,
     prove,
     silence,

@@ -37,7 +37,7 @@ KEEPALIVE = (
 )
 ONHOST = Path(onhost.__file__).parent
 VARIABLES = ("HVDRUN_JOB", "HVDRUN_ADDRESSES", "HVDRUN_SECRET")
-PROGRAM = f"PYTHON -I -S {ONHOST} worker"
+PROGRAM = f"PYTHON -I -S {ONHOST} launch.onhost.worker"
 EXPORT = "".join(f"-x {name} " for name in VARIABLES)
 OPEN_MPI = "-H server1:2,server2:1 "
 COMMANDS = {

@@ -43,7 +43,6 @@ TIE = 1.0  # the report of a failure may arrive so late after mpirun has killed 
 # the last rank is over; for what mpirun and the workers have left.
 KILL_GRACE, OVER_GRACE, SWEEP_GRACE = 2.0, 1.0, 1.0
 DRAIN = 1.0  # a daemon may hold the output of a command open that has ended, which we read so long
-HVDRUN_END = 4 * GRACE  # until hvdrun, whose owner was killed, has ended its job by itself
 
 # Restarts
 

@@ -33,7 +33,7 @@ from .cores import usable_cores
 from .limits import ALIVE_CHECKS, GRACE, SILENCE, WORKER_CHECK
 from .process import FORWARDED, ask_to_end, die_with_parent, private_folder
 from .rsh_agent import DAEMON
-from .sweep import AGENT
+from .sweep import OWNER
 
 # Environment variables through which hvdrun reaches its workers. The job's number stays in the
 # environment of the command and of all that it starts, so that they can be found and ended.
@@ -324,7 +324,7 @@ class Worker:
     def _sweep(self) -> None:
         """End all that is left of the job here, by a process that mpirun's daemon cannot kill."""
         command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
-        environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, AGENT)}
+        environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, OWNER)}
         folder = _folder_path()
         environment["TMPDIR"] = str(folder.parent)
         locks = []
