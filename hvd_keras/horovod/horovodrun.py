@@ -124,11 +124,11 @@ def _add_to(parser: argparse.ArgumentParser) -> None:
     add(*REFUSED, action=_NoCounterpart, dest=argparse.SUPPRESS, nargs="?")
 
 
-def _complete(given: argparse.Namespace) -> None:
+def _complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
     """Do with `--horovod` what horovodrun would do."""
     if not given.horovod:
         return
-    given.settings = settings(os.environ) | given.settings
+    given.settings = settings(environment) | given.settings
     given.uses_hvd_keras = given.may_share_cores = True
     is_elastic = given.min_np is not None or given.host_discovery_script is not None
     if is_elastic and given.max_restarts is None:

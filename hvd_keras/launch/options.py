@@ -124,8 +124,8 @@ usual options
     resume (default: 0)
 --output-dir FOLDER: also write each rank's stdout and stderr to rank-N.txt in this folder (default:
     none)
---stats: show in a terminal how fast the ranks train and which one the others wait for; at the end,
-    print to stderr how long they waited and the bytes exchanged (default: off)
+--stats: at the end, print to stderr how long the ranks waited, for which one, and the bytes
+    exchanged (default: off)
 --verbose: print mpirun's command and its own messages to stderr (default: off)
 --check: print the installation and run a self-test of every collective for two seconds, by default
     on two ranks; takes no command (default: off)
@@ -227,10 +227,8 @@ class Extension:
 
     aliases: Mapping[str, Sequence[str]]  # further names of options, which --help does not show
     add_to: Callable[[argparse.ArgumentParser], None]  # adds options
-    complete: Callable[[argparse.Namespace], None]  # takes what was given
-
-
-NO_EXTENSION = Extension({}, lambda parser: None, lambda given: None)
+    # Takes what was given, and hvdrun's environment.
+    complete: Callable[[argparse.Namespace, Mapping[str, str]], None]
 
 
 def _parser(extension: Extension) -> argparse.ArgumentParser:
@@ -266,9 +264,7 @@ def _parser(extension: Extension) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(
-    arguments: Sequence[str] | None, extension: Extension = NO_EXTENSION
-) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, extension: Extension) -> argparse.Namespace:
     """Parse the command line (default: the process's own). Raises UsageError."""
     parser = _parser(extension)
     given = parser.parse_args(arguments)
@@ -278,6 +274,6 @@ def parse(
         print(_COMPLETION.format(options=" ".join(names)), end="")
         parser.exit()
     given.settings = dict(given.settings)
-    extension.complete(given)
+    extension.complete(given, os.environ)
     given.max_restarts = given.max_restarts or 0
     return given

@@ -12,9 +12,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvd_keras.launch import options, run_job
+from hvd_keras.launch import errors, options, run_job
 from hvd_keras.launch.errors import UsageError, say, say_once
 from hvd_keras.launch.follow.outcome import Verdict
+from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import limits
@@ -27,7 +28,20 @@ T = TypeVar("T")
 
 async def run(spec: JobSpec) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
-    signals = Signals()
+    signals, given = Signals(), spec.options
+    output = Output(
+        given.prefix, given.output_dir, given.verbose, signals.changed.set, signals.patient
+    )
+    errors.voice = output.say
+    try:
+        return await _run(spec, signals, output)
+    finally:
+        while signals.patient() and not output.empty:
+            await signals.wait(limits.SLOW_READER_CHECK)
+        errors.voice = None
+
+
+async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     placement = await _heed(signals, place(spec))
     if placement is None:
         assert signals.stop is not None
@@ -40,11 +54,11 @@ async def run(spec: JobSpec) -> Verdict:
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
     if spec.options.max_restarts and "HVD_COMMITS" not in os.environ:
         spec.options.settings["HVD_COMMITS"] = str(commits)
-    verdict = await run_job.run(spec, placement, signals, first=True)
+    verdict = await run_job.run(spec, placement, signals, output)
     restarts = spec.options.max_restarts
     pause = 0.0
     for number in range(1, restarts + 1):
-        if verdict.status == 0 or not await signals.sleep(pause):
+        if verdict.status == 0 or output.error or not await signals.sleep(pause):
             break
         if not spec.is_local:
             placement = await _heed(signals, _replace(spec, size, least))
@@ -54,7 +68,7 @@ async def run(spec: JobSpec) -> Verdict:
         where = "" if spec.is_local else f" on {hosts.describe(placement.hosts)}"
         say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
-        verdict = await run_job.run(spec, placement, signals, first=False)
+        verdict = await run_job.run(spec, placement, signals, output)
         is_quick = time.monotonic() < start + limits.QUICK
         pause = min(2 * pause or limits.FIRST_PAUSE, limits.LONGEST_PAUSE) if is_quick else 0.0
     if verdict.status == 0:

@@ -106,8 +106,7 @@ class Worker:
         self._stopped = False
         self._by_signal = False  # a signal to this process was the first to ask for the end
         self._hvdrun_gone = False
-        self._released = False  # hvdrun has our report, and needs this process no more
-        self._must_watch = False  # but others of the job go on
+        self._end = ""  # "now" or "watch", while others go on: hvdrun has our report
 
     async def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
@@ -127,10 +126,10 @@ class Worker:
         report = {"status": status, "stopped": self._stopped, "by_signal": self._by_signal}
         self._connection.send(report=report)
         # hvdrun may have to wait for the reader of its output, for any time.
-        await self._until(lambda: self._released or self._hvdrun_gone)
+        await self._until(lambda: self._end or self._hvdrun_gone)
         for task in tasks:
             task.cancel()
-        if self._must_watch and os.fork() == 0:
+        if self._end == "watch" and os.fork() == 0:
             self._watch_alone()
         return status if status >= 0 else 128 - status
 
@@ -150,7 +149,7 @@ class Worker:
         self._sweep()
         os._exit(0)
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _until(self, condition: Callable[[], object]) -> None:
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -171,7 +170,7 @@ class Worker:
         with contextlib.suppress(ProtocolError, OSError):
             async for message in self._connection.messages():
                 self._take_message(message)
-        if not self._released:
+        if not self._end:
             self._lose_hvdrun()
 
     def _take_message(self, message: dict[str, Any]) -> None:
@@ -187,7 +186,7 @@ class Worker:
         elif "signal" in message:
             self._signal(message["signal"])
         elif "end" in message:
-            self._released, self._must_watch = True, message["end"] == "watch"
+            self._end = message["end"]
         self._changed.set()
 
     async def _send(self, **message: Any) -> None:
