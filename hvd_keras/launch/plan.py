@@ -14,8 +14,6 @@ from hvd_keras.launch.start.dialects import Start
 from hvd_keras.launch.start.hosts import Host, count, describe
 from hvd_keras.launch.start.network import common_network
 
-PROGRAM = program("launch.onhost.worker")
-
 POSTMORTEM = "postmortem"  # the folder of the ranks' requests in the job's, unless the user has one
 
 
@@ -97,7 +95,7 @@ def plan(
         placement.hosts,
         spec.is_local,
         directory,
-        PROGRAM,
+        program("launch.onhost.worker"),
         variables,
         agent=spec.shell.agent(job, dialect.kills_workers),
         network=None if spec.is_local else interface or common_network(placement.hosts),

@@ -42,22 +42,22 @@ async def run(spec: JobSpec) -> Verdict:
 
 
 async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
+    given = spec.options
     placement = await _heed(signals, place(spec))
     if placement is None:
         assert signals.stop is not None
         say(f"{signal.Signals(signals.stop).name} received before the start")
         return Verdict(128 + signals.stop, [])
     size = placement.size
-    least = spec.options.min_np or size
+    least = given.min_np or size
     if least > size:
         raise UsageError(f"--min-np got {least}; expected at most the number of ranks, {size}")
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
-    if spec.options.max_restarts and "HVD_COMMITS" not in os.environ:
-        spec.options.settings["HVD_COMMITS"] = str(commits)
+    if given.max_restarts and "HVD_COMMITS" not in os.environ:
+        given.settings["HVD_COMMITS"] = str(commits)
     verdict = await run_job.run(spec, placement, signals, output)
-    restarts = spec.options.max_restarts
     pause = 0.0
-    for number in range(1, restarts + 1):
+    for number in range(1, given.max_restarts + 1):
         if verdict.status == 0 or output.error or not await signals.sleep(pause):
             break
         if not spec.is_local:
@@ -66,7 +66,7 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
                 break
         ranks = placement.size
         where = "" if spec.is_local else f" on {hosts.describe(placement.hosts)}"
-        say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        say(f"restart {number} of {given.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
         verdict = await run_job.run(spec, placement, signals, output)
         is_quick = time.monotonic() < start + limits.QUICK
@@ -79,8 +79,7 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     if verdict.status != 0 and commits.exists():
         say(f"to continue from the last commit, start the job again with HVD_COMMITS={commits}")
     # Programs that do not use hvd_keras never call hvd.init().
-    options = spec.options
-    if verdict.apart and not options.separate and (verdict.asked or options.uses_hvd_keras):
+    if verdict.apart and not given.separate and (verdict.asked or given.uses_hvd_keras):
         say(
             f"{verdict.apart}. Call hvd.init() first, on every rank, and end if it fails; or use "
             "--separate if it is intended"
@@ -108,7 +107,7 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
     while lost:
         found = await _heed(signals, clean_up.sweep_hosts(lost, spec.reach, spec.jobs, 0.0))
         lost = lost if found is None else found
-        if time.monotonic() >= limit or not await signals.sleep(1.0):
+        if time.monotonic() >= limit or not await signals.sleep(limits.WAIT_AGAIN):
             break
     for name in sorted(lost):
         say(f"{name} cannot be reached; processes or files of the job may remain there")

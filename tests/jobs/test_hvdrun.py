@@ -1,7 +1,6 @@
 """hvdrun with a real mpirun and real processes: output, settings, options, bad input."""
 
 import asyncio
-import fcntl
 import os
 import pty
 import re
@@ -108,21 +107,6 @@ def test_a_reader_that_pauses_does_not_keep_hvdrun_from_ending(hvdrun, number):
     time.sleep(1)  # until every pipe and buffer on the way is full
     process.send_signal(number)
     assert process.wait(timeout=LIMIT) == 128 + number
-
-
-def test_hvdruns_own_words_wait_for_no_reader(hvdrun):
-    """Between two starts, too: only the first line, of the failure, has room in the pipe."""
-    reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    os.write(writer, bytes(4096 - 60))
-    job = hvdrun.command("-np", "1", "--max-restarts", "1", "sh", "-c", "echo >> starts; exit 3")
-    process = subprocess.Popen(job, cwd=hvdrun.folder, env=hvdrun.environment, stderr=writer)
-    os.close(writer)
-    starts = hvdrun.folder / "starts"
-    wait_until(lambda: starts.exists() and starts.read_text() == "\n\n", "the restart")
-    process.terminate()
-    assert process.wait(timeout=LIMIT) in (3, 128 + signal.SIGTERM)
-    os.close(reader)
 
 
 def test_a_reader_that_pauses_misses_nothing(hvdrun):

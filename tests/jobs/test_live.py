@@ -121,13 +121,14 @@ def test_metrics_of_a_job(hvdrun: launcher.Launcher) -> None:
         nonlocal found
         found = scrape(port)
         named = {name.partition("{")[0] for name in found}
-        return found.get(score % 1, 0) >= 0.3 and asked <= named
+        # On a busy machine the others are late, too, for a while.
+        is_late = found.get(score % 1, 0) > max(0.3, 2 * found.get(score % 0, 1))
+        return is_late and asked <= named
 
     launcher.wait_until(has_all, "all metrics")
     (hvdrun.folder / "enough").touch()
     out, err = process.communicate(timeout=launcher.LIMIT)
     assert process.returncode == 0, out + err
-    assert found[score % 1] > 2 * found[score % 0]
     assert found[f'hvd_samples_total{{{labels}"0"}}'] > 0
     assert found[f'hvd_bytes_total{{collective="allreduce",{labels}"0"}}'] > 0
     assert "The others waited for rank 1 in" in err.partition("hvdrun: statistics")[2]

@@ -46,8 +46,7 @@ class Collector:
         past = {rank: [*own] for rank, own in statistics.past.items()}
         latest = {rank: own[-1] for rank, own in past.items()}
         yield GaugeMetricFamily("hvd_ranks", "Ranks of the job.", value=statistics.size)
-        restarts = max(0, statistics.starts - 1)
-        yield CounterMetricFamily("hvd_restarts", "Restarts by hvdrun.", value=restarts)
+        yield CounterMetricFamily("hvd_restarts", "By hvdrun.", value=max(0, statistics.starts - 1))
         told = {rank: recent(own) | own[-1]["training"] for rank, own in past.items()}
         for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text, key in metrics:

@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 # A rank is worth a sentence if the others waited for it for this part of the time, and this many
@@ -12,13 +13,13 @@ FAR_MORE = 2
 WINDOW = 10  # of a rank's last messages, about one per second, over which rates are taken
 
 
+@dataclass
 class Statistics:
     """The ranks' last messages, in the latest start of a job."""
 
-    def __init__(self) -> None:
-        self.size = 0
-        self.starts = 0
-        self.past: dict[int, collections.deque[Any]] = {}  # by rank
+    size: int = 0
+    starts: int = 0
+    past: dict[int, collections.deque[Any]] = field(default_factory=dict)  # by rank
 
     def start(self, size: int) -> None:
         """Note that the job starts, perhaps again."""

@@ -28,8 +28,6 @@ TEXT_LIMIT = 1 << 16
 
 INFINITY = float("inf")
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 # How many files the user lets a process open.
 # Some programs try to close every file that they might have open, so this is no more than needed.
 MOST_OPEN_FILES = 1 << 16
@@ -68,7 +66,7 @@ class Signals:
         self.changed = asyncio.Event()  # wakes up what waits, when a child has ended, too
         self.forward: Callable[[int], None] = lambda number: None  # gets those for the ranks
         loop.add_signal_handler(signal.SIGCHLD, self.changed.set)
-        for number in (*STOP_SIGNALS, *FORWARDED):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED):
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take, number)
 

@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .limits import CONNECT_TIMEOUT, REACH_TIMEOUT
+from .limits import CONNECT_TIMEOUT, PROBE_INTERVAL, REACH_TIMEOUT, TRY_AGAIN
 
 GREETING = b"hvdrun 3 "
 
@@ -147,8 +147,9 @@ def watch_liveness(connection: socket.socket) -> None:
     """Enable TCP keep-alives: only a host or a network that is gone is silent then."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_NODELAY"):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, PROBE_INTERVAL)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 60)  # `silence` decides
 
 
@@ -192,7 +193,7 @@ def connect(addresses: str) -> socket.socket:
                 return _connect_to(address)
             except OSError as error:
                 problems[address] = error.strerror or str(error)
-        time.sleep(0.5)
+        time.sleep(TRY_AGAIN)
     told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
     raise SystemExit(
         f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {told}; check that no "

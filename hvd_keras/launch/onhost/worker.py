@@ -30,7 +30,7 @@ from typing import IO, Any, NoReturn
 from . import channel
 from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import usable_cores
-from .limits import ALIVE_CHECKS, GRACE, SILENCE, WORKER_CHECK
+from .limits import ALIVE_CHECKS, GRACE, SILENCE, SUSPICION, WORKER_CHECK
 from .process import FORWARDED, ask_to_end, die_with_parent, private_folder
 from .rsh_agent import DAEMON
 from .sweep import OWNER
@@ -306,7 +306,7 @@ class Worker:
     def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End because mpirun's daemon asks for it, or has died."""
         # The daemon may have noticed before us that the network is lost.
-        if not self._hvdrun_gone and silence(self._connection.socket) > SILENCE / 3:
+        if not self._hvdrun_gone and silence(self._connection.socket) > SUSPICION:
             self._lose_hvdrun()
         self._by_signal = self._by_signal or not self._stopped
         self._stop(number, GRACE)
