@@ -134,7 +134,7 @@ def main() -> None:
                     names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
                     command = ["env", *(f"{name}={cores}" for name in names), *command]
                 else:
-                    start = [sys.executable, "-m", "hvd_keras.launch", "--oversubscribe"]
+                    start = [sys.executable, "-m", "hvd_keras.hvdrun", "--oversubscribe"]
                     backend = ["KERAS_BACKEND=jax"] if side == "jax" else []
                     command = [*start, "-np", str(RANKS), "env", *backend, *command]
                 jobs[side] = peer.Job(command, 1 if side == "one" else RANKS, listener)

@@ -51,7 +51,7 @@ def job(hosts: Hosts, script: str, *options: object, per_host: int = 1, **settin
         SystemExit: the job fails.
     """
     slots = ",".join(f"{host.name}:{per_host}" for host in hosts)
-    command = [sys.executable, "-m", "hvd_keras.launch", "-np", COUNT * per_host, "-H", slots]
+    command = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", COUNT * per_host, "-H", slots]
     command += ["--no-prefix", "--oversubscribe"]
     command += [sys.executable, HERE / script, *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | settings

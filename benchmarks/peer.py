@@ -215,7 +215,7 @@ def jobs(peer: Path, ranks: int) -> Iterator[tuple[Job, Job]]:
         listener.bind(address)
         listener.listen()
         listener.settimeout(1)
-        ours = [sys.executable, "-m", "hvd_keras.launch", "--oversubscribe", "-np", str(ranks)]
+        ours = [sys.executable, "-m", "hvd_keras.hvdrun", "--oversubscribe", "-np", str(ranks)]
         ours += [sys.executable, __file__, "--rank", "hvd_keras", address]
         theirs = [str(peer.with_name("mpirun")), "--allow-run-as-root", "--bind-to", "none"]
         theirs += ["--map-by", ":OVERSUBSCRIBE", "-np", str(ranks)]

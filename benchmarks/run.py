@@ -52,7 +52,7 @@ def measured(name: str, ranks: int | None, smoke: bool, *more: str) -> list[repo
     """
     command = [sys.executable, str(HERE / f"{name}.py"), "--json", *["--smoke"] * smoke, *more]
     if ranks is not None:
-        job = [sys.executable, "-m", "hvd_keras.launch", "-np", str(ranks), "--oversubscribe"]
+        job = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", str(ranks), "--oversubscribe"]
         command = [*job, "--no-prefix", *command]
     threads = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     quiet = {"CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3", "CCL_LOG_LEVEL": "error"}

@@ -37,7 +37,7 @@ def child() -> None:
 
 def seconds(ranks: int) -> tuple[float, float]:
     """Measures the start and the imports in new processes."""
-    job = [sys.executable, "-m", "hvd_keras.launch", "-np", str(ranks), "--oversubscribe"]
+    job = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", str(ranks), "--oversubscribe"]
     command = [*job, "--no-prefix", sys.executable, __file__, "--child"]
     environment = os.environ | {"EXPECTED_SIZE": str(ranks), "TF_CPP_MIN_LOG_LEVEL": "3"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -91,8 +91,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         agreement.check_specs("broadcast", list(specs), process_set)
         shared = model_ranks.without_local(variables.of_training(self.model))
         variables.broadcast_variables(shared, self.root_rank, process_set)
-        if preprocessing.refresh_derived_values(layers):
-            fitting.forget_functions(self.model)  # they hold the old values as constants
+        fitting.refresh_derived_values(self.model)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch_runs = True

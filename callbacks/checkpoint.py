@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import data
-from hvd_keras.gradients import shards, zero
-from hvd_keras.hooks import fitting, preprocessing, variables
+from hvd_keras.data.split import Passes
+from hvd_keras.gradients import shards
+from hvd_keras.hooks import fitting, variables
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -100,7 +101,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._batches = 0  # done in this epoch
         self._rate: float | None = None  # the learning rate that the script sets
         self._fits: list[int] = []  # the epochs of each fit with this instance
-        self._passes: list[Any] = []  # of this fit's data
+        self._passes: Sequence[Passes] = ()  # of this fit's data
 
     @property
     def initial_epoch(self) -> int:
@@ -113,15 +114,14 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the state, after Keras has built the model."""
-        self._check()
+        fit = fitting.running(self.model)
+        assert fit is not None
+        self._check(fit.process_set)
         self._stop_skipping()  # in case an earlier fit broke off while skipping
         found = self._find()
         epochs = self.params["epochs"]
         self._rate = _rate(self.model.optimizer)
-        dataset = fitting.dataset_of(self.model)
-        repeats = dataset is not None and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-        # The passes of repeated data are not the epochs of fit.
-        self._passes = [] if repeats else data.passes_of(dataset)
+        self._passes = fit.passes
         self._fits.append(epochs)
         if found is None:
             return
@@ -177,13 +177,13 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self.model._initial_epoch = None  # otherwise a later fit would start there, too
         variables.mark_restored(self.model, False)
 
-    def _check(self) -> None:
+    def _check(self, of_fit: ProcessSet) -> None:
         fitting.check_built(self.model)
         own = self._hvd_process_set
-        if self.process_set.id() != own.id():
+        if of_fit.id() != own.id():
             raise ValueError(
-                f"Checkpoint: got {own}, but {self.process_set} trains the "
-                "model. Pass the optimizer's process_set to Checkpoint."
+                f"Checkpoint: got {own}, but {of_fit} trains the model. Pass the optimizer's "
+                "process_set to Checkpoint."
             )
 
         def check_variables() -> None:
@@ -243,16 +243,40 @@ class Checkpoint(Callback):  # type: ignore[misc]
         own = variables.of_training(self.model)
         same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
         self._refuse_what_does_not_fit(found, own, same_ranks)
-        _assign(found, own, self.model, self._hvd_process_set)
+        self._assign(found, own)
         if found.tables:
             per_rank.restore(self.directory, found.metadata, own, self._hvd_process_set)
         if same_ranks:
-            per_rank.set_random_state(found.metadata["random"][self._hvd_process_set.rank()])
+            states = found.metadata["random"]  # one, if all ranks had the same
+            per_rank.set_random_state(states[self._hvd_process_set.rank() % len(states)])
         variables.mark_restored(self.model, True)
         if not same_ranks and self._rate and found.metadata.get("rate"):
             # Keeps the warm-up, decay or reduction that it had.
             saved = float(self.model.optimizer.learning_rate)
             self.model.optimizer.learning_rate = saved * self._rate / found.metadata["rate"]
+
+    def _assign(self, found: "_Found", own: list[Any]) -> None:
+        process_set, ranks = self._hvd_process_set, found.metadata["ranks"]
+        for i, (variable, (_, shape, dtype, by_rank)) in enumerate(
+            zip(own, found.stored, strict=True)
+        ):
+            if str(i) in found.tables:
+                continue  # it is in the ranks' files
+            mine = found.content.variables[i].value if found.content else None
+            shape = [ranks, *shape] if by_rank else shape
+            value = per_rank.to_all_ranks(shape, dtype, mine, process_set)
+            if by_rank:
+                # On another number of ranks, only moving statistics and seeds (set below) get here.
+                same = ranks == process_set.size()
+                value = value[process_set.rank()] if same else per_rank.mean(value)
+            if shards.of(variable) is None:
+                variable.assign(value)
+            else:
+                shards.assign(variable, value)
+        fitting.refresh_derived_values(self.model)
+        if ranks != process_set.size():
+            seeds = variables.seed_states(self.model._flatten_layers())
+            variables.give_each_rank_its_own_randomness(seeds, process_set)
 
     def _go_on(self, found: "_Found") -> None:
         self.model._initial_epoch = found.metadata["epoch"]
@@ -310,6 +334,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def _save(self, epoch: int, batch: int) -> None:
         own = variables.of_training(self.model)
         differing = per_rank.of_each_rank(own, self._hvd_process_set)
+        random_state = per_rank.random_state()
+        # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.
+        random_states = agree.gather_if_different(
+            "checkpoint random states", random_state, self._hvd_process_set
+        )
         metadata: dict[str, Any] = {
             "epoch": epoch,
             "batch": batch,
@@ -317,7 +346,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "rate": self._rate,
             "fits": self._fits,
             "passes": [passes.state(within=batch > 0) for passes in self._passes],
-            "random": per_rank.random_states(self._hvd_process_set),
+            "random": random_states or [random_state],
         }
         path = storage.path_of(self.directory, epoch, batch)
         tables = per_rank.describe(own)
@@ -411,32 +440,3 @@ def _rate(optimizer: Any) -> float | None:
     except AttributeError:  # a MultiOptimizer has none of its own
         return None
     return float(rate) if isinstance(rate, Variable) else None
-
-
-def _assign(found: _Found, own: list[Any], model: Any, process_set: ProcessSet) -> None:
-    values = found.content.variables if found.content else [None] * len(own)
-    common = []
-    described = zip(own, values, found.stored, strict=True)
-    for i, (variable, value, (_, shape, _, by_rank)) in enumerate(described):
-        if str(i) in found.tables:
-            continue
-        if by_rank:
-            whole = (found.metadata["ranks"], *shape)
-            stack = per_rank.to_all_ranks(whole, variable.dtype, value, process_set)
-            # On another number of ranks, only moving statistics and seeds (set below) get here.
-            same_ranks = len(stack) == process_set.size()
-            variable.assign(stack[process_set.rank()] if same_ranks else per_rank.mean(stack))
-        elif shards.of(variable) is not None:
-            zero.set_share(
-                variable, per_rank.to_all_ranks(shape, variable.dtype, value, process_set)
-            )
-        else:
-            common.append(variable)
-            if value is not None:
-                variable.assign(value.value)
-    variables.assign_values_of(process_set.ranks[0], common, process_set)
-    if preprocessing.refresh_derived_values(model._flatten_layers()):
-        fitting.forget_functions(model)  # they hold the old values as constants
-    if found.metadata["ranks"] != process_set.size():
-        seeds = variables.seed_states(model._flatten_layers())
-        variables.give_each_rank_its_own_randomness(seeds, process_set)

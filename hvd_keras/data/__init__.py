@@ -210,12 +210,12 @@ def passes_of(dataset: Any) -> list[Passes]:
     return [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
 
 
-def check_passes(dataset: Any, process_set: ProcessSet) -> None:
+def check_passes(passes: list[Passes], process_set: ProcessSet) -> None:
     """Raise ValueError on all ranks if they have begun different numbers of shuffled passes."""
-    passes = [one for one in passes_of(dataset) if one.is_shuffled]
-    if not passes:
+    begun = [one.begun for one in passes if one.is_shuffled]
+    if not begun:
         return
-    gathered = agree.gather_json("fit passes", [one.begun for one in passes], process_set)
+    gathered = agree.gather_json("fit passes", begun, process_set)
     if any(theirs != gathered[0] for theirs in gathered):
         raise ValueError(
             "fit: the ranks have begun different numbers of passes over the shuffled data of "

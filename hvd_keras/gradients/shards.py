@@ -21,6 +21,8 @@ from hvd_keras.runtime.process_sets import ProcessSet
 
 Kind = Literal["rows", "columns", "whole"]
 
+BLOCK = 1 << 20  # values of a table that are read, drawn or sent at once
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -33,16 +35,23 @@ class Part:
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
 
-    def cut(self, block: Any, first: int) -> tuple[slice, Any]:
-        """Return what this part has of a block of whole rows, the first of which is row ``first``.
+    def read(self, rows: Callable[[int, int], Any], columns: int, dtype: Any) -> Any:
+        """Return what this part has of a table, of which no rank need hold the whole.
 
-        Returns:
-            The rows of this part that the block contains, as a slice, and their values.
+        Args:
+            rows: returns the rows [first, last) of the table; ``first`` is a multiple of 4.
+            columns: their length.
         """
-        place = self.between(first, first + len(block))
-        mine = self.rows[place]
-        values = block[mine.start - first : mine.stop - first : mine.step] if mine else block[:0]
-        return place, values[:, self.columns.start : self.columns.stop]
+        values = np.empty(self.shape, dtype)
+        step = max(4, BLOCK // columns // 4 * 4)
+        for first in range(0, self.rows.stop, step):
+            block = rows(first, min(first + step, self.rows.stop))
+            place = self.between(first, first + len(block))
+            if mine := self.rows[place]:
+                # By rows, a part has every N-th row of the table.
+                whole_rows = block[mine.start - first : mine.stop - first : mine.step]
+                values[place] = whole_rows[:, self.columns.start : self.columns.stop]
+        return values
 
     def between(self, first: int, last: int) -> slice:
         """Which of this part's rows are in [first, last) of the table."""
@@ -210,6 +219,18 @@ def whole(variable: Any) -> Any:
         table[rows, columns] = gathered[first:last].reshape(part.shape)
         first = last
     return table.reshape(shard.shape)
+
+
+def assign(variable: Any, whole: Any) -> None:
+    """Assign to a part what it has of the whole: an array, or a dataset of h5py of two axes."""
+    shard = of(variable)
+    assert shard is not None
+    rows, columns = shard.layout.input_dim, shard.layout.output_dim
+    if isinstance(whole, np.ndarray):
+        whole = whole.reshape(rows, columns)
+    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+    values = shard.part.read(lambda first, last: np.asarray(whole[first:last]), columns, dtype)
+    variable.assign(values.reshape(variable.shape))
 
 
 def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:

@@ -452,12 +452,4 @@ def _load(optimizer: Any, store: Any) -> None:
         if shards.of(variable) is None:
             variable.assign(store[str(i)])
         else:
-            set_share(variable, np.asarray(store[str(i)]))
-
-
-def set_share(variable: Any, whole: Any) -> None:
-    """Assign to a part what it has of the whole, an array."""
-    shard = shards.of(variable)
-    assert shard is not None
-    rows = whole.reshape(shard.layout.input_dim, shard.layout.output_dim)
-    variable.assign(shard.part.cut(rows, 0)[1].reshape(variable.shape))
+            shards.assign(variable, np.asarray(store[str(i)]))

@@ -15,13 +15,26 @@ import tensorflow as tf
 
 from hvd_keras import data, observe, ops
 from hvd_keras.gradients import agreement, compare, missing_calls, model_ranks
-from hvd_keras.hooks import building, keras_callbacks, keras_classes, losses, values
+from hvd_keras.hooks import (
+    building,
+    keras_callbacks,
+    keras_classes,
+    losses,
+    preprocessing,
+    values,
+)
 from hvd_keras.hooks.keras_callbacks import Fit
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _current: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
+
+
+def running(model: Any) -> Fit | None:
+    """The ``fit`` that trains a model now; None if there is none, or this rank trains it alone."""
+    own = _current.get()
+    return own if own is not None and own.model is model else None
 
 
 def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,9 +152,8 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             if is_predict or not tf.executing_eagerly():
                 return evaluate(self, *args, **kwargs)
             _weigh(stack, self, process_set, "test_step")
-            own = _current.get()
             validates = keras_callbacks.averages(callbacks)
-            if fits and own is not None and own.model is self:
+            if fits and (own := running(self)):
                 validates = own.validates
             if validates:
                 stack.callback(losses.validate_together, False)
@@ -176,8 +188,7 @@ _BUILDS = "get_data_handler" if is_legacy else "_maybe_symbolic_build"
 
 def _before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
     """What ``fit`` and ``evaluate`` of a model do first, on these data."""
-    own = _current.get()
-    if own is not None and own.model is model and not own.has_begun:
+    if (own := running(model)) and not own.has_begun:
         _begin(own, dataset, steps)
     validated, process_set = _validating.get()
     if validated is not None and validated is model:
@@ -222,12 +233,10 @@ def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
         set_params(self, params)
         if params.get("verbose") != "auto" or settings.read().verbose_all:
             return
-        own = _current.get()
         with contextlib.suppress(ValueError):  # this rank is in no set, or the model in several
-            if own is not None and own.model is self.model:
-                process_set: ProcessSet | None = own.process_set
-            else:
-                process_set = self.model and model_ranks.process_set_of(self.model)
+            own = running(self.model)
+            process_set = self.model and model_ranks.process_set_of(self.model)
+            process_set = own.process_set if own else process_set
             if process_set is not None and process_set.rank() > 0:
                 self.verbose = 0
 
@@ -240,8 +249,7 @@ def check_built(model: Any) -> None:
     Raises:
         ValueError: (on every rank) a rank could not create them before the first step.
     """
-    own = _current.get()
-    if own is not None and own.model is model and own.unbuilt:
+    if (own := running(model)) and own.unbuilt:
         raise ValueError(
             f"model {model.name!r} has no variables yet, and its training step cannot be traced to "
             f"create them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
@@ -249,16 +257,11 @@ def check_built(model: Any) -> None:
         ) from own.problem
 
 
-def dataset_of(model: Any) -> Any:
-    """The ``tf.data.Dataset`` on which a running ``fit`` trains a model; None if it is another."""
-    own = _current.get()
-    if own is None or own.model is not model or not isinstance(own.dataset, tf.data.Dataset):
-        return None
-    return own.dataset
-
-
-def forget_functions(model: Any) -> None:
-    """Make a model trace its steps again."""
+def refresh_derived_values(model: Any) -> None:
+    """Recompute what layers have derived from their variables, which have changed."""
+    if not preprocessing.refresh_derived_values(model._flatten_layers()):
+        return
+    # Functions that were traced before hold the old values as constants.
     model.test_function = model.predict_function = model.train_function = None
     made = model.make_train_function()
     if made is not None:  # tf_keras
@@ -266,7 +269,11 @@ def forget_functions(model: Any) -> None:
 
 
 def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
-    own.has_begun, own.dataset = True, dataset
+    own.has_begun = True
+    passes = data.passes_of(dataset)
+    # The passes of repeated data are not the epochs of fit, so a restart cannot continue them.
+    repeats = passes and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+    own.passes = [] if repeats else passes
     model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
     is_built = building.is_built(model) and model_ranks.has_built_optimizers(model)
@@ -278,7 +285,7 @@ def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
     if not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
     _agree(own, dataset, steps)
-    data.check_passes(dataset, process_set)
+    data.check_passes(passes, process_set)
 
 
 def _why_unbuilt(own: Fit) -> str | None:

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
+from hvd_keras.data.split import Passes
 from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.hooks import variables
 from hvd_keras.hooks.values import Values, of_rows, pass_first_batch
@@ -40,7 +41,7 @@ class Fit:
     arguments: dict[str, Any]  # the others of ``fit``
     process_set: ProcessSet
     has_begun: bool = False  # the ranks have compared what must be equal
-    dataset: Any = None  # what Keras trains on
+    passes: Sequence[Passes] = ()  # over the sharded sources of its data, if they are its epochs
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by

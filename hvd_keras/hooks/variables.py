@@ -47,20 +47,15 @@ def broadcast_variables(
     variables = shards.without(variables)
     if not variables and process_set.size() > 1:
         missing_calls.warn_of_empty_broadcast(process_set)
-    assign_values_of(root_rank, variables, process_set)
-    seeds = [v for v in variables if agreement.spec_of(v).path.endswith("seed_generator_state")]
-    give_each_rank_its_own_randomness(seeds, process_set)
-    return None
-
-
-def assign_values_of(root_rank: int, variables: Iterable[Any], process_set: ProcessSet) -> None:
-    """Assign the root rank's values to the variables of every rank, also to seed states."""
     for number, bucket in enumerate(agreement.in_buckets(variables)):
         mine, name = list(map(tf.convert_to_tensor, bucket)), f"variables {number}"
         values = ops.grouped_broadcast(mine, root_rank, name, process_set)
         for variable, value in zip(bucket, values, strict=True):
             variable.assign(value)
         missing_calls.mark_synchronized(bucket)
+    seeds = [v for v in variables if agreement.spec_of(v).path.endswith("seed_generator_state")]
+    give_each_rank_its_own_randomness(seeds, process_set)
+    return None
 
 
 def of_training(model: Any) -> list[Any]:

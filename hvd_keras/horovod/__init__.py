@@ -14,13 +14,16 @@ import importlib
 import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import hvd_keras
 from hvd_keras.horovod import names
-from hvd_keras.launch.horovod import PATH
 from hvd_keras.runtime import settings
+
+# The folder of the package `horovod`.
+PATH = str(Path(__file__).with_name("path"))
 
 
 def install() -> None:

@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 from hvd_keras.launch import job_spec, options, plan, restarts
@@ -15,12 +14,12 @@ from hvd_keras.launch.follow.supervise import raise_open_files
 from hvd_keras.launch.onhost.process import die_with_parent
 
 
-def _launch(arguments: Sequence[str] | None) -> int:
+def _launch(extension: options.Extension) -> int:
     try:
         os.getcwd()
     except FileNotFoundError as error:
         raise UsageError("the current folder was deleted; change to one that exists") from error
-    given = options.parse(arguments)
+    given = options.parse(None, extension)
     if given.call is not None:
         die_with_parent(int(given.call[0]), signal.SIGTERM)
     asked = job_spec.build(given)
@@ -48,11 +47,11 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `hvdrun` with these arguments (default: the process's own); returns the exit status."""
+def main(extension: options.Extension) -> int:
+    """Run `hvdrun` with this process's arguments; returns the exit status."""
     _open_standard_streams()
     try:
-        return _launch(arguments)
+        return _launch(extension)
     except KeyboardInterrupt:  # before `Signals` listens
         say("SIGINT received before the start")
         return 128 + signal.SIGINT

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class UsageError(Exception):
@@ -24,9 +24,16 @@ def refusing(told: str, advice: str = "") -> Iterator[None]:
 STARTED = "started"
 
 
+# Prints hvdrun's own messages while a job runs: `Output.say`, which waits for no slow reader.
+voice: Callable[[str], None] | None = None
+
+
 def say(text: str) -> None:
-    """Print a message of hvdrun's own, while no rank writes."""
-    print(f"hvdrun: {text}", file=sys.stderr, flush=True)
+    """Print a message of hvdrun's own."""
+    if voice is not None:
+        voice(text)
+    else:
+        print(f"hvdrun: {text}", file=sys.stderr, flush=True)
 
 
 say_once = functools.cache(say)

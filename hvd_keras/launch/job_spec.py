@@ -135,13 +135,13 @@ def _this_host(given: argparse.Namespace, wanted: list[Host] | None) -> Host:
         size = gpus or usable_cores()
     there, what = (usable_cores(), "core") if slots is None else (slots, "slot")
     if size > there and not given.oversubscribe:
-        if not given.horovod or slots is not None:
+        if not given.may_share_cores or slots is not None:
             place = "this process may use" if what == "core" else "-H has"
             raise UsageError(
                 f"-np got {size}, but {place} {there} {what}{'s' * (there != 1)}; expected at most "
                 f"{there}, or --oversubscribe to let ranks share cores, which is slow"
             )
-        given.oversubscribe = True  # horovodrun never refuses
+        given.oversubscribe = True
         say(f"{size} ranks share {there} cores, which is slow")
     given.oversubscribe = given.oversubscribe or slots is not None
     return Host("localhost", size)

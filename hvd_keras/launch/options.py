@@ -5,13 +5,13 @@ import functools
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hvd_keras
-from hvd_keras.launch import horovod
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.follow import metrics
 
@@ -121,11 +121,11 @@ usual options
 -m MODULE: run a Python module, as `python -m MODULE` does; all that follows are its arguments
     (default: none)
 --max-restarts N: maximum number of restarts after a failure; hvd.callbacks.Checkpoint lets training
-    resume (default: 0; 10 for elastic training with --horovod)
+    resume (default: 0)
 --output-dir FOLDER: also write each rank's stdout and stderr to rank-N.txt in this folder (default:
     none)
---stats: show in a terminal how fast the ranks train and which one the others wait for; at the end,
-    print to stderr how long they waited and the bytes exchanged (default: off)
+--stats: at the end, print to stderr how long the ranks waited, for which one, and the bytes
+    exchanged (default: off)
 --verbose: print mpirun's command and its own messages to stderr (default: off)
 --check: print the installation and run a self-test of every collective for two seconds, by default
     on two ranks; takes no command (default: off)
@@ -169,7 +169,6 @@ restarts and the end
     until they are killed; a second Ctrl-C does not wait (default: %(default)s)
 
 programs
---horovod: let 'import horovod' find hvd_keras, for programs written for Horovod (default: off)
 --strict: turn hvd_keras's warnings about ranks that train separate models into errors; sets
     HVD_STRICT=1 for the ranks (default: off)
 --separate: allow that ranks of a program that uses hvd_keras end without having completed
@@ -215,11 +214,24 @@ _TYPES: dict[str, Callable[[str, str], Any]] = {
 }
 _DEFAULTS = {
     **{"prefix": True, "remote_shell": [], "env": [], "mpi_args": [], "settings": []},
+    # For extensions: whether the program is known to use hvd_keras, and whether more ranks than
+    # cores on this host are worth a word, no error.
+    **{"uses_hvd_keras": False, "may_share_cores": False},
     **{"wait_for_hosts": 0, "start_timeout": 120, "restart_timeout": 600, "stop_timeout": 20},
 }
 
 
-def _parser() -> argparse.ArgumentParser:
+@dataclass(frozen=True)
+class Extension:
+    """What another package adds to hvdrun's command line."""
+
+    aliases: Mapping[str, Sequence[str]]  # further names of options, which --help does not show
+    add_to: Callable[[argparse.ArgumentParser], None]  # adds options
+    # Takes what was given, and hvdrun's environment.
+    complete: Callable[[argparse.Namespace, Mapping[str, str]], None]
+
+
+def _parser(extension: Extension) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="hvdrun",
         usage=USAGE,
@@ -241,20 +253,20 @@ def _parser() -> argparse.ArgumentParser:
             if flags[0] in _TYPES:
                 kwargs["type"] = functools.partial(_TYPES[flags[0]], flags[0])
             action = group.add_argument(*flags, **kwargs)
-            if others := horovod.ALIASES.get(flags[0]):
+            if others := extension.aliases.get(flags[0]):
                 hidden = {"dest": action.dest, "help": argparse.SUPPRESS}
                 group.add_argument(*others, **{**kwargs, **hidden})
     # For hvd_keras.run: the process with which to end, as by SIGTERM, and the folder of the call.
     parser.add_argument("--call", nargs=2, metavar=("PID", "FOLDER"), help=argparse.SUPPRESS)
-    horovod.add_to(parser)
+    extension.add_to(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(**_DEFAULTS)
     return parser
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None, extension: Extension) -> argparse.Namespace:
     """Parse the command line (default: the process's own). Raises UsageError."""
-    parser = _parser()
+    parser = _parser(extension)
     given = parser.parse_args(arguments)
     if given.completion:
         flags = parser._option_string_actions.items()
@@ -262,6 +274,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         print(_COMPLETION.format(options=" ".join(names)), end="")
         parser.exit()
     given.settings = dict(given.settings)
-    if given.max_restarts is None:
-        given.max_restarts = horovod.restarts(given)
+    extension.complete(given, os.environ)
+    given.max_restarts = given.max_restarts or 0
     return given

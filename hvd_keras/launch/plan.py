@@ -6,15 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_keras.launch import horovod, options
+from hvd_keras.launch import options
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import program, worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
 from hvd_keras.launch.start.dialects import Start
 from hvd_keras.launch.start.hosts import Host, count, describe
 from hvd_keras.launch.start.network import common_network
-
-PROGRAM = program("worker")
 
 POSTMORTEM = "postmortem"  # the folder of the ranks' requests in the job's, unless the user has one
 
@@ -65,8 +63,8 @@ class Plan:
 def rank_environment(spec: JobSpec, size: int, directory: Path, job: str) -> dict[str, str]:
     """Return what ranks get besides what depends on their host; here, besides our environment."""
     given, own = spec.options, os.environ
-    settings = horovod.settings(own) if given.horovod else {}
-    settings |= given.settings | spec.dialect.rank_settings(worker.memory_folder(job))
+    memory = worker.memory_folder(job)
+    settings: dict[str, str] = given.settings | spec.dialect.rank_settings(memory)
     if spec.dialect.library:
         settings["HVD_MPI_LIBRARY"] = spec.dialect.library
     if given.timeline is not None:
@@ -97,7 +95,7 @@ def plan(
         placement.hosts,
         spec.is_local,
         directory,
-        PROGRAM,
+        program("launch.onhost.worker"),
         variables,
         agent=spec.shell.agent(job, dialect.kills_workers),
         network=None if spec.is_local else interface or common_network(placement.hosts),

@@ -12,9 +12,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvd_keras.launch import options, run_job
+from hvd_keras.launch import errors, options, run_job
 from hvd_keras.launch.errors import UsageError, say, say_once
 from hvd_keras.launch.follow.outcome import Verdict
+from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import limits
@@ -27,24 +28,37 @@ T = TypeVar("T")
 
 async def run(spec: JobSpec) -> Verdict:
     """Run the job until it succeeds, the user ends it, or the restarts are used up."""
-    signals = Signals()
+    signals, given = Signals(), spec.options
+    output = Output(
+        given.prefix, given.output_dir, given.verbose, signals.changed.set, signals.patient
+    )
+    errors.voice = output.say
+    try:
+        return await _run(spec, signals, output)
+    finally:
+        while signals.patient() and not output.empty:
+            await signals.wait(limits.SLOW_READER_CHECK)
+        errors.voice = None
+
+
+async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
+    given = spec.options
     placement = await _heed(signals, place(spec))
     if placement is None:
         assert signals.stop is not None
         say(f"{signal.Signals(signals.stop).name} received before the start")
         return Verdict(128 + signals.stop, [])
     size = placement.size
-    least = spec.options.min_np or size
+    least = given.min_np or size
     if least > size:
         raise UsageError(f"--min-np got {least}; expected at most the number of ranks, {size}")
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
-    if spec.options.max_restarts and "HVD_COMMITS" not in os.environ:
-        spec.options.settings["HVD_COMMITS"] = str(commits)
-    verdict = await run_job.run(spec, placement, signals, first=True)
-    restarts = spec.options.max_restarts
+    if given.max_restarts and "HVD_COMMITS" not in os.environ:
+        given.settings["HVD_COMMITS"] = str(commits)
+    verdict = await run_job.run(spec, placement, signals, output)
     pause = 0.0
-    for number in range(1, restarts + 1):
-        if verdict.status == 0 or not await signals.sleep(pause):
+    for number in range(1, given.max_restarts + 1):
+        if verdict.status == 0 or output.error or not await signals.sleep(pause):
             break
         if not spec.is_local:
             placement = await _heed(signals, _replace(spec, size, least))
@@ -52,9 +66,9 @@ async def run(spec: JobSpec) -> Verdict:
                 break
         ranks = placement.size
         where = "" if spec.is_local else f" on {hosts.describe(placement.hosts)}"
-        say(f"restart {number} of {restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
+        say(f"restart {number} of {given.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
-        verdict = await run_job.run(spec, placement, signals, first=False)
+        verdict = await run_job.run(spec, placement, signals, output)
         is_quick = time.monotonic() < start + limits.QUICK
         pause = min(2 * pause or limits.FIRST_PAUSE, limits.LONGEST_PAUSE) if is_quick else 0.0
     if verdict.status == 0:
@@ -65,8 +79,7 @@ async def run(spec: JobSpec) -> Verdict:
     if verdict.status != 0 and commits.exists():
         say(f"to continue from the last commit, start the job again with HVD_COMMITS={commits}")
     # Programs that do not use hvd_keras never call hvd.init().
-    options = spec.options
-    if verdict.apart and not options.separate and (verdict.asked or options.horovod):
+    if verdict.apart and not given.separate and (verdict.asked or given.uses_hvd_keras):
         say(
             f"{verdict.apart}. Call hvd.init() first, on every rank, and end if it fails; or use "
             "--separate if it is intended"
@@ -94,7 +107,7 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
     while lost:
         found = await _heed(signals, clean_up.sweep_hosts(lost, spec.reach, spec.jobs, 0.0))
         lost = lost if found is None else found
-        if time.monotonic() >= limit or not await signals.sleep(1.0):
+        if time.monotonic() >= limit or not await signals.sleep(limits.WAIT_AGAIN):
             break
     for name in sorted(lost):
         say(f"{name} cannot be reached; processes or files of the job may remain there")

@@ -87,7 +87,7 @@ def call(
     """
     with tempfile.TemporaryDirectory(prefix="hvdrun-call-") as folder:
         Path(folder, FUNCTION).write_bytes(function)
-        command = [sys.executable, "-m", "hvd_keras.launch"]
+        command = [sys.executable, "-m", "hvd_keras.hvdrun"]
         command += ["--call", str(os.getpid()), folder, *options]
         command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
         status, told = _follow(command, out or sys.stdout, err or sys.stderr, process)

@@ -12,7 +12,6 @@ from hvd_keras.launch.errors import STARTED, refusing, say
 from hvd_keras.launch.follow.outcome import Verdict
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
-from hvd_keras.launch.follow.screen import Screen
 from hvd_keras.launch.follow.statistics import table
 from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_directory
 from hvd_keras.launch.job_spec import JobSpec
@@ -23,13 +22,13 @@ from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.network import own_addresses
 
 
-async def run(spec: JobSpec, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
+async def run(spec: JobSpec, placement: Placement, signals: Signals, output: Output) -> Verdict:
     """Run the job once and judge its outcome."""
     if spec.options.postmortem is None:
-        return await _run(spec, placement, signals, first=first)
+        return await _run(spec, placement, signals, output)
     folder = _new_folder(spec.options.postmortem)
     spec.options.settings["HVD_POSTMORTEM"] = str(folder)
-    verdict = await _run(spec, placement, signals, first=first)
+    verdict = await _run(spec, placement, signals, output)
     with contextlib.suppress(OSError):
         folder.rmdir()  # the ranks have left it empty if nothing went wrong
     if verdict.status != 0 and folder.exists():
@@ -60,13 +59,15 @@ def _new_folder(parent: str) -> Path:
     return folder
 
 
-async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: bool) -> Verdict:
+async def _run(spec: JobSpec, placement: Placement, signals: Signals, output: Output) -> Verdict:
     job, secret = secrets.token_hex(8), new_secret()
-    options, statistics, changed = spec.options, spec.statistics, signals.changed.set
+    options, statistics = spec.options, spec.statistics
+    output.start()
+    statistics.start(placement.size)
+    is_first = statistics.starts == 1
     if not spec.is_local:
         spec.jobs.append(job)
     with job_directory(job) as directory:
-        output = Output(options.prefix, options.output_dir, not first, changed, options.verbose)
         names = [host.name for host in placement.hosts]
         call = None if options.call is None else Path(options.call[1])
         ranks = Ranks(
@@ -79,8 +80,8 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             {name for name in placement.names.values() if not name or is_here(name)},
             output,
             statistics,
-            changed,
-            first,  # a restart has no input, because an earlier start has consumed it
+            signals.changed.set,
+            is_first,  # a restart has no input, because an earlier start has consumed it
             call,
         )
         planned = plan(spec, placement, directory, job, secret, ranks.addresses)
@@ -88,12 +89,11 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             path.write_text(text)
             path.chmod(0o700)
         if options.verbose:
-            print(planned.describe(), file=sys.stderr, flush=True)
-        elif sys.stderr.isatty() and first:
-            output.say(placement.describe())
+            output.write_raw(f"{planned.describe()}\n".encode())
+        elif sys.stderr.isatty() and is_first:
+            say(placement.describe())
         if call is not None:
             Path(call, STARTED).touch()
-        statistics.start(ranks.size)
         # What the workers are to start, as `Worker` takes it.
         start = {
             "command": list(spec.command),
@@ -102,15 +102,10 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             "open_files": OPEN_FILES[0] if spec.is_local else None,
         }
         ranks.open(start)
-        screen = Screen(statistics, output.write_raw)
-        if options.stats and sys.stderr.isatty():
-            screen.start()
-
         place = ""
 
         async def sweep(grace: float) -> Collection[str]:
             nonlocal place
-            screen.stop()
             place = _place(directory / POSTMORTEM, ranks.size)  # the clean-up removes these files
             ranks.note_silence()
             if spec.is_local:
@@ -142,4 +137,4 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, *, first: 
             if options.timeline is not None and Path(options.timeline).exists():
                 say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
             if options.stats:
-                say(table(statistics.latest, ranks.size))
+                say(table(statistics))

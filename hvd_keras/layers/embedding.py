@@ -313,13 +313,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         if self.layout is None:
             self.embeddings.assign(np.asarray(table))
             return
-        part = self.layout.part(self.process_set.rank())
-        values = np.empty(part.shape, tf.as_dtype(self.variable_dtype).as_numpy_dtype)
-        step = max(1, BLOCK // self.output_dim)
-        for first in range(0, self.input_dim, step):
-            place, found = part.cut(np.asarray(table[first : first + step]), first)
-            values[place] = found
-        self.embeddings.assign(values)
+        shards.assign(self.embeddings, table)
 
     def get_table(self) -> Any:
         """Return the whole table, as an array; all ranks must call it, and get it."""
@@ -367,8 +361,6 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
             "combiner": self.combiner,
         }
 
-
-BLOCK = 1 << 20  # values of a table that are copied at once
 
 _L1_L2 = (keras.regularizers.L1, keras.regularizers.L2)
 

@@ -13,8 +13,6 @@ import tensorflow as tf
 from hvd_keras.gradients.shards import Part
 from hvd_keras.runtime.keras import keras
 
-_BLOCK = 1 << 22  # values; a multiple of 4, which a generator draws at once
-
 # For each distribution: TensorFlow's op, and by how much 4 values advance the generator's counter.
 _DRAWS = {
     "uniform": (tf.raw_ops.StatelessRandomUniformV2, 1),
@@ -45,18 +43,11 @@ class Initializer(keras.initializers.Initializer):  # type: ignore[misc]
             return self._drawn(dtype)
 
     def _drawn(self, dtype: str) -> Any:
-        values = np.empty(self._part.shape, tf.as_dtype(dtype).as_numpy_dtype)
-        rows, columns = self._shape
-        draw = _drawer(self._whole, self._shape, dtype)
-        if draw is None:
-            _, values[:] = self._part.cut(np.asarray(self._whole(self._shape, dtype=dtype)), 0)
-            return values
-        step = max(4, _BLOCK // columns // 4 * 4)
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            place, found = self._part.cut(draw(first, last), first)
-            values[place] = found
-        return values
+        how = self._shape[1], tf.as_dtype(dtype).as_numpy_dtype
+        if draw := _drawer(self._whole, self._shape, dtype):
+            return self._part.read(draw, *how)
+        whole = np.asarray(self._whole(self._shape, dtype=dtype))
+        return self._part.read(lambda first, last: whole[first:last], *how)
 
 
 def _drawer(initializer: Any, shape: tuple[int, int], dtype: str) -> Callable[..., Any] | None:

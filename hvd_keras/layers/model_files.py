@@ -17,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops, optimizer
-from hvd_keras.gradients import model_ranks, shards, zero
-from hvd_keras.layers.embedding import BLOCK, Embedding
+from hvd_keras.gradients import model_ranks, shards
+from hvd_keras.layers.embedding import Embedding
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy, keras, require
@@ -156,7 +156,7 @@ def _take_shares(model: Any, compression: type[Compressor]) -> None:
         if shards.of(variable) is None:
             variable.assign(value)
         else:
-            zero.set_share(variable, np.asarray(value))
+            shards.assign(variable, np.asarray(value))
     model.optimizer = share
 
 
@@ -203,7 +203,7 @@ def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:
     assert layout is not None
     mine = np.asarray(table.embeddings)
     part, size = layout.part(process_set.rank()), process_set.size()
-    step = max(1, BLOCK // table.output_dim)
+    step = max(1, shards.BLOCK // table.output_dim)
     for first in range(0, table.input_dim, step):
         last = min(first + step, table.input_dim)
         values = np.ascontiguousarray(mine[part.between(first, last)]).reshape(-1)

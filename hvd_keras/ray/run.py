@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import sys
 import threading
@@ -11,8 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_keras.launch import agents
-from hvd_keras.launch.onhost.channel import new_secret
+from hvd_keras import agents
 from hvd_keras.runtime import settings
 
 # Seconds between two looks at the actors.
@@ -117,26 +115,17 @@ def run(
         facts = [facts[number] for number in order]
         # mpirun starts the ranks of a host together, so each sees the GPUs of all its actors.
         gpus = _gpus(facts)
-        secret, name = new_secret(), secrets.token_hex(8)
-        directory = os.getcwd()
+        call = agents.Call("hvd.ray.run", max(1, int(each.get("CPU", 1))), [*options])
         opened = [
-            actor.open.remote(secret, name, fact["address"], directory, gpus.get(fact["host"]))
+            actor.open.remote(call, fact["address"], gpus.get(fact["host"]))
             for actor, fact in zip(actors, facts, strict=True)
         ]
         places = _get(ray, actors, opened)
         # Pickles need the same versions where they are written and read.
-        if problem := agents.difference(places, agents.versions()):
+        if problem := call.problem(places):
             raise RuntimeError(f"hvd.ray.run: {problem}")
-        call = actors[0].call.remote(
-            function=cloudpickle.dumps((_on_gpus, (gpus, function), {})),
-            places=places,
-            secret=secret,
-            run=name,
-            directory=directory,
-            cores=max(1, int(each.get("CPU", 1))),
-            options=[*options],
-        )
-        results = _follow(ray, actors, facts, call)
+        function = cloudpickle.dumps((_on_gpus, (gpus, function), {}))
+        results = _follow(ray, actors, facts, actors[0].call.remote(call, function, places))
         return [cloudpickle.loads(result) for result in results]
     finally:
         _end(ray, actors, group)
@@ -178,23 +167,23 @@ class Place:
             "gpus": [str(gpu) for gpu in ray.get_gpu_ids()],
         }
 
-    def open(
-        self, secret: str, name: str, address: str, directory: str, gpus: str | None
-    ) -> dict[str, Any]:
+    def open(self, call: agents.Call, address: str, gpus: str | None) -> dict[str, Any]:
         """Start the agent; returns its facts."""
         if gpus is not None:
             settings.show_gpus(gpus)
-        self._agent = agents.Agent(secret, name, address)
-        return self._agent.facts(directory)
+        self._agent = agents.Agent(call, address)
+        return self._agent.facts()
 
     def hold(self) -> None:
         """Return when the job has ended; Ray raises in those that wait, if this actor dies."""
         self._released.wait()
 
-    def call(self, **call: Any) -> list[bytes] | Exception:
-        """Run the job, by ``agents.call``; this is its first place."""
+    def call(
+        self, call: agents.Call, function: bytes, places: Sequence[Any]
+    ) -> list[bytes] | Exception:
+        """Run the job; this is its first place."""
         try:
-            return agents.call(name="hvd.ray.run", environment={}, **call)
+            return call.start(function, places)
         except (RuntimeError, ValueError) as error:
             return error
 

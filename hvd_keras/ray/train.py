@@ -6,8 +6,7 @@ Each worker is a rank: see `stand_in.py`. Ray Train starts the workers again aft
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
+import functools
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,8 @@ from typing import Any
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from hvd_keras.launch import agents
-from hvd_keras.launch.onhost.channel import new_secret
-from hvd_keras.launch.stand_in import Job, Joining, stand_in
+from hvd_keras import agents
+from hvd_keras.ray.stand_in import Job, Joining, stand_in
 
 # Seconds for hvdrun to start the stand-ins.
 START = 120.0
@@ -81,35 +79,21 @@ class _State:
 _state: _State | None = None
 
 
-def _open(secret: str, name: str, directory: str) -> dict[str, Any]:
+def _open(call: agents.Call) -> dict[str, Any]:
     global _state
     rank = ray.train.get_context().get_world_rank()
     address = str(ray.util.get_node_ip_address())
-    _state = _State(agents.Agent(secret, name, address), Joining(name, rank))
-    return _state.agent.facts(directory)
+    _state = _State(agents.Agent(call, address), Joining(call.run, rank))
+    return _state.agent.facts()
 
 
-def _start(places: Sequence[Any], secret: str, name: str, options: Sequence[str]) -> None:
+def _start(call: agents.Call, places: Sequence[Any]) -> None:
     """In the first worker: start hvdrun with the stand-ins."""
     import cloudpickle
 
     assert _state is not None
-    function = cloudpickle.dumps((stand_in, (name,), {}))
-
-    def call() -> None:
-        agents.call(
-            function,
-            places,
-            secret,
-            name,
-            name="hvd.ray",
-            directory=os.getcwd(),
-            cores=1,
-            environment={},
-            options=options,
-        )
-
-    _state.job = Job(call)
+    function = cloudpickle.dumps((stand_in, (call.run,), {}))
+    _state.job = Job(functools.partial(call.start, function, places))
     _state.job.start()
 
 
@@ -161,11 +145,11 @@ class _Backend(Backend):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         # Before training.
-        secret, name = new_secret(), secrets.token_hex(8)
-        places = worker_group.execute(_open, secret, name, os.getcwd())
-        if problem := agents.difference(places, agents.versions()):
+        call = agents.Call("hvd.ray", options=[*backend_config.options])
+        places = worker_group.execute(_open, call)
+        if problem := call.problem(places):
             raise RuntimeError(f"hvd.ray: {problem}")
-        worker_group.execute_single(0, _start, places, secret, name, list(backend_config.options))
+        worker_group.execute_single(0, _start, call, places)
         if problem := "".join(worker_group.execute(_join)[:1]):
             raise RuntimeError(f"hvd.ray: {problem}")
 

@@ -25,7 +25,7 @@ from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import storage
 
 _NAME = re.compile(r"(checkpoint-\d{5,}-\d{7,})\.([0-9a-f]{8})-\d{4,}\.h5")
-_BLOCK = 1 << 20  # values that are read at once
+_BYTES = 1 << 24  # of a value that are sent at once
 
 
 def describe(own: list[Any]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _copy(data: Any, theirs: shards.Part, values: Any, mine: shards.Part) -> Non
     last = min(theirs.columns.stop, mine.columns.stop)
     if first >= last or not theirs.rows or not mine.rows:
         return
-    rows, step = len(theirs.rows), max(1, _BLOCK // len(theirs.columns))
+    rows, step = len(theirs.rows), max(1, shards.BLOCK // len(theirs.columns))
     source = storage.restored(data) if data.attrs["dtype"] != data.dtype.name else data
     for begin in range(0, rows, step):
         block = theirs.rows[begin : begin + step]
@@ -172,11 +172,6 @@ def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> 
 _WORDS, _FACTOR = 1 << 16, 0x9E3779B97F4A7C15
 
 
-def random_states(process_set: ProcessSet) -> list[Any]:
-    """Return every rank's state."""
-    return agree.gather_json("checkpoint random states", random_state(), process_set)
-
-
 def mean(stack: Any) -> Any:
     """Return the ranks' mean; of integers, such as a seed, the first rank's value."""
     return stack[0] if stack.dtype.kind in "iu" else stack.mean(axis=0)
@@ -184,9 +179,18 @@ def mean(stack: Any) -> Any:
 
 def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: ProcessSet) -> Any:
     """Return the first rank's value on all ranks; others pass None. As bytes: any dtype works."""
-    mine = b"" if value is None else value.value.tobytes()
-    data = agree.gather_bytes("checkpoint value", mine, process_set)[0]
-    return np.frombuffer(data, tf.as_dtype(of_dtype).as_numpy_dtype).reshape(shape)
+    if value is not None and process_set.size() == 1:
+        return value
+    received = np.empty(shape, tf.as_dtype(of_dtype).as_numpy_dtype) if value is None else value
+    data = np.ascontiguousarray(received).reshape(-1).view(np.uint8)
+    # In blocks: a gather needs three times their memory, which a large table would not leave.
+    for first in range(0, data.size, _BYTES):
+        block = data[first : first + _BYTES]
+        mine = b"" if value is None else block.tobytes()
+        (theirs, *_) = agree.gather_bytes("checkpoint value", mine, process_set)
+        if value is None:
+            block[:] = np.frombuffer(theirs, np.uint8)
+    return received
 
 
 def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:

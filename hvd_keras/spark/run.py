@@ -1,8 +1,8 @@
 """``hvd.spark.run``: a function on ranks that Spark's executors start."""
 
 import contextlib
+import dataclasses
 import functools
-import pathlib
 import re
 import secrets
 import socket
@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hvd_keras.launch import agents
-from hvd_keras.launch.onhost.channel import Link, ProtocolError, new_secret
+from hvd_keras import agents
+from hvd_keras.agents.link import Link
+from hvd_keras.launch.onhost.channel import ProtocolError, new_secret
 from hvd_keras.spark import task
 
 # Seconds to wait for free slots, unless the user says otherwise.
@@ -108,20 +109,14 @@ def run(
             f"hvd.spark.run: the function or its arguments cannot be pickled: {error}; expected "
             "that it makes models, files, sessions and locks itself, on each rank"
         ) from error
-    call = {  # the arguments of agents.call
-        "function": function,
-        "run": secrets.token_hex(8),
-        "directory": str(pathlib.Path.cwd()),
-        "cores": int(context.getConf().get("spark.task.cpus", "1")),
-        "environment": dict(env or {}),
-        "options": list(options),
-    }
+    cores = int(context.getConf().get("spark.task.cpus", "1"))
+    call = agents.Call("hvd.spark.run", cores, list(options), dict(env or {}))
     timeout = START_TIMEOUT if start_timeout is None else start_timeout
     least, restarts = size, 0
     while True:
         ranks = _await_slots(context, least, size, timeout)
         try:
-            results = _start(context, call, ranks, timeout)
+            results = _start(context, call, function, ranks, timeout)
             break
         except RuntimeError as error:
             if restarts == max_restarts or isinstance(error, CancelledError):
@@ -285,20 +280,20 @@ def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
     return min(size, slots)
 
 
-def _start(context: Any, call: Mapping[str, Any], ranks: int, timeout: float) -> list[bytes]:
+def _start(
+    context: Any, call: agents.Call, function: bytes, ranks: int, timeout: float
+) -> list[bytes]:
     """Run one barrier stage; return the ranks' pickled results. Raises as ``run``."""
     from pyspark import InheritableThread
 
     host = context.getConf().get("spark.driver.host")
-    secret = new_secret()
-    tasks = Tasks(secret)
+    call = dataclasses.replace(call, secret=new_secret())
+    tasks = Tasks(call.secret)
     found: list[list[bytes] | Exception] = []  # what the first task returns
     reasons: list[str] = []  # of the stage's failure
-    tag = f"hvd-{call['run']}-{secrets.token_hex(4)}"
+    tag = f"hvd-{call.run}-{secrets.token_hex(4)}"
     with tasks.listening(context.getConf().get("spark.driver.bindAddress", host)) as port:
-        work = functools.partial(
-            task.work, {**call, "secret": secret}, (host, port), agents.versions()
-        )
+        work = functools.partial(task.work, call, function, (host, port))
 
         def submit() -> None:
             try:

@@ -9,11 +9,11 @@ import json
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
 from typing import Any
 
-from hvd_keras.launch import agents
-from hvd_keras.launch.onhost.channel import Link, ProtocolError
+from hvd_keras import agents
+from hvd_keras.agents.link import Link
+from hvd_keras.launch.onhost.channel import ProtocolError
 
 # Seconds to reach the driver.
 CONNECT_TIMEOUT = 10.0
@@ -41,14 +41,14 @@ class _Shown:
 
 
 def work(
-    call: Mapping[str, Any], driver: tuple[str, int], versions: Mapping[str, str]
+    call: agents.Call, function: bytes, driver: tuple[str, int]
 ) -> list[list[bytes] | Exception]:
     """Take part in a call.
 
     Args:
-        call: the arguments of ``agents.call``; it comes as Spark's own closures do.
+        call: the call; it comes as Spark's own closures do.
+        function: the pickled function with its arguments.
         driver: the host and port on which the driver listens.
-        versions: those of the driver, see ``agents.versions``.
 
     Returns:
         In the first task the ranks' results, or why the call failed. In the others nothing.
@@ -59,7 +59,7 @@ def work(
     number = context.partitionId()
     try:
         connection = socket.create_connection(driver, CONNECT_TIMEOUT)
-        link = Link(connection, call["secret"], listens=False)
+        link = Link(connection, call.secret, listens=False)
     except (OSError, ProtocolError) as error:
         raise RuntimeError(
             f"{socket.gethostname()} cannot connect to the driver at {driver[0]}: {error}; "
@@ -70,10 +70,10 @@ def work(
         if link.receive() is None:
             raise RuntimeError("Spark has repeated the stage; its ranks are started once only")
         address = context.getTaskInfos()[number].address.rpartition(":")[0]
-        with agents.Agent(call["secret"], call["run"], address) as agent:
-            gathered = context.allGather(json.dumps(agent.facts(call["directory"])))
+        with agents.Agent(call, address) as agent:
+            gathered = context.allGather(json.dumps(agent.facts()))
             places = [json.loads(text) for text in gathered]
-            found = [] if number else [_lead(call, places, versions, link)]
+            found = [] if number else [_lead(call, function, places, link)]
             context.barrier()
         link.send(done=True)
         return found
@@ -86,12 +86,11 @@ def work(
 
 
 def _lead(
-    call: Mapping[str, Any], places: list[Any], versions: Mapping[str, str], link: Link
+    call: agents.Call, function: bytes, places: list[Any], link: Link
 ) -> list[bytes] | Exception:
-    if problem := agents.difference(places, versions):
-        return ValueError(f"hvd.spark.run: {problem}")
-    out, err = _Shown(link, "stdout"), _Shown(link, "stderr")
+    if problem := call.problem(places):
+        return ValueError(f"{call.name}: {problem}")
     try:
-        return agents.call(places=places, name="hvd.spark.run", out=out, err=err, **call)
+        return call.start(function, places, out=_Shown(link, "stdout"), err=_Shown(link, "stderr"))
     except (ValueError, RuntimeError) as error:  # not raised here: Spark would repeat the stage
         return error

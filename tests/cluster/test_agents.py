@@ -16,7 +16,7 @@ SECRET = "5" * 64
 PLACE = f"""
 import json, os, pathlib, signal, socket, sys, time
 import cloudpickle
-from hvd_keras.launch import agents
+from hvd_keras import agents
 
 def work(offset):
     from hvd_keras.launch.onhost.worker import find_rank
@@ -32,16 +32,16 @@ def await_files(pattern, count):
     return found
 
 number, *hosts = sys.argv[1:]
-with agents.Agent({SECRET!r}, "{"a" * 16}", hosts[int(number)]) as agent:
-    pathlib.Path(f"part-{{number}}").write_text(json.dumps(agent.facts(os.getcwd())))
+call = agents.Call(
+    "test", cores=3, environment={{"WAIT": os.environ["WAIT"]}}, run="{"a" * 16}", secret={SECRET!r}
+)
+with agents.Agent(call, hosts[int(number)]) as agent:
+    pathlib.Path(f"part-{{number}}").write_text(json.dumps(agent.facts()))
     os.rename(f"part-{{number}}", f"place-{{number}}")
     places = [json.loads(path.read_text()) for path in await_files("place-*", len(hosts))]
     if number == "0":
         function = cloudpickle.dumps((work, (10,), {{}}))
-        results = agents.call(
-            function, places, {SECRET!r}, "{"a" * 16}", name="test", directory=os.getcwd(),
-            cores=3, environment={{"WAIT": os.environ["WAIT"]}},
-        )
+        results = call.start(function, places)
         print(*(cloudpickle.loads(result) for result in results), sep="\\n")
     pathlib.Path(f"done-{{number}}").touch()
     await_files("done-*", len(hosts))

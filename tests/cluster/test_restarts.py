@@ -62,7 +62,7 @@ ROWS = {
     "SIGKILL": Row(
         FIRST + r"killed by SIGKILL \(out of memory\? see dmesg\)$", killed("restarting.py")
     ),
-    "worker killed": Row(FIRST + "killed before it could report", killed("onhost worker")),
+    "worker killed": Row(FIRST + "killed before it could report", killed("onhost.worker")),
     "daemon killed": Row("mpirun's daemon on server2 died first", killed(cluster.DAEMON)),
     "mpirun killed": Row(
         "mpirun ended with killed by SIGKILL", lambda job: job.kill(0, cluster.MPIRUN)
@@ -117,7 +117,7 @@ class Chain(Running):
             found |= {
                 pid
                 for pid, line in host.processes().items()
-                if "-m hvd_keras.launch -H" not in line
+                if "-m hvd_keras.hvdrun -H" not in line
             }
             found |= set(host.leftovers())
         return found

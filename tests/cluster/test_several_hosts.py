@@ -115,7 +115,7 @@ def test_the_secret_is_on_no_command_line(hosts: Hosts, tmp_path: Path) -> None:
     command = script(tmp_path, "print('ready', flush=True)\ntime.sleep(1000)")
     with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
         job.wait_for("ready", 2)
-        (worker,) = (pid for pid in job.pids(1, r"python\S* -I -S \S+/onhost worker") if pid)
+        (worker,) = (pid for pid in job.pids(1, r"python\S* -I -S \S+ launch.onhost.worker") if pid)
         environment = Path(f"/proc/{worker}/environ").read_bytes().decode()
         secret = re.search(r"HVDRUN_SECRET=([0-9a-f]{64})\0", environment)[1]
         lines = [line for host in hosts for line in host.processes().values()]
@@ -155,7 +155,7 @@ def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(
         job.wait_for("ready", 2)
         hosts[1].refuse(22)
         (tmp_path / "go").touch()
-        wait_until(lambda: not job.pids(0, "onhost worker"), "the ranks have ended")
+        wait_until(lambda: not job.pids(0, "onhost.worker"), "the ranks have ended")
         time.sleep(3)
         assert job.process.poll() is None
         hosts[1].accept()

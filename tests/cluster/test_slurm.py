@@ -120,7 +120,7 @@ def test_ctrl_c_ends_all_ranks(ready: Slurm, tmp_path: Path) -> None:
     command = script(tmp_path, "import time\nprint('ready')\ntime.sleep(1000)")
     with ready.started(ALLOCATION, "-np", "3", *command, folder=tmp_path) as job:
         job.wait_for("ready", 3)
-        job.kill(0, r"^\S+ -m hvd_keras.launch -np", signal.SIGINT)
+        job.kill(0, r"^\S+ -m hvd_keras.hvdrun -np", signal.SIGINT)
         assert job.wait() == 130
         assert job.output.splitlines()[-1] == "hvdrun: SIGINT received; all ranks were ended"
         assert not ready.left()

@@ -35,7 +35,7 @@ def environment_of_tests(**settings: str) -> dict[str, str]:
 
 def hvdrun(*arguments: str) -> list[str]:
     """The command."""
-    return [sys.executable, "-m", "hvd_keras.launch", *arguments]
+    return [sys.executable, "-m", "hvd_keras.hvdrun", *arguments]
 
 
 def run(host: Host, *arguments: str, folder: Path, **options) -> subprocess.CompletedProcess[str]:

@@ -46,7 +46,7 @@ class Launcher:
         return str(path)
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "hvd_keras.launch", *arguments]
+        return [sys.executable, "-m", "hvd_keras.hvdrun", *arguments]
 
     def run(self, *arguments: str, **options) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

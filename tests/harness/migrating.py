@@ -7,8 +7,7 @@ import pathlib
 import re
 from collections.abc import Iterable
 
-from hvd_keras.horovod import names
-from hvd_keras.launch import horovod
+from hvd_keras.horovod import horovodrun, names
 
 FILE = pathlib.Path(__file__).parents[2] / "docs" / "migrating.md"
 
@@ -36,11 +35,11 @@ def table_of_options() -> str:
     def flags(names: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in names)
 
-    settings = [(flag, name) for flag, (name, _) in horovod.SETTING_OPTIONS.items()]
-    flag, (name, _) = horovod.NO_STALL_CHECK
-    rows = [(flags(names), f"`{option}`") for option, names in horovod.ALIASES.items()]
+    settings = [(flag, name) for flag, (name, _) in horovodrun.SETTING_OPTIONS.items()]
+    flag, (name, _) = horovodrun.NO_STALL_CHECK
+    rows = [(flags(names), f"`{option}`") for option, names in horovodrun.ALIASES.items()]
     rows += [(f"`{flag}`", f"`{name}`, for the ranks") for flag, name in [*settings, (flag, name)]]
-    rows += [(f"`{flag}`", f"refused: {note}") for flag, note in horovod.REFUSED.items()]
+    rows += [(f"`{flag}`", f"refused: {note}") for flag, note in horovodrun.REFUSED.items()]
     lines = ["|`horovodrun`|`hvdrun`|", "|---|---|"]
     return "\n".join([*lines, *(f"|{theirs}|{ours}|" for theirs, ours in rows)])
 

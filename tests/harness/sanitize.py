@@ -31,7 +31,8 @@ def build(name: str, *flags: str, tensorflow: bool = False) -> pathlib.Path:
     configure += [f"-DHVD_TENSORFLOW={'ON' if tensorflow else 'OFF'}", "-DHVD_BUILD_TESTS=ON"]
     configure += ["-DCMAKE_BUILD_TYPE=Debug", f"-DCMAKE_CXX_FLAGS=-O1 {' '.join(flags)}"]
     subprocess.run(configure, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run([str(tools / "ninja"), "-C", str(folder), "--quiet"], check=True)
+    command = [str(tools / "ninja"), "-C", str(folder), "--quiet", "all", "tests/all"]
+    subprocess.run(command, check=True)
     return folder / "tests"
 
 

@@ -64,7 +64,7 @@ def disturb(
 FAULTS = {
     "kill a rank": kill(RANK),
     "stop a rank": kill(RANK, signal.SIGSTOP),
-    "kill a worker": kill("onhost worker"),
+    "kill a worker": kill("onhost.worker"),
     "kill a daemon": kill("prted "),
     "blip": disturb(Host.unplug, Host.plug, 1, 5),
     "cut": disturb(Host.unplug, Host.plug, 12, 20),

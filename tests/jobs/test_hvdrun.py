@@ -360,7 +360,7 @@ def test_bad_input_is_refused_before_anything_starts(hvdrun, arguments, words):
 def test_a_deleted_folder_is_refused(hvdrun):
     gone = hvdrun.folder / "gone"
     gone.mkdir()
-    command = f"rmdir {gone}; exec {sys.executable} -m hvd_keras.launch -np 1 true"
+    command = f"rmdir {gone}; exec {sys.executable} -m hvd_keras.hvdrun -np 1 true"
     done = subprocess.run(["sh", "-c", command], cwd=gone, capture_output=True, text=True)
     told = "hvdrun: the current folder was deleted; change to one that exists\n"
     assert (done.returncode, done.stderr) == (2, told)
@@ -445,7 +445,7 @@ def test_verbose_shows_the_command(hvdrun):
     done = hvdrun.run("-n", "1", "--verbose", "python", "-c", "print(1)")
     assert (done.stdout, done.returncode) == ("[0] 1\n", 0)
     assert f"OMP_NUM_THREADS={usable_cores()}\n" in done.stderr
-    assert re.search(r"^\S*mpirun -n 1 .*/onhost worker", done.stderr, re.MULTILINE)
+    assert re.search(r"^\S*mpirun -n 1 .*/onhost launch.onhost.worker", done.stderr, re.MULTILINE)
 
 
 def test_help_and_version(hvdrun):

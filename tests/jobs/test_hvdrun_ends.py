@@ -380,8 +380,8 @@ def test_nothing_survives_a_killed_hvdrun(hvdrun, reaction):
 
 def test_the_command_dies_with_its_worker(hvdrun):
     process = hvdrun.start_ready(1, f"print('ready')\ntime.sleep({FOREVER})")
-    lines = hvdrun.processes()
-    (worker,) = (pid for pid in lines if re.match(r"\S+ -I -S \S+/onhost worker", lines[pid]))
+    own = r"\S+ -I -S \S+ launch.onhost.worker"
+    (worker,) = (pid for pid, line in hvdrun.processes().items() if re.match(own, line))
     (command,) = (pid for pid in hvdrun.processes() if parent(pid) == worker)
     (mpirun_pid,) = (pid for pid in hvdrun.processes() if parent(pid) == process.pid)
     os.kill(mpirun_pid, signal.SIGSTOP)  # so that nobody else ends the command

@@ -1,12 +1,14 @@
 """Signals that hvdrun, its workers and scripts get."""
 
+import fcntl
 import os
 import signal
+import subprocess
 import time
 
 import pytest
 
-from tests.harness.launcher import FOREVER, LIMIT, parent
+from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
 
 NOTE_SIGNALS = """
     got = []
@@ -32,7 +34,7 @@ def test_a_signal_to_all_processes_of_the_job_ends_none(hvdrun):
     """SLURM sends it to those beside the scripts as well."""
     process = hvdrun.start_ready(2, NOTE_SIGNALS)
     for pid, line in hvdrun.processes().items():
-        if "onhost worker" in line and "mpirun" not in line:
+        if "onhost.worker" in line and "mpirun" not in line:
             os.kill(pid, signal.SIGUSR1)
     assert process.wait(timeout=LIMIT) == 0, process.stderr.read()
 
@@ -62,3 +64,18 @@ def test_a_second_interrupt_does_not_wait(hvdrun):
     assert twice.wait(timeout=LIMIT) == 130
     assert once.poll() is None
     assert once.wait(timeout=LIMIT) == 130
+
+
+def test_hvdruns_own_words_wait_for_no_reader(hvdrun):
+    """Between two starts, too: only the first line, of the failure, has room in the pipe."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writer, bytes(4096 - 60))
+    job = hvdrun.command("-np", "1", "--max-restarts", "1", "sh", "-c", "echo >> starts; exit 3")
+    process = subprocess.Popen(job, cwd=hvdrun.folder, env=hvdrun.environment, stderr=writer)
+    os.close(writer)
+    starts = hvdrun.folder / "starts"
+    wait_until(lambda: starts.exists() and starts.read_text() == "\n\n", "the restart")
+    process.terminate()
+    assert process.wait(timeout=LIMIT) in (3, 128 + signal.SIGTERM)
+    os.close(reader)

@@ -123,7 +123,7 @@ def weights(
     }
     (folder / "input.json").write_text(json.dumps(settings))
     (folder / "dp.py").write_text(DP.replace("FRAMES", str(FRAMES)))
-    command = [python, "-m", "hvd_keras.launch", "--horovod", "-np", str(ranks), "--oversubscribe"]
+    command = [python, "-m", "hvd_keras.hvdrun", "--horovod", "-np", str(ranks), "--oversubscribe"]
     done = subprocess.run(
         [*map(str, command), str(python), "dp.py", "--tf", "train", "input.json"],
         cwd=folder,

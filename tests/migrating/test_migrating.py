@@ -10,9 +10,14 @@ import pytest
 
 import hvd_keras
 from hvd_keras.horovod import PATH, names
+from hvd_keras.horovod.horovodrun import EXTENSION
 from hvd_keras.launch import job_spec, options, plan
 from hvd_keras.launch.errors import UsageError
 from tests.harness import migrating
+
+
+def parse(given: list[str]):
+    return options.parse(given, EXTENSION)
 
 
 def test_the_documentation_is_that_of_the_package() -> None:
@@ -86,7 +91,7 @@ def test_every_public_name_of_horovod_is_ours_or_is_told() -> None:
     ],
 )
 def test_options_of_horovodrun(given, attribute, expected, told, capsys) -> None:
-    parsed = options.parse(["-np", "2", *given, "python", "--gloo", "-v"])
+    parsed = parse(["-np", "2", *given, "python", "--gloo", "-v"])
     assert getattr(parsed, attribute) == expected
     assert parsed.command == ["python", "--gloo", "-v"]
     said = capsys.readouterr().err
@@ -106,26 +111,26 @@ def test_options_of_horovodrun(given, attribute, expected, told, capsys) -> None
 )
 def test_options_of_horovodrun_that_are_refused(given, told) -> None:
     with pytest.raises(UsageError, match=told):
-        options.parse(["-np", "2", *given, "python"])
+        parse(["-np", "2", *given, "python"])
 
 
 def test_an_elastic_command_line_restarts(capsys) -> None:
     elastic = ["--horovod", "-np", "2", "--min-np", "1"]
-    assert options.parse([*elastic, "python"]).max_restarts == 10
+    assert parse([*elastic, "python"]).max_restarts == 10
     assert "--reset-limit N" in capsys.readouterr().err
     for limit in (0, 3):
-        assert options.parse([*elastic, "--reset-limit", str(limit), "x"]).max_restarts == limit
-    assert options.parse(["--horovod", "--host-discovery-script", "h", "x"]).max_restarts == 10
-    assert options.parse(["--horovod", "-np", "2", "python"]).max_restarts == 0
-    assert options.parse([*elastic[1:], "python"]).max_restarts == 0
+        assert parse([*elastic, "--reset-limit", str(limit), "x"]).max_restarts == limit
+    assert parse(["--horovod", "--host-discovery-script", "h", "x"]).max_restarts == 10
+    assert parse(["--horovod", "-np", "2", "python"]).max_restarts == 0
+    assert parse([*elastic[1:], "python"]).max_restarts == 0
 
 
 def test_more_ranks_than_cores_are_not_refused_with_horovod(capsys) -> None:
     given = ["-np", "999", "true"]
-    job_spec.build(options.parse(["--horovod", *given]))
+    job_spec.build(parse(["--horovod", *given]))
     assert "hvdrun: 999 ranks share" in capsys.readouterr().err
     with pytest.raises(UsageError, match="--oversubscribe"):
-        job_spec.build(options.parse(given))
+        job_spec.build(parse(given))
 
 
 def test_settings_of_horovod_are_translated(monkeypatch, capsys) -> None:
@@ -135,19 +140,19 @@ def test_settings_of_horovod_are_translated(monkeypatch, capsys) -> None:
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "5")
     monkeypatch.setenv("HVD_STALL_WARNING_SECONDS", "6")
-    spec = job_spec.build(options.parse(["-np", "1", "--horovod", "--log-level", "error", "true"]))
+    spec = job_spec.build(parse(["-np", "1", "--horovod", "--log-level", "error", "true"]))
     found = plan.rank_environment(spec, 1, Path(), "")
     assert (found["HVD_TIMELINE"], found["HVD_TIMEOUT_SECONDS"]) == ("t.json", "7")
     assert (found["HVD_LOG_LEVEL"], found["HVD_BUCKET_BYTES"]) == ("ERROR", "1")
     assert "HVD_STALL_WARNING_SECONDS" not in found, "hvd_keras's own has precedence"
     assert "HOROVOD_TIMELINE is HVD_TIMELINE=t.json here" in capsys.readouterr().err
-    spec = job_spec.build(options.parse(["-np", "1", "true"]))
+    spec = job_spec.build(parse(["-np", "1", "true"]))
     others = plan.rank_environment(spec, 1, Path(), "")
     assert "HVD_TIMELINE" not in others
 
 
 def test_options_reach_the_ranks() -> None:
-    parsed = options.parse(["-np", "1", "--horovod", "--fusion-threshold-mb", "1", "true"])
+    parsed = parse(["-np", "1", "--horovod", "--fusion-threshold-mb", "1", "true"])
     settings = plan.rank_environment(job_spec.build(parsed), 1, Path(), "")
     assert settings["HVD_BUCKET_BYTES"] == str(1 << 20)
     assert settings["PYTHONPATH"].split(":")[0] == PATH

@@ -75,7 +75,7 @@ def main() -> None:
         install = ["-m", "pip", "install", "-qq", "--no-build-isolation", "--no-deps"]
         run(python, *install, str(sources), timeout=BUILD_SECONDS, PATH=path)
         for size in SIZES:
-            command = ["-m", "hvd_keras.launch", "-np", str(size), "--oversubscribe"]
+            command = ["-m", "hvd_keras.hvdrun", "-np", str(size), "--oversubscribe"]
             output = run(python, *command, python, JOB, timeout=JOB_SECONDS, PATH=path)
             right = output.count("shift is right")
             if right != size:

@@ -93,7 +93,7 @@ class Run:
         elif "sklearn" not in script.needs:  # without it Python starts faster
             environment["PYTHONPATH"] = str(ROOT / "tests" / "harness" / "start")
         if ranks > 1:
-            hvdrun = [sys.executable, "-m", "hvd_keras.launch", "-np", str(ranks)]
+            hvdrun = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", str(ranks)]
             command = [*hvdrun, "--oversubscribe", *command]
         self.results = Path(folder, "results")
         self.results.mkdir()

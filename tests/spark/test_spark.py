@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras.launch import agents
+from hvd_keras import agents
 from tests.harness import launcher
 
 # Seconds: Spark's processes take several to start on an idle machine.

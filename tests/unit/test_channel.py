@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hvd_keras.agents.link import Link
 from hvd_keras.launch.follow.output import Destination, Output
 from hvd_keras.launch.follow.ranks import UNPROVEN, Ranks
 from hvd_keras.launch.follow.statistics import Statistics
@@ -28,7 +29,6 @@ from hvd_keras.launch.onhost.channel import (
     NONCE,
     PROOF,
     Connection,
-    Link,
     ProtocolError,
     prove,
     silence,
@@ -147,7 +147,7 @@ async def listen(
     folder: Path, size: int, call: Path | None = None
 ) -> tuple[Ranks, tuple[str, int]]:
     """A job of so many ranks that waits for its workers, and its address."""
-    output = Output(True, None, append=False, changed=lambda: None)
+    output = Output(True, None, False, changed=lambda: None, patient=lambda: True)
     told = (output, Statistics(), lambda: None, False, call)
     ranks = Ranks(size, ["127.0.0.1"], SECRET, launcher.LIMIT, folder, {}, (), *told)
     host, _, port = ranks.addresses.rpartition(":")

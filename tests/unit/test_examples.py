@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def run(script, *options):
     """Run a script on two ranks; return its standard output."""
     program = [sys.executable, script, *options]
-    command = [sys.executable, "-m", "hvd_keras.launch", "-np", "2", "--oversubscribe", *program]
+    command = [sys.executable, "-m", "hvd_keras.hvdrun", "-np", "2", "--oversubscribe", *program]
     result = subprocess.run(
         [str(part) for part in command],
         capture_output=True,

@@ -37,7 +37,7 @@ KEEPALIVE = (
 )
 ONHOST = Path(onhost.__file__).parent
 VARIABLES = ("HVDRUN_JOB", "HVDRUN_ADDRESSES", "HVDRUN_SECRET")
-PROGRAM = f"PYTHON -I -S {ONHOST} worker"
+PROGRAM = f"PYTHON -I -S {ONHOST} launch.onhost.worker"
 EXPORT = "".join(f"-x {name} " for name in VARIABLES)
 OPEN_MPI = "-H server1:2,server2:1 "
 COMMANDS = {
@@ -90,6 +90,22 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert {"HVDRUN_JOB=JOB", "HVDRUN_SECRET=SECRET"} <= set(settings)
     machines = {f"JOB_DIRECTORY/machines: server{n}:{s}" for n, s in ((1, 2), (2, 1))}
     assert machines <= set(settings) or engine.startswith("Open MPI")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("engine", ["MPICH", "Open MPI 5"])
+def test_hydra_needs_a_temporary_folder_for_programs(hvdrun, engine: str) -> None:
+    path = fake(hvdrun, "mpirun", VERSIONS[engine])
+    job = hvdrun.command("--mpirun", path, "-H", "server1:1,server2:1", "--dry-run", "true")
+    mount = 'mount -t tmpfs -o noexec tmpfs "$TMPDIR" && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount, "-", *job],
+        env=hvdrun.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (2 if engine == "MPICH" else 0), done.stderr
+    assert ("in which no program may run (noexec)" in done.stderr) == (engine == "MPICH")
 
 
 @pytest.mark.parametrize("given", [True, False])

@@ -273,7 +273,7 @@ def test_the_wheel_of_this_checkout_works_where_no_compiler_is(tmp_path: pathlib
     subprocess.run([*install, str(wheel)], check=True, timeout=100)
     file = str(tmp_path / "weights.npy")
     python = str(tmp_path / "venv" / "bin" / "python")
-    hvdrun = [python, "-m", "hvd_keras.launch", "--oversubscribe", "-np"]
+    hvdrun = [python, "-m", "hvd_keras.hvdrun", "--oversubscribe", "-np"]
     environment = {"PATH": "/none", "HVD_MPI_LIBRARY": next(mpi_library.candidates()).path}
     # It stands in a checkout, whose folder of sources steps aside.
     shutil.copytree(ROOT / "hvd_keras", tmp_path / "hvd_keras")

@@ -8,6 +8,7 @@ import sys
 
 import hvd_keras as hvd
 from hvd_keras import lifecycle
+from hvd_keras.horovod.horovodrun import EXTENSION
 from hvd_keras.launch import options
 from tests.parallel.features import table
 
@@ -52,7 +53,15 @@ def test_only_settings_and_the_launcher_read_the_environment() -> None:
         and path.parts[len(ROOT.parts)] in ("hvd_keras", "callbacks", "native")
     ]
     allowed = {"hvd_keras/runtime/settings.py", "native/core/base/settings.cc"}
-    assert {r for r in readers if not r.startswith("hvd_keras/launch/")} <= allowed
+    # What starts programs, with an environment.
+    allowed |= {"hvd_keras/horovod/__main__.py", "hvd_keras/ray/stand_in.py"}
+    starters = ("hvd_keras/launch/", "hvd_keras/agents/")
+    assert {r for r in readers if not r.startswith(starters)} <= allowed
+
+
+def test_the_launcher_does_not_know_what_uses_it() -> None:
+    for path in (ROOT / "hvd_keras" / "launch").rglob("*.py"):
+        assert not re.search(r"horovod|spark|\bray\b|\bagents\b", path.read_text(), re.I), path
 
 
 def test_the_core_knows_neither_tensorflow_nor_python() -> None:
@@ -203,7 +212,7 @@ def test_the_page_of_combinations_shows_what_is_expected() -> None:
 
 def test_names_options_and_settings_are_those_that_users_know() -> None:
     """What is renamed or removed breaks scripts: change interface.txt on purpose only."""
-    parser = options._parser()
+    parser = options._parser(EXTENSION)
     found = {
         *settings(),
         *(f"hvd.{name}" for name in hvd.__all__),

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from hvd_keras.launch.errors import UsageError, refusing
-from hvd_keras.launch.follow.statistics import Statistics
+from hvd_keras.launch.follow.statistics import Statistics, recent
 
-# By rank: the name, the help, the key of its `Recent` or of its running fit's numbers.
+# By rank: the name, the help, the key of `recent` or of the running fit's numbers.
 GAUGES = (
     ("hvd_samples_per_second", "Samples of this rank, of the last seconds.", "samples_per_second"),
     ("hvd_step_seconds", "Time of a training step, of the last seconds.", "step_seconds"),
@@ -43,19 +43,17 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         statistics = self._statistics
-        latest = dict(statistics.latest)
+        past = {rank: [*own] for rank, own in statistics.past.items()}
+        latest = {rank: own[-1] for rank, own in past.items()}
         yield GaugeMetricFamily("hvd_ranks", "Ranks of the job.", value=statistics.size)
-        restarts = max(0, statistics.starts - 1)
-        yield CounterMetricFamily("hvd_restarts", "Restarts by hvdrun.", value=restarts)
-        # Of the running fit comes the epoch's number; `Recent` has it as text.
-        recent = {own.rank: {**vars(own), "epoch": None} for own in statistics.recent()}
+        yield CounterMetricFamily("hvd_restarts", "By hvdrun.", value=max(0, statistics.starts - 1))
+        told = {rank: recent(own) | own[-1]["training"] for rank, own in past.items()}
         for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text, key in metrics:
                 metric = family(name, text, labels=("rank", "host"))
                 for rank, numbers in latest.items():
-                    told = recent.get(rank, {}) | numbers["training"]
-                    if told.get(key) is not None:
-                        metric.add_metric((str(rank), numbers["host"]), told[key])
+                    if (value := told[rank].get(key)) is not None:
+                        metric.add_metric((str(rank), numbers["host"]), value)
                 yield metric
         for name, text, key in COLLECTIVES:
             counter = CounterMetricFamily(name, text, labels=("rank", "host", "collective"))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvd_keras.launch.errors import refusing
+from hvd_keras.launch.errors import refusing, say
 from hvd_keras.launch.onhost.limits import PARTIAL_LINE_DELAY
 
 TAIL_LIMIT = 1 << 16  # bytes of a rank's last errors that are kept, to tell why it failed
@@ -96,20 +96,21 @@ def _write(descriptor: int, data: bytes) -> OSError | None:
 class Copy:
     """The file of one rank in `--output-dir`. The job goes on if it cannot be written."""
 
-    def __init__(self, path: Path, append: bool, say: Callable[[str], None]) -> None:
-        self._path, self._say, self._has_failed = path, say, False
-        self.write(b"", "ab" if append else "wb")
+    def __init__(self, path: Path) -> None:
+        self._path, self._mode = path, "wb"
+        self.write(b"")
 
-    def write(self, data: bytes, mode: str = "ab") -> None:
+    def write(self, data: bytes) -> None:
         """Write all of `data`; after an error, nothing."""
-        if self._has_failed:
+        if not self._mode:
             return
         try:
-            with open(self._path, mode) as file:
+            with open(self._path, self._mode) as file:
                 file.write(data)
+            self._mode = "ab"
         except OSError as error:
-            self._has_failed = True
-            self._say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
+            self._mode = ""
+            say(f"cannot write {self._path}: {error.strerror}; the rest is not copied")
 
 
 @dataclass
@@ -187,32 +188,35 @@ class Stream:
 class Output:
     """All that hvdrun prints: its own words, and the ranks' streams, which `directory` gets, too.
 
-    `verbose` shows TensorFlow's notices. Calls `changed` when nothing can be written any more.
+    `verbose` shows TensorFlow's notices. Calls `changed` when nothing can be written any more. The
+    ranks wait for the reader while hvdrun is `patient`.
     """
 
     def __init__(
         self,
         prefix: bool,
         directory: str | None,
-        append: bool,
+        verbose: bool,
         changed: Callable[[], None],
-        verbose: bool = False,
+        patient: Callable[[], bool],
     ) -> None:
         self._drops_notices = not verbose and os.environ.get("TF_CPP_MIN_LOG_LEVEL") != "0"
         self._room = asyncio.Event()
-        self._failed = changed
+        self._failed, self._patient = changed, patient
         self._has_told = False  # that the disk is full
         self._out = Destination(1, self._note)
         self._err = self._out if os.path.sameopenfile(1, 2) else Destination(2, self._note)
-        self.patient = True  # whether the ranks wait for the reader
         self._prefix = prefix
         self._directory = None if directory is None else Path(directory)
         if self._directory is not None:
             with refusing(f"--output-dir got {directory!r}, which cannot be made"):
                 self._directory.mkdir(parents=True, exist_ok=True)
-        self._append = append
         self._copies: dict[int, Copy] = {}
         self._streams: dict[tuple[int | None, str], Stream] = {}
+
+    def start(self) -> None:
+        """Forget the streams of an earlier start."""
+        self._streams.clear()
 
     def stream(self, rank: int, name: str) -> Stream:
         """Return a rank's stream "out" or "err"."""
@@ -220,7 +224,7 @@ class Output:
             prefix = f"[{rank}] ".encode() if self._prefix else b""
             if self._directory is not None and rank not in self._copies:
                 path = self._directory / f"rank-{rank}.txt"
-                self._copies[rank] = Copy(path, self._append, self.say)
+                self._copies[rank] = Copy(path)
             destination = self._err if name == "err" else self._out
             drops = name == "err" and self._drops_notices
             self._streams[rank, name] = Stream(destination, prefix, self._copies.get(rank), drops)
@@ -238,13 +242,13 @@ class Output:
     @property
     def full(self) -> bool:
         """Whether the reader is so slow that the ranks should wait."""
-        return self.patient and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
+        return self._patient() and max(self._out.waiting, self._err.waiting) > WAITING_LIMIT
 
     def _note(self) -> None:
         self._room.set()
         if self._out.full is not None and not self._has_told:
             self._has_told = True
-            self.say(f"cannot write the ranks' output: {self._out.full.strerror}; a part is lost")
+            say(f"cannot write the ranks' output: {self._out.full.strerror}; a part is lost")
         if self.error is not None:
             self._failed()
 

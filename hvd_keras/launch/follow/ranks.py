@@ -187,7 +187,7 @@ class Ranks:
             stream = self.output.stream(peer.rank, message["output"])
             stream.feed(base64.b64decode(message["data"]))
             while self.output.full:
-                await self.output.wait_for_room(1.0)
+                await self.output.wait_for_room(limits.CHECK)
                 peer.heard = time.monotonic()
                 peer.send(waiting=True)  # it must hear from us while it cannot send
         elif "told" in message:
@@ -310,7 +310,7 @@ class Ranks:
     def live(self) -> bool:
         """Whether a worker on a host that answers may still send something."""
         return any(
-            not self._is_over(rank) and silence(peer.socket) < limits.SILENCE / 3
+            not self._is_over(rank) and silence(peer.socket) < limits.SUSPICION
             for rank, peer in self._peers.items()
         )
 
@@ -318,5 +318,5 @@ class Ranks:
         """Note at the end which hosts are silent; the clean-up shows whether they are lost."""
         for rank, peer in self._peers.items():
             report = self.reports[rank]
-            if not report.gone and silence(peer.socket) >= limits.SILENCE / 3:
+            if not report.gone and silence(peer.socket) >= limits.SUSPICION:
                 report.lost = "silent"

@@ -1,8 +1,8 @@
-"""What the ranks tell while they run: for the table of `hvdrun --stats`, its screen and metrics."""
+"""What the ranks tell while they run: for the table of `hvdrun --stats`, and for metrics."""
 
 import collections
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 # A rank is worth a sentence if the others waited for it for this part of the time, and this many
@@ -13,84 +13,60 @@ FAR_MORE = 2
 WINDOW = 10  # of a rank's last messages, about one per second, over which rates are taken
 
 
-@dataclasses.dataclass(frozen=True)
-class Recent:
-    """How one rank has fared in the last seconds; None: not known.
+@dataclass
+class Statistics:
+    """The ranks' last messages, in the latest start of a job."""
+
+    size: int = 0
+    starts: int = 0
+    past: dict[int, collections.deque[Any]] = field(default_factory=dict)  # by rank
+
+    def start(self, size: int) -> None:
+        """Note that the job starts, perhaps again."""
+        self.size, self.starts, self.past = size, self.starts + 1, {}
+
+    def take(self, rank: int, host: str, numbers: Any) -> None:
+        """Take a message: `hvd.stats()`, of `ranks` this one alone as `late`, and `training`."""
+        past = self.past.setdefault(rank, collections.deque(maxlen=WINDOW))
+        past.append({**numbers, "host": host})
+
+
+def recent(past: Sequence[Any]) -> dict[str, float | None]:
+    """How a rank has fared in the last seconds, by its messages; None: not known.
 
     `waiting` is the share of time in which a request of this rank waited for other ranks, and
     `straggler` the share in which the others waited for this rank, both from 0 to 1.
     """
-
-    rank: int
-    host: str
-    samples_per_second: float | None
-    step_seconds: float | None
-    waiting: float
-    straggler: float
-    loss: float | None
-    epoch: str
-
-
-class Statistics:
-    """The ranks' latest messages, over all starts of a job."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.starts = 0
-        self.latest: dict[int, Any] = {}
-        self._past: dict[int, collections.deque[Any]] = {}
-
-    def start(self, size: int) -> None:
-        """Note that the job starts, perhaps again."""
-        self.size, self.starts = size, self.starts + 1
-        self.latest, self._past = {}, {}
-
-    def take(self, rank: int, host: str, numbers: Any) -> None:
-        """Take a message: `hvd.stats()`, of `ranks` this one alone as `late`, and `training`."""
-        self.latest[rank] = {**numbers, "host": host}
-        self._past.setdefault(rank, collections.deque(maxlen=WINDOW)).append(self.latest[rank])
-
-    def recent(self) -> list[Recent]:
-        """How each rank fares, by rank."""
-        return [self._recent(rank) for rank in sorted(self.latest)]
-
-    def _recent(self, rank: int) -> Recent:
-        past = [*self._past[rank]]
-        old, new = past[0], past[-1]
-        now = new["training"]
-        seconds = max(new["seconds"] - old["seconds"], 1e-9)
-        waited = _spent(new, "waiting") - _spent(old, "waiting")
-        awaited = new["late"]["awaited_seconds"] - old["late"]["awaited_seconds"]
-        # Rates of the running fit alone; the training looks at its numbers when it likes.
-        fit = [own["training"] for own in past if own["training"].get("at") is not None]
-        while fit and fit[0]["steps"] > fit[-1]["steps"]:
-            del fit[0]
-        first, last = (fit[0], fit[-1]) if fit else ({}, {})
-        trained = last.get("at", 0.0) - first.get("at", 0.0)
-        count = last.get("steps", 0) - first.get("steps", 0)
-        trains = count and None not in (first.get("samples"), last.get("samples"))
-        return Recent(
-            rank=rank,
-            host=new["host"],
-            samples_per_second=(last["samples"] - first["samples"]) / trained if trains else None,
-            step_seconds=trained / count if count else None,
-            waiting=min(max(waited / seconds, 0.0), 1.0),
-            straggler=min(max(awaited / seconds, 0.0), 1.0),
-            loss=now.get("loss"),
-            epoch=f"{now['epoch']}/{now['epochs']}" if "epoch" in now else "",
-        )
+    old, new = past[0], past[-1]
+    seconds = max(new["seconds"] - old["seconds"], 1e-9)
+    waited = _spent(new, "waiting") - _spent(old, "waiting")
+    awaited = new["late"]["awaited_seconds"] - old["late"]["awaited_seconds"]
+    # Rates of the running fit alone; the training looks at its numbers when it likes.
+    fit = [own["training"] for own in past if own["training"].get("at") is not None]
+    while fit and fit[0]["steps"] > fit[-1]["steps"]:
+        del fit[0]
+    first, last = (fit[0], fit[-1]) if fit else ({}, {})
+    trained = last.get("at", 0.0) - first.get("at", 0.0)
+    count = last.get("steps", 0) - first.get("steps", 0)
+    trains = count and None not in (first.get("samples"), last.get("samples"))
+    return {
+        "samples_per_second": (last["samples"] - first["samples"]) / trained if trains else None,
+        "step_seconds": trained / count if count else None,
+        "waiting": min(max(waited / seconds, 0.0), 1.0),
+        "straggler": min(max(awaited / seconds, 0.0), 1.0),
+    }
 
 
 def _spent(own: Any, what: str) -> float:
     return float(sum(kind[f"{what}_seconds"] for kind in own["collectives"].values()))
 
 
-def table(statistics: Mapping[int, Any], size: int) -> str:
+def table(statistics: Statistics) -> str:
     """Return what the ranks have sent last (see docs/observing.md), in words."""
-    stats = dict(sorted(statistics.items()))
+    stats = {rank: past[-1] for rank, past in sorted(statistics.past.items())}
     if not stats:
         return "no statistics: no rank has called hvd.init()"
-    missing = [str(rank) for rank in range(size) if rank not in stats]
+    missing = [str(rank) for rank in range(statistics.size) if rank not in stats]
     paragraphs = [_of_ranks(stats), _of_collectives(list(stats.values())), _conclusion(stats)]
     if missing:
         paragraphs.append(f"No statistics of rank {', '.join(missing)}.")

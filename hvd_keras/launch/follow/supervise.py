@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvd_keras.launch.errors import refusing
+from hvd_keras.launch.errors import refusing, say
 from hvd_keras.launch.follow.outcome import Verdict, describe_apart, judge, time_to_end
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.ranks import Ranks
@@ -27,8 +27,6 @@ from hvd_keras.launch.onhost.process import FORWARDED, die_with_parent
 TEXT_LIMIT = 1 << 16
 
 INFINITY = float("inf")
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # How many files the user lets a process open.
 # Some programs try to close every file that they might have open, so this is no more than needed.
@@ -64,10 +62,11 @@ class Signals:
         loop = asyncio.get_running_loop()
         self.stopped: asyncio.Future[int] = loop.create_future()  # by the first that asks for it
         self.hurry = False  # the user does not want to wait
+        self._reader_limit = INFINITY  # when to stop being patient with who reads our output
         self.changed = asyncio.Event()  # wakes up what waits, when a child has ended, too
         self.forward: Callable[[int], None] = lambda number: None  # gets those for the ranks
         loop.add_signal_handler(signal.SIGCHLD, self.changed.set)
-        for number in (*STOP_SIGNALS, *FORWARDED):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *FORWARDED):
             if signal.getsignal(number) != signal.SIG_IGN:
                 loop.add_signal_handler(number, self._take, number)
 
@@ -82,9 +81,14 @@ class Signals:
             return
         if not self.stopped.done():
             self.stopped.set_result(number)
+            self._reader_limit = time.monotonic() + limits.GRACE
         elif number == signal.SIGINT:
             self.hurry = True
         self.changed.set()
+
+    def patient(self) -> bool:
+        """Whether the reader of our output may take its time."""
+        return not self.hurry and time.monotonic() < self._reader_limit
 
     async def wait(self, seconds: float) -> None:
         """Wait until something changes from now on, at most for so long."""
@@ -113,7 +117,6 @@ class Job:
     sweep: Callable[[float], Awaitable[Collection[str]]]
     _mpirun_text: bytes = b""
     _stopping: bool = False
-    _reader_limit: float = INFINITY  # when to stop being patient with who reads our output
 
     async def run(self) -> Verdict:
         """Run the job to its end."""
@@ -147,10 +150,7 @@ class Job:
             loop.remove_reader(mpirun.stdout)
             mpirun.stdout.close()
             self.output.finish()
-        verdict = self._verdict(mpirun.returncode, lost)
-        while self.output.patient and not self.output.empty:
-            await self.turn(limits.SLOW_READER_CHECK)
-        return verdict
+        return self._verdict(mpirun.returncode, lost)
 
     async def _follow(self) -> None:
         """Wait for the end of the job and of mpirun; end the job where that must be done."""
@@ -176,7 +176,7 @@ class Job:
         while not condition() and (left := limit - time.monotonic()) > 0:
             if self.signals.hurry:
                 return
-            await self.turn(min(left, limits.CHECK))
+            await self.signals.wait(min(left, limits.CHECK))
 
     def _has_ended(self) -> bool:
         return self._mpirun.poll() is not None
@@ -204,14 +204,6 @@ class Job:
             self.output.mpirun_stream().feed(data)
         elif data:
             self._mpirun_text = (self._mpirun_text + data)[-TEXT_LIMIT:]
-
-    async def turn(self, timeout: float) -> None:
-        """Wait until something happens, at most `timeout` seconds."""
-        await self.signals.wait(timeout)
-        now = time.monotonic()
-        if self.signals.stop is not None:
-            self._reader_limit = min(self._reader_limit, now + limits.GRACE)
-        self.output.patient = not self.signals.hurry and now < self._reader_limit
 
     def _verdict(self, mpirun_status: int, lost: Collection[str]) -> Verdict:
         reports = self.ranks.reports
@@ -245,7 +237,7 @@ class Job:
         elif verdict.waiting is not None:
             text = self.output.traceback(verdict.waiting)[1]
         for number, line in enumerate(verdict.lines):
-            self.output.say(line)
+            say(line)
             if number == 0 and text:
                 self.output.write_raw(text.encode() + b"\n")
         return verdict

@@ -8,5 +8,5 @@ FAILED = 255
 
 
 def program(module: str) -> list[str]:
-    """Return the command that runs `main` of a module of this package (see `__main__.py`)."""
+    """Return the command that runs `main` of a module of hvd_keras (see `__main__.py`)."""
     return [sys.executable, "-I", "-S", str(Path(__file__).parent), module]

@@ -19,13 +19,12 @@ import os
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .limits import CONNECT_TIMEOUT, PROOF_TIMEOUT, REACH_TIMEOUT, SILENCE
+from .limits import CONNECT_TIMEOUT, PROBE_INTERVAL, REACH_TIMEOUT, TRY_AGAIN
 
 GREETING = b"hvdrun 3 "
 
@@ -74,69 +73,22 @@ def prove(secret: str, is_hvdrun: bool) -> Generator[tuple[bytes, int], bytes, N
         yield b"", 0
 
 
-def _pack(message: Mapping[str, Any]) -> bytes:
+def pack(message: Mapping[str, Any]) -> bytes:
+    """Return a message as it is sent."""
     data = json.dumps(message).encode()
     return HEAD.pack(len(data)) + data
 
 
-def _length(head: bytes) -> int:
+def unpack_length(head: bytes) -> int:
+    """Return how long the message after this head is. Raises ProtocolError."""
     (length,) = HEAD.unpack(head)
     if length > LIMIT:
         raise ProtocolError("a message is too long")
     return int(length)
 
 
-class Link:
-    """A blocking connection, for those who can wait: agents, their clients, and Spark's tasks.
-
-    `listens` tells that this is the listener's end. Raises ProtocolError or OSError if the other
-    end does not prove that it knows the secret. Any number of threads may send, one may receive.
-    """
-
-    def __init__(self, connection: socket.socket, secret: str, *, listens: bool) -> None:
-        self._connection, self._lock = connection, threading.Lock()
-        watch_liveness(connection)
-        # A host that is silent for so long is lost, for those who send and those who wait.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENCE))
-        connection.settimeout(PROOF_TIMEOUT)
-        proof = prove(secret, listens)
-        data, count = next(proof)
-        connection.sendall(data)
-        while count:
-            data, count = proof.send(self._read(count))
-            connection.sendall(data)
-        connection.settimeout(None)
-
-    def _read(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            if not (piece := self._connection.recv(count - len(data))):
-                raise ProtocolError("the other end has closed the connection")
-            data += piece
-        return data
-
-    def send(self, **message: Any) -> None:
-        """Send a message. Raises OSError if the other end is gone."""
-        with self._lock:
-            self._connection.sendall(_pack(message))
-
-    def receive(self) -> dict[str, Any] | None:
-        """Wait for the next message; None if the other end has closed or is lost."""
-        try:
-            message: dict[str, Any] = json.loads(self._read(_length(self._read(HEAD.size))))
-        except (ProtocolError, OSError):
-            return None
-        return message
-
-    def close(self) -> None:
-        """Close the connection; the other end receives None."""
-        with contextlib.suppress(OSError):  # it is closed already
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
-
 class Connection:
-    """The same over asyncio's streams. `hello` is sent as soon as both ends are proved."""
+    """A connection over asyncio's streams. `hello` is sent as soon as both ends are proved."""
 
     def __init__(
         self,
@@ -165,7 +117,7 @@ class Connection:
             if self._hello is not None:
                 self.send(hello=self._hello)
             while True:
-                length = _length(await self._reader.readexactly(HEAD.size))
+                length = unpack_length(await self._reader.readexactly(HEAD.size))
                 message = json.loads(await self._reader.readexactly(length))
                 self.heard = time.monotonic()
                 yield message
@@ -173,7 +125,7 @@ class Connection:
     def send(self, **message: Any) -> None:
         """Send a message, unless the other end is gone or has not proved itself."""
         if self._is_open and not self._writer.transport.is_closing():
-            self._writer.write(_pack(message))
+            self._writer.write(pack(message))
 
     async def send_much(self, **message: Any) -> None:
         """Send a long message and wait until most of it has gone. Raises OSError."""
@@ -195,8 +147,9 @@ def watch_liveness(connection: socket.socket) -> None:
     """Enable TCP keep-alives: only a host or a network that is gone is silent then."""
     if connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_NODELAY"):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, PROBE_INTERVAL)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 60)  # `silence` decides
 
 
@@ -240,7 +193,7 @@ def connect(addresses: str) -> socket.socket:
                 return _connect_to(address)
             except OSError as error:
                 problems[address] = error.strerror or str(error)
-        time.sleep(0.5)
+        time.sleep(TRY_AGAIN)
     told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
     raise SystemExit(
         f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {told}; check that no "

@@ -15,6 +15,10 @@ PROOF_TIMEOUT = 10.0  # until the other end must have proved that it knows the s
 # Between ssh's keep-alives, and how many may be missed: a network failure of 5 s is tolerated, and
 # SILENCE detects a longer one earlier.
 ALIVE_INTERVAL, ALIVE_COUNT = 4, 3
+# The same of Open MPI's daemons, which end by themselves where they are cut off; idle time first.
+DAEMON_IDLE, DAEMON_INTERVAL, DAEMON_COUNT = 4, 2, 4
+PROBE_INTERVAL = 1  # between TCP's keep-alives of hvdrun's own connections
+TRY_AGAIN = 0.5  # between a worker's tries to reach hvdrun
 
 # While the job runs
 
@@ -25,12 +29,12 @@ WORKER_ALIVE = WORKER_CHECK * ALIVE_CHECKS
 # Until a silent host counts as lost. After a network failure of 5 s, TCP may need up to 7, because
 # it backs off between its retries.
 SILENCE = 10.0
+SUSPICION = SILENCE / 3  # until nobody waits for it any more
 MUTE = 60.0  # without a sign of life, until a worker counts as stopped when others have ended
 # That an unfinished line waits for its rest: short enough for a prompt or a progress bar.
 PARTIAL_LINE_DELAY = 0.1
 SLOW_READER_CHECK = 0.1  # between two looks at a slow reader of our output
 BACKGROUND_WAIT = 1.0  # between two tries to read a terminal that another job of the shell has
-SCREEN_REFRESH = 1.0
 
 # The end
 
@@ -43,12 +47,11 @@ TIE = 1.0  # the report of a failure may arrive so late after mpirun has killed 
 # the last rank is over; for what mpirun and the workers have left.
 KILL_GRACE, OVER_GRACE, SWEEP_GRACE = 2.0, 1.0, 1.0
 DRAIN = 1.0  # a daemon may hold the output of a command open that has ended, which we read so long
-HVDRUN_END = 4 * GRACE  # until hvdrun, whose owner was killed, has ended its job by itself
 
 # Restarts
 
 LOOK_AGAIN = 5.0  # between two looks at the hosts while too few answer
-WAIT_AGAIN = 1.0  # the same before the first start, when nothing else runs
+WAIT_AGAIN = 1.0  # the same before the first start and after the end, when nothing else runs
 # A start that ends so soon is followed by a pause, from the second time on; each pause is twice as
 # long as the one before.
 QUICK, FIRST_PAUSE, LONGEST_PAUSE = 10.0, 1.0, 60.0

@@ -17,8 +17,8 @@ import time
 
 MARK = "hvdrun-sweep:"
 
-# The mark of what agents and their owners have started (see `agent.py`); their run is its job.
-AGENT = "HVDRUN_AGENT_OF"
+# The mark of what another program than hvdrun has started, and will end by `sweep`.
+OWNER = "HVDRUN_OWNER"
 
 # The names that the libraries of MPI, UCX, PSM, NCCL and hvd_keras give their files in /dev/shm.
 # All other files there are the user's, also those that a rank has mapped.
@@ -35,7 +35,7 @@ STEP = 0.05
 
 def processes(job: str) -> "list[int]":
     """Return the job's processes of this user, except this one and zombies."""
-    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF", AGENT)}
+    marks = {f"{name}={job}".encode() for name in ("HVDRUN_JOB", "HVDRUN_DAEMON_OF", OWNER)}
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

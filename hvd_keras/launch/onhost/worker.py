@@ -30,10 +30,10 @@ from typing import IO, Any, NoReturn
 from . import channel
 from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import usable_cores
-from .limits import ALIVE_CHECKS, GRACE, SILENCE, WORKER_CHECK
+from .limits import ALIVE_CHECKS, GRACE, SILENCE, SUSPICION, WORKER_CHECK
 from .process import FORWARDED, ask_to_end, die_with_parent, private_folder
 from .rsh_agent import DAEMON
-from .sweep import AGENT
+from .sweep import OWNER
 
 # Environment variables through which hvdrun reaches its workers. The job's number stays in the
 # environment of the command and of all that it starts, so that they can be found and ended.
@@ -106,8 +106,7 @@ class Worker:
         self._stopped = False
         self._by_signal = False  # a signal to this process was the first to ask for the end
         self._hvdrun_gone = False
-        self._released = False  # hvdrun has our report, and needs this process no more
-        self._must_watch = False  # but others of the job go on
+        self._end = ""  # "now" or "watch", while others go on: hvdrun has our report
 
     async def run(self) -> int:
         """Run the command to its end; returns the status to exit with."""
@@ -127,10 +126,10 @@ class Worker:
         report = {"status": status, "stopped": self._stopped, "by_signal": self._by_signal}
         self._connection.send(report=report)
         # hvdrun may have to wait for the reader of its output, for any time.
-        await self._until(lambda: self._released or self._hvdrun_gone)
+        await self._until(lambda: self._end or self._hvdrun_gone)
         for task in tasks:
             task.cancel()
-        if self._must_watch and os.fork() == 0:
+        if self._end == "watch" and os.fork() == 0:
             self._watch_alone()
         return status if status >= 0 else 128 - status
 
@@ -150,7 +149,7 @@ class Worker:
         self._sweep()
         os._exit(0)
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
+    async def _until(self, condition: Callable[[], object]) -> None:
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -171,7 +170,7 @@ class Worker:
         with contextlib.suppress(ProtocolError, OSError):
             async for message in self._connection.messages():
                 self._take_message(message)
-        if not self._released:
+        if not self._end:
             self._lose_hvdrun()
 
     def _take_message(self, message: dict[str, Any]) -> None:
@@ -187,7 +186,7 @@ class Worker:
         elif "signal" in message:
             self._signal(message["signal"])
         elif "end" in message:
-            self._released, self._must_watch = True, message["end"] == "watch"
+            self._end = message["end"]
         self._changed.set()
 
     async def _send(self, **message: Any) -> None:
@@ -307,7 +306,7 @@ class Worker:
     def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End because mpirun's daemon asks for it, or has died."""
         # The daemon may have noticed before us that the network is lost.
-        if not self._hvdrun_gone and silence(self._connection.socket) > SILENCE / 3:
+        if not self._hvdrun_gone and silence(self._connection.socket) > SUSPICION:
             self._lose_hvdrun()
         self._by_signal = self._by_signal or not self._stopped
         self._stop(number, GRACE)
@@ -324,7 +323,7 @@ class Worker:
     def _sweep(self) -> None:
         """End all that is left of the job here, by a process that mpirun's daemon cannot kill."""
         command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
-        environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, AGENT)}
+        environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, OWNER)}
         folder = _folder_path()
         environment["TMPDIR"] = str(folder.parent)
         locks = []

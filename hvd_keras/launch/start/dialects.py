@@ -5,12 +5,14 @@ user's own settings for MPI alone.
 """
 
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.start.hosts import Host, count
 
 
@@ -115,10 +117,9 @@ class OpenMpi(Dialect):
             # By sh, because programs in the folder for temporary files may be forbidden.
             f"{self.ssh}_agent": f"/bin/sh {start.ssh}",
             f"{self.ssh}_no_tree_spawn": "1",  # the agent is on this host only
-            # Daemons of a host that is cut off end by themselves. Five seconds are survived.
-            "oob_tcp_keepalive_time": "4",
-            "oob_tcp_keepalive_intvl": "2",
-            "oob_tcp_keepalive_probes": "4",
+            "oob_tcp_keepalive_time": str(limits.DAEMON_IDLE),
+            "oob_tcp_keepalive_intvl": str(limits.DAEMON_INTERVAL),
+            "oob_tcp_keepalive_probes": str(limits.DAEMON_COUNT),
         }
         words = ["-H", ",".join(start.slots)]
         if start.network is not None:
@@ -177,6 +178,11 @@ class Hydra(Dialect):
     def launch(self, start: Start) -> Launch:
         words, files = [], {}
         if not start.is_local:
+            if os.statvfs(folder := tempfile.gettempdir()).f_flag & os.ST_NOEXEC:
+                raise UsageError(
+                    f"got the temporary folder {folder!r}, in which no program may run (noexec); "
+                    "MPICH and Intel MPI start one there; set TMPDIR to another folder"
+                )
             files = {start.ssh: start.agent, start.machines: "\n".join([*start.slots, ""])}
             words = ["-machinefile", str(start.machines)]
             words += ["-bootstrap", "ssh", "-bootstrap-exec", str(start.ssh)]

@@ -1,7 +1,7 @@
 """Runs hvdrun's commands on a host where something else than ssh has started a process.
 
 That process, a task of Spark for example, starts an agent and holds its stdin. The agent takes
-commands from whoever proves that they know its secret (see `agent_client.py`). When its stdin ends,
+commands from whoever proves that they know its secret (see `client.py`). When its stdin ends,
 because its owner has ended or was killed, it ends all that its commands have started.
 
 Its first line of input is JSON: the secret, the address to listen on, and the run's name. It prints
@@ -22,14 +22,16 @@ import time
 from collections.abc import Callable
 from typing import IO
 
-from .channel import PIECE, Link, ProtocolError
-from .limits import DRAIN, GRACE, HVDRUN_END
-from .rsh_agent import DAEMON
-from .sweep import AGENT, STEP, processes, sweep
+from hvd_keras.agents.link import Link
+from hvd_keras.launch.onhost.channel import PIECE, ProtocolError
+from hvd_keras.launch.onhost.limits import DRAIN, GRACE
+from hvd_keras.launch.onhost.rsh_agent import DAEMON
+from hvd_keras.launch.onhost.sweep import OWNER, STEP, processes, sweep
 
 # With this after the run's name in their mark, processes are hvdrun and what it has started on its
 # own host. It ends that by itself when its owner is killed, within HVDRUN_END.
 OF_HVDRUN = "-hvdrun"
+HVDRUN_END = 4 * GRACE
 
 
 def _relay(link: Link, name: int, pipe: IO[bytes]) -> None:
@@ -68,7 +70,7 @@ def _serve(connection: socket.socket, secret: str, run: str, jobs: set[str]) -> 
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, AGENT: run},
+            env={**os.environ, OWNER: run},
             start_new_session=True,
         )
         assert process.stdin is not None

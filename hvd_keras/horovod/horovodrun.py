@@ -1,24 +1,14 @@
-"""What programs written for Horovod need: its options, its settings and `import horovod`."""
+"""Horovod's settings, and what hvdrun knows of horovodrun: its options and its habits."""
 
 import argparse
 import functools
 import os
-import shutil
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from hvd_keras.horovod import PATH
 from hvd_keras.launch.errors import UsageError, say, say_once
-
-# The folder of the package `horovod`.
-PATH = str(Path(__file__).parents[1] / "horovod" / "path")
-
-USAGE = """\
-usage: python -m hvd_keras.horovod COMMAND ...
-
-Runs a program written for Horovod; hvd_keras answers to its 'import horovod'. COMMAND is a Python
-file, '-m module', '-c code', or the name of a program such as a console script, with arguments."""
+from hvd_keras.launch.options import Extension
 
 
 def _bytes_of_megabytes(text: str) -> str:
@@ -116,17 +106,14 @@ def settings(environment: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def restarts(given: argparse.Namespace) -> int:
-    """Return how often a job restarts whose command line does not say it."""
-    is_elastic = given.min_np is not None or given.host_discovery_script is not None
-    if not given.horovod or not is_elastic:
-        return 0
-    say(f"an elastic job restarts up to {_ELASTIC_RESTARTS} times; --reset-limit N changes that")
-    return _ELASTIC_RESTARTS
-
-
-def add_to(parser: argparse.ArgumentParser) -> None:
+def _add_to(parser: argparse.ArgumentParser) -> None:
     """Let a parser of hvdrun's options understand horovodrun's that are no aliases."""
+    text = (
+        "let 'import horovod' find hvd_keras; elastic training restarts up to "
+        f"{_ELASTIC_RESTARTS} times (default: off)"
+    )
+    group = parser.add_argument_group("programs written for Horovod")
+    group.add_argument("--horovod", action="store_true", help=text)
     add = functools.partial(parser.add_argument, help=argparse.SUPPRESS)
     for flag, (name, convert) in SETTING_OPTIONS.items():
         pair = functools.partial(lambda name, convert, text: (name, convert(text)), name, convert)
@@ -137,26 +124,17 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     add(*REFUSED, action=_NoCounterpart, dest=argparse.SUPPRESS, nargs="?")
 
 
-def execute(arguments: Sequence[str]) -> int:
-    """Replace this process by the program; return an exit status if there is none."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, file=sys.stderr)
-        return 0 if arguments else 2
-    name, own = arguments[0], str(Path(sys.executable).parent)
-    program = shutil.which(name) or shutil.which(name, path=own)
-    if program is None or name.startswith("-") or name.endswith(".py"):  # for the interpreter
-        if sys.flags.ignore_environment:
-            print(
-                "python -m hvd_keras.horovod: Python ignores PYTHONPATH because of -E or -I. Leave "
-                "that option out, or call hvd_keras.horovod.install() in the script.",
-                file=sys.stderr,
-            )
-            return 2
-        # The interpreter's own options are those before "-m hvd_keras.horovod".
-        options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) - 1]
-        command = [sys.executable, *options, *arguments]
-    else:
-        command = [program, *arguments[1:]]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execve(command[0], command, {**os.environ, **settings(os.environ)})
+def _complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Do with `--horovod` what horovodrun would do."""
+    if not given.horovod:
+        return
+    given.settings = settings(environment) | given.settings
+    given.uses_hvd_keras = given.may_share_cores = True
+    is_elastic = given.min_np is not None or given.host_discovery_script is not None
+    if is_elastic and given.max_restarts is None:
+        given.max_restarts = _ELASTIC_RESTARTS
+        times = f"up to {_ELASTIC_RESTARTS} times"
+        say(f"an elastic job restarts {times}; --reset-limit N changes that")
+
+
+EXTENSION = Extension(ALIASES, _add_to, _complete)

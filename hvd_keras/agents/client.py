@@ -13,9 +13,10 @@ import sys
 import threading
 from pathlib import Path
 
-from . import FAILED
-from .channel import PIECE, Link, ProtocolError
-from .limits import CONNECT_TIMEOUT
+from hvd_keras.agents.link import Link
+from hvd_keras.launch.onhost import FAILED
+from hvd_keras.launch.onhost.channel import PIECE, ProtocolError
+from hvd_keras.launch.onhost.limits import CONNECT_TIMEOUT
 
 
 def _forward_input(link: Link) -> None:

@@ -1,0 +1,15 @@
+"""The program `hvdrun`: the launcher, and what it knows of programs written for Horovod."""
+
+import sys
+
+from hvd_keras.horovod import horovodrun
+from hvd_keras.launch import cli
+
+
+def main() -> int:
+    """Run `hvdrun` with this process's arguments; returns the exit status."""
+    return cli.main(extension=horovodrun.EXTENSION)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
