@@ -277,7 +277,6 @@ def check_weights(
         if in_fit.get() and not _is_horovods:
             log.warn_once(text)
         else:
-            # Elastic scripts for Horovod fit a step before they synchronize the ranks.
             # In a graph, the requests of later steps can be counted, not the steps.
             last = _count_requests() + requests * _STEPS_UNTIL_TOLD
             _warn_later(
@@ -299,7 +298,12 @@ def check_values(values: "Values", when: str) -> None:
     else:
         different = values.different_after_step()
     if when == "begun":
-        mark_synchronized(values.variables)  # so that the first step compares nothing again
+        # Elastic scripts for Horovod fit a step before they synchronize the ranks: the first step
+        # compares then, and tells later. Otherwise it compares nothing again.
+        if different is not None and _is_horovods:
+            values.reported = True
+            return
+        mark_synchronized(values.variables)
         _empty_broadcast &= different is not None
     values.reported = reported or different is not None  # as on all ranks
     if reported or different is None or _alone_on_purpose.get():

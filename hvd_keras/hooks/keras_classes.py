@@ -139,7 +139,11 @@ def _global_moments(
     count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
     # [1 + 2·channels] of each rank: one allgather per layer and step.
     mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)
-    gathered = ops.allgather(mine[tf.newaxis], name=f"{path} moments", process_set=process_set)
+    graph = tf.compat.v1.get_default_graph()
+    # In a graph of TensorFlow 1, layers have no order, and paths are not unique: a number is.
+    is_ordered = tf.executing_eagerly() or graph.building_function
+    name = f"{path} moments" if is_ordered else None
+    gathered = ops.allgather(mine[tf.newaxis], name=name, process_set=process_set)
     size = (tf.shape(mine)[0] - 1) // 2  # channels; gathered is [ranks, 1 + 2·channels]
     weights = gathered[:, :1] / tf.reduce_sum(gathered[:, :1])
     means, variances = gathered[:, 1 : 1 + size], gathered[:, 1 + size :]

@@ -34,8 +34,8 @@ def join() -> tf.Tensor:
     Meanwhile this rank takes part in the collectives of the others. It contributes zeros to sums
     and averages (which still divide by ``size()``), neutral values to other reductions, and no rows
     to ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks. What an
-    optimizer has accumulated (``gradient_accumulation_steps``) is lost, with a warning, if other
-    ranks update later.
+    optimizer has accumulated (``gradient_accumulation_steps``) is lost if other ranks update later,
+    with a warning unless the call is in a graph.
 
     Returns:
         The last rank to join, an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the

@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import sysconfig
 
 import pytest
@@ -78,11 +79,10 @@ int {name}({parameters}) {{
 
 
 def job_with_fault(
-    program: pathlib.Path, library: pathlib.Path, function: str, call: int, *arguments: str
+    library: pathlib.Path, function: str, call: int, inside: str, *command: str, size: int = 3
 ) -> ranks.Job:
     settings = [f"LD_PRELOAD={library}", f"FAULT={function}", f"FAULT_CALL={call}"]
-    settings += [f"FAULT_INSIDE={program.name}"]
-    return ranks.mpirun(3, "env", *settings, str(program), *arguments)
+    return ranks.mpirun(size, "env", *settings, f"FAULT_INSIDE={inside}", *command)
 
 
 @pytest.mark.parametrize("call", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -91,13 +91,13 @@ def test_each_function(binaries: pathlib.Path, tmp_path: pathlib.Path, call: int
     functions = called_by(program)
     assert len(functions) > 30
     library = build(functions, tmp_path)
-    healthy = job_with_fault(program, library, "none", 1)
+    healthy = job_with_fault(library, "none", 1, program.name, str(program))
     assert healthy.status == 0, healthy.output
 
     def check(function: str) -> None:
         # MPI_Query_thread is called only where another library has begun MPI.
         begun = ["begun"] * (function == "MPI_Query_thread")
-        job = job_with_fault(program, library, function, call, *begun)
+        job = job_with_fault(library, function, call, program.name, str(program), *begun)
         if call == 1 or "let " in job.output:  # some are called only once
             assert f"let {function} fail" in job.output, job.output
             assert job.status != 0, job.output
@@ -105,3 +105,41 @@ def test_each_function(binaries: pathlib.Path, tmp_path: pathlib.Path, call: int
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:  # most of a job is waiting
         list(pool.map(check, functions))
+
+
+# mpi4py lets MPI's functions return their errors.
+BESIDE_MPI4PY = """
+import numpy as np
+from mpi4py import MPI
+import hvd_keras as hvd
+
+hvd.init()
+assert hvd.allreduce(hvd.rank() + 1.0, op=hvd.Sum) == 3
+one, total = np.ones(1), np.zeros(1)
+if hvd.rank() == 1:
+    MPI.COMM_SELF.Allreduce(one, total)
+MPI.COMM_WORLD.Allreduce(one, total)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "inside", "told"),
+    [
+        pytest.param("MPI_Allreduce", 2, "mpi4py", "Exception: MPI_ERR_OTHER", id="the script's"),
+        pytest.param(
+            "MPI_Comm_split_type", 1, "libhvd_core", "MPI_Comm_split_type failed: ", id="ours"
+        ),
+    ],
+)
+def test_beside_mpi4py(
+    function: str, call: int, inside: str, told: str, tmp_path: pathlib.Path
+) -> None:
+    """A call of the script that fails on rank 1 alone is an exception there, and ends the job."""
+    library = build([function], tmp_path)
+    command = (sys.executable, "-c", BESIDE_MPI4PY)
+    job = job_with_fault(library, function, call, inside, *command, size=2)
+    assert f"let {function} fail" in job.output, job.output
+    assert job.status != 0, job.output
+    assert told in job.output, job.output
+    assert "went on" not in job.output, job.output

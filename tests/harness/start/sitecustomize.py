@@ -4,7 +4,8 @@ The garbage collector hardly runs while TensorFlow is imported, which creates ma
 leaves these alone later: from ``hvd.init()`` on, it treats all others as it does for users. And
 Keras does not find what it imports although tests do not need it there: scikit-learn, IPython, and
 pandas except in tests/parallel. Files are not forced onto the disk, which others may use: tests
-kill processes, not machines.
+kill processes, not machines. Datasets do not tune themselves: every fourth iterator that does so
+sleeps, when it is destroyed, for as long as it has existed (up to a minute; TensorFlow 2.21).
 """
 
 import functools
@@ -34,7 +35,23 @@ def _collect_again(execute, module):
     gc.set_threshold(*_usual)
 
 
-_AROUND = {"keras": _hide, "hvd_keras.lifecycle": _collect_again}
+def _do_not_tune(execute, module):
+    execute(module)
+    create = module.OwnedIterator._create_iterator
+
+    def create_untuned(self, dataset):
+        options = module.options_lib.Options()
+        options.autotune.enabled = False
+        create(self, dataset.with_options(options))
+
+    module.OwnedIterator._create_iterator = create_untuned
+
+
+_AROUND = {
+    "keras": _hide,
+    "hvd_keras.lifecycle": _collect_again,
+    "tensorflow.python.data.ops.iterator_ops": _do_not_tune,
+}
 
 
 class _Finder:
