@@ -96,7 +96,7 @@ class GradientReducer:
         if rank_info.size() > 1:
             missing_calls.mark_reduced(variables)
         if self.process_set.size() == 1 or not gradients:
-            return Step(self, None, gradients, variables)
+            return Step(self, None, self.options.densified(gradients), variables)
         agreement.refuse_strategies()
         if self.options.op is ops.Average:
             missing_calls.check_average()
@@ -372,6 +372,8 @@ class KerasReducer(GradientReducer):
         """Replace ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         grads = list(grads)
+        if self.process_set.size() == 1:
+            grads = self.options.densified(grads)
         with self.update(grads, trainable_variables) as step:
             if not self.optimizer.gradient_accumulation_steps:
                 # A LossScaleOptimizer has exchanged them, and divided the result by its scale.
