@@ -57,7 +57,7 @@ VAIN = (
     r"timed out waiting for another rank.*\n(.*\n)*"
     r".*rank 1 \(on server2\) (has not submitted|stopped responding)"
 )
-DIFFER = r"failed first: exit status 1\n(.*\n)*.*"
+DIFFER = r"(.*\n)+hvdrun: rank [012] on server[123] failed first: exit status 1$"
 ROWS = {
     "SIGKILL": Row(
         FIRST + r"killed by SIGKILL \(out of memory\? see dmesg\)$", killed("restarting.py")
@@ -70,8 +70,8 @@ ROWS = {
     "SIGSTOP": Row(VAIN, killed("restarting.py", signal.SIGSTOP)),
     "cut": Row(LOST, lambda job: job.hosts[1].unplug()),
     "reset": Row(LOST, lambda job: job.hosts[1].reset()),
-    "exception": Row(FIRST + r"exit status 1\n(.*\n)*ValueError: bad luck$"),
-    "MemoryError": Row(FIRST + r"exit status 1\n(.*\n)*MemoryError"),
+    "exception": Row(r"ValueError: bad luck\n(.*\n)*" + FIRST + "exit status 1$"),
+    "MemoryError": Row(r"MemoryError(.*\n)+" + FIRST + "exit status 1$"),
     "SIGSEGV": Row(FIRST + "killed by SIGSEGV$"),
     "SIGTERM": Row(FIRST + "killed by SIGTERM$"),
     "out of memory": Row(FIRST + r"killed by SIGKILL \(out of memory\? see dmesg\)$"),
@@ -81,9 +81,9 @@ ROWS = {
     "sys.exit(3)": Row(FIRST + "exit status 3$"),
     "os._exit(0)": Row(EARLY),
     "os._exit(3)": Row(FIRST + "exit status 3$"),
-    "other shape": Row(DIFFER + r"rank 1: .*float32\[2\]"),
-    "other dtype": Row(DIFFER + r"rank 1: .*float64\[2\]"),
-    "other reduction": Row(DIFFER + r"rank 1: .*op=Max"),
+    "other shape": Row(r"rank 1: .*float32\[2\]" + DIFFER),
+    "other dtype": Row(r"rank 1: .*float64\[2\]" + DIFFER),
+    "other reduction": Row(r"rank 1: .*op=Max" + DIFFER),
     "other kind": Row("rank 1 has submitted: broadcast 'fault'"),
     "skipped": Row(
         r"rank 0 has submitted: allreduce 'fault'\n *rank 1 has submitted: allreduce 'optimizer",

@@ -140,6 +140,28 @@ def test_the_first_failure_is_named_with_its_host(hosts: Hosts, tmp_path: Path) 
     )
 
 
+def test_a_daemon_is_named_if_its_rank_ends_before_anyone_has_looked(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    code = """
+        def parent(pid):
+            return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1]
+
+        daemon = parent(os.getppid())
+        print("ready", flush=True)
+        while parent(os.getppid()) == daemon:
+            time.sleep(0.001)
+        sys.exit(3)
+        """
+    command = script(tmp_path, code)
+    with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
+        job.wait_for("ready", 2)
+        job.kill(1, cluster.DAEMON)
+        assert job.process.wait(timeout=cluster.LIMIT) == 1
+        assert "mpirun's daemon on server2 died first, above rank 1" in job.output
+    clean(hosts)
+
+
 @pytest.mark.slow
 def test_hvdrun_retries_a_host_that_it_cannot_reach_at_the_end(
     hosts: Hosts, tmp_path: Path

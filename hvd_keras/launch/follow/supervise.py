@@ -26,8 +26,6 @@ from hvd_keras.launch.onhost.process import FORWARDED, die_with_parent
 # Bytes of mpirun's own text that are kept, and read at once; its banners are far shorter.
 TEXT_LIMIT = 1 << 16
 
-INFINITY = float("inf")
-
 # How many files the user lets a process open.
 # Some programs try to close every file that they might have open, so this is no more than needed.
 MOST_OPEN_FILES = 1 << 16
@@ -62,7 +60,7 @@ class Signals:
         loop = asyncio.get_running_loop()
         self.stopped: asyncio.Future[int] = loop.create_future()  # by the first that asks for it
         self.hurry = False  # the user does not want to wait
-        self._reader_limit = INFINITY  # when to stop being patient with who reads our output
+        self._reader_limit = float("inf")  # when to stop being patient with who reads our output
         self.changed = asyncio.Event()  # wakes up what waits, when a child has ended, too
         self.forward: Callable[[int], None] = lambda number: None  # gets those for the ranks
         loop.add_signal_handler(signal.SIGCHLD, self.changed.set)
@@ -156,7 +154,7 @@ class Job:
         """Wait for the end of the job and of mpirun; end the job where that must be done."""
         # Workers have the patience to let their ranks save their work, and report how they ended;
         # mpirun is ended when they have.
-        await self._until(self._must_end, INFINITY)
+        await self._until(self._must_end, float("inf"))
         if not self._all_over() and not self._has_ended():
             self._stopping = True
             grace = limits.GRACE if self.signals.stop is None else self.options.stop_timeout
@@ -217,7 +215,7 @@ class Job:
         else:
             if mpirun_status < 0 and not self._stopping:  # its daemons died of that
                 for report in reports.values():
-                    report.orphaned = INFINITY
+                    report.orphaned = float("inf")
             size = self.ranks.size
             verdict = dataclasses.replace(
                 judge(reports, size, mpirun_status, lost),

@@ -123,6 +123,8 @@ class Worker:
         if self._folder is not None:
             status = await self._send_result(status)
             shutil.rmtree(self._folder, ignore_errors=True)
+        if not self._stopped:
+            self._report_orphan()  # without the daemon, MPI ends a command before we have looked
         report = {"status": status, "stopped": self._stopped, "by_signal": self._by_signal}
         self._connection.send(report=report)
         # hvdrun may have to wait for the reader of its output, for any time.
@@ -343,9 +345,12 @@ class Worker:
         if not self._stopped:
             self._stopped = True
             self._changed.set()
-            if os.getppid() != self._parent:  # mpirun's daemon was the first to go
-                self._connection.send(orphan=True)
+            self._report_orphan()
         self._signal(number)
+
+    def _report_orphan(self) -> None:
+        if os.getppid() != self._parent:  # mpirun's daemon was the first to go
+            self._connection.send(orphan=True)
 
     def _signal(self, number: int) -> None:
         if self._child is not None and self._child.poll() is None:

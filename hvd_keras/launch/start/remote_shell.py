@@ -32,9 +32,6 @@ AT_ONCE = 200
 # What kubectl says on stderr when the command itself has failed, with whose status it exits.
 ENDED = "command terminated with exit code"
 
-# Exit statuses of a shell that could not run the program.
-NO_PROGRAM = (126, 127)
-
 
 @dataclass(frozen=True)
 class RemoteShell:
@@ -126,7 +123,7 @@ async def ask_all(
             return Answer(found[-1].removeprefix(script.MARK))
         if unreachable := reach.failure(done.returncode, done.stderr):
             return Answer("", unreachable, True)
-        if done.returncode in NO_PROGRAM:
+        if done.returncode in (126, 127):  # of a shell that could not run the program
             expected = "expected the same Python at the same path on all hosts"
             return Answer("", f"has no {sys.executable}; {expected}")
         why = f"exit status {done.returncode}: {last_line(done.stderr.partition(ENDED)[0])}"
