@@ -1,6 +1,5 @@
 """``BroadcastGlobalVariablesCallback``: the same state on all ranks."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,15 +60,15 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     def __init__(self, root_rank: int, local_variables: Iterable[Any] | None = None) -> None:
         super().__init__()
         self.root_rank = root_rank
-        for variable in local_variables or ():
-            model_ranks.local_variables.add(variable)
+        model_ranks.local_variables.add(*(local_variables or ()))
         self._epoch_runs = False
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         if model.jit_compile and (problem := libraries.why_no_xla()):
             model.jit_compile = False
-            _warn_once(problem)
+            if rank_info.local_rank() == 0:
+                log.warn_once(f"models train without XLA (jit_compile=False): {problem}")
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts. The model has its variables by now."""
@@ -77,7 +76,8 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         check_root(self.root_rank, process_set)
         states = variables.global_seed_states()
         variables.give_each_rank_its_own_randomness(states, process_set)
-        if variables.is_restored(self.model):
+        fit = fitting.running(self.model)
+        if fit is not None and fit.restored:
             return
         if process_set.size() == 1:
             if building.is_built(self.model):
@@ -117,9 +117,3 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         self._epoch_runs = False
         statistics = variables.moving_statistics(self.model._flatten_layers())
         variables.average_variables(model_ranks.without_local(statistics), self.process_set)
-
-
-@functools.cache
-def _warn_once(problem: str) -> None:
-    if rank_info.local_rank() == 0:
-        log.logger.warning("models train without XLA (jit_compile=False): %s", problem)

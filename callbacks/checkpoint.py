@@ -114,6 +114,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the state, after Keras has built the model."""
+        self._hvd_process_set.check_included("callbacks.Checkpoint")  # raises before init()
         fit = fitting.running(self.model)
         assert fit is not None
         self._check(fit.process_set)
@@ -125,9 +126,11 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._fits.append(epochs)
         if found is None:
             return
+        # The epochs of each fit until then: if more of them follow, this one was complete.
         fits = found.metadata["fits"]
         is_complete = len(fits) > len(self._fits) and fits[: len(self._fits)] == self._fits
         self._restore(found)
+        fit.restored = True
         if is_complete:
             self.model._initial_epoch = epochs
         else:
@@ -138,7 +141,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches = epoch, 0
-        self._end_restart()
+        self.model._initial_epoch = None  # otherwise a later fit would start there, too
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         before, self._batches = self._batches, batch + 1
@@ -151,6 +154,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if steps is not None and self._batches >= steps:
             return  # the end of the epoch follows
         every = self.save_freq
+        # steps_per_execution may step over a multiple of save_freq.
         if isinstance(every, int) and self._batches // every > before // every:
             self._save(self._epoch, self._batches)
 
@@ -166,16 +170,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._save(epoch + 1, 0)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._end_restart()
+        self.model._initial_epoch = None
 
     def _stop_skipping(self) -> None:
         if self._skipping is not None:
             self._skipping.stop()
             self._skipping = None
-
-    def _end_restart(self) -> None:
-        self.model._initial_epoch = None  # otherwise a later fit would start there, too
-        variables.mark_restored(self.model, False)
 
     def _check(self, of_fit: ProcessSet) -> None:
         fitting.check_built(self.model)
@@ -208,6 +208,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             read = agree.on_leader("Checkpoint", functools.partial(self._read, damaged), own)
             content, seen = read or (None, None)
             path, metadata, stored, damaged = agree.gather_json("checkpoint found", seen, own)[0]
+            # Each rank verifies some of the parts; a damaged one makes the whole unusable.
             problem = per_rank.problem_of(self.directory, metadata, own)
             if problem is None:
                 break
@@ -249,7 +250,6 @@ class Checkpoint(Callback):  # type: ignore[misc]
         if same_ranks:
             states = found.metadata["random"]  # one, if all ranks had the same
             per_rank.set_random_state(states[self._hvd_process_set.rank() % len(states)])
-        variables.mark_restored(self.model, True)
         if not same_ranks and self._rate and found.metadata.get("rate"):
             # Keeps the warm-up, decay or reduction that it had.
             saved = float(self.model.optimizer.learning_rate)
@@ -292,6 +292,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         then, batch = found.metadata["ranks"], found.metadata["batch"]
         now = self._hvd_process_set.size()
         calls = self.model.steps_per_execution
+        # As many rows of the epoch, to whole calls of the step.
         batches = batch if then == now else batch * then // now // calls * calls
         again = batch * then - batches * now
         if again and self._hvd_process_set.rank() == 0:
@@ -333,6 +334,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def _save(self, epoch: int, batch: int) -> None:
         own = variables.of_training(self.model)
+        # Most variables are equal, by construction: these are written from rank 0 alone.
         differing = per_rank.of_each_rank(own, self._hvd_process_set)
         random_state = per_rank.random_state()
         # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.

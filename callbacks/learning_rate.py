@@ -45,18 +45,14 @@ class _LearningRateCallback(Callback):  # type: ignore[misc]
     def _set(self, new: float) -> None:
         optimizer = self.model.optimizer
         try:
-            old = self._get()
+            old = self._get()  # raises, too, if there is none
             optimizer.learning_rate = new
-        except TypeError as error:
-            raise ValueError(
-                f"{type(self).__name__}: the optimizer's learning rate is a schedule, which cannot "
-                "be set. Give the optimizer a number, or remove this callback."
-            ) from error
-        except AttributeError as error:
-            raise ValueError(
-                f"{type(self).__name__}: a {type(optimizer).__name__} has no learning rate. Set "
-                "the rates of its optimizers, or remove this callback."
-            ) from error
+        except (AttributeError, TypeError) as error:
+            why = "the rate is a schedule, which cannot be set. Give the optimizer a number"
+            if isinstance(error, AttributeError):
+                why = f"a {type(optimizer).__name__} has no rate. Set those of its optimizers"
+            raise ValueError(f"{type(self).__name__}: {why}, or remove this callback.") from error
+        # Buffers hold earlier gradients times their rate (section 3 of the paper).
         if self.momentum_correction and old > 0 and new != old:
             buffers = _momentum_buffers(model_ranks.innermost(optimizer))
             numbers = [*map(shards.variable_id, buffers)]

@@ -108,6 +108,7 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
         may run that alone.
         """
         model = self.model
+        # On the instance, where they hide the class's; a user's own attributes there come back.
         names = (_RESULT, "reset_metrics")
         before = {name: model.__dict__[name] for name in names if name in model.__dict__}
         result, reset = getattr(model, _RESULT), model.reset_metrics

@@ -104,7 +104,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
             name="progress.samples",
             process_set=self.process_set,
         )
-        total = float(samples)
+        total = float(samples)  # NaN if a rank cannot count its own
         self._samples_per_step = None if np.isnan(total) else total / max(1, self.seen)
         if self._samples_per_step is None:
             self._show(self.seen / self._seconds, "steps")

@@ -44,6 +44,7 @@ class StatsLogger(Callback):  # type: ignore[misc]
         changes = {name: number - self._before.get(name, 0) for name, number in numbers.items()}
         seconds = changes.pop("seconds")
         for name in [name for name in changes if name.endswith("/awaited_seconds")]:
+            # The share of the epoch; times of an earlier one may be counted in it, hence the limit.
             straggler = name.replace("awaited_seconds", "straggler")
             changes[straggler] = min(changes[name] / seconds, 1.0)
         with self._writer.as_default():

@@ -10,6 +10,7 @@ from hvd_keras.compat.tensorflow_v1 import (
     BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
 )
 from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
+from hvd_keras.gradients.missing_calls import join as join
 from hvd_keras.gradients.missing_calls import local_fit as local_fit
 from hvd_keras.hooks.keras_classes import SyncBatchNormalization as SyncBatchNormalization
 from hvd_keras.hooks.preprocessing import broadcast_preprocessing as broadcast_preprocessing
@@ -43,7 +44,6 @@ from hvd_keras.ops.reduction import Product as Product
 from hvd_keras.ops.reduction import ReduceOp as ReduceOp
 from hvd_keras.ops.reduction import Sum as Sum
 from hvd_keras.ops.without_data import barrier as barrier
-from hvd_keras.ops.without_data import join as join
 from hvd_keras.ops.without_data import local_rank_op as local_rank_op
 from hvd_keras.ops.without_data import local_size_op as local_size_op
 from hvd_keras.ops.without_data import process_set_included_op as process_set_included_op

@@ -136,7 +136,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()
     gpu.pin(rank_info.local_rank(), rank_info.local_size())
-    core.hvd_set_log(settings.read().log_number)
+    core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
     log.start(rank_info.rank())
     log.logger.info(
         "local rank %d of %d, rank %d of %d; %s",
@@ -293,11 +293,9 @@ def _install_guards() -> None:
 
 
 def _is_ending() -> bool:
-    """Whether ``sys.excepthook`` runs because an exception ends the script.
-
-    Libraries print errors with it that they cannot raise, and scripts those that they have caught.
-    Then the body of a module, usually of the script, still runs.
-    """
+    """Whether ``sys.excepthook`` runs because an exception ends the script."""
+    # Libraries print errors with it that they cannot raise, and scripts those that they have
+    # caught. Then the body of a module, usually of the script, still runs.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "<module>":

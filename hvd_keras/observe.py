@@ -84,12 +84,10 @@ def stop_timeline() -> None:
 
 
 def samples_of(model: Any, steps: int) -> float:
-    """Return how many samples a model has trained on since its metrics were reset, or NaN.
-
-    Keras's ``train_step`` weights the loss by the number of samples, so the loss metric's ``count``
-    is their sum. If it equals the number of steps since then, a custom ``train_step`` may have
-    omitted the weight.
-    """
+    """Return how many samples a model has trained on since its metrics were reset, or NaN."""
+    # Keras's train_step weights the loss by the number of samples, so the loss metric's count is
+    # their sum. If it equals the number of steps since then, a custom train_step may have omitted
+    # the weight.
     count = getattr(getattr(model, "_loss_tracker", None), "count", None)
     samples = np.nan if count is None else float(count)
     return samples if samples > steps else np.nan
@@ -134,7 +132,7 @@ class Progress(keras.callbacks.Callback):  # type: ignore[misc]
 
     def _keep(self, logs: dict[str, Any] | None) -> None:
         now: dict[str, Any] = {"steps": self._before["steps"] + self._steps, "at": time.monotonic()}
-        if not self._tested:
+        if not self._tested:  # afterwards the loss metric counts validation's samples
             samples = self._before["samples"] + samples_of(self.model, self._steps)
             now["samples"] = None if np.isnan(samples) else samples
         if logs and "loss" in logs:

@@ -52,7 +52,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         device_dense: the TensorFlow device on which dense gradients are exchanged; default: theirs.
         device_sparse: the same for sparse gradients.
         compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        sparse_as_dense: gradients of embeddings travel as dense tensors; pays if most rows are
+        sparse_as_dense: gradients of embeddings are dense, also on one rank; pays if most rows are
             used in every step.
         gradient_predivide_factor: splits the division of the average: by this factor before the
             sum, by the rest after it. Sums are taken in float32, so it matters with fp16 only.

@@ -97,6 +97,7 @@ class DistributedGradientTape:
         Raises:
             ValueError: (on every rank) the ranks' sources differ in number, name, dtype or shape.
         """
+        # This rank's, of any structure; they travel as a flat list.
         gradients = self._tape.gradient(target, sources, *args, **kwargs)
         reduced = self._reducer.reduce(
             tf.nest.flatten(gradients), tf.nest.flatten(sources), self._local
@@ -131,22 +132,16 @@ def PartialDistributedGradientTape(  # noqa: N802 (Horovod's name)
     return tape
 
 
-_reducers: list[reducer.GradientReducer] = []
+_reducers: dict[Any, reducer.GradientReducer] = {}
 
 
 def _reducer(
     options: agreement.ExchangeOptions, groups: agreement.Groups
 ) -> reducer.GradientReducer:
     """The reducer for all tapes with these options, since a loop makes a new tape in each step."""
-    for known in _reducers:
-        if known.options == options and _same_groups(known.groups, groups):
-            return known
-    _reducers.append(reducer.GradientReducer("tape", options, groups))
-    return _reducers[-1]
-
-
-def _same_groups(one: agreement.Groups, other: agreement.Groups) -> bool:
-    if isinstance(one, int) or isinstance(other, int):
-        return one is other or (isinstance(one, int) and isinstance(other, int) and one == other)
-    ids = [[[shards.variable_id(v) for v in group] for group in g] for g in (one, other)]
-    return ids[0] == ids[1]
+    ids: Any = groups  # the reducer keeps the variables, so no other one gets their ids
+    if not isinstance(groups, int):
+        ids = tuple(tuple(map(shards.variable_id, group)) for group in groups)
+    if (options, ids) not in _reducers:
+        _reducers[options, ids] = reducer.GradientReducer("tape", options, groups)
+    return _reducers[options, ids]

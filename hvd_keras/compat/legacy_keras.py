@@ -90,12 +90,11 @@ class Reducer(reducer.GradientReducer):
         skip_gradients_aggregation: bool = False,
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
-        """Replace ``Optimizer.apply_gradients``, which every step calls.
-
-        What ``compute_gradients`` has returned is exchanged already, but for local steps that are
-        to be added up. If the script has changed it, for example clipped, another average changes
-        nothing, and a sum is not taken again.
-        """
+        """Replace ``Optimizer.apply_gradients``, which every step calls."""
+        # What compute_gradients has returned is exchanged already, but for local steps that are to
+        # be added up. If the script has changed it, for example clipped, another average changes
+        # nothing, and a sum is not taken again.
+        # What compute_gradients returned is used once.
         pairs = list(grads_and_vars)
         computed, self._computed = self._computed, None
         skips = skip_gradients_aggregation or not experimental_aggregate_gradients
@@ -120,10 +119,8 @@ class Reducer(reducer.GradientReducer):
     def _accumulate(
         self, gradients: Sequence[Any], variables: Sequence[Any], name: str | None
     ) -> Any:
-        """Add up this rank's gradients; after the last local step the ranks exchange the sums.
-
-        ``iterations`` counts local steps, as with Horovod and with Keras 3's own accumulation.
-        """
+        """Add up this rank's gradients; after the last local step the ranks exchange the sums."""
+        # iterations counts local steps, as with Horovod and with Keras 3's own accumulation.
         dense = [self._dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         step = self.begin(dense, variables)
         indices = [i for i, gradient in enumerate(step.gradients) if gradient is not None]
@@ -135,6 +132,7 @@ class Reducer(reducer.GradientReducer):
                     self._sums[shards.variable_id(variable)] = tf.Variable(zeros, trainable=False)
             if self._done is None:
                 self._done = tf.Variable(0, trainable=False, dtype=tf.int64)
+        # Accumulators on this rank; what travels is their sum, once per update.
         sums = [self._sums[shards.variable_id(variable)] for variable in shared]
         for total, i in zip(sums, indices, strict=True):
             total.assign_add(step.gradients[i])
@@ -163,11 +161,9 @@ class Reducer(reducer.GradientReducer):
         return tf.convert_to_tensor(gradient)
 
     def aggregate_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> list[Any]:
-        """Replace ``Optimizer.aggregate_gradients``, which LossScaleOptimizer calls.
-
-        LossScaleOptimizer omits variables without a gradient on this rank. In the newer family,
-        ``build`` has received all variables.
-        """
+        """Replace ``Optimizer.aggregate_gradients``, which LossScaleOptimizer calls."""
+        # LossScaleOptimizer omits variables without a gradient on this rank. In the newer family,
+        # build has received all variables.
         if self._passes > 1:
             raise ValueError(
                 f"backward_passes_per_step is {self._passes}, but a LossScaleOptimizer of tf_keras "
@@ -191,10 +187,8 @@ class _CallableList(list[Any]):
 
 
 def add_build(_: Any) -> Any:
-    """Return a ``build`` for the legacy family, which has none.
-
-    The class is patched because ``compile`` creates LossScaleOptimizers by itself.
-    """
+    """Return a ``build`` for the legacy family, which has none."""
+    # The class is patched because compile creates LossScaleOptimizers by itself.
 
     def build(self: Any, var_list: Any) -> None:
         self._create_all_weights(list(var_list))

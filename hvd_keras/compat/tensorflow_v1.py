@@ -88,6 +88,7 @@ def broadcast_variables(
             name = f"variables of a graph from {len(assignments)}"
             values = ops.grouped_broadcast(mine, root_rank, name, process_set)
         pairs = zip(bucket, values, strict=True)
+        # Nobody needs the values afterwards.
         assignments += [v.assign(x, read_value=False) for v, x in pairs]
     return tf.group(*assignments)
 

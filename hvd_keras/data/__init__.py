@@ -134,6 +134,7 @@ def shard(
         )
     spec = tf.TensorSpec((), tf.int64)
     shuffling = source if datasets.shuffles_itself(source) else None
+    # A dataset of one number, that of the pass: generated anew each time that one begins.
     passes = Passes(start_epoch, shuffling, rows.is_shuffled)
     epoch = tf.data.Dataset.from_generator(lambda: iter([passes.begin()]), output_signature=spec)
     epoch._hvd_passes = passes
@@ -141,6 +142,7 @@ def shard(
     if mode == "pad":
         batches = batches.map(_weigh)
     batches = batches.apply(tf.data.experimental.assert_cardinality(rows.steps))
+    # Parallel maps, here and behind, must keep the order.
     options = tf.data.Options()
     options.deterministic = True
     return batches.prefetch(tf.data.AUTOTUNE).with_options(options)

@@ -1,13 +1,13 @@
 """Sources with random access: arrays and ``keras.utils.PyDataset``."""
 
 import functools
-import zlib
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras.data.split import Source, Split
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras
 
 
@@ -22,6 +22,7 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
         count = rows // split.size if split.uneven == "share" else batch_size
         # Rank r of N has rows r, r + N, r + 2N, … of the step; "pad" goes on at the first row.
         places = step * global_batch + np.arange(count) * split.size + split.rank
+        # The row numbers of this rank's batch: [count], places beyond the end begin again.
         order = _order(length, shuffle, seed, epoch)[places % length]
         weight = split.weight(rows, length, batch_size)
         mine = [p[order].astype(d, copy=False) for p, d in zip(parts, dtypes, strict=True)]
@@ -88,13 +89,10 @@ def y_of(batch: Any) -> list[Any]:
 
 def digest(parts: list[Any]) -> str:
     """Return a short text that is equal if the arrays are equal."""
-    value = 0
+    crc = 0
     for part in parts:
-        array = np.asarray(part)
-        strings = array.dtype.kind in "OUS"
-        data = repr(array.tolist()).encode() if strings else np.ascontiguousarray(array).tobytes()
-        value = zlib.crc32(data, value)
-    return f"{value:08x}"
+        crc = agree.crc(part, crc)
+    return f"{crc:08x}"
 
 
 def _read_by(
@@ -123,6 +121,7 @@ def _read_by(
         data = tf.nest.pack_sequence_as(spec, parts[:-1])
         return (data, parts[-1]) if split.uneven == "pad" else data
 
+    # Python code, one call at a time: more workers help those that wait, such as for files.
     def batches(epoch: Any) -> tf.data.Dataset:
         numbers = tf.data.Dataset.range(steps)
         return numbers.map(lambda step: batch(epoch, step), num_parallel_calls=workers)

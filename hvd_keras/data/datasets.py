@@ -103,7 +103,7 @@ def _mine(
     If these are fewer, copies of the first element of ``first``, a batch, are added.
     """
     mine = source.shard(split.size, split.rank)
-    own = (number - split.rank + split.size - 1) // split.size
+    own = (number - split.rank + split.size - 1) // split.size  # rounded up: earlier ranks first
     if own < wanted:
         part = tf.nest.map_structure(
             lambda part: part if isinstance(part, tf.SparseTensor) else part[:1], first
@@ -160,6 +160,7 @@ def _part(group: Any, batch_size: int, split: Split) -> tf.data.Dataset:
     if split.uneven != "share":
         return own
     count = tf.where(even, tf.zeros_like(rows), rows // split.size)
+    # An uneven last step: its rows, as one process would see them, in equal shares.
     rest = group.unbatch().skip(split.rank * count).take(count)
     return own.concatenate(_batch(rest, tf.maximum(count, 1), False))
 
@@ -232,6 +233,7 @@ def _measure(source: Any) -> tuple[int, int, list[int] | None]:
     if _kind(node) not in ("Batch", "ParallelBatch", "PaddedBatch"):
         counts = _read_counts(source, _rows)
         return sum(counts), max(counts, default=1), counts
+    # The length of what batch() was called on tells all, without reading batches.
     length, size = _length(node._inputs()[0]), int(node._batch_size)
     return length - (length % size if node._drop_remainder else 0), size, None
 

@@ -20,6 +20,7 @@ class Split:
 
     def steps(self, length: int, batch_size: int) -> int:
         """Return the number of steps in a pass over ``length`` rows."""
+        # "share" makes a short step if every rank gets a row; "pad" always.
         whole, rest = divmod(length, self.size * batch_size)
         return whole + {"share": rest >= self.size, "pad": rest > 0}.get(self.uneven, False)
 
@@ -87,6 +88,7 @@ class Passes:
         """Continues where another process was."""
         self.next, begun = state
         if self.shuffling is not None:
+            # A shuffle advances its order when a pass begins, so nothing need be read.
             for _ in range(begun - self.begun):
                 iter(self.shuffling)
         self.begun = begun

@@ -30,9 +30,9 @@ _KINDS: tuple[Kind | None, ...] = (None, "sparse", "dense")
 class VariableSpec:
     """What must be equal on all ranks about a variable: path, shape and dtype."""
 
-    path: str
+    path: str  # common_path
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # a name of TensorFlow's, such as "float32"
 
     @property
     def bytes(self) -> int:
@@ -51,11 +51,9 @@ def spec_of(variable: Any) -> VariableSpec:
 
 
 def common_path(path: str) -> str:
-    """Remove the suffixes by which Keras makes layer names unique from a variable's path.
-
-    Keras counts the layers of a name per process, so the suffixes differ between ranks as soon as
-    one rank has created more models.
-    """
+    """Remove the suffixes by which Keras makes layer names unique from a variable's path."""
+    # Keras counts the layers of a name per process, so the suffixes differ between ranks as soon as
+    # one rank has created more models.
     return re.sub(r"(_\d+)?(:0)?(?=/|$)", "", path)
 
 
@@ -63,6 +61,7 @@ def in_buckets(variables: Iterable[Any]) -> list[list[Any]]:
     """Return variables by the requests in which their values travel (``HVD_BUCKET_BYTES``)."""
     variables = list(variables)
     sizes = [spec_of(variable).bytes for variable in variables]
+    # As gradients are grouped: few requests, none so large that its copy matters.
     filled = buckets.fill(sizes, settings.read().bucket_bytes)
     return [[variables[i] for i in bucket] for bucket in filled]
 
@@ -82,6 +81,7 @@ class ExchangeOptions:
 
     def __post_init__(self) -> None:
         self.process_set.check_included("DistributedOptimizer or hvd.DistributedGradientTape")
+        # Impossible arguments raise where the optimizer is made, not in the first step.
         if self.op not in (ops.Average, ops.Sum, ops.Adasum):
             raise ValueError(f"op is {self.op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
         if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):
@@ -101,10 +101,8 @@ class ExchangeOptions:
             )
 
     def scale_local(self, gradient: Any, is_divided: bool = False) -> Any:
-        """Scale a gradient that stays on this rank.
-
-        That of a divided table is the sum over all ranks: it becomes what ``op`` makes of others.
-        """
+        """Scale a gradient that stays on this rank."""
+        # That of a divided table is the sum over all ranks: it becomes what op makes of others.
         scale = self.op is ops.Average if is_divided else self.scale_local_gradients
         if gradient is None or not scale:
             return gradient
@@ -120,6 +118,7 @@ class ExchangeOptions:
             "op": self.op,
             "compression": self.compression,
             "device_dense": self.device_dense,
+            # The core divides by the size besides, as op is Average then.
             "prescale_factor": 1 / self.gradient_predivide_factor,
             "postscale_factor": self.gradient_predivide_factor,
         }
@@ -190,6 +189,7 @@ def check_specs(
         [VariableSpec(path, tuple(shape), dtype) for path, shape, dtype in rank]
         for rank in differing
     ]
+    # The specs of the k-th variables belong together.
     longest = tuple(
         max(of_ranks, key=lambda spec: len(spec.path)) for of_ranks in zip(*gathered, strict=False)
     )
@@ -229,10 +229,12 @@ def completed(gradient: Any, kind: Kind | None, spec: VariableSpec) -> Any:
     if gradient is None:
         if kind == "dense":
             return tf.zeros(spec.shape, spec.dtype)
+        # No rows: an allgather takes any number from each rank.
         none = tf.zeros((0, *spec.shape[1:]), spec.dtype)
         return tf.IndexedSlices(none, tf.zeros(0, tf.int64), tf.constant(spec.shape, tf.int64))
     if kind == "dense":
         return tf.convert_to_tensor(gradient)
+    # One dtype on all ranks: a lookup by int32 ids has int32 indices.
     return tf.IndexedSlices(
         gradient.values, tf.cast(gradient.indices, tf.int64), tf.constant(spec.shape, tf.int64)
     )
@@ -263,6 +265,7 @@ def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Gro
 def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
     """Return the groups as indices into the list of variables."""
     if isinstance(groups, int):
+        # Neighbours, whose gradients become ready one after another; as many in each group.
         count = min(groups, len(variables))
         bounds = [len(variables) * g // count for g in range(count + 1)] if count else []
         return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
@@ -285,7 +288,7 @@ def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
     for name in dict.fromkeys(name for view in views.values() for name in view):
         if name.startswith(different) and any(name not in view for view in views.values()):
             continue  # an argument of one of two classes, which are shown
-        ranks: dict[str, list[int]] = {}
+        ranks: dict[str, list[int]] = {}  # by what they have
         for rank, view in views.items():
             ranks.setdefault(view.get(name, "none"), []).append(rank)
         if len(ranks) > 1:

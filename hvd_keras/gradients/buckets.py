@@ -20,7 +20,7 @@ def fill(sizes: Sequence[float], limit: float) -> list[list[int]]:
     """
     limits = itertools.chain([min(FIRST_BYTES, limit)], itertools.repeat(limit))
     buckets: list[list[int]] = []
-    room = -1.0
+    room = -1.0  # none: the first gradient opens a bucket, whatever its size
     for i, size in enumerate(sizes):
         if size > room:
             buckets.append([])
@@ -31,10 +31,8 @@ def fill(sizes: Sequence[float], limit: float) -> list[list[int]]:
 
 
 def owners(sizes: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank that owns each variable: the largest first, to the rank that has least.
-
-    So no rank gets more bytes than an equal share and the largest variable.
-    """
+    """Return the rank that owns each variable: the largest first, to the rank that has least."""
+    # So no rank gets more bytes than an equal share and the largest variable.
     loads = [0] * ranks
     chosen = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -77,7 +75,7 @@ def pack(
         The requests, and the tensors that are left out: those so large that the rows of the other
         owners would be padding for the most part.
     """
-    loads = [0] * ranks
+    loads = [0] * ranks  # elements of each owner
     for size, owner in zip(sizes, owned_by, strict=True):
         loads[owner] += size
     alone: set[int] = set()
@@ -90,6 +88,7 @@ def pack(
         )
         alone.add(largest)
         loads[fullest] -= sizes[largest]
+    # The tensors of each owner, end to end; a request has the same interval of all of them.
     streams = [
         [i for i in range(len(sizes)) if owned_by[i] == rank and i not in alone]
         for rank in range(ranks)

@@ -45,8 +45,10 @@ def clip(
     by_variable = clips_by_variable(optimizer)
     if by_variable:
         local = None  # the norm of each is known here
+    # Keras does it, where this rank has all gradients, or nothing is clipped by norms.
     if not (indices or known or local is not None) or not (by_variable or clips_by_all(optimizer)):
         return type(optimizer)._clip_gradients(optimizer, gradients)
+    # Scalars: the squared norms of this rank's parts, whose sums over the ranks are the tables'.
     mine = [_square(gradients[i]) for i in indices]
     if local is not None:
         # Ranks may have different numbers of them, so one number stands for all.
@@ -71,9 +73,11 @@ def clip(
         # As Keras does it, bit for bit.
         norm = keras.ops.sqrt(keras.ops.sum(keras.ops.stack(all_squares)))
         limit = optimizer.global_clipnorm
+        # norm - norm is 0, and NaN if the norm is infinite.
         scale = limit * keras.ops.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         return [g if g is None else g * scale for g in gradients]
     clipped = list(gradients)
+    # By variable: Keras clips those whose norm this rank knows, and the others' follow.
     rest = [i for i in range(len(clipped)) if i not in squares]
     cut = type(optimizer)._clip_gradients(optimizer, [clipped[i] for i in rest])
     for i, gradient in zip(rest, cut, strict=True):

@@ -24,11 +24,10 @@ Description = dict[str, str]
 
 
 def of_optimizer(optimizer: Any) -> Description:
-    """Describe an optimizer: its class and configuration, without a plain learning rate.
-
-    A plain learning rate is a variable; it is broadcast, and compared later.
-    """
+    """Describe an optimizer: its class and configuration, without a plain learning rate."""
+    # A plain learning rate is a variable; it is broadcast, and compared later.
     name = type(optimizer).__name__
+    # Flat, by path, so that an error names the option that differs and nothing else.
     with tf.init_scope():  # learning rates are read
         try:
             config = optimizer.get_config()
@@ -68,18 +67,15 @@ def of_training(model: Any) -> Description:
         if any(variable in model_ranks.local_variables for variable in layer.variables):
             found[key + _LOCAL] = ""
             continue
-        found[key] = f"dtype {_name_of_policy(layer)}, trainable {layer.trainable}"
+        # Containers consist of layers that follow; their configurations would repeat these.
+        policy = getattr(layer, "dtype_policy", None)
+        found[key] = f"dtype {getattr(policy, 'name', policy)}, trainable {layer.trainable}"
         if not any(True for _ in layer._flatten_layers(recursive=False, include_self=False)):
             try:
                 found |= flat(layer.get_config(), key)
             except Exception:  # a layer that cannot be saved
                 continue
     return found
-
-
-def _name_of_policy(layer: Any) -> str:
-    policy = getattr(layer, "dtype_policy", None)
-    return str(getattr(policy, "name", policy))
 
 
 def flat(value: Any, path: str) -> Description:

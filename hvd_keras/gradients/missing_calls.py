@@ -6,7 +6,6 @@ With ``HVD_STRICT=1`` the warnings are errors. ``local_fit`` declares that a ran
 import atexit
 import contextlib
 import contextvars
-import hashlib
 import json
 import threading
 import time
@@ -14,7 +13,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
@@ -36,7 +34,7 @@ _POLL_SECONDS = 0.2
 # A loop that has made this many steps with different weights will not broadcast them any more.
 _STEPS_UNTIL_TOLD = 20
 
-# A script for Horovod that has exchanged no gradients until then, or its end, never will.
+# A script whose first steps are local and that has exchanged nothing until then never will.
 _SECONDS_UNTIL_TOLD = 60
 
 
@@ -51,11 +49,8 @@ def local_fit() -> Iterator[None]:
         with hvd.local_fit():
             baseline.fit(x, y)
     """
-    token = _alone_on_purpose.set(True)
-    try:
+    with agree.within(_alone_on_purpose, True):
         yield
-    finally:
-        _alone_on_purpose.reset(token)
 
 
 def wrap_apply(variables_of: Callable[..., Iterable[Any]]) -> Callable[[Any], Any]:
@@ -109,9 +104,8 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
     if rank_info.rank() != 0:
         return
     watched = list(variables)
-    if not _is_horovods or in_fit.get() or not watched:
-        for variable in watched:
-            _told_alone.add(variable)
+    if not first_steps_are_local or in_fit.get() or not watched:
+        _told_alone.add(*watched)
         log.warn_once(text)
         return
 
@@ -129,30 +123,22 @@ _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _averages_itself(optimizer: Any) -> bool:
-    """Whether the script averages gradients with ``hvd.allreduce`` before it applies them.
-
-    In eager code that is known from the second step on: nothing was exchanged since the first.
-    """
+    """Whether the script averages gradients with ``hvd.allreduce`` before it applies them."""
+    # In eager code that is known from the second step on: nothing was exchanged since the first.
     if tf.executing_eagerly():
+        # Whether this process has exchanged anything since the optimizer's last step.
         before, _requests[optimizer] = _requests.get(optimizer), _count_requests()
         return before != _requests[optimizer]
-    if ops.is_reducing():
+    if ops.is_reducing():  # the graph of this step has an allreduce of the script's
         _by_hand.add(optimizer)
     return optimizer in _by_hand
 
 
-def allow_a_first_step() -> None:
-    """Let a loop make a step on each rank before those with an exchange.
+#: Scripts step on each rank by itself before the first exchange, to create variables.
+first_steps_are_local = False
 
-    Elastic scripts for Horovod do so to create the optimizer's variables.
-    """
-    global _is_horovods
-    _is_horovods = True
-
-
-_is_horovods = False  # a script uses Horovod's names
 _empty_broadcast = False
-_synchronized = shards.VariableSet()  # broadcast, or found equal
+synchronized = shards.VariableSet()  # broadcast, or found equal
 _reduced = shards.VariableSet()  # a reducer has had their gradients
 _told_alone = shards.VariableSet()  # a warning was about them; later differences are no news
 
@@ -164,24 +150,37 @@ def mark_alone(optimizer: Any) -> None:
         optimizer.inner_optimizer._hvd_alone = True
 
 
-# Distributed optimizers that accumulate the gradients of several steps, and how many steps they had
-# made when this rank last joined.
-_accumulating: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+#: Distributed optimizers that accumulate gradients before they are exchanged, and how many steps
+#: they had made when this rank last joined.
+accumulating: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def mark_accumulating(optimizer: Any) -> None:
-    """Record that an optimizer accumulates gradients before they are exchanged."""
-    _accumulating[optimizer] = 0
+def join() -> tf.Tensor:
+    """Declare that this rank has no more data, and wait until all ranks have done so.
 
+    Meanwhile this rank takes part in the collectives of the others. It contributes zeros to sums
+    and averages (which still divide by ``size()``), neutral values to other reductions, and no rows
+    to ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks. What an
+    optimizer has accumulated (``gradient_accumulation_steps``) is lost if other ranks update later,
+    with a warning unless the call is in a graph.
 
-@contextlib.contextmanager
-def _tell_of_lost_steps() -> Iterator[None]:
-    """Tell, after ``hvd.join``, that others updated without what this rank had accumulated."""
+    Returns:
+        The last rank to join, an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the
+        rank joins when the tensor is computed.
+
+    Raises:
+        ValueError: ``init()`` was not called.
+        NotImplementedError: the call is in a function that XLA compiles.
+        tf.errors.AbortedError: a rank has left the job without joining.
+        RuntimeError: accumulated gradients are lost, and ``HVD_STRICT`` is set.
+    """
+    if not accumulating or not tf.executing_eagerly():
+        return without_data.join()
     before = _count_requests("allreduce")
-    yield
+    last = without_data.join()
     others_went_on = _count_requests("allreduce") != before
-    for optimizer, then in list(_accumulating.items()):
-        made = _accumulating[optimizer] = int(optimizer._iterations)
+    for optimizer, then in list(accumulating.items()):
+        made = accumulating[optimizer] = int(optimizer._iterations)  # local steps
         every = optimizer.gradient_accumulation_steps
         if others_went_on and made != then and (steps := made % every):
             tell(
@@ -191,22 +190,12 @@ def _tell_of_lost_steps() -> Iterator[None]:
                 f"{every} steps before hvd.join.",
                 kind=RuntimeError,
             )
+    return last
 
 
-without_data.while_joined.append(_tell_of_lost_steps)
-
-
-def mark_synchronized(variables: Iterable[Any]) -> None:
-    """Record that these variables were broadcast."""
-    for variable in variables:
-        _synchronized.add(variable)
-
-
-def mark_reduced(variables: Iterable[Any]) -> None:
-    """Record that a reducer exchanges the gradients of these variables."""
-    for variable in variables:
-        if hasattr(variable, "assign"):
-            _reduced.add(variable)
+def mark_reduced(sources: Iterable[Any]) -> None:
+    """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
+    _reduced.add(*(source for source in sources if hasattr(source, "assign")))
 
 
 #: A warning about the last loss whose gradients must not be averaged, and the graph that it is in.
@@ -221,7 +210,7 @@ def warn_if_averaged(text: str) -> None:
 def check_average() -> None:
     """Tell what ``warn_if_averaged`` was given; a reducer averages gradients now."""
     for text, graph in unaveraged[:]:
-        if graph is tf.compat.v1.get_default_graph() and not _is_horovods:
+        if graph is tf.compat.v1.get_default_graph() and model_ranks.averages_rows:
             unaveraged.clear()
             tell(text)
 
@@ -274,14 +263,14 @@ def check_weights(
     if settings.read().strict:
         raise ValueError(f"hvd_keras: {text}")
     if process_set.rank() == 0 and not _empty_broadcast:  # which has been reported, with what to do
-        if in_fit.get() and not _is_horovods:
+        if in_fit.get() and not first_steps_are_local:
             log.warn_once(text)
         else:
             # In a graph, the requests of later steps can be counted, not the steps.
             last = _count_requests() + requests * _STEPS_UNTIL_TOLD
             _warn_later(
                 text,
-                lambda: all(variable in _synchronized for variable in variables),
+                lambda: all(variable in synchronized for variable in variables),
                 lambda: _count_requests() >= last,
             )
     return True
@@ -290,6 +279,7 @@ def check_weights(
 def check_values(values: "Values", when: str) -> None:
     """Compare the values of a model in ``fit``; ``when`` is "begun", "step" or "ended"."""
     global _empty_broadcast
+    # In steps one request now and then; at the begin and the end all ranks are here anyway.
     reported = values.reported
     if when != "step":
         different = values.different(f"fit has {when}")  # all ranks wait for each other here
@@ -298,12 +288,12 @@ def check_values(values: "Values", when: str) -> None:
     else:
         different = values.different_after_step()
     if when == "begun":
-        # Elastic scripts for Horovod fit a step before they synchronize the ranks: the first step
-        # compares then, and tells later. Otherwise it compares nothing again.
-        if different is not None and _is_horovods:
+        # Scripts whose first steps are local synchronize later: the first step compares then, and
+        # tells later. Otherwise it compares nothing again.
+        if different is not None and first_steps_are_local:
             values.reported = True
             return
-        mark_synchronized(values.variables)
+        synchronized.add(*values.variables)
         _empty_broadcast &= different is not None
     values.reported = reported or different is not None  # as on all ranks
     if reported or different is None or _alone_on_purpose.get():
@@ -331,6 +321,7 @@ def check_values(values: "Values", when: str) -> None:
 
 def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
     """Tell that all ranks train on the same rows, by what ``values.of_rows`` returned on each."""
+    # Equal hashes of the first rows; a rank without rows to compare has None.
     first, *others = gathered
     if first is None or any(theirs != first for theirs in others) or _alone_on_purpose.get():
         return
@@ -341,13 +332,6 @@ def check_rows(gathered: Sequence[Any], process_set: ProcessSet) -> None:
         "on purpose, write: with hvd.local_fit(): ...",
         process_set,
     )
-
-
-def is_horovods(reducers: Sequence[Any]) -> bool:
-    """Whether a model is one of Horovod's: its optimizers are, or it has none and the script is."""
-    if reducers:
-        return any(reducer.is_horovods for reducer in reducers)
-    return _is_horovods
 
 
 def tell(
@@ -367,20 +351,20 @@ _ADD_THE_CALLBACK = "Add hvd.callbacks.BroadcastGlobalVariablesCallback(0) to th
 _NO_VALUES = "no values"
 
 
-def _digest(variables: Sequence[Any]) -> str | None:
+def _digest(variables: Sequence[Any]) -> int | str | None:
     """Hashes the values that were not broadcast; None if there are none or they are unknown."""
-    digest = hashlib.sha256()
+    crc = 0
     with tf.init_scope():
         if not tf.executing_eagerly():
             return None  # TensorFlow 1
-        unknown = [v for v in variables if v not in _synchronized]
+        unknown = [v for v in variables if v not in synchronized]
         if not unknown or not all(hasattr(v, "assign") for v in unknown):
             return None
         if not all(shards.inner_variable(v).is_initialized() for v in unknown):
             return _NO_VALUES
         for variable in unknown:
-            digest.update(np.ascontiguousarray(np.asarray(variable)).tobytes())
-    return digest.hexdigest()
+            crc = agree.crc(variable, crc)
+    return crc
 
 
 def _count_requests(*kinds: str) -> int:

@@ -75,6 +75,17 @@ def reducers_of(model: Any) -> "list[GradientReducer]":
     return list({id(r): r for r in reducers if r is not None}.values())
 
 
+#: Whether a mean counts all rows alike, as one process does; otherwise all ranks, whatever their
+#: losses are divided by. For models whose optimizers do not say.
+averages_rows = True
+
+
+def averages_rows_of(model: Any) -> bool:
+    """Whether the mean of a model's gradients over the ranks counts all rows alike."""
+    reducers = reducers_of(model)
+    return all(reducer.averages_rows for reducer in reducers) if reducers else averages_rows
+
+
 _together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
 
@@ -115,11 +126,9 @@ def without_local(variables: Iterable[Any]) -> list[Any]:
 
 
 def _is_local(variable: Any, local_ones: Iterable[Any]) -> bool:
-    """Whether a model's or an optimizer's variable belongs to this rank alone.
-
-    An optimizer's variable, such as a momentum, belongs to the model's variable whose path is in
-    its name.
-    """
+    """Whether a model's or an optimizer's variable belongs to this rank alone."""
+    # An optimizer's variable, such as a momentum, belongs to the model's variable whose path is in
+    # its name.
     if variable in local_variables:
         return True
     name = getattr(variable, "name", "")

@@ -51,11 +51,11 @@ class GradientReducer:
         self.options = options
         self.groups = groups
         self.local: dict[int, Any] = {}  # this rank's own variables, by ``shards.variable_id``
-        self.is_horovods = False  # a script made it by Horovod's names
-        self._plans: dict[Any, Plan] = {}
+        self.averages_rows = True  # see model_ranks
+        self._plans: dict[Any, Plan] = {}  # by what _plan has compared: one per trace, or kinds
         # The lists of variables that the ranks have compared.
         self._agreed: dict[Any, tuple[agreement.VariableSpec, ...]] = {}
-        self.has_local = False  # any rank has local variables
+        self.has_local = False  # any rank has local variables: all must clip alike
 
     @property
     def process_set(self) -> ProcessSet:
@@ -96,7 +96,8 @@ class GradientReducer:
         if rank_info.size() > 1:
             missing_calls.mark_reduced(variables)
         if self.process_set.size() == 1 or not gradients:
-            return Step(self, None, gradients, variables)
+            return Step(self, None, self.options.densified(gradients), variables)
+        # From here on, all ranks of the set take part.
         agreement.refuse_strategies()
         if self.options.op is ops.Average:
             missing_calls.check_average()
@@ -114,6 +115,7 @@ class GradientReducer:
             if i not in divided and shards.variable_id(variable) not in local_ids
         ]
         plan = self._plan([variables[i] for i in shared], [gradients[i] for i in shared])
+        # A rank that lacks a gradient, such as that of an unused branch, sends zeros.
         for i, kind, spec in zip(shared, plan.kinds, plan.specs, strict=True):
             gradients[i] = agreement.completed(gradients[i], kind, spec)
         overwritten = agreement.overwrite(gradients, variables, self.name, self.process_set)
@@ -134,6 +136,7 @@ class GradientReducer:
             of_ranks = agree.gather_json(f"{self.name}.local", bool(self.local), self.process_set)
             self.has_local = any(of_ranks)
             requests = len(Plan(self.name, specs, ()).buckets(gradients))
+            # Without values yet, a second trace of the function compares again.
             if missing_calls.check_weights(self.name, variables, requests, self.process_set):
                 self._agreed[mine] = specs
         kinds = agreement.kinds_of(gradients)
@@ -146,7 +149,7 @@ class GradientReducer:
         # others, which may not be tracing.
         key = tf.executing_eagerly(), specs, kinds, tuple(map(tuple, indices))
         if key not in self._plans:
-            agreed = kinds
+            agreed = kinds  # of all ranks in eager mode
             if not tf.executing_eagerly():
                 agreed = agreement.agree_on_kinds(self.name, kinds, self.process_set)
             if self.options.op is ops.Adasum and "sparse" in agreed:
@@ -209,6 +212,7 @@ class Step:
         if self._plan is None:
             return list(gradients)
         positions = [self._position.get(i) for i in self._updated]  # None: it stays on this rank
+        # In the order of the plan; None where no rank has a gradient, or Keras does not update.
         travelling: list[Any] = [None] * len(self._plan.specs)
         for position, gradient in zip(positions, gradients, strict=True):
             if position is not None:
@@ -240,7 +244,7 @@ class Plan:
         self.specs = tuple(specs)
         self.kinds = tuple(kinds)
         self.groups = [list(group) for group in groups]
-        self._buckets: dict[tuple[bool, ...], list[list[int]]] = {}
+        self._buckets: dict[tuple[bool, ...], list[list[int]]] = {}  # by which gradients exist
         counts = collections.Counter(map(str, self.kinds))
         log.logger.debug("%s: gradients of %d variables: %s", name, len(self.specs), dict(counts))
 
@@ -257,7 +261,7 @@ class Plan:
         branches and loops, where TensorFlow keeps none. The first one waits for ``after``.
         """
         results = list(gradients)
-        previous = list(after)
+        previous = list(after)  # what the next bucket waits for
         for bucket in self.buckets(gradients):
             name = f"{self.name} gradients {bucket[-1]}-{bucket[0]}, {self.specs[bucket[0]].path}"
             with tf.control_dependencies(previous):
@@ -283,6 +287,7 @@ class Plan:
 
     def _fill(self, present: Sequence[bool]) -> list[list[int]]:
         grouped = {i for group in self.groups for i in group}
+        # The user's groups first, as given; then the rest by size.
         chosen = [[i for i in group if present[i]] for group in self.groups]
         chosen = [bucket for bucket in chosen if bucket]
         indices = reversed(range(len(self.specs)))
@@ -323,9 +328,9 @@ class KerasReducer(GradientReducer):
         self._local_sum = local_sum
         self.step: Step | None = None  # the update in progress
         self._updates = 0  # that have begun
-        optimizer._hvd_reducer = self
+        optimizer._hvd_reducer = self  # found by model_ranks, and by is_distributed
         if optimizer.gradient_accumulation_steps and self.process_set.size() > 1:
-            missing_calls.mark_accumulating(optimizer)
+            missing_calls.accumulating[optimizer] = 0
         outermost.register_local_var = self.register_local
         require(optimizer, "_trainable_variables", "to know what apply updates")
         for method, replacement in self.hooks().items():
@@ -342,10 +347,8 @@ class KerasReducer(GradientReducer):
 
     @contextlib.contextmanager
     def update(self, grads: Sequence[Any], trainable_variables: Any) -> Iterator[Step]:
-        """The step of an update, by the arguments of ``apply``.
-
-        A LossScaleOptimizer around this optimizer begins it, where there is one.
-        """
+        """The step of an update, by the arguments of ``apply``."""
+        # A LossScaleOptimizer around this optimizer begins it, where there is one.
         if self.step is not None:
             yield self.step
             return
@@ -361,6 +364,7 @@ class KerasReducer(GradientReducer):
 
     def _apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], **kwargs: Any) -> Any:
         """Replace ``Optimizer.apply_gradients``, which calls ``apply``."""
+        # An optimizer of the user's may update without apply: then nothing was exchanged.
         pairs, before = list(grads_and_vars), self._updates
         result = type(self.optimizer).apply_gradients(self.optimizer, pairs, **kwargs)
         if pairs and self._updates == before and self.process_set.size() > 1:
@@ -372,6 +376,8 @@ class KerasReducer(GradientReducer):
         """Replace ``Optimizer.apply``, which every step calls."""
         keras_apply = type(self.optimizer).apply
         grads = list(grads)
+        if self.process_set.size() == 1:
+            grads = self.options.densified(grads)
         with self.update(grads, trainable_variables) as step:
             if not self.optimizer.gradient_accumulation_steps:
                 # A LossScaleOptimizer has exchanged them, and divided the result by its scale.
@@ -380,6 +386,7 @@ class KerasReducer(GradientReducer):
                 if not step.shared:
                     raise self._not_exchanged("it never calls _backend_update_step")
                 return
+            # Keras adds them up; after the last local step it calls _clip_gradients.
             keras_apply(self.optimizer, step.gradients, trainable_variables)
             # In eager execution Keras accumulates in one step and exchanges in another.
             if not step.exchanged and not tf.executing_eagerly():
@@ -392,7 +399,7 @@ class KerasReducer(GradientReducer):
             if step is None:
                 raise self._not_exchanged("it calls _clip_gradients outside of apply")
             grads = step.exchange(grads)
-            if self._local_sum > 1:
+            if self._local_sum > 1:  # Keras has taken the mean of the local steps
                 factor = self._local_sum
                 grads = [g if g is None else g * tf.constant(factor, g.dtype) for g in grads]
         if step is None:

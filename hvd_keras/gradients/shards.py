@@ -28,7 +28,7 @@ BLOCK = 1 << 20  # values of a table that are read, drawn or sent at once
 class Part:
     """The rows and columns of a table that one rank holds; columns are neighbours."""
 
-    rows: range
+    rows: range  # of the table; may have a step
     columns: range
 
     @property
@@ -59,7 +59,7 @@ class Part:
 
     def _at_or_after(self, row: int) -> int:
         """How many rows of this part come before a row of the table."""
-        before = -(-(row - self.rows.start) // self.rows.step)
+        before = -(-(row - self.rows.start) // self.rows.step)  # rounded up
         return min(max(before, 0), len(self.rows))
 
 
@@ -84,15 +84,13 @@ class Layout:
         if self.kind == "rows":
             return Part(rows[rank :: self.ranks], columns)
         if self.kind == "columns":
+            # Their numbers differ by 1 at most.
             first, last = (self.output_dim * r // self.ranks for r in (rank, rank + 1))
             return Part(rows, columns[first:last])
         return Part(rows if rank == self.owner else range(0), columns)
 
     def size(self, rank: int) -> int:
         return math.prod(self.part(rank).shape)
-
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,23 +132,16 @@ def variable_id(variable: Any) -> int:
 
 
 class VariableSet:
-    """A set of weak references to variables, which cannot be hashed."""
+    """A set of variables, which cannot be hashed, for as long as they live."""
 
     def __init__(self) -> None:
-        self._references: dict[int, Any] = {}
+        self._variables: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def add(self, variable: Any) -> None:
-        inner = inner_variable(variable)
-        number = id(inner)
-        if number not in self._references:
-            forget = functools.partial(self._forget, number)
-            self._references[number] = weakref.ref(inner, forget)
-
-    def _forget(self, number: int, _: Any) -> None:
-        self._references.pop(number, None)
+    def add(self, *variables: Any) -> None:
+        self._variables.update((variable_id(v), inner_variable(v)) for v in variables)
 
     def __contains__(self, variable: Any) -> bool:
-        return variable_id(variable) in self._references
+        return variable_id(variable) in self._variables
 
 
 def mark(variable: Any, shard: Shard) -> None:
@@ -163,6 +154,7 @@ def mark(variable: Any, shard: Shard) -> None:
 
 def of(variable: Any) -> Shard | None:
     """Return what ``mark`` recorded for a Keras variable or the ``tf.Variable`` in it."""
+    # An attribute, not a table by id: it lives as long as the variable.
     shard: Shard | None = getattr(variable, "_hvd_shard", None)
     if shard is not None:
         mark(variable, shard)  # a Keras variable may have got its tf.Variable since
@@ -206,6 +198,7 @@ def whole(variable: Any) -> Any:
     """Return the array of which the ranks' variables are parts; all ranks must call it."""
     shard = of(variable)
     assert shard is not None
+    # Flat, because allgather wants equal columns, and parts by columns differ there.
     mine = np.asarray(variable)
     name = f"table {shard.layout.input_dim} x {shard.layout.output_dim}"
     gathered = ops.allgather(mine.reshape(-1), name, process_set=shard.process_set).numpy()

@@ -65,7 +65,6 @@ class Packed:
     ) -> None:
         self._name = name
         self._shapes = [tf.TensorShape(shape) for shape in shapes]
-        self._owned_by = list(owned_by)
         self._process_set = process_set
         sizes = [shape.num_elements() for shape in self._shapes]
         # Tensors that are alone do not travel here, see buckets.pack.
@@ -145,6 +144,7 @@ class Packed:
             begin = end
 
     def _joined(self, found: dict[int, list[Any]]) -> dict[int, Any]:
+        # A tensor that a request's end has cut comes in several pieces, in their order.
         return {
             i: tf.reshape(pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0), self._shapes[i])
             for i, pieces in found.items()
@@ -152,6 +152,7 @@ class Packed:
 
 
 def _row(flat: Any, pieces: list[buckets.Piece], length: int, dtype: tf.DType) -> list[Any]:
+    # The rows of one request are equally long; zeros stand for what an owner has less.
     row = [flat[piece.tensor][piece.first : piece.last] for piece in pieces]
     padding = length - sum(piece.last - piece.first for piece in pieces)
     return [*row, tf.zeros([padding], dtype)] if padding else row
@@ -163,21 +164,22 @@ class ShardedReducer(reducer.KerasReducer):
     is_sharded = True
 
     def __init__(self, *args: Any) -> None:
-        self._owners: dict[int, int] = {}
+        self._owners: dict[int, int] = {}  # ranks of the process set, by variable id
         self._variables: list[Any] = []  # keeps the ids
-        self._noted: set[int] = set()
-        self._packed: dict[Any, Packed] = {}
+        self._noted: set[int] = set()  # the ids of slots that _add_slot has made
+        self._packed: dict[Any, Packed] = {}  # by dtype and variables
         super().__init__(*args)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
         return {
             **super().hooks(),
-            "build": self._build,
-            "add_variable_from_reference": self._add_slot,
+            "build": self._build,  # chooses the owners
+            "add_variable_from_reference": self._add_slot,  # of full size on the owner alone
             "_apply_weight_decay": self._apply_weight_decay,
-            "_backend_update_step": self._update,
+            "_backend_update_step": self._update,  # gives the new values to all
             "_update_model_variables_moving_average": self._update_averages,
             "_overwrite_model_variables_with_average_value": self._use_averages,
+            # In files of model.save, optimizers have whole slots.
             "save_own_variables": functools.partial(_save, self.optimizer),
             "load_own_variables": functools.partial(_load, self.optimizer),
         }
@@ -211,6 +213,7 @@ class ShardedReducer(reducer.KerasReducer):
             ids = map(shards.variable_id, self._variables)
             self._owners = dict(zip(ids, owned_by, strict=True))
         before = {shards.variable_id(variable) for variable in optimizer.variables}
+        # On most ranks a slot is empty, for which not every optimizer is prepared.
         try:
             type(optimizer).build(optimizer, variables)
         except Exception as error:
@@ -218,6 +221,7 @@ class ShardedReducer(reducer.KerasReducer):
                 f"shard_state=True: {name} fails when it is built with empty slots, which ranks "
                 f"have for variables that they do not own: {error}. Leave shard_state out."
             ) from error
+        # All ranks have scalars; of another variable the owner must be known.
         for variable in optimizer.variables:
             if len(variable.shape) and shards.variable_id(variable) not in before | self._noted:
                 raise ValueError(
@@ -266,6 +270,8 @@ class ShardedReducer(reducer.KerasReducer):
         """Exchanges the gradients that travel; those of others' variables stay this rank's own."""
         results = list(gradients)
         how = self.options.of_dense()
+        # What the plan exchanges in the end: sparse gradients, those that are alone, and all if the
+        # user's own compressor must see whole tensors.
         rest = [i for i, gradient in enumerate(gradients) if gradient is not None]
         after: list[Any] = []
         if how["compression"] in (Compression.none, Compression.fp16, Compression.bf16):
@@ -294,6 +300,8 @@ class ShardedReducer(reducer.KerasReducer):
         held = [i for i, variable in enumerate(variables) if self._holds(variable)]
         known: dict[int, Any] = {}
         indices = list(range(len(variables)))
+        # A norm over all gradients needs the squares of those that other ranks have; norms of each
+        # need what this rank updates, and the parts of tables.
         if clipping.clips_by_all(optimizer) and step.travels:
             known = self._squares(gradients, variables)
         else:
@@ -337,7 +345,7 @@ class ShardedReducer(reducer.KerasReducer):
         type(self.optimizer)._backend_update_step(
             self.optimizer, [gradients[i] for i in held], [variables[i] for i in held], rate
         )
-        if (step := self.step) and step.travels:
+        if (step := self.step) and step.travels:  # not while a model is built
             self._share(variables)
             step.shared = True
 
@@ -418,10 +426,8 @@ class ShardedReducer(reducer.KerasReducer):
 
 
 def wrap_files(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap how a LossScaleOptimizer writes and reads files, with the optimizer in it.
-
-    On the class, because ``compile`` creates such optimizers by itself.
-    """
+    """Wrap how a LossScaleOptimizer writes and reads files, with the optimizer in it."""
+    # On the class, because compile creates such optimizers by itself.
     own = {"save_own_variables": _save, "load_own_variables": _load}[method.__name__]
 
     @functools.wraps(method)

@@ -53,19 +53,20 @@ def build(model: Any, element_spec: Any) -> Exception | None:
     def step(data: Any) -> None:
         model.train_step(data)
 
+    # A step of the user's may use several optimizers; Keras's own needs the forward pass alone.
     traced = step if has_own_step else forward
     if hasattr(model, "_autoconvert_optionals"):
         traced = model._autoconvert_optionals(traced)
-    token = agree.is_building.set(True)
-    try:
-        with _traced_functions():
-            tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
-    except Exception as error:
-        log.logger.debug("model %s cannot be traced before its first step: %r", model.name, error)
-        if has_own_step or not model.run_eagerly or not _call_on_zeros(model, element_spec):
-            return error
-    finally:
-        agree.is_building.reset(token)
+    with agree.within(agree.is_building, True):
+        try:
+            with _traced_functions():
+                tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
+        except Exception as error:
+            log.logger.debug(
+                "model %s cannot be traced before its first step: %r", model.name, error
+            )
+            if has_own_step or not model.run_eagerly or not _call_on_zeros(model, element_spec):
+                return error
     _unused[model] = unbuilt(model)
     return None
 

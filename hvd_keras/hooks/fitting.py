@@ -8,21 +8,14 @@ import contextlib
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_keras import data, observe, ops
 from hvd_keras.gradients import agreement, compare, missing_calls, model_ranks
-from hvd_keras.hooks import (
-    building,
-    keras_callbacks,
-    keras_classes,
-    losses,
-    preprocessing,
-    values,
-)
+from hvd_keras.hooks import building, keras_callbacks, keras_classes, losses, preprocessing, values
 from hvd_keras.hooks.keras_callbacks import Fit
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
@@ -45,7 +38,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fit)
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_set(missing_calls.in_fit, True))
+            stack.enter_context(agree.within(missing_calls.in_fit, True))
             if not rank_info.is_initialized():
                 return fit(self, *args, **kwargs)
             try:
@@ -53,10 +46,11 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             except TypeError:
                 return fit(self, *args, **kwargs)  # raises an error that says what is wrong
             data.adapt_fit(bound.arguments)
+            # A list, a list of lists, or a CallbackList, whose callbacks are replaced for this fit.
             given = bound.arguments.get("callbacks")
             callbacks = _flat(given)
             own = _begun(self, callbacks, defaults | bound.arguments)
-            stack.enter_context(_set(_current, own))
+            stack.enter_context(agree.within(_current, own))
             several = own is not None and own.process_set.size() > 1
             # From here on the stack undoes what this fit changes in the model and its callbacks.
             runs = callbacks
@@ -66,7 +60,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
                 _weigh(stack, self, process_set, "train_step")
                 leader = keras_callbacks.on_leader_alone(callbacks, process_set, own)
                 stack.enter_context(leader)
-            if observe.is_publishing():
+            if observe.is_publishing():  # hvdrun shows how far the training is
                 runs = [*runs, observe.Progress()]
             if given is not None and hasattr(given, "callbacks"):  # a CallbackList
                 stack.callback(setattr, given, "callbacks", given.callbacks)
@@ -85,9 +79,8 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 def _weigh(stack: contextlib.ExitStack, model: Any, process_set: ProcessSet, method: str) -> None:
     """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
-    reducers = model_ranks.reducers_of(model)
-    reductions = {reducer.options.op for reducer in reducers}
-    if ops.Adasum not in reductions and not missing_calls.is_horovods(reducers):
+    reductions = {reducer.options.op for reducer in model_ranks.reducers_of(model)}
+    if ops.Adasum not in reductions and model_ranks.averages_rows_of(model):
         averages = reductions == {ops.Average}  # a tape is not known yet
         stack.enter_context(losses.weighed(model, process_set, averages, method))
 
@@ -113,7 +106,7 @@ def _end(own: Fit) -> None:
             f"hvd_keras: fit of Keras {keras.__version__} does not call {_BUILDS}, so the ranks "
             f'have compared nothing. Run: pip install "{KERAS_VERSIONS}"'
         )
-    if own.values is None:
+    if own.values is None:  # no epoch has begun
         agree.gather_json("fit has ended", None, own.process_set)
     else:
         missing_calls.check_values(own.values, "ended")
@@ -157,7 +150,7 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
                 validates = own.validates
             if validates:
                 stack.callback(losses.validate_together, False)
-                stack.enter_context(_set(_validating, (self, process_set)))
+                stack.enter_context(agree.within(_validating, (self, process_set)))
                 stack.callback(losses.tell_of_validation, self)
                 handler = getattr(self, "_eval_data_handler", None)  # tf_keras made it in fit
                 if fits and handler is not None:
@@ -171,15 +164,6 @@ def _validate(process_set: ProcessSet, steps: int | None) -> None:
     """Weigh the ranks' losses in validation, if each of their steps is one of all."""
     gathered = agree.gather_json("steps of validation", steps, process_set)
     losses.validate_together(steps is not None and len(set(gathered)) == 1)
-
-
-@contextlib.contextmanager
-def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 # What fit calls before the callbacks begin.
@@ -276,6 +260,7 @@ def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
     own.passes = [] if repeats else passes
     model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
+    # Before callbacks broadcast or restore, and before the ranks compare what they train.
     is_built = building.is_built(model) and model_ranks.has_built_optimizers(model)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
         own.problem = building.build(model, dataset.element_spec)
@@ -305,23 +290,24 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     rows = None
     x_and_y = given.get("x"), given.get("y")
     is_arrays = all(hasattr(x, "dtype") for x in tf.nest.flatten(x_and_y) if x is not None)
-    # Horovod's scripts give all rows to all ranks, in different orders.
-    is_shuffled = given["shuffle"] and missing_calls.is_horovods(model_ranks.reducers_of(model))
-    if is_arrays and not is_shuffled:
+    # Scripts that average over ranks may give all rows to all of them, in different orders.
+    if is_arrays and (model_ranks.averages_rows_of(model) or not given["shuffle"]):
         rows = values.of_rows(x_and_y)
     validates = given["validation_data"] is not None or given["validation_split"]
     validates = validates and keras_callbacks.averages(own.callbacks)
+    spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
+    is_dense = all(isinstance(part, tf.TensorSpec) for part in spec)
     mine = {
         "unbuilt": _why_unbuilt(own),
         "steps": steps,
         "rows": rows,
-        "looks at data": not is_arrays
-        and isinstance(dataset, tf.data.Dataset)
-        and values.can_be_passed(dataset.element_spec),
+        "looks at data": not is_arrays and isinstance(dataset, tf.data.Dataset) and is_dense,
         # After which epochs the ranks validate together.
         "validates every": repr(given["validation_freq"]) if validates else None,
         **keras_callbacks.describe(own.callbacks),
     }
+    # One gather of all that callbacks and warnings need; the description of the model follows as a
+    # hash, and in full if hashes differ.
     gathered = agree.gather_json("fit", mine, process_set)
     own.unbuilt = agree.by_rank([theirs["unbuilt"] for theirs in gathered], process_set)
     own.agree(gathered)

@@ -51,6 +51,7 @@ class Fit:
     looks_at_data: bool = False  # the first batch of each rank can be compared
     validates: bool = False  # all ranks validate after the same epochs, and average their metrics
     values: Values | None = None  # of the model, to be compared
+    restored: bool = False  # it began with a checkpoint, which nothing may overwrite
 
     def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
         """Learn from what ``describe`` returned on all ranks."""
@@ -83,9 +84,13 @@ def edited(common: Fit) -> list[Any]:
     found = list(common.callbacks)
     deciders = (*_DECIDERS, keras.callbacks.TerminateOnNaN)
     places = [i for i, callback in enumerate(found) if isinstance(callback, deciders)]
-    places = places or [len(found)]
+    places = places or [len(found)]  # for deciders of other ranks
     agreeing = _Agree(common)
-    found.insert(places[-1] + 1, _PutBack(agreeing))
+    put_back = keras.callbacks.LambdaCallback(
+        on_train_batch_end=agreeing.put_back, on_epoch_end=agreeing.put_back
+    )
+    put_back._supports_tf_logs = True
+    found.insert(places[-1] + 1, put_back)
     found.insert(places[0], agreeing)
     return [*found, _AtTheEnd(common)]
 
@@ -94,15 +99,14 @@ def edited(common: Fit) -> list[Any]:
 def on_leader_alone(
     callbacks: Sequence[Any], process_set: ProcessSet, common: Fit | None = None
 ) -> Iterator[None]:
-    """Silence the callbacks that write files, except on the first rank.
-
-    What a class that derives from one of Keras's adds to it runs on all ranks. All ranks wait until
-    a ``ModelCheckpoint`` is written, and raise its error.
-    """
+    """Silence the callbacks that write files, except on the first rank."""
+    # What a class that derives from one of Keras's adds to it runs on all ranks. All ranks wait
+    # until a ModelCheckpoint is written, and raise its error.
     files = [c for c in callbacks if common is not None and isinstance(c, _CHECKPOINT)]
     saving = [(c, c._save_model) for c in files]
     for callback, save in saving:
         callback._save_model = functools.partial(_save, common, save)
+    # An instance keeps its state and its own methods; only the hooks of Keras's class are empty.
     silenced: list[tuple[Any, Any]] = []
     if process_set.rank() != 0:
         silenced = [(c, type(c)) for c in callbacks if isinstance(c, _WRITERS)]
@@ -192,6 +196,7 @@ class _Agree(_Internal):
             process_set=self.common.process_set,
         )
         if not np.isfinite(mean):
+            # For the deciders alone; put_back restores what this rank has logged.
             self.own = {"loss": logs.get("loss")}
             logs["loss"] = float(mean)
             # A TerminateOnNaN of this rank stops it with a message, as it sees the logs next.
@@ -222,7 +227,7 @@ class _Agree(_Internal):
                 self.own[name] = logs.get(name)
                 logs[name] = sum(known) / len(known)
 
-    def put_back(self, logs: dict[str, Any] | None) -> None:
+    def put_back(self, number: int, logs: dict[str, Any] | None) -> None:
         """Undoes the changes: other callbacks see what this rank has logged."""
         for name, value in self.own.items():
             if logs is not None and value is None:
@@ -230,20 +235,6 @@ class _Agree(_Internal):
             elif logs is not None:
                 logs[name] = value
         self.own = {}
-
-
-class _PutBack(_Internal):
-    """Undoes what ``_Agree`` has changed."""
-
-    def __init__(self, agreeing: _Agree) -> None:
-        super().__init__(agreeing.common)
-        self._agreeing = agreeing
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._agreeing.put_back(logs)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._agreeing.put_back(logs)
 
 
 class _AtTheEnd(_Internal):
@@ -255,13 +246,12 @@ class _AtTheEnd(_Internal):
         common = variables.in_common(self.model)
         self.common.values = Values(common, self.common.process_set)
         missing_calls.check_values(self.common.values, "begun")
-        if self.common.looks_at_data and not variables.is_restored(self.model):
+        if self.common.looks_at_data:
             pass_first_batch(self.model, self._check_rows)
 
     def _check_rows(self, batch: Any) -> None:
-        process_set = self.common.process_set
-        gathered = agree.gather_json("first rows", of_rows(batch), process_set)
-        missing_calls.check_rows(gathered, process_set)
+        gathered = agree.gather_json("first rows", of_rows(batch), self.common.process_set)
+        missing_calls.check_rows(gathered, self.common.process_set)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if self.common.values is not None:
@@ -269,6 +259,7 @@ class _AtTheEnd(_Internal):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """End the training of all ranks after the same epoch."""
+        # As many callbacks do: if logs["accuracy"] > 0.99: self.model.stop_training = True.
         mine = bool(self.model.stop_training)
         if any(agree.gather_json("an epoch of fit has ended", mine, self.common.process_set)):
             self.model.stop_training = True

@@ -128,16 +128,15 @@ def _no_mask(layer: str) -> ValueError:
 def _global_moments(
     inputs: tf.Tensor, axes: list[int], path: str, process_set: ProcessSet
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Merge the ranks' moments, weighted by their counts.
-
-    By the pairwise formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise
-    algorithm for computing sample variances"), which does not cancel as the mean of squares minus
-    the square of the mean would.
-    """
+    """Merge the ranks' moments, weighted by their counts."""
+    # By the pairwise formula of Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise
+    # algorithm for computing sample variances"), which does not cancel as the mean of squares minus
+    # the square of the mean would.
     mean, variance = tf.nn.moments(inputs, axes)
     shape = tf.shape(inputs)
     count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
     # [1 + 2·channels] of each rank: one allgather per layer and step.
+    # Of each channel the mean and the variance over this rank's samples; gradients flow through.
     mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)
     graph = tf.compat.v1.get_default_graph()
     # In a graph of TensorFlow 1, layers have no order, and paths are not unique: a number is.
@@ -161,8 +160,7 @@ def read_by_rows(model: Any, layers: Iterable[Any]) -> None:
         return
     for layer in layers:
         if isinstance(layer, keras.layers.Embedding) and layer.built:
-            for variable in layer.trainable_variables:
-                _tables.add(variable)
+            _tables.add(*layer.trainable_variables)
 
 
 def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,11 +182,9 @@ def wrap_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _updates_rows(optimizer: Any) -> bool:
-    """Whether sparse gradients stay sparse until they are applied.
-
-    Other optimizers, and means over several steps, update the whole table. A lookup by rows would
-    then make TensorFlow copy it where something else reads it, such as weight decay.
-    """
+    """Whether sparse gradients stay sparse until they are applied."""
+    # Other optimizers, and means over several steps, update the whole table. A lookup by rows would
+    # then make TensorFlow copy it where something else reads it, such as weight decay.
     optimizer = model_ranks.innermost(optimizer)
     reducer = model_ranks.of_optimizer(optimizer)
     kinds = keras.optimizers
@@ -203,11 +199,9 @@ def _updates_rows(optimizer: Any) -> bool:
 
 
 def wrap_apply(keras_apply: Callable[..., None]) -> Any:
-    """Wrap ``LossScaleOptimizer.apply``: exchanges the scaled gradients as soon as they exist.
-
-    Otherwise the inner optimizer would exchange them in the branch for finite gradients, where all
-    gradients exist. An infinite one of any rank makes the sum infinite.
-    """
+    """Wrap ``LossScaleOptimizer.apply``: exchanges the scaled gradients as soon as they exist."""
+    # Otherwise the inner optimizer would exchange them in the branch for finite gradients, where
+    # all gradients exist. An infinite one of any rank makes the sum infinite.
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:

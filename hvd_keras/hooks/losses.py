@@ -70,12 +70,11 @@ def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) ->
     @functools.wraps(one_step)
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def step(*args: Any, **kwargs: Any) -> Any:
-        token = _weighing.set(Weighing(model, process_set, averages, is_together))
-        try:
-            return one_step(*args, **kwargs)
-        finally:
-            _weighing.reset(token)
-            missing_calls.unaveraged.clear()
+        with agree.within(_weighing, Weighing(model, process_set, averages, is_together)):
+            try:
+                return one_step(*args, **kwargs)
+            finally:
+                missing_calls.unaveraged.clear()
 
     before = vars(model).get(method)
     setattr(model, method, step)
@@ -113,14 +112,13 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
             seen.append(local(*args, **kwargs))
             return seen[0]
 
-        token = _weighing.set(None)  # a loss may compute others
         if not is_legacy:  # whose autograph would not convert what ``kept`` calls
             self.call = kept
-        try:
-            value = loss_call(self, y_true, y_pred, sample_weight)
-        finally:
-            vars(self).pop("call", None)
-            _weighing.reset(token)
+        with agree.within(_weighing, None):  # a loss may compute others
+            try:
+                value = loss_call(self, y_true, y_pred, sample_weight)
+            finally:
+                vars(self).pop("call", None)
         if own is None:
             if _weights(self, seen[0] if seen else None, y_pred, sample_weight):
                 missing_calls.warn_if_averaged(
@@ -155,7 +153,9 @@ def _weigh(
         # The gradient of a vector is that of its sum; the vector itself is logged.
         return size * value - tf.stop_gradient((size - 1) * value)
     if reduction == "sum":
+        # The mean over N ranks of N times each rank's sum is the sum of all.
         return value * own.factor(lambda: size, value.dtype) if own.averages else value
+    # A scalar before Keras reduces it: no row has a loss of its own that could be weighed.
     if values is not None and not tuple(values.shape):
         _tell_of_ratio(loss, values)
         return value
@@ -167,6 +167,7 @@ def _weigh(
     calls, path = own.calls, agreement.common_path(loss.name)
 
     def factor() -> Any:
+        # What Keras divides by: the sum of the mask times the weights, a number per rank.
         product = functools.reduce(_product, [tf.cast(w, value.dtype) for w in weights])
         # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
         rows = 1 if own.is_together is None else tf.shape(tf.nest.flatten(y_pred)[0])[0]
@@ -174,6 +175,7 @@ def _weigh(
         (total,) = ops.reduce_tensors(
             [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
         )
+        # This rank's share of the entries over its share of the rows, which is 1 / N in training.
         ratio = tf.math.divide_no_nan(mine, total)
         return tf.cast(tf.math.divide_no_nan(ratio[0], ratio[1]), value.dtype)
 
@@ -220,6 +222,7 @@ def _tell_of_ratio(loss: Any, value: Any) -> None:
 
 def _is_ratio(value: Any) -> bool:
     """Whether a scalar is a quotient of numbers that depend on the batch, not only on its shape."""
+    # Goes back from the loss over scalars. A mean, too, ends with a division, by the batch's size.
     waiting, seen = [value], set()
     while waiting:
         tensor = waiting.pop()

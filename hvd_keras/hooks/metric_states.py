@@ -63,11 +63,9 @@ class MetricState:
 
 
 def is_summable(metric: Any) -> bool:
-    """Whether the ranks' states of a metric, which was updated, can be added up.
-
-    True for the metrics of Keras and for derived classes that add no variables. Other variables
-    may not be sums.
-    """
+    """Whether the ranks' states of a metric, which was updated, can be added up."""
+    # True for the metrics of Keras and for derived classes that add no variables. Other variables
+    # may not be sums.
     for base, names in _SUMS.items():
         if isinstance(metric, base):
             known = {id(getattr(metric, name, None)) for name in names}
@@ -112,6 +110,7 @@ def reduce_logs(
         prefix: [state for state in phase if any(prefix + key in logs for key in state.results)]
         for prefix, phase in phases.items()
     }
+    # One request: plain numbers, what each rank can sum, and what it logged without changes.
     gathered = agree.gather_json(
         "metrics",
         {
@@ -123,7 +122,12 @@ def reduce_logs(
     )
     shapes = [{k: np.shape(v) for k, v in theirs["logs"].items()} for theirs in gathered]
     for views in ([sorted(t["logs"]) for t in gathered], [t["states"] for t in gathered], shapes):
-        _check_equal(dict(zip(process_set.ranks, views, strict=True)))
+        if any(view != views[0] for view in views):
+            raise ValueError(
+                "MetricAverageCallback: the ranks log different metrics "
+                f"({agree.by_rank(views, process_set)}). "
+                "Give all ranks the same metrics and validation data."
+            )
 
     for key in mine:
         mean = np.sum([theirs["logs"][key] for theirs in gathered], axis=0) / len(gathered)
@@ -185,11 +189,9 @@ def _results(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _was_logged(phase: list[MetricState], prefix: str, logs: dict[str, Any]) -> bool:
-    """Whether the logs were computed from these states.
-
-    They were not if another callback has changed an entry or has evaluated the model, which
-    overwrites the states, or if a train_step has returned another value under a metric's name.
-    """
+    """Whether the logs were computed from these states."""
+    # They were not if another callback has changed an entry or has evaluated the model, which
+    # overwrites the states, or if a train_step has returned another value under a metric's name.
     local: dict[str, Any] = {}
     for state in phase:
         local.update({} if state.by_reference else state.results)
@@ -209,16 +211,6 @@ def _close(logged: Any, value: Any) -> bool:
         return False
 
 
-def _check_equal(by_rank: dict[int, Any]) -> None:
-    first = next(iter(by_rank.values()))
-    if any(theirs != first for theirs in by_rank.values()):
-        shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in by_rank.items())
-        raise ValueError(
-            f"MetricAverageCallback: the ranks log different metrics ({shown}). "
-            "Give all ranks the same metrics and validation data."
-        )
-
-
 def _of_all_ranks(
     summable: list[tuple[str, MetricState]], process_set: ProcessSet
 ) -> dict[str, Any]:
@@ -230,6 +222,7 @@ def _of_all_ranks(
     (total,) = ops.reduce_tensors(
         [states], op=ops.Sum, name="metrics.states", process_set=process_set
     )
+    # One vector of all states; taken apart in the same order.
     ends = np.cumsum([array.size for array in arrays])
     totals = iter(np.split(total.numpy(), ends[:-1]))
     results: dict[str, Any] = {}
@@ -252,6 +245,7 @@ def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
         (variable, tf.convert_to_tensor(value.astype(tf.as_dtype(variable.dtype).as_numpy_dtype)))
         for variable, value in zip(metric.variables, values, strict=True)
     ]
+    # Keras 3 computes with the mapping; tf_keras needs the variables changed for a moment.
     if not is_legacy:
         with keras.StatelessScope(state_mapping=mapping):
             return results()

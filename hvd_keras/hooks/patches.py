@@ -33,40 +33,24 @@ class Patch:
     is_new: bool = False  # the owner did not have this attribute
 
 
-_undo: list[tuple[Any, str, Any]] = []
-_ABSENT = object()
-
-
+@functools.cache
 def install() -> None:
     """Apply all patches, unless they are applied already.
 
     Raises:
         RuntimeError: the installed Keras lacks an attribute; the text names versions that have it.
     """
-    if _undo:
-        return
     rows = _legacy_rows() if is_legacy else _rows()
     if not is_legacy:
         _require_what_is_read()
     for row in rows:
         if not row.is_new:
             require(row.owner, row.attribute, row.reason)
+    # All rows are there, so nothing is left half patched.
     for row in rows:
-        before = vars(row.owner).get(row.attribute, _ABSENT)
         old = None if row.is_new else getattr(row.owner, row.attribute)
         setattr(row.owner, row.attribute, row.wrap(old))
-        _undo.append((row.owner, row.attribute, before))
     log.logger.debug("%d attributes of Keras were changed", len(rows))
-
-
-def uninstall() -> None:
-    """Undoes ``install``, for tests."""
-    while _undo:
-        owner, attribute, before = _undo.pop()
-        if before is _ABSENT:
-            delattr(owner, attribute)
-        else:
-            setattr(owner, attribute, before)
 
 
 def _require_what_is_read() -> None:

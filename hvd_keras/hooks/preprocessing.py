@@ -39,7 +39,7 @@ def refresh_derived_values(layers: Iterable[Any]) -> bool:
     changed = False
     for layer in _flat(layers):
         before = _derived(layer)
-        with tf.init_scope():
+        with tf.init_scope():  # constants of a graph would be no values
             if isinstance(layer, keras.layers.Normalization):
                 layer.finalize_state()
             elif hasattr(layer, "idf_weights"):
@@ -72,6 +72,7 @@ def check_equal_on_all_ranks(
     name = "preprocessing"
     if len(set(agree.gather_json(name, whole, process_set))) == 1:
         return
+    # Some differ: which layers there are, then of each part that differs where it begins to.
     mine = [[layer.name, type(layer).__name__, part] for layer, part, _ in parts]
     gathered = agree.gather_json(f"{name}.parts", [mine, digests], process_set)
     if len({len(theirs) for theirs, _ in gathered}) > 1:
@@ -197,6 +198,7 @@ def _idf_weights(layer: Any) -> Any:
 def _views(value: Any, name: str, process_set: ProcessSet) -> list[str]:
     """Describe this value on each rank: its size, and the first entry that differs."""
     entries = value if isinstance(value, list) else [value]
+    # Of each entry, so that a vocabulary of millions travels as 4 bytes a word.
     hashes = np.array([zlib.crc32(repr(entry).encode()) for entry in entries], np.uint32)
     gathered = agree.gather_bytes(f"{name}.entries", hashes.tobytes(), process_set)
     words = [np.frombuffer(data, np.uint32) for data in gathered]

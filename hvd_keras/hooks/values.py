@@ -3,7 +3,6 @@
 import itertools
 import math
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,8 +34,8 @@ def of_rows(data: Any) -> list[int] | None:
         if not getattr(part, "shape", ()) or not hasattr(part, "dtype"):
             return None
         rows = int(part.shape[0])
-        head = np.asarray(part[:_ROWS])
-        crc = _crc(head, crc)
+        head = np.asarray(part[:_ROWS])  # rows that are all equal, such as padding, say nothing
+        crc = agree.crc(head, crc)
         differ |= bool((head != head[:1]).any())
     return [rows, crc] if differ else None
 
@@ -44,7 +43,8 @@ def of_rows(data: Any) -> list[int] | None:
 def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
     """Let a function see the first batch that the next step gets, or None at the end of the data.
 
-    No batch is read twice, so generators and shuffled data go on as without it.
+    No batch is read twice, so generators and shuffled data go on as without it. Ragged and sparse
+    tensors cannot be passed.
     """
     train_function = model.train_function
     # A variable in tf_keras.
@@ -52,17 +52,12 @@ def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
     steps = int(getattr(model, name, None) or 1)
 
     def with_a_look(iterator: Any) -> Any:
-        model.train_function = train_function
+        model.train_function = train_function  # for all later steps
         batches = list(itertools.islice(iterator, steps))
         look(batches[0] if batches else None)
         return train_function(_again(batches, iterator.element_spec) if batches else iterator)
 
     model.train_function = with_a_look
-
-
-def can_be_passed(element_spec: Any) -> bool:
-    """Whether ``pass_first_batch`` works for such elements of a dataset."""
-    return all(isinstance(spec, tf.TensorSpec) for spec in tf.nest.flatten(element_spec))
 
 
 def _again(batches: Sequence[Any], element_spec: Any) -> Any:
@@ -103,14 +98,15 @@ class Values:
             if tuple(variable.shape):
                 size = agreement.spec_of(variable).bytes
                 rows = int(variable.shape[0])
-                step = max(1, rows * _BYTES // max(1, size))
+                step = max(1, rows * _BYTES // max(1, size))  # rows of about _BYTES
                 parts = [slice(row, row + step) for row in range(0, rows, step)]
                 pieces += [(variable, part if len(parts) > 1 else None) for part in parts]
         return pieces
 
     def different(self, name: str) -> str | None:
         """Compare all values. Returns the first variable that differs, and how many; or None."""
-        mine = [_crc(tf.convert_to_tensor(variable)) for variable in self.variables]
+        # A number for each variable; they travel only if a hash of all differs.
+        mine = [agree.crc(tf.convert_to_tensor(variable)) for variable in self.variables]
         by_rank = agree.gather_if_different(name, mine, self.process_set)
         if by_rank is None:
             return None
@@ -126,10 +122,8 @@ class Values:
         return f"{path}" + (f", and {more} more" if more else "")
 
     def different_after_step(self) -> str | None:
-        """Compare a part of the values from time to time, called after each step.
-
-        All ranks know what the slowest has measured, so they choose the same next step.
-        """
+        """Compare a part of the values from time to time, called after each step."""
+        # All ranks know what the slowest has measured, so they choose the same next step.
         self.steps += 1
         if self._since is None:
             self._since = self.steps, time.perf_counter()  # the first step was compiled
@@ -152,22 +146,16 @@ class Values:
         return self.different("values") if len(set(gathered[:, 0])) > 1 else None
 
     def _part(self) -> int:
+        # The scalars (rates, counters) each time, the large ones piece by piece in a cycle.
         crc = done = 0
         for variable in self._scalars:
-            crc = _crc(tf.convert_to_tensor(variable), crc)
+            crc = agree.crc(tf.convert_to_tensor(variable), crc)
         for variable, part in itertools.islice(self._pieces, _MOST_PIECES):
             piece = tf.convert_to_tensor(variable)
             if part is not None:
                 piece = piece[part]
-            crc = _crc(piece, crc)
+            crc = agree.crc(piece, crc)
             done += piece.dtype.size * math.prod(piece.shape)
             if done >= _BYTES:
                 break
         return crc
-
-
-def _crc(tensor: Any, before: int = 0) -> int:
-    values = np.ascontiguousarray(np.asarray(tensor)).reshape(-1)
-    if values.dtype == object:  # text
-        return zlib.crc32(repr(values.tolist()).encode(), before)
-    return zlib.crc32(values.view(np.uint8).data, before)

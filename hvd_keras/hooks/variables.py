@@ -45,6 +45,7 @@ def broadcast_variables(
         return tensorflow_v1.broadcast_variables(variables, root_rank, process_set)
     process_set.check_included("broadcast_variables")
     variables = shards.without(variables)
+    # In buckets like gradients: one request for many small variables.
     if not variables and process_set.size() > 1:
         missing_calls.warn_of_empty_broadcast(process_set)
     for number, bucket in enumerate(agreement.in_buckets(variables)):
@@ -52,41 +53,27 @@ def broadcast_variables(
         values = ops.grouped_broadcast(mine, root_rank, name, process_set)
         for variable, value in zip(bucket, values, strict=True):
             variable.assign(value)
-        missing_calls.mark_synchronized(bucket)
+        missing_calls.synchronized.add(*bucket)
     seeds = [v for v in variables if agreement.spec_of(v).path.endswith("seed_generator_state")]
     give_each_rank_its_own_randomness(seeds, process_set)
     return None
 
 
 def of_training(model: Any) -> list[Any]:
-    """Return the variables of a model and its optimizers, in the same order on all ranks.
-
-    Builds the optimizer of ``compile`` if necessary. It cannot build others, such as a GAN's,
-    because it does not know which variables they update.
-    """
+    """Return the variables of a model and its optimizers, in the same order on all ranks."""
+    # Builds the optimizer of compile if necessary. It cannot build others, such as a GAN's, because
+    # it does not know which variables they update.
     found = list(model.variables)
+    reducers = model_ranks.reducers_of(model)
     for optimizer in model_ranks.optimizers_of(model):
+        # Not the default of compile, which updates nothing in a model with distributed optimizers.
+        of_it = model_ranks.of_optimizer(optimizer)
         if optimizer is model.optimizer and (
-            is_legacy or (not optimizer.built and not _updates_nothing(model, optimizer))
+            is_legacy or (not optimizer.built and (of_it is not None or not reducers))
         ):
             optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
         found += optimizer.variables
     return list({shards.variable_id(v): v for v in found}.values())
-
-
-def _updates_nothing(model: Any, optimizer: Any) -> bool:
-    """Whether it is the default of ``compile`` in a model with distributed optimizers."""
-    return model_ranks.of_optimizer(optimizer) is None and bool(model_ranks.reducers_of(model))
-
-
-def mark_restored(model: Any, restored: bool) -> None:
-    """Record whether this ``fit`` began with a checkpoint, which nothing may overwrite."""
-    model._hvd_restored = restored
-
-
-def is_restored(model: Any) -> bool:
-    """Return what ``mark_restored`` recorded; False by default."""
-    return getattr(model, "_hvd_restored", False)
 
 
 def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
@@ -94,6 +81,7 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
     if process_set.size() == 1 or not variables:
         return
     mine = [tf.convert_to_tensor(v) for v in variables]
+    # A mean of equal values may be rounded to another one; clipped to them it is not.
     smallest, means, largest = (
         ops.reduce_tensors(mine, op=op, name=f"variables' {op.value}s", process_set=process_set)
         for op in (ops.Min, ops.Average, ops.Max)
@@ -103,10 +91,8 @@ def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
 
 
 def moving_statistics(layers: Iterable[keras.layers.Layer]) -> list[Any]:
-    """Return the moving statistics of batch normalisation that cover this rank's batches only.
-
-    Those of frozen layers are included: a step that was traced before still changes them.
-    """
+    """Return the moving statistics of batch normalisation that cover this rank's batches only."""
+    # Those of frozen layers are included: a step that was traced before still changes them.
     return [
         variable
         for layer in layers
@@ -133,6 +119,7 @@ def in_common(model: Any) -> list[Any]:
     counters.
     """
     layers = list(model._flatten_layers())
+    # What differs by rank on purpose: random states, statistics of the rank's own batches.
     own = [*seed_states(layers), *moving_statistics(layers)]
     own += [v for metric in getattr(model, "metrics", ()) for v in metric.variables]
     for layer in layers:
@@ -150,11 +137,9 @@ def in_common(model: Any) -> list[Any]:
 
 
 def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: ProcessSet) -> None:
-    """Make equal seed states differ by rank, in the same way in each run.
-
-    Otherwise all ranks would draw the same dropout masks. The state of the set's first rank stays
-    unchanged.
-    """
+    """Make equal seed states differ by rank, in the same way in each run."""
+    # Otherwise all ranks would draw the same dropout masks. The state of the set's first rank stays
+    # unchanged.
     if process_set.rank() == 0:
         return
     for state in states:

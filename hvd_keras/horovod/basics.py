@@ -11,7 +11,7 @@ from packaging import version
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.gradients import missing_calls
+from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.ops import ReduceOp, without_data
 from hvd_keras.ops.reduction import chosen
 from hvd_keras.runtime import log, rank_info, settings
@@ -130,7 +130,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     if process_sets is not None and not isinstance(process_sets, str):
         process_sets = [as_process_set(given) for given in process_sets]
     lifecycle.init(comm, process_sets)
-    missing_calls.allow_a_first_step()
+    missing_calls.first_steps_are_local = True  # in elastic scripts
+    model_ranks.averages_rows = False
     if hasattr(comm, "Get_group"):
         global_process_set.mpi_comm = comm
     if rank_info.rank() == 0:

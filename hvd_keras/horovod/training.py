@@ -38,7 +38,7 @@ def DistributedOptimizer(optimizer: Any, *args: Any, **kwargs: Any) -> Any:  # n
     if not is_outside(given.get("process_set", global_process_set)):
         optimizer = distributed.DistributedOptimizer(optimizer, *args, **kwargs)
         if reducer := model_ranks.of_optimizer(optimizer):
-            reducer.is_horovods = True
+            reducer.averages_rows = False  # a mean of means, as Horovod's
         return optimizer
     optimizer.register_local_var = lambda variable: None  # all are local
     missing_calls.mark_alone(optimizer)

@@ -117,8 +117,8 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         self.combiner = combiner
         self.process_set = process_set
         self.supports_masking = mask_zero
-        self.supports_jit = False
-        self.autocast = False
+        self.supports_jit = False  # the sizes of alltoall depend on the ids
+        self.autocast = False  # float16 cannot hold large ids
         self._compared = False
         size = self.table_size()
         self.set_layout(plan.layouts([size], process_set.size())[0])
@@ -252,6 +252,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
                     f"{self.name}: combiner={self.combiner!r} got ragged ids of rank "
                     f"{inputs.shape.rank}, expected 2: [batch, ids]."
                 )
+            # Rows [n, dim] of all ids, and for each the row of the batch that it belongs to.
             count = inputs.nrows()
             place = inputs.value_rowids()
             weight = self._weights(inputs.flat_values)
@@ -261,6 +262,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         rows = _with_shape(rows, ids)
         if self.combiner is None:
             return rows
+        # [..., ids, dim] times [..., ids, 1], summed over the ids.
         weight = self._weights(ids)
         total = tf.reduce_sum(rows * weight[..., tf.newaxis], axis=-2)
         return self._divided(total, tf.reduce_sum(weight, axis=-1))
@@ -274,7 +276,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
     def _divided(self, total: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
         if self.combiner == "sum":
             return total
-        count = tf.maximum(count, 1)
+        count = tf.maximum(count, 1)  # no ids: 0 / 1
         divisor = tf.sqrt(count) if self.combiner == "sqrtn" else count
         return total / divisor[..., tf.newaxis]
 

@@ -87,6 +87,7 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         self.autocast = False
         self.supports_jit = False
         self.supports_masking = any(t.supports_masking for t in tables.values())
+        # Each table had a plan for itself alone.
         chosen = layouts(self._sizes(), self.process_set.size())
         for table, layout in zip(tables.values(), chosen, strict=True):
             table.set_layout(layout)
@@ -118,6 +119,7 @@ class Embeddings(keras.layers.Layer):  # type: ignore[misc]
         ):
             if not group:
                 continue
+            # The ids of all features of a table travel as one list, and are taken apart again.
             users = [[f for f, t in self.features.items() if t == name] for name in group]
             tables = [self.tables[name] for name in group]
             for table in tables:

@@ -39,15 +39,12 @@ class Initializer(keras.initializers.Initializer):  # type: ignore[misc]
         dtype = keras.backend.standardize_dtype(dtype)
         if self._part.shape == self._shape:
             return self._whole(self._shape, dtype=dtype)
-        with tf.init_scope():  # Keras builds models of the user's classes in a graph
-            return self._drawn(dtype)
-
-    def _drawn(self, dtype: str) -> Any:
         how = self._shape[1], tf.as_dtype(dtype).as_numpy_dtype
-        if draw := _drawer(self._whole, self._shape, dtype):
-            return self._part.read(draw, *how)
-        whole = np.asarray(self._whole(self._shape, dtype=dtype))
-        return self._part.read(lambda first, last: whole[first:last], *how)
+        with tf.init_scope():  # Keras builds models of the user's classes in a graph
+            if draw := _drawer(self._whole, self._shape, dtype):
+                return self._part.read(draw, *how)
+            whole = np.asarray(self._whole(self._shape, dtype=dtype))
+            return self._part.read(lambda first, last: whole[first:last], *how)
 
 
 def _drawer(initializer: Any, shape: tuple[int, int], dtype: str) -> Callable[..., Any] | None:

@@ -63,6 +63,7 @@ def lookup(
     asked = [_Asked(table, i, process_set) for table, i in zip(tables, safe, strict=True)]
     messages = []
     for r in range(process_set.size()):
+        # int64: this rank's first bad id, how many ids of each table follow, and these.
         counts = tf.stack([tf.size(a.ids[r], tf.int64) for a in asked])
         messages.append(tf.concat([bad, counts, *(a.ids[r] for a in asked)], axis=0))
     received, lengths = ops.alltoall(
@@ -88,6 +89,7 @@ def _out_of_range(tables: Sequence[Table], ids: Sequence[Any]) -> tuple[tf.Tenso
     every = tf.concat([tf.cast(i, tf.int64) for i in ids], axis=0)
     limits = tf.repeat(tf.constant([t.layout.input_dim for t in tables], tf.int64), sizes)
     wrong = tf.logical_or(every < 0, every >= limits)
+    # Its place in all ids, -1 without one; and the number of the table whose ids end behind it.
     place = tf.concat([tf.where(wrong)[:1, 0], [-1]], axis=0)[0]
     table = tf.searchsorted(tf.cumsum(tf.cast(sizes, tf.int64)), place[tf.newaxis], side="right")[0]
     found = tf.gather(tf.concat([every, [0]], axis=0), tf.maximum(place, 0))
@@ -134,7 +136,7 @@ class _Asked:
             self.rows = [tf.size(unique)] * n
             return
         if layout.kind == "rows":
-            owner = tf.cast(ids % n, tf.int32)
+            owner = tf.cast(ids % n, tf.int32)  # row i is row i // n of rank i % n
             self._order = tf.dynamic_partition(tf.range(tf.size(ids)), owner, n)
         else:
             nothing, every = tf.zeros([0], tf.int32), tf.range(tf.size(ids))
@@ -142,6 +144,7 @@ class _Asked:
         self.ids = [tf.gather(ids, order) for order in self._order]  # that each rank is asked for
         # By ranks; unique() keeps the order, so the owners number their rows alike.
         unique, place = tf.unique(tf.concat(self.ids, axis=0))
+        # From the order by ranks back to that of the ids.
         self._place = tf.gather(place, tf.math.invert_permutation(tf.concat(self._order, axis=0)))
         # The number of rows that come from each rank.
         if layout.kind == "rows":
@@ -179,7 +182,7 @@ class _Wanted:
         every = tf.concat(ids, axis=0)
         # The rows of the part for all ids, in the order of the ranks that ask.
         self.local = every // n if table.layout.kind == "rows" else every
-        rank = tf.repeat(tf.range(n, dtype=tf.int64), self.counts)
+        rank = tf.repeat(tf.range(n, dtype=tf.int64), self.counts)  # that asks, of each id
         # The places of ids that a rank asks for the first time, and their number by rank.
         unique, number = tf.unique(rank * table.layout.input_dim + every)
         self.first = tf.math.unsorted_segment_min(tf.range(tf.size(every)), number, tf.size(unique))
@@ -199,7 +202,7 @@ def _wanted(
 ) -> list[_Wanted]:
     """Take the ranks' messages apart."""
     n, t = process_set.size(), len(tables)
-    problems, ids = [], []
+    problems, ids = [], []  # by rank, ids then by table
     for message in tf.split(received, lengths, num=n):
         problem, counts, rest = tf.split(message, [2, t, -1])
         problems.append(problem)
@@ -237,6 +240,7 @@ def _exchange(
             a.gradients(tf.convert_to_tensor(u)) for a, u in zip(asked, upstream, strict=True)
         ]
         received = alltoall([[piece[r] for piece in pieces] for r in range(n)], "gradients")
+        # Values from each rank for each table, [n · t]; the pieces of a table are t apart.
         sizes = tf.stack([w.counts * w.width(process_set) for w in wanted], axis=1)
         found = tf.split(received, tf.reshape(sizes, [-1]), num=n * t)
         return [
@@ -244,6 +248,7 @@ def _exchange(
             for number, w in enumerate(wanted)
         ]
 
+    # Not alltoall's own gradient: rows that are sent once stand for several ids.
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def forward(*rows: tf.Tensor) -> Any:
         pieces = [

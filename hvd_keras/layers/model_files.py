@@ -67,6 +67,7 @@ def save_model(
     if with_optimizer:
         slots = [v for v in model.optimizer.variables if shards.of(v) is not None]
         tables = [_of_slot(slot) for slot in slots]
+    # All ranks go through these once, in one order: each block is a collective.
     streams = [table.blocks for table in tables]
 
     def write() -> None:
@@ -116,7 +117,7 @@ def load_model(
         model = hvd.load_model("checkpoints/model.keras")
         model.fit(x, y)
     """
-    found: dict[str, Any] | None = None
+    found: dict[str, Any] | None = None  # what save_model notes of divided tables
     if not is_legacy and zipfile.is_zipfile(filepath):
         with zipfile.ZipFile(filepath) as archive:
             if _METADATA in archive.namelist():
@@ -207,6 +208,7 @@ def _blocks(table: Embedding, process_set: ProcessSet) -> Iterator[Any]:
     for first in range(0, table.input_dim, step):
         last = min(first + step, table.input_dim)
         values = np.ascontiguousarray(mine[part.between(first, last)]).reshape(-1)
+        # The first rank gets the rows of one block at a time, the others none.
         received, lengths = ops.alltoall(
             values,
             [values.size] + [0] * (size - 1),
@@ -260,6 +262,8 @@ def _write(
         metadata["hvd_keras"] = {"tables": {table.name: table.shard for table in divided}}
         visited = {id(getattr(model, "optimizer", None))}
     weights = path.with_name(_WEIGHTS)
+    # As Keras's own writer, but that tables get places of two numbers, which are filled later, and
+    # that the optimizer may be left out.
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(_METADATA, json.dumps(metadata))
         archive.writestr(_CONFIG, json.dumps(config))
@@ -279,11 +283,8 @@ def _places(tables: list[_Table]) -> Iterator[int]:
     """Lets each table write two numbers in its place: one that occurs nowhere else, and its own."""
     token = secrets.randbits(62)
     numbers = {table.key: np.array([token, i], np.int64) for i, table in enumerate(tables)}
-    reset = shards.saving_places.set(numbers)
-    try:
+    with agree.within(shards.saving_places, numbers):
         yield token
-    finally:
-        shards.saving_places.reset(reset)
 
 
 def _fill(weights: pathlib.Path, token: int, tables: list[_Table]) -> None:

@@ -42,12 +42,13 @@ def layouts(tables: Sequence[TableSize], ranks: int) -> list[Layout | None]:
         return Layout(kind, table.input_dim, table.output_dim, ranks, owner)
 
     chosen: dict[int, Layout] = {}
-    open_: list[int] = []
+    open_: list[int] = []  # tables of which the plan decides
     for i, table in enumerate(tables):
         if table.shard == "rows" or table.shard == "columns":
             chosen[i] = make(table, table.shard)
         elif table.shard == "auto" and table.size > SMALL_BYTES:
             open_.append(i)
+    # The bytes that each rank should get; tables that are everywhere do not count.
     share = sum(tables[i].size for i in (*chosen, *open_)) / ranks
     whole: list[int] = []
     largest = max((*chosen, *open_), key=lambda i: tables[i].size, default=None)
@@ -57,6 +58,7 @@ def layouts(tables: Sequence[TableSize], ranks: int) -> list[Layout | None]:
         else:
             whole.append(i)
     loads = [sum(chosen[i].size(r) * tables[i].item_bytes for i in chosen) for r in range(ranks)]
+    # Ties are broken by place, so all ranks make one plan without a message.
     for i in sorted(whole, key=lambda i: (-tables[i].size, i)):
         rank = loads.index(min(loads))
         too_much = loads[rank] + tables[i].size > _UNBALANCED * share

@@ -29,4 +29,3 @@ from hvd_keras.ops.reduction import Product as Product
 from hvd_keras.ops.reduction import ReduceOp as ReduceOp
 from hvd_keras.ops.reduction import Sum as Sum
 from hvd_keras.ops.without_data import barrier as barrier
-from hvd_keras.ops.without_data import join as join

@@ -114,6 +114,7 @@ def grouped_allreduce(
     """
     del ignore_name_scope
     if not _own.get() and not tf.executing_eagerly():
+        # A branch or a loop of a function is a graph in the function's.
         graph = tf.compat.v1.get_default_graph()
         while graph is not None:
             _reducing.add(graph)
@@ -129,6 +130,7 @@ def grouped_allreduce(
         results = [validate.checked("allreduce", tensor) for tensor in tensors]
         for tensor in results:
             check_reducible("allreduce", tensor, reduction, prescale_factor, postscale_factor)
+    # Dense and sparse ones are two requests, in this order on all ranks.
     sparse = [i for i, tensor in enumerate(results) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
     if dense:
@@ -148,7 +150,7 @@ def grouped_allreduce(
                 postscale_factor,
                 tensor_name=name,
                 process_set=process_set.id(),
-                wire_dtype=(wire or tf.float64).name,
+                wire_dtype=(wire or tf.float64).name,  # float64 rounds nothing
             )
         for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
             results[i] = outside.decompress(tensor, context)
@@ -183,6 +185,7 @@ def _allreduce_dense(
             validate.raw.hvd_allreduce(
                 tensors,
                 reduction=reduction.value,
+                # As text, which keeps all bits; an attribute of an op is a float32.
                 prescale_factor=repr(float(prescale)),
                 postscale_factor=repr(float(postscale)),
                 **call,

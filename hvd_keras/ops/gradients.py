@@ -41,6 +41,7 @@ def _allreduce(op: Any, *upstream: Any) -> list[Any]:
                 **_call(op),
             )
         )
+    # Of the minimum, the maximum and the product: the sum of the gradients, times this rank's part.
     total = raw.hvd_allreduce(
         upstream, reduction=Sum.value, wire_dtype=op.get_attr("wire_dtype"), **_call(op)
     )
@@ -83,6 +84,7 @@ def _allgather(op: Any, *upstream: Any) -> list[tf.Tensor]:
     total = raw.hvd_allreduce(upstream, reduction=Sum.value, **_call(op))
     shapes = [tf.shape(x, tf.int64) for x in op.inputs]
     rows = tf.stack([shape[0] for shape in shapes])
+    # [ranks, tensors]: the rows of each rank, of which the earlier ones come first.
     before = raw.hvd_allgather([rows[tf.newaxis]], **_call(op, ".gradient.rows"))[0]
     starts = tf.reduce_sum(before[: _set_of(op).rank()], axis=0)
     # By start and size: XLA needs a size that does not depend on data.
@@ -116,5 +118,6 @@ def _reducescatter(op: Any, *upstream: Any) -> list[tf.Tensor]:
     factor = float(op.get_attr("prescale_factor")) * float(op.get_attr("postscale_factor"))
     if ReduceOp(op.get_attr("reduction").decode()) is Average:
         factor /= _set_of(op).size()
+    # Rank r's rows of all inputs have made its result, so each rank needs all gradients.
     gathered = raw.hvd_allgather(upstream, **_call(op))
     return [gradient * tf.constant(factor, gradient.dtype) for gradient in gathered]

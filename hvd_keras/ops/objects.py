@@ -43,6 +43,7 @@ def broadcast_object(
     def from_root(value: Any, call: str) -> Any:
         return agree.run_now(lambda: broadcast(value, root_rank, call, process_set=process_set))
 
+    # Broadcasts need a shape that all ranks know.
     length = from_root(np.int64(len(data)), f"{name}.length")
     received = from_root(data if is_root else np.zeros(int(length), np.uint8), name)
     return obj if is_root else cloudpickle.loads(received.tobytes())

@@ -82,6 +82,7 @@ def grouped_reducescatter(
         checked = [validate.with_rows("reducescatter", tensor) for tensor in tensors]
         for tensor in checked:
             check_reducible("reducescatter", tensor, op, prescale_factor, postscale_factor)
+    # Unlike allreduce's, compressed here: the core rounds no reducescatter.
     packed = [compression.compress(tensor) for tensor in checked]
     with tf.device(device_dense or None):
         reduced = validate.raw.hvd_reducescatter(

@@ -42,6 +42,7 @@ def reduce_slices(
         # One's own rows are fewer than all, but a compressed value may be too small to be divided.
         own = scaled(one.values) if compression is Compression.none else one.values
         values, context = compression.compress(own)
+        # Three tensors of one request: [rows, ...], [rows] and [1, 2].
         parts += [values, one.indices, _summary(one.indices)]
         contexts.append(context)
     gathered = validate.raw.hvd_allgather(
@@ -107,7 +108,7 @@ def _sum_equal_lookups(
 
     def compared() -> tuple[tf.Tensor, tf.Tensor]:
         number = tf.range(tf.size(indices, tf.int64))
-        ends = tf.cumsum(rows)
+        ends = tf.cumsum(rows)  # where each rank's rows end
         rank = tf.searchsorted(ends, number, side="right", out_type=tf.int64)
         place = number - tf.gather(ends - rows, rank)  # of a row among its rank's rows
         longest = tf.argmax(rows)

@@ -15,19 +15,8 @@ from hvd_keras.runtime.process_sets import ProcessSet
 raw = libraries.tensorflow_ops()
 
 DTYPES = {
-    tf.bool,
-    tf.uint8,
-    tf.int8,
-    tf.uint16,
-    tf.int16,
-    tf.uint32,
-    tf.int32,
-    tf.uint64,
-    tf.int64,
-    tf.float16,
-    tf.bfloat16,
-    tf.float32,
-    tf.float64,
+    *(tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16, tf.uint32, tf.int32, tf.uint64, tf.int64),
+    *(tf.float16, tf.bfloat16, tf.float32, tf.float64),
 }
 
 
@@ -43,11 +32,9 @@ def check(kind: str, process_set: ProcessSet) -> None:
 
 
 def is_compiling() -> bool:
-    """Whether XLA will compile the function that is being traced.
-
-    A plain ``tf.function`` that was traced before a compiled one calls it is not traced again, so
-    it is not recognised.
-    """
+    """Whether XLA will compile the function that is being traced."""
+    # A plain tf.function that was traced before a compiled one calls it is not traced again, so it
+    # is not recognised.
     return not tf.executing_eagerly() and bool(
         control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     )
@@ -78,6 +65,7 @@ def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any
         if not tf.executing_eagerly():
             raise
         problem = f"{type(error).__name__}: {error}"
+        # Correct requests of this name have another note, so the core serves none of them.
         try:
             with tf.device("/cpu:0"):
                 getattr(raw, f"hvd_{kind}")(
@@ -161,12 +149,10 @@ _unnamed: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], int]] = weakref.W
 
 
 def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
-    """Return the name of a request: the given one, or one that is the same on all ranks.
-
-    Unnamed calls in a function are numbered per kind and process set, since a rank makes only the
-    calls of sets that include it. TensorFlow's op names are unsuitable: they differ between ranks
-    as soon as one rank has traced more.
-    """
+    """Return the name of a request: the given one, or one that is the same on all ranks."""
+    # Unnamed calls in a function are numbered per kind and process set, since a rank makes only the
+    # calls of sets that include it. TensorFlow's op names are unsuitable: they differ between ranks
+    # as soon as one rank has traced more.
     chosen = _name(kind, given, process_set)
     flight.note_call(f"{kind} '{chosen}'")
     return chosen

@@ -3,10 +3,12 @@
 Below the public collectives, because process sets are created with it.
 """
 
+import contextlib
 import contextvars
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,6 +23,17 @@ if TYPE_CHECKING:
 is_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
 
 _Result = TypeVar("_Result")
+
+
+@contextlib.contextmanager
+def within(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    """Set a context variable in a block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
 
 # The types that an error keeps on ranks that do not have it themselves.
 _KINDS = (OSError, ValueError, TypeError, NotImplementedError, RuntimeError)
@@ -50,25 +63,42 @@ def gather_if_different(
     return gather_json(f"{name} in full", value, process_set)
 
 
-def gather_bytes(name: str, mine: bytes, process_set: "ProcessSet | None" = None) -> list[bytes]:
+def gather_bytes(
+    name: str, mine: bytes, process_set: "ProcessSet | None" = None, to_leader: bool = False
+) -> list[bytes]:
     """Return every rank's bytes, by rank, of any number. Also works while TensorFlow traces.
 
-    Args and errors as in ``gather_json``.
+    Args and errors as in ``gather_json``. With ``to_leader`` the first rank alone gets them.
     """
     rank_info.rank()  # raises if hvd.init() was not called
     if process_set is not None:
         process_set.check_included(name)
     number = 0 if process_set is None else process_set.id()
-    allgather = libraries.tensorflow_ops().hvd_allgather
+    ops = libraries.tensorflow_ops()
 
     def gather(values: Any, call: str) -> Any:
-        return run_now(lambda: allgather([values], tensor_name=call, process_set=number)[0])
+        return run_now(lambda: ops.hvd_allgather([values], tensor_name=call, process_set=number)[0])
 
-    # Two allgathers: the lengths may differ by rank, and rows have none.
+    def send(values: Any, call: str) -> Any:
+        splits = np.array([len(values)] + [0] * (len(lengths) - 1), np.int64)
+        sent = {"tensor_name": call, "process_set": number}
+        return run_now(lambda: ops.hvd_alltoall(values, splits, **sent)[0])
+
+    # Two requests: the lengths may differ by rank, and rows have none.
     lengths = gather(np.array([len(mine)], np.int64), f"{name}.lengths")
-    joined = gather(np.frombuffer(mine, np.uint8), name).tobytes()
+    joined = (send if to_leader else gather)(np.frombuffer(mine, np.uint8), name).tobytes()
+    if len(joined) < lengths.sum():
+        return []
     ends = np.cumsum(lengths)
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def crc(values: Any, before: int = 0) -> int:
+    """Hash a tensor or an array; ``before``: the hash of those before it."""
+    array = np.ascontiguousarray(values).reshape(-1)
+    if array.dtype.kind in "OUS":  # text
+        return zlib.crc32(repr(array.tolist()).encode(), before)
+    return zlib.crc32(array.view(np.uint8).data, before)
 
 
 def by_rank(values: Sequence[Any], process_set: "ProcessSet | None" = None) -> str:
@@ -96,7 +126,7 @@ def on_all_ranks(
             that has an error; an OSError has its ``errno``.
         RuntimeError: (on every rank) the function raised another error.
     """
-    error = mine = None
+    error = mine = None  # None travels where nothing failed
     try:
         result = function()
     except Exception as caught:
@@ -112,6 +142,7 @@ def on_all_ranks(
     texts = [theirs and theirs[1] for theirs in gathered]
     if set(texts) != {text}:
         text = by_rank(texts, process_set)
+    # A built-in type, which all ranks have; a class of the script's may need other arguments.
     combined = next(k for k in _KINDS if k.__name__ == kind)(f"{name}: {text}")
     if isinstance(combined, OSError):
         combined.errno = number
@@ -141,9 +172,7 @@ def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
 
 
 def _separate() -> tf.compat.v1.ConfigProto:
-    """Return a configuration without side effects on the user's sessions.
-
-    By default, the first session of a process selects its GPUs and creates the threads of all later
-    sessions.
-    """
+    """Return a configuration without side effects on the user's sessions."""
+    # By default, the first session of a process selects its GPUs and creates the threads of all
+    # later sessions.
     return tf.compat.v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)

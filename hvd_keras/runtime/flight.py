@@ -68,6 +68,7 @@ class _Recorder:
         faulthandler.register(signal.SIGTERM, self._stacks, chain=True)
         if not faulthandler.is_enabled():
             faulthandler.enable(self._stacks)
+        # The core writes a byte when requests fail, and waits until it gets one back.
         self._own, self._core = socket.socketpair()
         path = os.fsencode(self._paths[0])
         if libraries.core().hvd_record_requests(path, self._core.fileno()) != 0:

@@ -82,6 +82,7 @@ def core() -> ctypes.CDLL:
     library.hvd_record_requests.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.hvd_start_timeline.argtypes = [ctypes.c_char_p]
     library.hvd_gpu_folders.argtypes = [ctypes.c_char_p]
+    # Otherwise ctypes takes what a void function leaves for an int.
     for name in ("rank_info", "remove_process_set", "set_log", "stop_timeline"):
         getattr(library, f"hvd_{name}").restype = None
     for name in ("gpu_folders", "use_gpu", "finalize", "abort"):

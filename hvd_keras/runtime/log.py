@@ -14,10 +14,8 @@ class _WithRank(logging.Formatter):
 
 
 def start(rank: int) -> None:
-    """Show messages of ``HVD_LOG_LEVEL`` and above, with this process's rank.
-
-    If the script has installed a handler, only the level is set.
-    """
+    """Show messages of ``HVD_LOG_LEVEL`` and above, with this process's rank."""
+    # If the script has installed a handler, only the level is set.
     logger.setLevel(settings.read().log_level)
     if not logger.hasHandlers():
         handler = logging.StreamHandler()

@@ -162,7 +162,10 @@ def _add(process_set: ProcessSet) -> ProcessSet:
     views = agree.gather_json("add_process_set", [process_set.ranks, _next_number, is_comm])
     asked = [ranks for ranks, _, _ in views]
     is_split = all(is_comm for _, _, is_comm in views) and all(
-        asked[member] == ranks for ranks in asked for member in ranks
+        # Each member of a set asks for the same set.
+        asked[member] == ranks
+        for ranks in asked
+        for member in ranks
     )
     if any(ranks != asked[0] for ranks in asked) and not is_split:
         raise ValueError(
@@ -177,6 +180,7 @@ def _add(process_set: ProcessSet) -> ProcessSet:
         if other.ranks in asked:
             raise ValueError(f"hvd.add_process_set: {other} has the same ranks. Use that one.")
     number = max(number for _, number, _ in views)
+    # Every rank adds all sets, in one order, so that their numbers are the same everywhere.
     for ranks in sorted(map(list, set(map(tuple, asked)))):
         is_own = ranks == process_set.ranks
         _begin(process_set if is_own else type(process_set)(ranks), number)

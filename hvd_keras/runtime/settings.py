@@ -25,7 +25,8 @@ FOLLOWS = "follows"
 LEAVING = "leaving"
 ENDED = "ended"
 
-_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+#: As the core numbers them.
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +49,6 @@ class Settings:
     tells_statistics: bool = False  # hvdrun wants them
     commits: pathlib.Path | None = None  # where rank 0 keeps what hvd.elastic commits
 
-    @property
-    def log_number(self) -> int:
-        """The log level as the core numbers it."""
-        return _LOG_LEVELS.index(self.log_level)
-
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "0") not in ("", "0")
@@ -73,11 +69,12 @@ def read() -> Settings:
             "it."
         )
     level = os.environ.get("HVD_LOG_LEVEL") or Settings.log_level
-    if level.upper() not in _LOG_LEVELS:
+    if level.upper() not in LOG_LEVELS:
         raise ValueError(
             f"HVD_LOG_LEVEL is {level!r}, expected debug, info, warning or error. Correct or unset "
             "it."
         )
+    # Variables HVDRUN_… come from the launcher, HVD_… from the user.
     watched = "HVDRUN_JOB" in os.environ
     asked = _folder("HVD_POSTMORTEM")
     postmortem = asked or _folder("HVDRUN_POSTMORTEM")
@@ -153,16 +150,16 @@ _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
-def set_horovods_ranks() -> None:
-    """Set the variables in which horovodrun gives a process its rank, from those of MPI."""
+def export_ranks(prefix: str) -> None:
+    """Set ``PREFIX_RANK``, ``PREFIX_SIZE`` and the local ones, by which programs know a rank."""
     _, name, size = launched()
     if not name:
         return
-    os.environ.setdefault("HOROVOD_RANK", str(launched_rank()))
-    os.environ.setdefault("HOROVOD_SIZE", str(size))
+    os.environ.setdefault(f"{prefix}_RANK", str(launched_rank()))
+    os.environ.setdefault(f"{prefix}_SIZE", str(size))
     for ours, theirs in (("RANK", _LOCAL_RANKS), ("SIZE", _LOCAL_SIZES)):
         for found in filter(None, map(os.environ.get, theirs)):
-            os.environ.setdefault(f"HOROVOD_LOCAL_{ours}", found)
+            os.environ.setdefault(f"{prefix}_LOCAL_{ours}", found)
 
 
 _hvdrun: socket.socket | None = None
@@ -205,12 +202,10 @@ def point_mpi4py_at(mpi_library: str) -> None:
 
 
 def choose_transports(mpi_version: str) -> None:
-    """Turn off unneeded transports of Open MPI 5, unless the user has chosen some.
-
-    The one-sided transport over libfabric sleeps for a second in MPI_Init while it looks for
-    networks; hvd_keras does not use it. A process that no launcher has started needs no transport,
-    and the one over shared memory would leave a file in /dev/shm.
-    """
+    """Turn off unneeded transports of Open MPI 5, unless the user has chosen some."""
+    # The one-sided transport over libfabric sleeps for a second in MPI_Init while it looks for
+    # networks; hvd_keras does not use it. A process that no launcher has started needs no
+    # transport, and the one over shared memory would leave a file in /dev/shm.
     match = re.match(r"Open MPI v(\d+)", mpi_version)
     if match and int(match[1]) >= 5:
         is_alone = not {"PMIX_RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys()

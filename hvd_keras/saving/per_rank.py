@@ -6,6 +6,7 @@ number, is written when all of them are on disk, and names them: until then they
 """
 
 import contextlib
+import dataclasses
 import itertools
 import pathlib
 import random
@@ -29,13 +30,11 @@ _BYTES = 1 << 24  # of a value that are sent at once
 
 
 def describe(own: list[Any]) -> dict[str, Any]:
-    """Describe the tables among some variables, by index, in a form that JSON can represent.
-
-    Slots of optimizers whose state is in shares count as tables, of any shape.
-    """
+    """Describe the tables among some variables, by index, in a form that JSON can represent."""
+    # Slots of optimizers whose state is in shares count as tables, of any shape.
     found = {str(i): shards.of(variable) for i, variable in enumerate(own)}
     return {
-        i: {**shard.layout.as_json(), "shape": list(shard.shape)}
+        i: {**dataclasses.asdict(shard.layout), "shape": list(shard.shape)}
         for i, shard in found.items()
         if shard is not None
     }
@@ -54,7 +53,8 @@ def write(
     token = agree.gather_json("checkpoint parts", secrets.token_hex(4), process_set)[0]
     names = [f"{path.stem}.{token}-{rank:04d}.h5" for rank in range(process_set.size())]
     mine = path.with_name(names[process_set.rank()])
-    values = (storage.Variable(own[i].path, False, _as_rows(own[i])) for i in map(int, tables))
+    parts = [own[int(i)] for i in tables]
+    values = (storage.Variable(v.path, False, _as_rows(v)) for v in parts)
     name = "Checkpoint: cannot write a rank's part"
     try:
         agree.on_all_ranks(name, lambda: storage.write(mine, {}, values), process_set)
@@ -113,6 +113,7 @@ def restore(
         if shard is not None:
             mine = shard.part
         values = np.zeros(mine.shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
+        # A rank opens the files of those whose parts meet its own; on as many ranks, one file.
         for rank, name in enumerate(names):
             theirs = before.part(rank)
             if theirs != mine and shard is not None and before == shard.layout:
@@ -194,7 +195,10 @@ def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: P
 
 
 def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
-    """Return the stacked values of all ranks, by index, for variables that differ by rank."""
+    """Return the values of all ranks, stacked, by index, for variables that differ by rank.
+
+    On the first rank: a layer of each rank's own, times their number, may be too much for all.
+    """
     if process_set.size() == 1:
         return {}
     # Parts of tables have files of their own, so they do not count as different.
@@ -208,17 +212,19 @@ def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
         i for i in range(len(own)) if len({digests[8 * i : 8 * i + 8] for digests in gathered}) > 1
     ]
     found = {}
+    # [ranks, *shape]: dropout's states, a rank's own layers, moving statistics within an epoch.
     for i in differing:
         value = np.asarray(own[i])
-        parts = agree.gather_bytes("checkpoint by rank", value.tobytes(), process_set)
-        found[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
+        mine = value.tobytes()
+        if parts := agree.gather_bytes("checkpoint by rank", mine, process_set, to_leader=True):
+            found[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
     return found
 
 
 def _digest(value: Any) -> bytes:
     """Eight bytes that differ if an array does, but by chance; much faster than SHA-256."""
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    whole = data.size // 4 * 4
+    whole = data.size // 4 * 4  # bytes in words; the rest is hashed by itself
     words, total = data[:whole].view(np.uint32), zlib.crc32(data[whole:].tobytes())
     for first in range(0, words.size, _WORDS):
         block = int(words[first : first + _WORDS].sum(dtype=np.uint64))

@@ -89,6 +89,7 @@ def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Vari
 
     def fill(temporary: pathlib.Path) -> None:
         with _Disk(temporary, "w+b") as disk:
+            # One variable at a time: the copies of all would be another model in memory.
             with h5py.File(disk, "w", userblock_size=_BLOCK) as file:
                 file["facts"] = json.dumps(metadata)
                 group = file.create_group("variables")
@@ -99,7 +100,7 @@ def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Vari
                     data.attrs["dtype"] = variable.value.dtype.name
                     disk.check()
             disk.check()
-            block = _block(disk, path.name)
+            block = _block(disk, path.name)  # reads all again, mostly from the page cache
             disk.seek(0)
             disk.write(block)
             disk.check()
@@ -136,11 +137,10 @@ class _Disk(io.FileIO):
 
 
 def prune(newest: pathlib.Path, keep: int) -> None:
-    """Remove all checkpoints except ``newest`` and the ``keep`` - 1 before it.
-
-    More advanced ones are removed, too: they belong to an abandoned training, and the next restart
-    would take them for this one's.
-    """
+    """Remove all checkpoints except ``newest`` and the ``keep`` - 1 before it."""
+    # More advanced ones are removed, too: they belong to an abandoned training, and the next
+    # restart would take them for this one's.
+    # Newest first, as files() sorts them.
     older = [p for p in files(newest.parent) if _position(p) <= _position(newest)]
     for path in files(newest.parent):
         if path not in older[:keep]:
@@ -194,7 +194,7 @@ def verify(path: pathlib.Path) -> None:
             raise DamagedError(f"it has {size} bytes, but {int(stated[1])} were written")
         if stated and stated[2].decode() != path.name:
             raise DamagedError(f"it was written as {stated[2].decode()}")
-        if found != _block(file, path.name):
+        if found != _block(file, path.name):  # every byte of it, also the padding
             raise DamagedError("its content does not match its SHA-256")
 
 
@@ -289,7 +289,7 @@ def write_whole(filepath: str | os.PathLike[str], write: Callable[[pathlib.Path]
         written = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime_ns)
         files = [path for path in written if path.is_file()]
         for path in files:
-            _sync(path)
+            _sync(path)  # a rename may reach the disk before the content otherwise
         with _locked(target.parent):
             for path in written:
                 if path.is_dir():

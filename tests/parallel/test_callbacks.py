@@ -141,7 +141,7 @@ def test_metrics_are_averaged_for_the_callbacks_behind() -> None:
 def test_metrics_that_differ_are_refused() -> None:
     model = compiled(training.dense_model())
     validation = (np.ones((2, 5)), np.ones((2, 1))) if RANK == 0 else None
-    with pytest.raises(ValueError, match=r"rank 0: \['loss', 'val_loss'\], rank 1: \['loss'\]"):
+    with pytest.raises(ValueError, match=r"rank 0: \['loss', 'val_loss'\]; rank 1: \['loss'\]"):
         fit(model, [hvd.callbacks.MetricAverageCallback()], validation_data=validation)
 
 

@@ -449,7 +449,7 @@ def test_names_that_occur_twice() -> None:
 @pytest.mark.parametrize(
     ("mine", "text"),
     [
-        (lambda: ["mse", "mae"][RANK % 2], r"rank 0: \['loss', 'mse'\], rank 1: \['loss', 'mae'\]"),
+        (lambda: ["mse", "mae"][RANK % 2], r"rank 0: \['loss', 'mse'\]; rank 1: \['loss', 'mae'\]"),
         (
             lambda: keras.metrics.AUC(num_thresholds=10 + RANK, name="auc"),
             r"rank 0: .*auc: AUC\(float32\[10\].*rank 1: .*auc: AUC\(float32\[11\]",

@@ -6,6 +6,7 @@ import os
 import pathlib
 import random
 import resource
+import sys
 import warnings
 from typing import Any
 
@@ -170,6 +171,35 @@ def test_one_checkpoint_in_two_fits(directory, numbers, after: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         train_twice(again, hvd.callbacks.Checkpoint(directory, save_freq=2))
     assert_same_state(again, undisturbed)
+
+
+def test_a_save_and_a_restart_enter_few_files(directory) -> None:
+    """Who follows a checkpoint through the package reads these."""
+    entered: set[str] = set()
+
+    def note(frame, event, _) -> None:
+        module = frame.f_globals.get("__name__", "")
+        if event == "call" and module.startswith("hvd_keras."):
+            entered.add(module)
+
+    def noted(method):
+        def call(*args) -> None:
+            sys.setprofile(note)
+            try:
+                method(*args)
+            finally:
+                sys.setprofile(None)
+
+        return call
+
+    for epochs in (1, 2):
+        saved = hvd.callbacks.Checkpoint(directory)
+        for name in ("on_train_begin", "on_epoch_end"):
+            setattr(saved, name, noted(getattr(saved, name)))
+        train(build(adam), saved, epochs=epochs)
+    assert "hvd_keras.saving.storage" in entered or RANK > 0
+    assert len(entered) <= 12, sorted(entered)
+    assert len({module.rpartition(".")[0] for module in entered}) <= 6, sorted(entered)
 
 
 def test_a_restart_says_where_it_continues(directory, capfd) -> None:

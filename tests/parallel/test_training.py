@@ -118,6 +118,24 @@ def test_sparse_as_dense() -> None:
     )
 
 
+def test_sparse_as_dense_is_alike_on_one_rank() -> None:
+    """One rank makes dense updates, too."""
+    sets = [hvd.add_process_set([rank]) for rank in range(SIZE)]
+    alone, together = training.sparse_model(), training.sparse_model()
+    x, y = training.data(alone, SIZE)
+    for model, all_ranks in ((alone, False), (together, True)):
+        training.set_weights(model, seed=0)
+        of = hvd.global_process_set if all_ranks else sets[RANK]
+        adam = hvd.DistributedOptimizer(MAIN["adam"](), sparse_as_dense=True, process_set=of)
+        model.compile(adam, "mse", run_eagerly=True)
+        rows = [training.shard(a, RANK, SIZE) if all_ranks else a for a in (x, y)]
+        batch = training.BATCH * (1 if all_ranks else SIZE)
+        model.fit(*rows, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+    np.testing.assert_allclose(training.flat(together), training.flat(alone), rtol=1e-4, atol=1e-5)
+    for one in sets:
+        hvd.remove_process_set(one)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_gradient_accumulation(model: str) -> None:
     training.assert_trains_like_one_process(

@@ -13,7 +13,7 @@ import tempfile
 import pytest
 
 import hvd_keras as hvd
-from hvd_keras.gradients import missing_calls
+from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.runtime import agree, libraries
 
 hvd.init()
@@ -32,7 +32,8 @@ def directory():
 def horovods_names(request, monkeypatch) -> None:
     """Collecting test_horovod.py imports Horovod's names; to other tests they are not in use."""
     is_horovods = request.path.stem == "test_horovod"
-    monkeypatch.setattr(missing_calls, "_is_horovods", is_horovods)
+    monkeypatch.setattr(missing_calls, "first_steps_are_local", is_horovods)
+    monkeypatch.setattr(model_ranks, "averages_rows", not is_horovods)
 
 
 def pytest_addoption(parser) -> None:

@@ -1,5 +1,7 @@
 """How tables are divided between ranks, without ranks."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def test_the_parts_cover_a_table_once(monkeypatch, kind, ranks) -> None:
         np.testing.assert_array_equal(values, table[list(part.rows), columns])
         seen[list(part.rows), columns] += 1
     assert (seen == 1).all()
-    assert Layout(**layout.as_json()) == layout
+    assert Layout(**dataclasses.asdict(layout)) == layout
 
 
 def table(name: str, mb: float, shard: plan.Choice = "auto", width: int = 64) -> plan.TableSize:

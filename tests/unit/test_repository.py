@@ -5,6 +5,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 
 import hvd_keras as hvd
 from hvd_keras import lifecycle
@@ -24,6 +25,18 @@ SOURCES = [
 def test_files_have_at_most_500_lines() -> None:
     assert SOURCES
     assert [path for path in SOURCES if len(path.read_text().splitlines()) > 500] == []
+
+
+def test_one_line_of_python_in_20_has_a_comment() -> None:
+    """Nobody sees from code alone why it is so, what it costs, and which shape an array has."""
+    lines = comments = 0
+    for path in SOURCES:
+        if path.suffix == ".py" and path.parts[len(ROOT.parts)] in ("hvd_keras", "callbacks"):
+            with tokenize.open(path) as file:
+                tokens = list(tokenize.generate_tokens(file.readline))
+            lines += tokens[-1].start[0] - 1
+            comments += sum(token.type == tokenize.COMMENT for token in tokens)
+    assert comments >= 0.05 * lines, f"{comments} of {lines} lines"
 
 
 def test_folders_have_at_most_20_files() -> None:

@@ -16,6 +16,6 @@ from hvd_keras.horovod import names
 from hvd_keras.runtime import settings
 
 __version__ = names.VERSION
-settings.set_horovods_ranks()
+settings.export_ranks("HOROVOD")
 hvd_keras.horovod.fill(sys.modules[__name__])
 hvd_keras.horovod.add_finder()
