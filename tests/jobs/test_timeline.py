@@ -133,7 +133,9 @@ def test_statistics_of_a_job_that_left_some_or_none(hvdrun) -> None:
     spent = {"requests": 3, "bytes": 5e9, "waiting_seconds": 1.0, "moving_seconds": 0.5}
     late = {"last": 7, "awaited_seconds": 0.1}
     own = {"rank": 1, "seconds": 4.0, "collectives": {"allreduce": spent}, "late": late}
-    table = statistics.table({1: own}, 2)
+    told = statistics.Statistics(size=2)
+    told.take(1, "host", own)
+    table = statistics.table(told)
     assert "1.0 s  25%   0.5 s  12%    7 times" in table
     assert "5 GB" in table
     assert table.endswith("No statistics of rank 0.")
