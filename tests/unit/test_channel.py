@@ -34,6 +34,7 @@ from hvd_keras.launch.onhost.channel import (
     silence,
 )
 from hvd_keras.launch.onhost.process import ask_to_end, private_folder
+from hvd_keras.launch.onhost.rsh_agent import ssh_command
 from hvd_keras.launch.onhost.worker import FUNCTION
 from tests.harness import launcher
 
@@ -277,6 +278,27 @@ def test_a_folder_that_another_user_could_use_is_refused(tmp_path: Path) -> None
         os.chown(tmp_path / "other", 65534, 65534)
         with pytest.raises(PermissionError, match="owner 65534"):
             private_folder(tmp_path / "other")
+
+
+def test_mpiruns_daemon_takes_no_folder_that_another_user_has_made(tmp_path: Path) -> None:
+    """The text that ssh would run on the other host, run here."""
+    text = ssh_command("passes", "7", ["ssh"], ["server2", 'stat -c %a "$TMPDIR"'])[-1]
+
+    def answer() -> str:
+        environment = {**os.environ, "TMPDIR": str(tmp_path), "SHELL": "/bin/sh"}
+        job = ["sh", "-c", text]
+        return subprocess.run(job, env=environment, capture_output=True, text=True).stdout
+
+    assert [answer(), answer()] == ["700\n"] * 2  # the daemons of a second start use it again
+    folder = tmp_path / "hvdrun-7"
+    folder.rename(tmp_path / "other")
+    folder.symlink_to(tmp_path / "other")
+    assert answer() == ""
+    if os.geteuid() == 0:
+        folder.unlink()
+        folder.mkdir()
+        os.chown(folder, 65534, 65534)
+        assert answer() == ""
 
 
 @in_loop

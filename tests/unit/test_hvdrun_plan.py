@@ -18,7 +18,7 @@ from hvd_keras.launch.onhost import host_facts as probe
 from hvd_keras.launch.onhost import sweep
 from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
 from hvd_keras.launch.onhost.rsh_agent import ssh_command
-from hvd_keras.launch.start import clean_up, command, hosts, preflight, slurm
+from hvd_keras.launch.start import clean_up, command, hosts, network, preflight, slurm
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.mpirun import find_mpirun
 from hvd_keras.launch.start.remote_shell import RemoteShell
@@ -90,6 +90,16 @@ def test_the_command_for_several_hosts(hvdrun, engine: str) -> None:
     assert {"HVDRUN_JOB=JOB", "HVDRUN_SECRET=SECRET"} <= set(settings)
     machines = {f"JOB_DIRECTORY/machines: server{n}:{s}" for n, s in ((1, 2), (2, 1))}
     assert machines <= set(settings) or engine.startswith("Open MPI")
+
+
+@pytest.mark.parametrize("engine", ["MPICH", "Open MPI 5"])
+def test_open_mpi_needs_a_temporary_folder_without_blanks(hvdrun, engine: str) -> None:
+    (hvdrun.folder / "two words").mkdir()
+    environment = hvdrun.environment | {"TMPDIR": f"{hvdrun.folder}/two words"}
+    job = ("--mpirun", fake(hvdrun, "mpirun", VERSIONS[engine]), "-H", "server1:1,server2:1")
+    done = hvdrun.run(*job, "--dry-run", "true", env=environment)
+    assert done.returncode == (2 if engine == "Open MPI 5" else 0), done.stderr
+    assert ("Open MPI accepts no blank in its name" in done.stderr) == (engine == "Open MPI 5")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
@@ -170,6 +180,14 @@ def test_bad_hosts_and_options_are_refused(hvdrun, arguments, words) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_other_systems_and_hosts_without_ipv4_are_refused() -> None:
+    told = "import sys; sys.platform = 'darwin'; import hvd_keras.launch"
+    done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True)
+    assert "hvdrun: got darwin; expected Linux" in done.stderr
+    with pytest.raises(UsageError, match="no route to one of absent.invalid.*IPv4 addresses"):
+        network.own_addresses(None, ["absent.invalid"])
 
 
 def test_a_hostfile() -> None:
@@ -389,6 +407,8 @@ def test_no_answer_of_slurm_is_told(hvdrun, monkeypatch) -> None:
     monkeypatch.setenv("PATH", f"{hvdrun.folder}:{os.environ['PATH']}")
     with pytest.raises(UsageError, match=r"`scontrol .*` ended .* 1: Unable to contact slurm"):
         asyncio.run(slurm.nodes({"SLURM_JOB_NODELIST": "n[1-3]"}))
+    with pytest.raises(UsageError, match="got a heterogeneous SLURM allocation"):
+        asyncio.run(slurm.nodes({"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_HET_SIZE": "2"}))
 
 
 def test_all_hosts_are_cleaned_up_at_once(hvdrun) -> None:

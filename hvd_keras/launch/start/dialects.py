@@ -108,9 +108,9 @@ class OpenMpi(Dialect):
         return command, files, {self.folder: str(start.directory)}
 
     def _hosts(self, start: Start) -> list[str]:
-        if " " in str(start.ssh):
+        if " " in (folder := tempfile.gettempdir()):
             raise UsageError(
-                f"got the temporary folder {str(start.directory.parent)!r}; Open MPI accepts no "
+                f"got the temporary folder {folder!r}; Open MPI accepts no "
                 "blank in its name; set TMPDIR to another folder"
             )
         parameters = {
