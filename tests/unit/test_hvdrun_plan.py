@@ -186,7 +186,7 @@ def test_other_systems_and_hosts_without_ipv4_are_refused() -> None:
     told = "import sys; sys.platform = 'darwin'; import hvd_keras.launch"
     done = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True)
     assert "hvdrun: got darwin; expected Linux" in done.stderr
-    with pytest.raises(UsageError, match="no route to one of absent.invalid.*IPv4 addresses"):
+    with pytest.raises(UsageError, match=r"no route to one of absent.invalid.*IPv4 addresses"):
         network.own_addresses(None, ["absent.invalid"])
 
 
