@@ -7,7 +7,6 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.gradients import agreement, model_ranks
 from hvd_keras.hooks import building, fitting, preprocessing, variables
-from hvd_keras.ops.movement import check_root
 from hvd_keras.runtime import libraries, log, rank_info
 
 
@@ -73,7 +72,7 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts. The model has its variables by now."""
         process_set = self.process_set
-        check_root(self.root_rank, process_set)
+        process_set.check_root(self.root_rank)
         states = variables.global_seed_states()
         variables.give_each_rank_its_own_randomness(states, process_set)
         fit = fitting.running(self.model)

@@ -215,9 +215,8 @@ def agree_on_kinds(
 ) -> tuple[Kind | None, ...]:
     """How each gradient is sent: dense if dense on any rank, None only if no rank has it."""
     mine = np.array([[_KINDS.index(kind) for kind in kinds]], np.uint8)  # [1, variables]
-    gathered = agree.run_now(
-        lambda: ops.allgather(mine, f"{name}.kinds", process_set=process_set),
-    )
+    call = {"name": f"{name}.kinds", "process_set": process_set.id()}
+    (gathered,) = agree.run("allgather", [mine], **call)
     # [ranks, variables]: what one rank has dense, all send dense.
     return tuple(_KINDS[i] for i in gathered.max(axis=0))
 

@@ -104,21 +104,12 @@ def grouped_broadcast(
     empty = {"tensors": [validate.EMPTY], "root_rank": process_set.ranks[0]}
     with validate.on_all_ranks("broadcast", name, process_set, **empty):
         checked = [tf.convert_to_tensor(validate.checked("broadcast", x)) for x in tensors]
-        check_root(root_rank, process_set)
+        process_set.check_root(root_rank)
     return list(
         validate.raw.hvd_broadcast(
             checked, tensor_name=name, root_rank=root_rank, process_set=process_set.id()
         )
     )
-
-
-def check_root(root_rank: int, process_set: ProcessSet) -> None:
-    """Raise ValueError if the root is not one of the ranks that take part."""
-    if not isinstance(root_rank, int) or root_rank not in process_set.ranks:
-        raise ValueError(
-            f"root_rank is {root_rank!r}, expected one of the ranks that take part: "
-            f"{process_set.text()}."
-        )
 
 
 def alltoall(

@@ -7,7 +7,6 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from hvd_keras.ops.movement import broadcast
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -41,10 +40,17 @@ def broadcast_object(
     data = np.frombuffer(cloudpickle.dumps(obj) if is_root else b"", np.uint8)
 
     def from_root(value: Any, call: str) -> Any:
-        return agree.run_now(lambda: broadcast(value, root_rank, call, process_set=process_set))
+        try:
+            return agree.run(
+                "broadcast", [value], name=call, root=root_rank, process_set=process_set.id()
+            )[0]
+        except Exception:
+            process_set.check_root(root_rank)  # a better error, if all ranks have the same
+            raise
 
+    process_set.check_included("broadcast_object")
     # Broadcasts need a shape that all ranks know.
-    length = from_root(np.int64(len(data)), f"{name}.length")
+    length = from_root(np.array(len(data)), f"{name}.length")
     received = from_root(data if is_root else np.zeros(int(length), np.uint8), name)
     return obj if is_root else cloudpickle.loads(received.tobytes())
 

@@ -1,18 +1,20 @@
 """Gathers small values from all ranks, so that every rank can make the same decision.
 
-Below the public collectives, because process sets are created with it.
+Below the public collectives, because process sets are created with it: arrays travel by the core's
+C API, and no framework takes part.
 """
 
 import contextlib
 import contextvars
+import ctypes
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import tensorflow as tf
 
 from hvd_keras.runtime import libraries, rank_info
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 #: This rank traces a step alone, only to create its variables: nothing may wait for other ranks.
 is_building = contextvars.ContextVar("hvd_keras is building a model", default=False)
+
+#: This rank does something alone, for which the others wait.
+is_leading = contextvars.ContextVar("inside on_leader", default=False)
 
 _Result = TypeVar("_Result")
 
@@ -33,6 +38,128 @@ def within(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
+
+
+class Memory(ctypes.Structure):
+    """A tensor in the host's memory, for the core."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_char_p),
+        ("dims", ctypes.c_int),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+    )
+
+    @classmethod
+    def at(cls, address: int, dtype: str, shape: Sequence[int]) -> "Memory":
+        """Describe a tensor of this dtype (a name of NumPy's, or bfloat16) and shape."""
+        return cls(address, dtype.encode(), len(shape), (ctypes.c_int64 * len(shape))(*shape))
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_char_p) for name in ("kind", "name", "note", "reduction", "wire")),
+        *((name, ctypes.c_int) for name in ("process_set", "root")),
+        *((name, ctypes.c_double) for name in ("prescale", "postscale")),
+    )
+
+
+# Of requests that were aborted in the middle: late messages may still be written there.
+_kept: list[Any] = []
+
+
+class Request:
+    """A request on its way.
+
+    Args:
+        kind: such as "allreduce".
+        inputs: tensors, which the owner must keep unchanged until ``wait`` returns.
+        outputs: the addresses of the results, if they have the inputs' shapes; else None.
+        owner: what owns the memory.
+        name: identifies the call on all ranks.
+        process_set: the number of the set.
+        note: text that must be equal on all ranks.
+        reduction: the value of a ``ReduceOp``.
+        wire: the widest floating-point dtype that is sent.
+        root: the rank of the job that broadcasts.
+        prescale, postscale: factors of the inputs and of the results.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        inputs: Sequence[Memory],
+        outputs: Sequence[int] | None,
+        owner: Any,
+        *,
+        name: str,
+        process_set: int = 0,
+        note: str = "",
+        reduction: str = "Sum",
+        wire: str = "float64",
+        root: int = 0,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> None:
+        words = (word.encode() for word in (kind, name, note, reduction, wire))
+        call = _Call(*words, process_set, root, prescale, postscale)
+        self._owner = owner, inputs
+        tensors = (Memory * len(inputs))(*inputs)
+        there = outputs and (ctypes.c_void_p * len(outputs))(*outputs)
+        self._core = libraries.core()
+        self._pending = self._core.hvd_submit(ctypes.byref(call), tensors, len(inputs), there)
+
+    def wait(self) -> None:
+        """Wait for the results, without Python's lock.
+
+        Raises:
+            What ``libraries.exception_of`` makes of the code of the core.
+        """
+        if code := self._core.hvd_wait(self._pending):
+            text = self._core.hvd_error().decode()
+            self.release()
+            raise libraries.exception_of(code, text)
+
+    def result(self, index: int, dtype: Any) -> np.ndarray[Any, Any]:
+        """Return a copy of a result that the core has allocated."""
+        data, shape = ctypes.c_void_p(), ctypes.POINTER(ctypes.c_int64)()
+        where = ctypes.byref(data), ctypes.byref(shape)
+        dims = shape[: self._core.hvd_result(self._pending, index, *where)]
+        size = math.prod(dims) * np.dtype(dtype).itemsize
+        return np.frombuffer(ctypes.string_at(data, size), dtype).reshape(dims).copy()
+
+    def release(self) -> None:
+        """Free the request and its results."""
+        if not self._core.hvd_release(self._pending):
+            _kept.append(self._owner)
+
+
+def run(
+    kind: str, arrays: Sequence[np.ndarray[Any, Any]], **call: Any
+) -> list[np.ndarray[Any, Any]]:
+    """Run a collective of arrays; also while a framework traces a function.
+
+    Args:
+        kind, call: as for ``Request``.
+        arrays: of dtypes that the core knows. For alltoall a tensor and its splits (int64).
+
+    Returns:
+        The results, new arrays; for alltoall the rows, and their number from each rank.
+
+    Raises:
+        As ``Request.wait``.
+    """
+    mine = [np.ascontiguousarray(array).reshape(array.shape) for array in arrays]
+    keeps_shape = kind in ("allreduce", "broadcast")
+    results = [np.empty_like(array) for array in mine] if keeps_shape else []
+    inputs = [Memory.at(array.ctypes.data, array.dtype.name, array.shape) for array in mine]
+    outputs = [array.ctypes.data for array in results] or None
+    request = Request(kind, inputs, outputs, (mine, results), **call)
+    request.wait()
+    if not keeps_shape:
+        results = [request.result(i, array.dtype) for i, array in enumerate(mine)]
+    request.release()
+    return results
 
 
 # The types that an error keeps on ranks that do not have it themselves.
@@ -74,19 +201,15 @@ def gather_bytes(
     if process_set is not None:
         process_set.check_included(name)
     number = 0 if process_set is None else process_set.id()
-    ops = libraries.tensorflow_ops()
-
-    def gather(values: Any, call: str) -> Any:
-        return run_now(lambda: ops.hvd_allgather([values], tensor_name=call, process_set=number)[0])
-
-    def send(values: Any, call: str) -> Any:
-        splits = np.array([len(values)] + [0] * (len(lengths) - 1), np.int64)
-        sent = {"tensor_name": call, "process_set": number}
-        return run_now(lambda: ops.hvd_alltoall(values, splits, **sent)[0])
+    call = {"process_set": number}
 
     # Two requests: the lengths may differ by rank, and rows have none.
-    lengths = gather(np.array([len(mine)], np.int64), f"{name}.lengths")
-    joined = (send if to_leader else gather)(np.frombuffer(mine, np.uint8), name).tobytes()
+    (lengths,) = run("allgather", [np.array([len(mine)])], name=f"{name}.lengths", **call)
+    sent, kind = [np.frombuffer(mine, np.uint8)], "allgather"
+    if to_leader:
+        sent.append(np.array([len(mine)] + [0] * (len(lengths) - 1)))
+        kind = "alltoall"
+    joined = run(kind, sent, name=name, **call)[0].tobytes()
     if len(joined) < lengths.sum():
         return []
     ends = np.cumsum(lengths)
@@ -156,23 +279,10 @@ def on_leader(
 
     Returns what the function returned; None on the other ranks.
     """
+
+    def lead() -> _Result:
+        with within(is_leading, True):
+            return function()
+
     is_leader = process_set.rank() == 0
-    return on_all_ranks(name, lambda: function() if is_leader else None, process_set)
-
-
-def run_now(collective: Callable[[], tf.Tensor]) -> np.ndarray[Any, Any]:
-    """Run a collective of values at once, also while a function is traced or a graph is built."""
-    with tf.init_scope():
-        if tf.executing_eagerly():
-            with tf.device("/cpu:0"):  # the values are needed on the host
-                return np.asarray(collective())
-    # TensorFlow 1: the user's graph runs later and may be finalised.
-    with tf.Graph().as_default(), tf.compat.v1.Session(config=_separate()) as session:
-        return np.asarray(session.run(collective()))
-
-
-def _separate() -> tf.compat.v1.ConfigProto:
-    """Return a configuration without side effects on the user's sessions."""
-    # By default, the first session of a process selects its GPUs and creates the threads of all
-    # later sessions.
-    return tf.compat.v1.ConfigProto(device_count={"GPU": 0}, use_per_session_threads=True)
+    return on_all_ranks(name, lambda: lead() if is_leader else None, process_set)

@@ -82,12 +82,34 @@ def core() -> ctypes.CDLL:
     library.hvd_record_requests.argtypes = [ctypes.c_char_p, ctypes.c_int]
     library.hvd_start_timeline.argtypes = [ctypes.c_char_p]
     library.hvd_gpu_folders.argtypes = [ctypes.c_char_p]
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.hvd_submit.argtypes = [pointer, pointer, integer, pointer]
+    library.hvd_submit.restype = pointer
+    library.hvd_wait.argtypes = library.hvd_release.argtypes = [pointer]
+    library.hvd_result.argtypes = [pointer, integer, pointer, pointer]
     # Otherwise ctypes takes what a void function leaves for an int.
     for name in ("rank_info", "remove_process_set", "set_log", "stop_timeline"):
         getattr(library, f"hvd_{name}").restype = None
     for name in ("gpu_folders", "use_gpu", "finalize", "abort"):
         getattr(library, f"hvd_{name}").restype = None
     return library
+
+
+# TensorFlow's exceptions, by the codes of the core's Status.
+_ERRORS = {
+    INVALID_ARGUMENT: "InvalidArgumentError",
+    4: "DeadlineExceededError",
+    9: "FailedPreconditionError",
+    10: "AbortedError",
+}
+
+
+def exception_of(code: int, text: str) -> Exception:
+    """Return the exception that a code of the core stands for."""
+    import tensorflow as tf
+
+    kind: type[Exception] = getattr(tf.errors, _ERRORS.get(code, "InternalError"))
+    return kind(None, None, text)
 
 
 def mpi_file() -> str:

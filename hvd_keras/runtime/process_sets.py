@@ -92,6 +92,14 @@ class ProcessSet:
                 "of the set: if process_set.included(): ..."
             )
 
+    def check_root(self, root_rank: int) -> None:
+        """Raise ValueError if a root is not one of the ranks that take part."""
+        if not isinstance(root_rank, int) or root_rank not in self.ranks:
+            raise ValueError(
+                f"root_rank is {root_rank!r}, expected one of the ranks that take part: "
+                f"{self.text()}."
+            )
+
     def text(self) -> str:
         """Return the ranks as text, such as "0, 2" or "0 to 3"."""
         ranks = self.ranks

@@ -3,9 +3,14 @@
 #include <dlfcn.h>
 #include <mpi.h>
 
+#include <algorithm>
 #include <cstring>
+#include <future>
+#include <memory>
+#include <new>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/base/export.h"
@@ -15,6 +20,8 @@
 #include "core/gpu/gpu_library.h"
 #include "core/gpu/gpu_transport.h"
 #include "core/gpu/nccl_api.h"
+#include "core/kernel_api.h"
+#include "core/request/collectives.h"
 #include "core/world.h"
 
 namespace {
@@ -48,6 +55,39 @@ hvd::Settings gpu_settings() {
   hvd::Settings settings;
   (void)hvd::read_settings(&settings);
   return settings;
+}
+
+// A tensor in the host's memory.
+struct TensorOfC {
+  void* data;
+  const char* dtype;
+  int dims;
+  const int64_t* shape;
+};
+
+// What a request has besides tensors, by the names that the tables of the core have.
+struct CallOfC {
+  const char *kind, *name, *note, *reduction, *wire;
+  int process_set, root;
+  double prescale, postscale;
+};
+
+// A request on its way, with the results that the core has allocated.
+struct Pending {
+  std::promise<hvd::Status> promise;
+  std::future<hvd::Status> done = promise.get_future();
+  bool kept = false;  // late messages may still be written into its tensors
+  std::vector<std::unique_ptr<char[]>> memory;
+  std::vector<hvd::Shape> shapes;
+};
+
+// The last of some values, in the order of their numbers, has the widest type.
+template <typename Value>
+Value named(const char* name, Value last) {
+  for (int i = 0; i < static_cast<int>(last); ++i) {
+    if (name == std::string(hvd::name_of(static_cast<Value>(i)))) return static_cast<Value>(i);
+  }
+  return last;
 }
 
 }  // namespace
@@ -163,6 +203,73 @@ HVD_EXPORT void hvd_finalize() {
 
 // Ends all ranks of the job.
 HVD_EXPORT void hvd_abort(int exit_status) { MPI_Abort(MPI_COMM_WORLD, exit_status); }
+
+// Submits a request of tensors in the host's memory, which must stay until hvd_release(). Results
+// are written to `outputs`, one for each input, if their shapes are the inputs' (they may be the
+// inputs); else `outputs` is null.
+HVD_EXPORT void* hvd_submit(const CallOfC* call, const TensorOfC* inputs, int count,
+                            void* const* outputs) {
+  auto* const pending = new Pending;
+  hvd::Request request;
+  for (const hvd::Collective& row : hvd::collectives()) {
+    if (row.name == std::string(call->kind)) request.kind = row.kind;
+  }
+  request.name = call->name;
+  request.note = call->note;
+  request.process_set = call->process_set;
+  request.root = call->root;
+  request.reduction = named(call->reduction, hvd::Reduction::adasum);
+  request.wire = named(call->wire, hvd::DType::float64);
+  request.prescale = call->prescale;
+  request.postscale = call->postscale;
+  for (int i = 0; i < count; ++i) {
+    const TensorOfC& input = inputs[i];
+    request.inputs.push_back({input.data, named(input.dtype, hvd::DType::float64),
+                              hvd::Shape(input.shape, input.shape + input.dims)});
+    if (outputs) request.outputs.push_back(outputs[i]);
+  }
+  const auto dtypes = [inputs = request.inputs](size_t i) {
+    return i < inputs.size() ? inputs[i].dtype : hvd::DType::int32;  // join's last rank
+  };
+  request.allocate = [pending, dtypes](size_t index, const hvd::Shape& shape, void** data) {
+    const size_t bytes = hvd::elements(shape) * hvd::size_of(dtypes(index));
+    auto memory = std::unique_ptr<char[]>(new (std::nothrow) char[bytes]);
+    if (!memory) {
+      return hvd::Status::error(hvd::Code::internal,
+                                "no memory for a result of " + std::to_string(bytes) + " bytes");
+    }
+    *data = memory.get();
+    pending->memory.resize(std::max(pending->memory.size(), index + 1));
+    pending->shapes.resize(pending->memory.size());
+    pending->memory[index] = std::move(memory);
+    pending->shapes[index] = shape;
+    return hvd::Status();
+  };
+  request.keep = [pending] { pending->kept = true; };
+  request.done = [pending](const hvd::Status& status) { pending->promise.set_value(status); };
+  hvd::submit(std::move(request));
+  return pending;
+}
+
+// Waits for a request. Its code, and hvd_error().
+HVD_EXPORT int hvd_wait(Pending* pending) {
+  return result([&](hvd::World&) { return pending->done.get(); });
+}
+
+// A result that the core has allocated: its number of dimensions.
+HVD_EXPORT int hvd_result(const Pending* pending, int index, const void** data,
+                          const int64_t** shape) {
+  *data = pending->memory[index].get();
+  *shape = pending->shapes[index].data();
+  return static_cast<int>(pending->shapes[index].size());
+}
+
+// Frees a request that has been waited for, and its results; 0 if its tensors must stay for ever.
+HVD_EXPORT int hvd_release(Pending* pending) {
+  if (pending->kept) return 0;
+  delete pending;
+  return 1;
+}
 
 // The version text and the file of the MPI library in use; valid before hvd_init().
 HVD_EXPORT const char* hvd_mpi_version() {

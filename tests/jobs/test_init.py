@@ -87,6 +87,10 @@ def test_ranks_and_communicators(tmp_path: pathlib.Path) -> None:
                 raise SystemExit("no error")
             except ValueError as error:
                 assert text in str(error), error
+        # The default dtype is still the script's to choose.
+        import keras
+        keras.config.set_floatx("float64")
+        assert keras.config.dtype_policy().name == "float64"
         print("right")
     """
     job = ranks.run_script(tmp_path, 3, script)
