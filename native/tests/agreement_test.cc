@@ -273,6 +273,42 @@ void reports_survive_the_way_through_bytes() {
   }
 }
 
+// Without texts, whatever the length of names and signatures.
+void brief_reports_decide_alike() {
+  const std::string longer(1000, 'x');
+  const std::vector<std::vector<Report>> cases = {
+      {staying({{"b" + longer, "1"}, {"x", "1"}, {"a", "2"}}),
+       staying({{"a", "2"}, {"b" + longer, "1"}})},
+      {staying({{"join", ""}}), staying({{"a", "1"}, {"b", "1"}}),
+       staying({{"b", "1"}, {"a", "1"}})},
+      {staying({{"a", "1"}}), staying({{"b", longer}})},
+      {staying({{"a", "1"}}), staying({{"a", "2"}})},
+      {staying({{"a", "1", "bad"}}), staying({{"a", "1"}})},
+      {staying({{"a", "1"}}), leaving("done", {})},
+  };
+  std::string texts;
+  for (const std::vector<Report>& full : cases) {
+    std::vector<Report> reports;
+    for (const Report& report : full) {
+      reports.push_back(brief(report));
+      CHECK(encode(reports.back()).size() < 64 * (report.queue.size() + 1));
+    }
+    const Decision mine = hvd::decide(reports), decision = hvd::decide(full);
+    std::string identities;
+    for (const Step& step : decision.run) identities += brief_identity(step.identity);
+    std::string own;
+    for (const Step& step : mine.run) own += step.identity;
+    CHECK(own == identities);
+    CHECK_EQ(mine.nothing(), decision.nothing());
+    CHECK_EQ(mine.some_joined, decision.some_joined);
+    texts += needs_texts(mine, reports) ? "1" : "0";
+    if (mine.some_joined) CHECK_EQ(mine.run.front().owner, 1);
+    reports.back().warns = true;
+    CHECK(needs_texts(mine, reports));
+  }
+  CHECK_EQ(texts, "000111");
+}
+
 void reports_that_are_cut_short_throw() {
   const std::string head = encode(leaving("why", {}));
   const std::string whole = encode(leaving("why", {{"identity", "signature"}}));
@@ -319,6 +355,7 @@ int main() {
       {"summary shows each rank and cuts long queues",
        summary_shows_each_rank_and_cuts_long_queues},
       {"reports survive the way through bytes", reports_survive_the_way_through_bytes},
+      {"brief reports decide alike", brief_reports_decide_alike},
       {"reports that are cut short throw", reports_that_are_cut_short_throw},
   });
 }

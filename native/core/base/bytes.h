@@ -1,6 +1,7 @@
-// Texts and numbers as bytes, for messages between ranks of one build.
+// Texts and numbers as bytes, and hashes of them, for messages between ranks of one build.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -8,6 +9,29 @@
 #include <utility>
 
 namespace hvd {
+
+// FNV-1a (Fowler, Noll, Vo; http://www.isthe.com/chongo/tech/comp/fnv/) over 64-bit words, with a
+// final mix.
+class Hash {
+ public:
+  void add(uint64_t word) {
+    state_ = (state_ ^ word) * 0x100000001b3ULL;
+    state_ ^= state_ >> 29;  // FNV alone never mixes high bits into low ones
+  }
+  void add(double value) {
+    uint64_t word;
+    std::memcpy(&word, &value, sizeof word);
+    add(word);
+  }
+  void add(const std::string& text) {
+    add(static_cast<uint64_t>(text.size()));
+    for (unsigned char c : text) add(static_cast<uint64_t>(c));
+  }
+  uint64_t value() const { return state_ < 2 ? state_ + 2 : state_; }
+
+ private:
+  uint64_t state_ = 0xcbf29ce484222325ULL;
+};
 
 class Writer {
  public:

@@ -62,6 +62,10 @@ class ClusterTransport : public KindTransport {
   void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) override {
     mpi_->exchange(sent, received);
   }
+  std::vector<int64_t> exchange_numbers(const std::vector<int64_t>& mine,
+                                        const Waiting& waiting) override {
+    return mpi_->exchange_numbers(mine, waiting);
+  }
 
   void reducescatter(const Request& request, size_t i) override;
   void gather_tensor(const void* mine, const std::vector<int64_t>& sizes, void* all) override;

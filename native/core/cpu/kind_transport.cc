@@ -57,8 +57,8 @@ Status KindTransport::run(Request& request, const Waiting& waiting) {
   }
   Layout layout;
   Status status = lay_out(
-      request, rank(), ranks(), [this](const auto& mine) { return share_numbers<int64_t>(mine); },
-      &layout);
+      request, rank(), ranks(), [&](const auto& mine) { return gather_numbers(mine, waiting); },
+      [&](const auto& mine) { return exchange_numbers(mine, waiting); }, &layout);
   if (!status.ok()) return status;
   if (request.kind == Kind::alltoall) {
     exchange(layout.sent, layout.received);

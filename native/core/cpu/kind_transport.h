@@ -13,6 +13,11 @@ namespace hvd {
 class KindTransport : public Transport {
  public:
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
+  std::vector<int64_t> gather_numbers(const std::vector<int64_t>& mine,
+                                      const Waiting& waiting) override {
+    begin(waiting);
+    return share_numbers(mine);
+  }
   Status run(Request& request, const Waiting& waiting) override;
 
   // Before each collective.

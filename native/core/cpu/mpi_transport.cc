@@ -176,6 +176,19 @@ void MpiTransport::exchange(const std::vector<Part>& sent, const std::vector<Par
   waiter_->wait(messages, waiting_);
 }
 
+// Each rank gets its own numbers alone: those of all would be N^2.
+std::vector<int64_t> MpiTransport::exchange_numbers(const std::vector<int64_t>& mine,
+                                                    const Waiting& waiting) {
+  begin(waiting);
+  std::vector<int64_t> numbers(mine.size());
+  const int bytes = static_cast<int>(mine.size() * sizeof(int64_t)) / size();
+  MPI_Request exchanged;
+  HVD_MPI(MPI_Ialltoall(mine.data(), bytes, MPI_BYTE, numbers.data(), bytes, MPI_BYTE,
+                        communicator_, &exchanged));
+  wait(exchanged);
+  return numbers;
+}
+
 void MpiTransport::broadcast(Request& request) {
   const int root = number_in_set(request.root);
   for (size_t i = 0; i < request.inputs.size(); ++i) {

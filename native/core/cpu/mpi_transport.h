@@ -59,6 +59,8 @@ class MpiTransport : public KindTransport {
   void reducescatter(const Request& request, size_t i) override;
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
   void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) override;
+  std::vector<int64_t> exchange_numbers(const std::vector<int64_t>& mine,
+                                        const Waiting& waiting) override;
 
  private:
   // What a reduction makes of proposals.

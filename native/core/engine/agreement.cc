@@ -21,7 +21,8 @@ void fields(Bytes& bytes, P& pending) {
 }
 template <typename Bytes, typename R>
 void head(Bytes& bytes, R& report) {
-  bytes(report.rank, report.host, report.leaving, report.reason, report.unchanged, report.waited);
+  bytes(report.rank, report.host, report.leaving, report.warns, report.reason, report.unchanged,
+        report.waited);
 }
 
 std::string name(const Report& report) { return "rank " + std::to_string(report.rank); }
@@ -30,6 +31,7 @@ std::string name(const Report& report) { return "rank " + std::to_string(report.
 struct Row {
   std::vector<const Pending*> pending;  // by rank; null: this rank has not submitted it
   const Pending* first;                 // of those that have
+  int owner;                            // its rank
 
   bool complete(const std::vector<Report>& reports) const {
     for (size_t r = 0; r < reports.size(); ++r) {
@@ -40,11 +42,13 @@ struct Row {
 };
 
 Row row_of(const std::string& identity, const std::vector<Heads>& heads) {
-  Row row{{}, nullptr};
+  Row row{{}, nullptr, 0};
   for (const Heads& own : heads) {
     const auto found = own.find(identity);
     row.pending.push_back(found == own.end() ? nullptr : found->second);
-    if (!row.first) row.first = row.pending.back();
+    if (row.first) continue;
+    row.first = row.pending.back();
+    row.owner = static_cast<int>(row.pending.size()) - 1;
   }
   return row;
 }
@@ -156,7 +160,8 @@ Decision decide(const std::vector<Report>& reports) {
       if (!refused.message.empty()) {
         decision.refuse.push_back(std::move(refused));
       } else {
-        decision.run.push_back({pending.identity, row.first->header});
+        decision.run.push_back({pending.identity, row.first->header, row.owner});
+        decision.some_joined |= std::count(row.pending.begin(), row.pending.end(), nullptr) > 0;
       }
     }
   }
@@ -182,6 +187,33 @@ Decision decide(const std::vector<Report>& reports) {
                      " s: the ranks wait for different collectives:" + summary(reports);
   }
   return decision;
+}
+
+std::string brief_identity(const std::string& identity) {
+  Hash hash;
+  hash.add(identity);
+  Writer out;
+  out(hash.value());
+  return out.take();
+}
+
+Report brief(Report report) {
+  report.host.clear();
+  report.reason.clear();
+  for (Pending& pending : report.queue) {
+    pending.identity = brief_identity(pending.identity);
+    pending.signature = brief_identity(pending.signature);
+    pending.problem.resize(std::min<size_t>(pending.problem.size(), 1));
+    pending.header.clear();
+  }
+  return report;
+}
+
+bool needs_texts(const Decision& decision, const std::vector<Report>& reports) {
+  const auto warns = [](const Report& report) { return report.warns; };
+  const Decision& d = decision;
+  return !d.refuse.empty() || !d.mismatch.empty() || !d.left.empty() || !d.stuck.empty() ||
+         std::any_of(reports.begin(), reports.end(), warns);
 }
 
 std::string summary(const std::vector<Report>& reports) {

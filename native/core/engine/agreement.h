@@ -15,6 +15,9 @@
 //      ranks have diverged: all that they have reported fails. Later requests may run.
 //   5. If a rank has waited for too long, all fails as in 3.
 //   6. Otherwise the ranks wait for more requests and report again.
+//
+// Reports travel briefly first: hashes in place of texts, some 60 bytes for each request, because
+// every rank gets those of all.
 #pragma once
 
 #include <string>
@@ -41,6 +44,7 @@ struct Report {
   std::string host;            // its name
   std::vector<Pending> queue;  // oldest first
   bool leaving = false;        // nothing will follow the queue
+  bool warns = false;          // this rank is about to print what the ranks wait for
   std::string reason;          // of leaving
   double unchanged = 0;        // seconds since the queue changed, if over HVD_MISMATCH_SECONDS
   double waited = 0;           // seconds without progress, if over the timeout
@@ -57,14 +61,16 @@ struct Refusal {
 struct Step {
   std::string identity;
   std::string header;
+  int owner = 0;  // the first rank that has submitted it
 };
 
 struct Decision {
   std::vector<Step> run;  // in this order
   std::vector<Refusal> refuse;
-  std::string mismatch;  // not empty: all that was reported fails with this
-  std::string left;      // not empty: who left, so that all fails
-  std::string stuck;     // not empty: who waits for what for too long, so that all fails
+  std::string mismatch;      // not empty: all that was reported fails with this
+  std::string left;          // not empty: who left, so that all fails
+  std::string stuck;         // not empty: who waits for what for too long, so that all fails
+  bool some_joined = false;  // a rank takes part in what runs without having submitted it
 
   bool nothing() const {
     return run.empty() && refuse.empty() && mismatch.empty() && left.empty() && stuck.empty();
@@ -72,6 +78,13 @@ struct Decision {
 };
 
 Decision decide(const std::vector<Report>& reports);
+
+// The same report with hashes for identities and signatures, and without headers.
+Report brief(Report report);
+std::string brief_identity(const std::string& identity);
+
+// Whether a decision of brief reports must be made again of full ones, because texts come of it.
+bool needs_texts(const Decision& decision, const std::vector<Report>& reports);
 
 // One line per rank, of what it waits for; for warnings.
 std::string summary(const std::vector<Report>& reports);

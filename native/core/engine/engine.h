@@ -94,9 +94,13 @@ class Engine {
 
   // In negotiation.cc.
   bool negotiate();
+  std::vector<std::string> share_texts(const std::string& mine);
+  std::vector<Report> share(const Report& mine);
+  void share_headers(Decision* decision);
   void fail_first(size_t count, const Status& status);
+  std::deque<Entry>::iterator find(const std::string& identity);
   bool take(const std::string& identity, Entry* entry);
-  Report report();
+  Report report(double idle);
   void note_joined(const std::vector<bool>& joined);
   void end_joining(Request& request);
   std::string head_waits_for(const std::vector<int>& missing);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <utility>
 
+#include "core/base/bytes.h"
 #include "core/base/log.h"
 #include "core/base/watchdog.h"
 #include "core/engine/engine.h"
@@ -49,15 +50,16 @@ Request neutral_request(const std::string& header) {
 }  // namespace
 
 bool Engine::negotiate() {
-  const std::vector<std::string> encoded = transport_->gather(
-      encode(report()), [&](double seconds, const std::vector<int>& missing) -> std::string {
-        return watch(seconds,
-                     [&] { return who(missing) + " does not take part in a negotiation."; });
-      });
-  std::vector<Report> reports;
-  for (const std::string& bytes : encoded) reports.push_back(decode(bytes));
-
-  const Decision decision = decide(reports);
+  const double idle = idle_seconds();
+  const Report mine = report(idle);
+  std::vector<Report> reports = share(brief(mine));
+  Decision decision = decide(reports);
+  if (needs_texts(decision, reports)) {
+    reports = share(mine);
+    decision = decide(reports);
+  } else if (decision.some_joined) {
+    share_headers(&decision);
+  }
   if (logs(LogLevel::debug)) log(LogLevel::debug, "negotiates:" + summary(reports));
   if (!decision.refuse.empty() || !decision.mismatch.empty()) history_.flight().alarm();
   for (const Refusal& refusal : decision.refuse) {
@@ -92,14 +94,41 @@ bool Engine::negotiate() {
   note_joined(joined);
   if (!decision.nothing()) return true;
   if (!idle_since_) idle_since_ = Clock::now();
-  watch(idle_seconds(),
-        [&] { return "the ranks wait for different collectives:" + summary(reports); });
+  watch(idle, [&] { return "the ranks wait for different collectives:" + summary(reports); });
   std::unique_lock<std::mutex> lock(mutex_);
   const size_t known = queue_.size();
   changed_.wait_for(lock, Seconds(kRetrySeconds), [&] {
     return queue_.size() != known || (leaving_ && !reports[transport_->rank()].leaving);
   });
   return true;
+}
+
+// What all ranks send in a negotiation.
+std::vector<std::string> Engine::share_texts(const std::string& mine) {
+  return transport_->gather(
+      mine, [&](double seconds, const std::vector<int>& missing) -> std::string {
+        return watch(seconds,
+                     [&] { return who(missing) + " does not take part in a negotiation."; });
+      });
+}
+
+std::vector<Report> Engine::share(const Report& mine) {
+  std::vector<Report> reports;
+  for (const std::string& bytes : share_texts(encode(mine))) reports.push_back(decode(bytes));
+  return reports;
+}
+
+// Gives ranks that have joined the headers of what runs: each from the first rank that has it.
+void Engine::share_headers(Decision* decision) {
+  Writer mine;
+  for (const Step& step : decision->run) {
+    if (step.owner != transport_->rank()) continue;
+    std::lock_guard<std::mutex> lock(mutex_);
+    mine(encode_header(find(step.identity)->request));
+  }
+  const std::vector<std::string> texts = share_texts(mine.take());
+  std::vector<Reader> readers(texts.begin(), texts.end());
+  for (Step& step : decision->run) readers[step.owner](step.header);
 }
 
 // Requests that came after the last report are not among them.
@@ -115,18 +144,24 @@ void Engine::fail_first(size_t count, const Status& status) {
   history_.free();
 }
 
+// The first request of this identity, which may be brief.
+std::deque<Engine::Entry>::iterator Engine::find(const std::string& name) {
+  return std::find_if(queue_.begin(), queue_.end(), [&](const Entry& pending) {
+    const std::string own = identity(pending.request);
+    return own == name || brief_identity(own) == name;
+  });
+}
+
 bool Engine::take(const std::string& name, Entry* entry) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const Entry& pending) {
-    return identity(pending.request) == name;
-  });
+  const auto found = find(name);
   if (found == queue_.end()) return false;
   *entry = std::move(*found);
   queue_.erase(found);
   return true;
 }
 
-Report Engine::report() {
+Report Engine::report(double idle) {
   std::lock_guard<std::mutex> lock(mutex_);
   Report report;
   report.rank = ranks()[transport_->rank()];
@@ -149,7 +184,8 @@ Report Engine::report() {
   const double unchanged = seconds_since(std::max(queue_changed_, last_progress_));
   if (settings_.mismatch_seconds > 0 && unchanged >= settings_.mismatch_seconds)
     report.unchanged = unchanged;
-  if (timeout() > 0 && idle_seconds() >= timeout()) report.waited = idle_seconds();
+  if (timeout() > 0 && idle >= timeout()) report.waited = idle;
+  report.warns = logs(LogLevel::debug) || (next_warning_ > 0 && idle >= next_warning_);
   return report;
 }
 

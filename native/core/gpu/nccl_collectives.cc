@@ -65,8 +65,8 @@ Status NcclCollectives::run(Request& request, const Waiting& waiting, const Paus
   if (!row.keeps_shape) {
     const Status status = lay_out(
         request, host_.rank(), host_.ranks(),
-        [&](const std::vector<int64_t>& mine) { return host_.gather_numbers(mine, waiting); },
-        &layout);
+        [&](const auto& mine) { return host_.gather_numbers(mine, waiting); },
+        [&](const auto& mine) { return host_.exchange_numbers(mine, waiting); }, &layout);
     if (!status.ok()) return status;
     allocated();
   }

@@ -44,26 +44,25 @@ Status lay_out_scattered(Request& request, int rank, int size) {
   return status;
 }
 
-// `splits`: by rank, tensor, and the rank to which the rows go.
-Status lay_out_exchanged(Request& request, const std::vector<int64_t>& splits, int rank, int size,
-                         Layout* layout) {
+// `sent` and `received`: rows, by rank and tensor.
+Status lay_out_exchanged(Request& request, const std::vector<int64_t>& sent,
+                         const std::vector<int64_t>& received, int size, Layout* layout) {
   const size_t n = request.inputs.size() / 2;  // tensors, each with its splits
   Status status;
   for (size_t i = 0; i < n && status.ok(); ++i) {
-    const auto rows = [&](int from, int to) { return splits[(from * n + i) * size + to]; };
     const Input& input = request.inputs[2 * i];
     Shape shape = input.shape;
     shape[0] = 0;
-    for (int r = 0; r < size; ++r) shape[0] += rows(r, rank);
+    for (int r = 0; r < size; ++r) shape[0] += received[r * n + i];
     status = request.allocate(2 * i, shape, &request.outputs[2 * i]);
     if (status.ok()) status = request.allocate(2 * i + 1, {size}, &request.outputs[2 * i + 1]);
     if (!status.ok()) break;
     char* in = static_cast<char*>(const_cast<void*>(input.data));
     char* out = static_cast<char*>(request.outputs[2 * i]);
     for (int r = 0; r < size; ++r) {
-      static_cast<int64_t*>(request.outputs[2 * i + 1])[r] = rows(r, rank);
-      layout->sent.push_back({r, in, rows(rank, r) * row_bytes(input)});
-      layout->received.push_back({r, out, rows(r, rank) * row_bytes(input)});
+      static_cast<int64_t*>(request.outputs[2 * i + 1])[r] = received[r * n + i];
+      layout->sent.push_back({r, in, sent[r * n + i] * row_bytes(input)});
+      layout->received.push_back({r, out, received[r * n + i] * row_bytes(input)});
       in += layout->sent.back().bytes;
       out += layout->received.back().bytes;
     }
@@ -85,21 +84,21 @@ std::vector<int64_t> scattered(const Input& input, int size) {
 }
 
 Status lay_out(Request& request, int rank, const std::vector<int>& ranks,
-               const GatherNumbers& gather, Layout* layout) {
+               const ShareNumbers& gather, const ShareNumbers& exchange, Layout* layout) {
   const int size = static_cast<int>(ranks.size());
   std::vector<int64_t> mine;
-  for (size_t i = 0; i < request.inputs.size(); ++i) {
-    const Input& input = request.inputs[i];
-    const int64_t* const splits = static_cast<const int64_t*>(input.data);
+  for (const Input& input : request.inputs)
     if (request.kind == Kind::allgather) mine.push_back(input.shape[0]);
-    if (is_splits(request.kind, i)) mine.insert(mine.end(), splits, splits + size);
+  for (int r = 0; request.kind == Kind::alltoall && r < size; ++r) {
+    for (size_t i = 1; i < request.inputs.size(); i += 2)
+      mine.push_back(static_cast<const int64_t*>(request.inputs[i].data)[r]);
   }
   request.outputs.assign(request.inputs.size(), nullptr);
   Status status;
   if (request.kind == Kind::allgather) {
     status = lay_out_gathered(request, gather(mine), size, layout);
   } else if (request.kind == Kind::alltoall) {
-    status = lay_out_exchanged(request, gather(mine), rank, size, layout);
+    status = lay_out_exchanged(request, mine, exchange(mine), size, layout);
   } else {
     status = lay_out_scattered(request, rank, size);
   }

@@ -32,14 +32,14 @@ struct Layout {
   std::vector<Part> sent, received;            // alltoall
 };
 
-// Allgather of numbers, equally many from each rank.
-using GatherNumbers = std::function<std::vector<int64_t>(const std::vector<int64_t>& mine)>;
+// Allgather or alltoall of numbers, equally many from or for each rank.
+using ShareNumbers = std::function<std::vector<int64_t>(const std::vector<int64_t>& mine)>;
 
 // Lays out an allgather, alltoall or reducescatter, and allocates its outputs. All ranks call it. A
 // rank that cannot allocate its output must not leave the others waiting for its bytes, so its
 // error is an error on all. `ranks`: numbers in the job, by rank of the set.
 Status lay_out(Request& request, int rank, const std::vector<int>& ranks,
-               const GatherNumbers& gather, Layout* layout);
+               const ShareNumbers& gather, const ShareNumbers& exchange, Layout* layout);
 
 // What a rank sends to itself.
 void copy_own(const std::vector<Part>& sent, const std::vector<Part>& received, int rank);

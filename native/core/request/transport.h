@@ -90,7 +90,8 @@ class Transport {
   virtual std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) = 0;
 
   // Every rank's numbers, one rank's after the other's; equally many from each.
-  std::vector<int64_t> gather_numbers(const std::vector<int64_t>& mine, const Waiting& waiting) {
+  virtual std::vector<int64_t> gather_numbers(const std::vector<int64_t>& mine,
+                                              const Waiting& waiting) {
     const char* const data = reinterpret_cast<const char*>(mine.data());
     std::vector<int64_t> all;
     for (const std::string& part : gather({data, mine.size() * sizeof(int64_t)}, waiting)) {
@@ -98,6 +99,19 @@ class Transport {
       std::memcpy(&all[all.size() - mine.size()], part.data(), part.size());
     }
     return all;
+  }
+
+  // Alltoall of numbers, equally many for each rank, one rank's after the other's.
+  virtual std::vector<int64_t> exchange_numbers(const std::vector<int64_t>& mine,
+                                                const Waiting& waiting) {
+    const std::vector<int64_t> all = gather_numbers(mine, waiting);
+    std::vector<int64_t> numbers;
+    const size_t each = mine.size() / size();
+    for (int r = 0; r < size(); ++r) {
+      const auto from = all.begin() + r * mine.size() + rank() * each;
+      numbers.insert(numbers.end(), from, from + each);
+    }
+    return numbers;
   }
 
   // Moves the data of a request that all ranks have agreed on.
