@@ -48,10 +48,10 @@ setup: .venv/installed .venv/test,lint  ## Install the project from source into 
 test: setup  ## Run the tests, without the slow ones, most repetitions, and Spark, Ray and Kubernetes.
 	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(PLATFORMS))
 
-platforms-test: .venv/platforms  ## Run the tests of Spark, Ray and Kubernetes, without the slow ones.
+platforms-test: setup .venv/platforms  ## Run the tests of Spark, Ray and Kubernetes, without the slow ones.
 	@$(BIN)/python -m pytest $(PYTEST) $(PLATFORMS)
 
-test-all: .venv/platforms  ## Run all tests.
+test-all: setup .venv/platforms  ## Run all tests.
 	@$(BIN)/python -m pytest $(PYTEST) -m ""
 
 scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare (all, or SCRIPTS="a b").
