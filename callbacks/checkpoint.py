@@ -15,8 +15,8 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.data.split import Passes
 from hvd_keras.gradients import shards
-from hvd_keras.hooks import fitting, variables
-from hvd_keras.runtime import agree
+from hvd_keras.hooks import fitting, keras_callbacks, variables
+from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import Variable, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import per_rank, storage
@@ -123,6 +123,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
         epochs = self.params["epochs"]
         self._rate = _rate(self.model.optimizer)
         self._passes = fit.passes
+        if fit.seekable is None:
+            self._tell_cost()
         self._fits.append(epochs)
         if found is None:
             return
@@ -135,7 +137,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self.model._initial_epoch = epochs
         else:
             self._found = None
-            self._go_on(found)
+            self._go_on(found, fit)
         if self._hvd_process_set.rank() == 0:
             print(f"hvd_keras: {_message(found, epochs, is_complete)}", file=sys.stderr, flush=True)
 
@@ -278,15 +280,38 @@ class Checkpoint(Callback):  # type: ignore[misc]
             seeds = variables.seed_states(self.model._flatten_layers())
             variables.give_each_rank_its_own_randomness(seeds, process_set)
 
-    def _go_on(self, found: "_Found") -> None:
+    def _go_on(self, found: "_Found", fit: keras_callbacks.Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
         states = found.metadata["passes"]
         if len(states) == len(self._passes):
             for passes, state_then in zip(self._passes, states, strict=True):
                 passes.restore(state_then)
-        batches = self._batches_seen(found)
+        if found.metadata["batch"] == 0:
+            return
+        seeks, calls = fit.seekable is not None, self.model.steps_per_execution
+        if calls > 1:  # a call of several steps must neither begin nor end within what is skipped
+            same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
+            seeks &= same_ranks and self.params["steps"] % calls == 0
+        if seeks and len(states) == 1:
+            assert fit.seekable is not None
+            batches = fit.seekable.seek(states[0][2])
+            fit.looks_at_data = False  # the first batch is that after those skipped
+        else:
+            seeks, batches = False, self._batches_seen(found)
         if batches:
-            self._skipping = _Skipping(self.model, variables.of_training(self.model), batches)
+            own = variables.of_training(self.model)
+            self._skipping = _Skipping(self.model, own, batches, reads=not seeks)
+
+    def _tell_cost(self) -> None:
+        """Tell before training what a restart will cost, if data cannot be sought in."""
+        if self.save_freq != "epoch" and self._hvd_process_set.rank() == 0:
+            log.logger.warning(
+                "Checkpoint: a restart within an epoch will read the epoch's batches before that, "
+                "up to %s, again, without training on them: the data can only be read from the "
+                "beginning. Data of hvd.data.shard can begin anywhere if made of arrays, a "
+                "PyDataset or hvd.data.files. With save_freq='epoch' nothing is read twice.",
+                self.params.get("steps") or "all",
+            )
 
     def _batches_seen(self, found: "_Found") -> int:
         then, batch = found.metadata["ranks"], found.metadata["batch"]
@@ -347,7 +372,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             "ranks": self._hvd_process_set.size(),
             "rate": self._rate,
             "fits": self._fits,
-            "passes": [passes.state(within=batch > 0) for passes in self._passes],
+            "passes": [passes.state(batch) for passes in self._passes],
             "random": random_states or [random_state],
         }
         path = storage.path_of(self.directory, epoch, batch)
@@ -387,15 +412,18 @@ class _Found:
 
 
 class _Skipping:
-    """Lets ``fit`` read the batches that the model has seen, without training on them.
+    """Lets ``fit`` pass over the batches that the model has seen, without training on them.
+
+    It reads them, unless the data begin behind them.
 
     Other callbacks are called for these batches, so that their counters are right. Their changes to
     the model are undone when the position of the checkpoint is reached.
     """
 
-    def __init__(self, model: Any, own: list[Any], batches: int) -> None:
+    def __init__(self, model: Any, own: list[Any], batches: int, reads: bool) -> None:
         self.batches = batches
-        self._read = 0
+        self._reads = reads
+        self._passed = 0
         self._model = model
         self._own = shards.without(own)  # a copy of the tables might not fit
         self._values = [np.asarray(variable).copy() for variable in self._own]
@@ -404,9 +432,11 @@ class _Skipping:
         model.train_function = self._skip
 
     def _skip(self, iterator: Any) -> Any:
-        if self._read >= self.batches:  # an earlier fit broke off before stop()
+        if self._passed >= self.batches:  # an earlier fit broke off before stop()
             return self._train_function(iterator)
-        self._read += self._model.steps_per_execution
+        self._passed += self._model.steps_per_execution
+        if not self._reads:
+            return {}
         next(iterator)  # raises at the end of the data, as Keras's function does
         for _ in range(1, self._model.steps_per_execution):
             next(iterator, None)

@@ -2,8 +2,7 @@
 
     hvdrun -np 2 examples/tfrecords.py
 
-Every rank reads all files, and hvd.data.shard gives it its records, so that all make the same
-number of steps. Parse after that: it is then done for the rank's own records only.
+Each rank reads its own records only, and all make the same number of steps.
 """
 
 from pathlib import Path
@@ -45,12 +44,9 @@ if hvd.rank() == 0:
     write_files()
 hvd.barrier()  # the others wait until the files are complete
 
-files = sorted(str(file) for file in FOLDER.glob("*.tfrecord"))  # in the same order on all ranks
-records = tf.data.TFRecordDataset(files)
-# The number of records spares one pass through the files, which would count them.
-records = records.apply(tf.data.experimental.assert_cardinality(1000))
-# A number shuffles within so many records, instead of holding all in memory.
-data = hvd.data.shard(records, batch_size=32, shuffle=500).map(parse).prefetch(2)
+# Shuffles blocks of records, and the records of windows of 500.
+files = hvd.data.files(str(FOLDER / "*.tfrecord"), map=parse)
+data = hvd.data.shard(files, batch_size=32, shuffle=500)
 
 model = keras.Sequential([keras.layers.Dense(64, activation="relu"), keras.layers.Dense(1)])
 model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size())), loss="mse")

@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.data import arrays, datasets
+from hvd_keras.data import arrays, datasets, file_sources, row_sources
+from hvd_keras.data.file_sources import files as files
 from hvd_keras.data.split import MODES, Passes, Source, Split
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import PyDataset, keras
@@ -43,6 +44,10 @@ def shard(
             - a ``keras.utils.PyDataset`` whose batches have the same size, except the last. The
               ranks get whole batches. Its ``workers`` are run as threads; its ``on_epoch_*``
               methods are not called.
+            - files, from ``hvd.data.files``.
+            - a Hugging Face ``Dataset``, a source of ``grain``, or any object with a length and
+              rows by number, such as ``row = source[7]``: a nest of numbers, strings and arrays of
+              the same shapes in all rows. It is shuffled as files are.
         batch_size: rows per rank and step. Optional for a batched dataset: by default each of its
             batches is one rank's batch. Not allowed for a PyDataset.
         shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch's number, so that a
@@ -92,6 +97,8 @@ def shard(
     mode = uneven or ("trim" if keeps_size else "share")
     split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
+    source = file_sources.opened(source, process_set)
+
     def look() -> Source:
         if min(seed, start_epoch) < 0:
             raise ValueError(f"{seed=}, {start_epoch=}, expected 0 or more.")
@@ -132,13 +139,14 @@ def shard(
             "hvd.data.shard: uneven='pad' adds sample weights and so needs y, but the source has "
             f"only x: {rows.spec}. Use 'share' or 'trim'."
         )
-    spec = tf.TensorSpec((), tf.int64)
+    spec = tf.TensorSpec([2], tf.int64)
     shuffling = source if datasets.shuffles_itself(source) else None
-    # A dataset of one number, that of the pass: generated anew each time that one begins.
-    passes = Passes(start_epoch, shuffling, rows.is_shuffled)
+    # A dataset of one element, the pass and its first row: generated anew each time one begins.
+    passes = Passes(start_epoch, shuffling, rows, split)
     epoch = tf.data.Dataset.from_generator(lambda: iter([passes.begin()]), output_signature=spec)
     epoch._hvd_passes = passes
-    batches = epoch.flat_map(rows.batches)  # one epoch in each pass
+    batches = epoch.flat_map(lambda begin: rows.batches(begin[0], begin[1]))
+    batches._hvd_pass = passes  # one epoch in each pass
     if mode == "pad":
         batches = batches.map(_weigh)
     batches = batches.apply(tf.data.experimental.assert_cardinality(rows.steps))
@@ -212,9 +220,21 @@ def passes_of(dataset: Any) -> list[Passes]:
     return [node._hvd_passes for node in nodes if hasattr(node, "_hvd_passes")]
 
 
+def seekable(dataset: Any) -> Passes | None:
+    """Return the passes of a sharded source that can begin at any row; None if there is none.
+
+    Each element of the dataset must be made of one batch of the source.
+    """
+    node = dataset
+    while not hasattr(node, "_hvd_pass") and datasets.is_elementwise(node):
+        (node,) = node._inputs()
+    passes: Passes | None = getattr(node, "_hvd_pass", None)
+    return passes if passes is not None and passes.source.unit else None
+
+
 def check_passes(passes: list[Passes], process_set: ProcessSet) -> None:
     """Raise ValueError on all ranks if they have begun different numbers of shuffled passes."""
-    begun = [one.begun for one in passes if one.is_shuffled]
+    begun = [one.begun for one in passes if one.source.is_shuffled]
     if not begun:
         return
     gathered = agree.gather_json("fit passes", begun, process_set)
@@ -263,6 +283,11 @@ def _open(
         )
     if batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step.")
+    if isinstance(source, file_sources.Opened):
+        return file_sources.of_rows(source, batch_size, shuffle, seed, split)
+    if row_sources.is_row_source(source):
+        opened = file_sources.Opened(row_sources.Rows(source))
+        return file_sources.of_rows(opened, batch_size, shuffle, seed, split)
     return arrays.of_arrays(source, batch_size, everything, seed, split)
 
 

@@ -17,11 +17,11 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
     dtypes = [part.dtype.as_numpy_dtype for part in tf.nest.flatten(spec)]
     global_batch = split.size * batch_size
 
-    def read(epoch: int, step: int) -> list[Any]:
-        rows = min(global_batch, length - step * global_batch)
+    def read(epoch: int, first: int) -> list[Any]:
+        rows = min(global_batch, length - first)
         count = rows // split.size if split.uneven == "share" else batch_size
         # Rank r of N has rows r, r + N, r + 2N, … of the step; "pad" goes on at the first row.
-        places = step * global_batch + np.arange(count) * split.size + split.rank
+        places = first + np.arange(count) * split.size + split.rank
         # The row numbers of this rank's batch: [count], places beyond the end begin again.
         order = _order(length, shuffle, seed, epoch)[places % length]
         weight = split.weight(rows, length, batch_size)
@@ -52,18 +52,18 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
             raise ValueError(f"{text} Only the last may have fewer, the same number each time.")
         return parts
 
-    def read(epoch: int, step: int) -> list[Any]:
-        rows = min(global_batch, length - step * global_batch)
+    def read(epoch: int, first: int) -> list[Any]:
+        rows = min(global_batch, length - first)
         if split.uneven == "share" and rows < global_batch:
             count = rows // split.size
             # Whole batches are read, so rows that follow each other cost the fewest reads.
-            start = step * global_batch + split.rank * count
+            start = first + split.rank * count
             indices = range(start // batch_size, (start + count - 1) // batch_size + 1)
             batches = zip(*(batch(epoch, index) for index in indices), strict=True)
             skip = start % batch_size
             mine = [np.concatenate(parts)[skip : skip + count] for parts in batches]
             return [*mine, _weights(np.ones(count, bool), 1.0)]
-        place = step * split.size + split.rank
+        place = first // batch_size + split.rank
         parts = batch(epoch, place % number)
         numbers, real = np.arange(batch_size), len(parts[0])
         weights = _weights(
@@ -73,7 +73,8 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
 
     workers = max(1, getattr(source, "workers", 1))
     description = f"sample {digest(y_of(first))}"
-    return _read_by(read, spec, length, batch_size, workers, split, description, bool(shuffle))
+    shuffles, unit = bool(shuffle), batch_size
+    return _read_by(read, spec, length, batch_size, workers, split, description, shuffles, unit)
 
 
 def number_of_batches(source: Any) -> int | None:
@@ -104,30 +105,47 @@ def _read_by(
     split: Split,
     description: str,
     is_shuffled: bool,
+    unit: int = 1,
 ) -> Source:
     """Make a source from a function.
 
-    ``read(epoch, step)`` returns the parts of this rank's batch, and the weights for "pad".
+    ``read(epoch, first)`` returns the parts of this rank's batch, and the weights for "pad", of the
+    step whose first row is the ``first`` in the epoch's order.
     """
     specs = [*tf.nest.flatten(spec), tf.TensorSpec((), tf.float32)]
-    steps = split.steps(length, batch_size)
+    steps, global_batch = split.steps(length, batch_size), split.size * batch_size
     # Fixed shapes let TensorFlow trace the step once; a shorter last step would be a second trace.
     rows = None if split.has_short_step(length, batch_size) else batch_size
 
-    def batch(epoch: Any, step: Any) -> Any:
-        parts = tf.numpy_function(read, (epoch, step), [part.dtype for part in specs])
-        for part, row in zip(parts, specs, strict=True):
-            part.set_shape([rows, *row.shape])
+    def read_step(epoch: int, row: int, step: int) -> list[Any]:
+        if step >= split.steps_from(row, length, batch_size):
+            raise IndexError(beyond(row, length))
+        return list(read(epoch, row + step * global_batch))
+
+    def batch(epoch: Any, row: Any, step: Any) -> Any:
+        parts = tf.numpy_function(read_step, (epoch, row, step), [part.dtype for part in specs])
+        for part, known in zip(parts, specs, strict=True):
+            part.set_shape([rows, *known.shape])
         data = tf.nest.pack_sequence_as(spec, parts[:-1])
         return (data, parts[-1]) if split.uneven == "pad" else data
 
     # Python code, one call at a time: more workers help those that wait, such as for files.
-    def batches(epoch: Any) -> tf.data.Dataset:
+    def batches(epoch: Any, row: Any) -> tf.data.Dataset:
         numbers = tf.data.Dataset.range(steps)
-        return numbers.map(lambda step: batch(epoch, step), num_parallel_calls=workers)
+        return numbers.map(lambda step: batch(epoch, row, step), num_parallel_calls=workers)
 
     left_out = split.left_out(length, batch_size)
-    return Source(spec, length, batch_size, steps, left_out, description, is_shuffled, batches)
+    return Source(
+        spec, length, batch_size, steps, left_out, description, is_shuffled, batches, unit
+    )
+
+
+def beyond(row: int, length: int) -> str:
+    """Return what is wrong if more is read than the rest of an interrupted epoch."""
+    return (
+        f"nothing follows the rest of an interrupted epoch, from row {row} of {length}; expected "
+        "it to be read in fit, by as many steps as remain"
+    )
 
 
 def _weights(real: Any, weight: float) -> Any:
@@ -144,7 +162,7 @@ def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any, int]:
 
     With ``cast``, floating-point rows have the dtype to which Keras's ``fit`` casts them.
     """
-    source = _with_tuples(source)
+    source = with_tuples(source)
     parts = [np.asarray(part) for part in tf.nest.flatten(source)]
     if not parts or any(part.ndim == 0 for part in parts):
         raise ValueError(
@@ -170,10 +188,10 @@ def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any, int]:
     return parts, tf.nest.pack_sequence_as(source, specs), len(parts[0])
 
 
-def _with_tuples(source: Any) -> Any:
+def with_tuples(source: Any) -> Any:
     """Nested arrays with tuples for lists, as specifications have them."""
     if isinstance(source, dict):
-        return type(source)((key, _with_tuples(part)) for key, part in source.items())
+        return type(source)((key, with_tuples(part)) for key, part in source.items())
     if isinstance(source, (list, tuple)) and not hasattr(source, "_fields"):
-        return tuple(map(_with_tuples, source))
+        return tuple(map(with_tuples, source))
     return source

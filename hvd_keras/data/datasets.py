@@ -36,6 +36,11 @@ def shuffles_itself(source: Any) -> bool:
     return isinstance(source, tf.data.Dataset) and bool(_seeds(source, alone=True))
 
 
+def is_elementwise(node: Any) -> bool:
+    """Whether an element of a dataset is made of one of its input, anew in each pass."""
+    return _kind(node) in _ELEMENTWISE - {"Cache"}
+
+
 def of_dataset(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
@@ -69,7 +74,7 @@ def of_dataset(
     if whole_batches and counts is not None:
         steps, left_out = split.of_batches(counts, size)
 
-    def batches(epoch: Any) -> tf.data.Dataset:
+    def batches(epoch: Any, row: Any) -> tf.data.Dataset:  # row is 0
         if whole_batches:
             if split.size == 1 and split.uneven == "share":
                 return source

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvd_keras.runtime import log
+
 MODES = ("share", "pad", "trim", "error")
 
 
@@ -28,6 +30,13 @@ class Split:
         """Whether the last step has fewer than ``batch_size`` rows on each rank."""
         global_batch = self.size * batch_size
         return self.uneven == "share" and self.steps(length, batch_size) * global_batch > length
+
+    def steps_from(self, row: int, length: int, batch_size: int) -> int:
+        """Return the number of steps in the rest of a pass, which begins at ``row``."""
+        left = length - row
+        if self.uneven == "share" and not self.has_short_step(length, batch_size):
+            return left // (self.size * batch_size)  # batches of a static size
+        return self.steps(left, batch_size)
 
     def left_out(self, length: int, batch_size: int) -> int:
         """Return the number of rows that no rank gets in a pass over ``length`` rows."""
@@ -71,22 +80,66 @@ class Passes:
     next: int
     # The source, if it shuffles itself: then its order depends on how often it was begun.
     shuffling: tf.data.Dataset | None
-    is_shuffled: bool  # whether passes have different orders
+    source: "Source"
+    split: Split
     begun: int = 0  # in this process, and in those that it continues
+    start: int = 0  # the row at which the pass in progress began
+    unread: int = 0  # steps before that row
+    resume: tuple[int, int] = (0, 0)  # both, of the pass that begins next
 
-    def begin(self) -> int:
-        """Return the number of a pass that begins."""
+    def begin(self) -> list[int]:
+        """Return the number of a pass that begins, and the row at which it does."""
+        self._count()
+        self.start, self.unread = self.resume
+        self.resume = (0, 0)
+        return [self.next - 1, self.start]
+
+    def _count(self) -> None:
         self.next += 1
         self.begun += 1
-        return self.next - 1
 
-    def state(self, within: bool) -> list[int]:
-        """What ``restore`` needs to repeat the pass that has begun (``within``), or the next."""
-        return [self.next - within, self.begun - within]
+    def state(self, step: int) -> list[int]:
+        """What ``restore`` needs to go on at ``step`` of the pass that has begun; 0: at the next.
+
+        The last two numbers are the rows of this pass that all ranks have seen, and all its rows.
+        """
+        within = step > 0
+        seen = self.start + (step - self.unread) * self.split.size * self.source.batch_size
+        return [self.next - within, self.begun - within, seen * within, self.source.length]
+
+    def seek(self, row: int) -> int:
+        """Let the pass that begins next do so at ``row``; return the steps that it then lacks."""
+        source, split = self.source, self.split
+        if again := row % source.unit:
+            row -= again
+            log.logger.warning(
+                "hvd.data.shard uses %s rows again, because the interrupted epoch's batches had "
+                "another size than now.",
+                again,
+            )
+        steps = split.steps_from(row, source.length, source.batch_size)
+        left_out = source.length - row - steps * split.size * source.batch_size
+        if split.uneven == "share" and left_out >= split.size and not split.rank:
+            log.logger.warning(
+                "hvd.data.shard leaves out the last %s rows of the interrupted epoch, because all "
+                "batches have the same size. uneven='pad' includes them.",
+                left_out,
+            )
+        self.resume = (row, source.steps - steps)
+        if not steps:  # nothing of it is read, and so it never begins
+            self._count()
+            self.resume = (0, 0)
+        return source.steps - steps
 
     def restore(self, state: list[int]) -> None:
-        """Continues where another process was."""
-        self.next, begun = state
+        """Continue where another process was."""
+        self.next, begun, seen, rows = state
+        if seen and rows != self.source.length:
+            raise ValueError(
+                f"the data had {rows} rows when a checkpoint was written within an epoch, and now "
+                f"have {self.source.length}, so the rest of the epoch is unknown. Give the same "
+                "data, or begin anew with restore=False."
+            )
         if self.shuffling is not None:
             # A shuffle advances its order when a pass begins, so nothing need be read.
             for _ in range(begun - self.begun):
@@ -105,6 +158,8 @@ class Source:
     left_out: int  # rows that no rank gets
     description: str  # what else must be equal on all ranks
     is_shuffled: bool
-    # Makes this rank's batches of the epoch of this number, a scalar int64 tensor; for "pad", pairs
-    # (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.
-    batches: Callable[[tf.Tensor], tf.data.Dataset]
+    # Makes this rank's batches of the epoch of this number, from this row on, both scalar int64
+    # tensors; for "pad", pairs (batch, weights), where weights are float32 of shape [batch_size]
+    # and 0 for padding. It has as many elements as a whole epoch; those too many are errors.
+    batches: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
+    unit: int = 0  # an epoch can begin at each row that this divides, without reading those before

@@ -4,8 +4,7 @@ import bisect
 import itertools
 from typing import Any
 
-import numpy as np
-
+from hvd_keras.data.parquet import array_of
 from hvd_keras.runtime.keras import keras
 
 
@@ -58,29 +57,5 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
         tables = [group.to_table(columns=names) for group in self._groups[first:last]]
         skip = start - self._starts[first]
         table = pyarrow.concat_tables(tables).slice(skip, end - start)
-        arrays = {name: _array(name, table[name].combine_chunks()) for name in names}
+        arrays = {name: array_of(name, table[name].combine_chunks()) for name in names}
         return keras.tree.map_structure(lambda name: arrays[name], self._columns)
-
-
-def _array(name: str, column: Any) -> Any:
-    """Return a column of pyarrow as an array of shape [rows, ...]."""
-    from pyarrow import types
-
-    if column.null_count:
-        raise ValueError(f"column {name!r} has nulls; expected a value in each row (df.fillna)")
-    if not (types.is_list(column.type) or types.is_large_list(column.type)):
-        array = column.to_numpy(zero_copy_only=False)
-        if array.dtype.kind not in "biuf" and not isinstance(array.flat[0], str | bytes):
-            raise ValueError(
-                f"column {name!r} has the type {column.type}; expected numbers, strings, or arrays "
-                "of them"
-            )
-        return array
-    lengths = np.unique(column.value_lengths().to_numpy(zero_copy_only=False))
-    if len(lengths) > 1:
-        raise ValueError(
-            f"column {name!r} has arrays of {lengths.min()} to {lengths.max()} values; expected "
-            "the same number in each row"
-        )
-    values = _array(name, column.flatten())
-    return values.reshape(len(column), int(lengths[0]), *values.shape[1:])
