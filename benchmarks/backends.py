@@ -2,11 +2,11 @@
 
     python benchmarks/backends.py --jax-python /path/to/other/environment/bin/python
 
-Each job trains the same model on two batches of BATCH per step: two ranks of hvd_keras; two
-processes that exchange nothing; one process with all cores and both batches; and, with
---jax-python, keras.distribution.DataParallel on JAX over two processes. Of the jobs, one measures
-while the processes of the others are stopped. The time is that of the second epoch of a fit. To
-create the other environment:
+Each job trains the same model on two batches of BATCH per step: two ranks of hvd_keras; two in
+automatic mode; two processes that exchange nothing; one process with all cores and both batches;
+and, with --jax-python, keras.distribution.DataParallel on JAX over two processes. Of the jobs, one
+measures while the processes of the others are stopped. The time is that of the second epoch of a
+fit. To create the other environment:
 
     pip install keras jax numpy
 """
@@ -25,6 +25,7 @@ import numpy as np
 RANKS = 2
 SIDES = {
     "hvd_keras": "hvd_keras, 2 ranks",
+    "auto": "hvd.auto, 2 ranks",
     "beside": "two processes that exchange nothing",
     "one": "one process, all cores",
     "jax": "Keras on JAX, DataParallel, two processes",
@@ -52,7 +53,7 @@ def seconds_of_step(side: str, index: int, case: str, steps: int, cache: dict) -
             optimizer = hvd.DistributedOptimizer(optimizer)
         model.compile(optimizer, keras_models.loss())
         data = keras_models.batch(case, index)
-        if side == "one":
+        if side in ("one", "auto"):
             every = (keras_models.batch(case, i) for i in range(RANKS))
             data = tuple(map(np.concatenate, zip(*every, strict=True)))
         cache[case] = model, data
@@ -79,6 +80,10 @@ def process(side: str, address: str, steps: int) -> None:
         import hvd_keras as hvd
 
         hvd.init()
+    elif side == "auto":
+        import hvd_keras as hvd
+
+        hvd.auto()
     elif side == "jax":
         os.sched_setaffinity(0, {index % os.cpu_count()})  # JAX has no setting for its threads
         import keras

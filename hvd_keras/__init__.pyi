@@ -6,6 +6,8 @@ from hvd_keras import data as data
 from hvd_keras import layers as layers
 from hvd_keras import ray as ray
 from hvd_keras import spark as spark
+from hvd_keras.automatic.start import auto as auto
+from hvd_keras.automatic.start import prepare as prepare
 from hvd_keras.compat.tensorflow_v1 import (
     BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
 )

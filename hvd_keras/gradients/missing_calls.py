@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import clipping, model_ranks, shards
+from hvd_keras.gradients import clipping, division, model_ranks, shards
 from hvd_keras.ops import without_data
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -82,6 +82,9 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
 
     In a graph, when that is traced. With ``HVD_STRICT`` raise a RuntimeError.
     """
+    name = type(optimizer).__name__
+    if division.is_on and not agree.is_building.get() and not _alone_on_purpose.get():
+        raise RuntimeError(division.OWN_LOOP.format(f"by {name}.apply_gradients in a loop"))
     if (
         _alone_on_purpose.get()
         or hasattr(optimizer, "_hvd_alone")
@@ -92,7 +95,6 @@ def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
         or _averages_itself(optimizer)
     ):
         return
-    name = type(optimizer).__name__
     text = (
         f"optimizer {name} applies gradients of this rank alone, so each of the "
         f"{rank_info.size()} ranks trains a different model. Use hvd.DistributedOptimizer({name}"
@@ -195,6 +197,7 @@ def join() -> tf.Tensor:
 
 def mark_reduced(sources: Iterable[Any]) -> None:
     """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
+    division.has_exchanged = True
     _reduced.add(*(source for source in sources if hasattr(source, "assign")))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import data, observe, ops
-from hvd_keras.gradients import agreement, compare, missing_calls, model_ranks
+from hvd_keras.gradients import agreement, compare, division, missing_calls, model_ranks
 from hvd_keras.hooks import building, keras_callbacks, keras_classes, losses, preprocessing, values
 from hvd_keras.hooks.keras_callbacks import Fit
 from hvd_keras.runtime import agree, rank_info, settings
@@ -79,6 +79,8 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 def _weigh(stack: contextlib.ExitStack, model: Any, process_set: ProcessSet, method: str) -> None:
     """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
+    if division.is_on:
+        return  # automatic mode weighs them in its steps
     reductions = {reducer.options.op for reducer in model_ranks.reducers_of(model)}
     if ops.Adasum not in reductions and model_ranks.averages_rows_of(model):
         averages = reductions == {ops.Average}  # a tape is not known yet
@@ -142,7 +144,7 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             if callbacks and not fits:
                 keras_callbacks.refuse(callbacks, self, process_set)
                 stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
-            if is_predict or not tf.executing_eagerly():
+            if is_predict or division.is_on or not tf.executing_eagerly():
                 return evaluate(self, *args, **kwargs)
             _weigh(stack, self, process_set, "test_step")
             validates = keras_callbacks.averages(callbacks)
@@ -258,6 +260,8 @@ def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
     # The passes of repeated data are not the epochs of fit, so a restart cannot continue them.
     repeats = passes and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
     own.passes = [] if repeats else passes
+    if own.passes and own.arguments.get("steps_per_epoch") is None:
+        own.seekable = data.seekable(dataset)
     model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
@@ -289,9 +293,16 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     description = compare.of_training(model) | compare.flat(described, "fit")
     rows = None
     x_and_y = given.get("x"), given.get("y")
-    is_arrays = all(hasattr(x, "dtype") for x in tf.nest.flatten(x_and_y) if x is not None)
+    # In automatic mode each step compares its rows, which are those of all ranks.
+    is_arrays = division.is_on or all(
+        hasattr(x, "dtype") for x in tf.nest.flatten(x_and_y) if x is not None
+    )
     # Scripts that average over ranks may give all rows to all of them, in different orders.
-    if is_arrays and (model_ranks.averages_rows_of(model) or not given["shuffle"]):
+    if (
+        is_arrays
+        and not division.is_on
+        and (model_ranks.averages_rows_of(model) or not given["shuffle"])
+    ):
         rows = values.of_rows(x_and_y)
     validates = given["validation_data"] is not None or given["validation_split"]
     validates = validates and keras_callbacks.averages(own.callbacks)

@@ -18,7 +18,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, model_ranks, shards
+from hvd_keras.gradients import agreement, division, model_ranks, shards
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -60,7 +60,8 @@ def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
 
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
         process_set = _process_set(self)
-        if not self.synchronized or process_set is None:
+        is_together = self.synchronized or division.current.get() is not None
+        if not is_together or process_set is None:
             return local_moments(self, inputs, mask)
         if mask is not None:
             raise _no_mask(self.name)
@@ -135,6 +136,8 @@ def _global_moments(
     mean, variance = tf.nn.moments(inputs, axes)
     shape = tf.shape(inputs)
     count = tf.cast(tf.reduce_prod([shape[axis] for axis in axes]), inputs.dtype)
+    if (part := division.current.get()) is not None:  # a rank without rows repeats one
+        count *= tf.cast(tf.greater(part.count, 0), count.dtype)
     # [1 + 2·channels] of each rank: one allgather per layer and step.
     # Of each channel the mean and the variance over this rank's samples; gradients flow through.
     mine = tf.concat([count[tf.newaxis], mean, variance], axis=0)

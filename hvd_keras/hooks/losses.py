@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, missing_calls
+from hvd_keras.gradients import agreement, division, missing_calls
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -86,6 +86,11 @@ def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) ->
             setattr(model, method, before)
 
 
+def weighing(model: Any, process_set: ProcessSet) -> contextlib.AbstractContextManager[None]:
+    """Weigh the losses in a step of automatic mode, in which all ranks take part."""
+    return agree.within(_weighing, Weighing(model, process_set, True))
+
+
 def tell_of_validation(model: Any) -> None:
     """Tell that ranks validated in different numbers of steps, if that makes a difference."""
     if model in _validated and not _together():
@@ -130,6 +135,12 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
                 )
             return value
         own.calls += 1
+        part, values = division.current.get(), seen[0] if seen else None
+        is_scalar = values is not None and not tuple(values.shape)
+        if part is not None and (is_scalar or self.reduction in (None, "none")):
+            # A loss of the whole batch, which may be any function of its rows: of all rows.
+            rows = part.gather((y_true, y_pred, sample_weight), f"loss {own.calls}, {self.name}")
+            return loss_call(self, *rows)
         return _weigh(own, self, value, seen[0] if seen else None, y_pred, sample_weight)
 
     call.__doc__ = loss_call.__doc__
@@ -142,6 +153,10 @@ def _weigh(
 ) -> Any:
     reduction = getattr(loss, "reduction", None)
     size = tf.cast(own.process_set.size(), value.dtype)
+    part = division.current.get()
+    if part is not None and reduction == "sum":
+        # A rank's loss counts by its share of the rows.
+        return tf.math.divide_no_nan(value, tf.cast(part.share, value.dtype))
     if reduction in (None, "none", "sum") and not own.averages:
         # Optimizers with op=hvd.Sum are right to leave it; a tape may average.
         missing_calls.warn_if_averaged(
@@ -171,7 +186,10 @@ def _weigh(
         product = functools.reduce(_product, [tf.cast(w, value.dtype) for w in weights])
         # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
         rows = 1 if own.is_together is None else tf.shape(tf.nest.flatten(y_pred)[0])[0]
+        rows = rows if part is None else part.count
         mine = tf.stack([tf.cast(tf.reduce_sum(product), tf.float64), tf.cast(rows, tf.float64)])
+        if part is not None:  # a rank without rows repeats one
+            mine = tf.where(tf.greater(mine[1], 0), mine, tf.zeros_like(mine))
         (total,) = ops.reduce_tensors(
             [mine], op=ops.Sum, name=f"weight of loss {calls}, {path}", process_set=own.process_set
         )

@@ -57,9 +57,10 @@ def _require_what_is_read() -> None:
     """Check attributes that are only read, and whose absence would go unnoticed."""
     # In TensorFlow 1 a script may still enable eager execution if there is no default graph yet.
     with contextlib.nullcontext() if tf.executing_eagerly() else tf.Graph().as_default():
-        # Named: otherwise Keras would number the user's first layer and model as the second.
-        layer = keras.layers.Layer(name="hvd_keras")
-        model = keras.Sequential(name="hvd_keras")
+        # With a name, or Keras would number the user's first layer and model as the second; with a
+        # dtype, or Keras would fix the default one, before a script calls set_floatx().
+        layer = keras.layers.Layer(name="hvd_keras", dtype="float32")
+        model = keras.Model(name="hvd_keras", dtype="float32")
     require(layer, "_seed_generators", "to give each rank its own randomness")
     require(layer, "_flatten_layers", "to find the layers of a model")
     require(model, "_initial_epoch", "to continue with the epoch of a checkpoint")

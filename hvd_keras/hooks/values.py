@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras import ops
 from hvd_keras.gradients import agreement
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy
@@ -55,12 +54,12 @@ def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
         model.train_function = train_function  # for all later steps
         batches = list(itertools.islice(iterator, steps))
         look(batches[0] if batches else None)
-        return train_function(_again(batches, iterator.element_spec) if batches else iterator)
+        return train_function(again(batches, iterator.element_spec) if batches else iterator)
 
     model.train_function = with_a_look
 
 
-def _again(batches: Sequence[Any], element_spec: Any) -> Any:
+def again(batches: Sequence[Any], element_spec: Any) -> Any:
     """An iterator over these batches that a compiled step cannot tell from the one they are of."""
     specs = tf.nest.flatten(element_spec)
 
@@ -135,9 +134,8 @@ class Values:
         part = self._part()
         # One row of 24 bytes: a checksum, what a comparison costs, the time of a step.
         mine = np.array([[part, max(self._cost, time.perf_counter() - begin), per_step]])
-        gathered = agree.run_now(
-            lambda: ops.allgather(mine, "a part of the values", process_set=self.process_set)
-        )
+        call = {"name": "a part of the values", "process_set": self.process_set.id()}
+        (gathered,) = agree.run("allgather", [mine], **call)
         # So seldom that the dearest comparison takes _SHARE of the time of the shortest steps.
         interval = gathered[:, 1].max() / (_SHARE * max(1e-6, gathered[:, 2].min()))
         self._next = self.steps + max(_STEPS, math.ceil(interval))

@@ -95,6 +95,12 @@ def read() -> Settings:
     )
 
 
+def be_strict() -> None:
+    """Set ``HVD_STRICT`` for this process."""
+    os.environ["HVD_STRICT"] = "1"
+    read.cache_clear()
+
+
 def mpi_library() -> str:
     """``HVD_MPI_LIBRARY``: the full path of the MPI library to use; empty: the first found."""
     return os.environ.get("HVD_MPI_LIBRARY", "")

@@ -1,0 +1,100 @@
+"""``keras.distribution`` on TensorFlow, where Keras has none: each rank is a device.
+
+``DataParallel`` means what automatic mode does to every model, so it changes nothing: batches are
+divided in the steps. This takes the place of the backend's module, whose functions
+``keras.distribution`` calls.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras.runtime import rank_info
+
+
+class Devices:
+    """The functions that ``keras.distribution`` needs of a backend; each rank is one device."""
+
+    @staticmethod
+    def initialize(
+        job_addresses: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+    ) -> None:
+        """Check that the script asks for the ranks that hvdrun has started; they are connected."""
+        size = rank_info.size()
+        if num_processes not in (None, size) or process_id not in (None, rank_info.rank()):
+            raise ValueError(
+                f"keras.distribution.initialize: got {num_processes=}, {process_id=} on rank "
+                f"{rank_info.rank()} of {size}. Leave the arguments out: hvdrun -np N starts the "
+                "processes."
+            )
+
+    @staticmethod
+    def list_devices(device_type: str | None = None) -> list[str]:
+        """Return a name for each rank's device, such as "cpu:0"."""
+        # hvd.init() has given each rank one GPU, if there are any.
+        own = "gpu" if tf.config.list_logical_devices("GPU") else "cpu"
+        wanted = (device_type or own).lower()
+        return [f"{wanted}:{r}" for r in range(rank_info.size()) if wanted in ("cpu", own)]
+
+    @classmethod
+    def get_device_count(cls, device_type: str | None = None) -> int:
+        """Return their number."""
+        return len(cls.list_devices(device_type))
+
+    # Of the data Keras divides nothing: every rank has it as a whole.
+    @staticmethod
+    def num_processes() -> int:
+        """Return 1."""
+        return 1
+
+    @staticmethod
+    def process_id() -> int:
+        """Return 0."""
+        return 0
+
+    @staticmethod
+    def distribute_value(value: Any, layout: Any) -> Any:
+        """Return the value: each rank has all variables."""
+        return value
+
+    distribute_variable = distribute_tensor = distribute_value
+
+    @staticmethod
+    def _to_backend_mesh(mesh: Any) -> Any:
+        return mesh
+
+    _to_backend_layout = _to_backend_mesh
+
+
+def wrap_data_parallel(make: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``DataParallel.__init__``: its devices must be those of all ranks."""
+
+    @functools.wraps(make)
+    def make_of_all(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if self.device_mesh.devices.size != rank_info.size():
+            raise ValueError(
+                f"keras.distribution.DataParallel: got {self.device_mesh.devices.size} devices, "
+                f"expected those of all {rank_info.size()} ranks, each one device. Leave the "
+                "devices out, or start as many ranks: hvdrun -np N."
+            )
+
+    return make_of_all
+
+
+def refuse_model_parallel(make: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``ModelParallel.__init__``."""
+
+    @functools.wraps(make)
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise ValueError(
+            "keras.distribution.ModelParallel divides variables, and hvdrun --auto divides batches "
+            "only: each rank has all variables. Use keras.distribution.DataParallel(); for large "
+            "tables without --auto, hvd.layers.Embedding."
+        )
+
+    return refuse

@@ -1,0 +1,52 @@
+"""What hvdrun knows of automatic mode."""
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvd_keras.launch import command_check
+from hvd_keras.launch.errors import UsageError
+from hvd_keras.launch.options import Extension
+
+_MODULE = ["-m", "hvd_keras.automatic"]
+
+
+def extended(other: Extension) -> Extension:
+    """Add the option ``--auto`` to those of another extension."""
+
+    def add_to(parser: argparse.ArgumentParser) -> None:
+        text = (
+            "the script is one for one process: its batches are divided among the ranks, and its "
+            "results stay the same (default: off)"
+        )
+        group = parser.add_argument_group("scripts without hvd_keras")
+        group.add_argument("--auto", action="store_true", help=text)
+        other.add_to(parser)
+
+    def complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
+        other.complete(given, environment)
+        if not given.auto:
+            return
+        if getattr(given, "horovod", False):
+            raise UsageError("got --auto and --horovod; expected one of them")
+        words = given.command[1:] if given.command[:1] == ["--"] else given.command
+        words = ["-m", *given.module] if given.module else words
+        if words:
+            given.module, given.command = None, _inside(command_check.resolve(words))
+        given.uses_hvd_keras = True
+        # Sets of texts have the same order on all ranks.
+        given.settings = {"PYTHONHASHSEED": environment.get("PYTHONHASHSEED", "0")} | given.settings
+
+    return Extension(other.aliases, add_to, complete)
+
+
+def _inside(command: Sequence[str]) -> list[str]:
+    """Return the command of a Python script with the module that runs it, behind Python's flags."""
+    python, *words = command
+    place = next((i for i, word in enumerate(words) if word == "-m" or word[0] != "-"), len(words))
+    if not re.fullmatch(r"python[\d.]*", Path(python).name) or place == len(words):
+        raise UsageError(
+            f"--auto got the command {' '.join(command)!r}; expected a Python script or -m module"
+        )
+    return [python, *words[:place], *_MODULE, *words[place:]]

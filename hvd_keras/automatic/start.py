@@ -1,0 +1,196 @@
+"""Turns automatic mode on: seeds, patches of Keras, output and files on the first rank alone."""
+
+import atexit
+import functools
+import importlib
+import os
+import random
+import re
+import runpy
+import secrets
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvd_keras
+from hvd_keras import lifecycle
+from hvd_keras.automatic import distribution, noise, steps, writes
+from hvd_keras.gradients import division
+from hvd_keras.hooks import variables
+from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime.keras import is_legacy, require
+from hvd_keras.runtime.process_sets import global_process_set
+
+
+def auto() -> None:
+    """Let all ranks do the work of this script of one process together.
+
+    To be called as a script's first line; ``hvdrun --auto`` does so. Every rank runs the whole
+    script, and computes its part of each batch in ``fit``, ``train_on_batch``, ``evaluate``,
+    ``test_on_batch`` and ``predict``. Batch size and learning rate stay what they are, and so do,
+    to rounding, the results. The first rank alone prints to stdout, and saves models. See
+    docs/auto.md.
+
+    Raises:
+        RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``.
+    """
+    if division.is_on:
+        return
+    if rank_info.is_initialized():
+        raise RuntimeError(_CALLS_HVD)
+    if is_legacy:
+        raise RuntimeError(
+            "hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it, or add "
+            "hvd_keras's lines to the script, see docs/guide.md, and leave --auto out."
+        )
+    settings.be_strict()
+    sys.excepthook = _tell_briefly(sys.excepthook)
+    lifecycle.init()
+    hvd_keras.init = _refuse_init
+    if rank_info.size() == 1:
+        return
+    division.is_on = True
+    _seed()
+    _patch()
+    atexit.register(_check_exchange)
+    if rank_info.rank() > 0:
+        sys.stdout.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        writes.watch()
+
+
+def prepare(model: Any) -> Any:
+    """Let all ranks train a model together, in a script of one process; see ``hvd.auto``.
+
+    Args:
+        model: a ``keras.Model``; if it is built, all ranks get the first rank's weights.
+
+    Returns:
+        The same model.
+
+    Raises:
+        RuntimeError: as ``hvd.auto``.
+    """
+    auto()
+    if division.is_on:
+        variables.broadcast_variables(model.variables, 0)
+        steps.begin(model)
+    return model
+
+
+def _tell_briefly(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``sys.excepthook``: of what is refused, show the line of the script, not all calls."""
+    packages = os.path.dirname(os.path.dirname(str(keras.__file__)))
+    libraries = packages, *(os.path.dirname(str(home.__file__)) for home in (hvd_keras, runpy)), "<"
+
+    def tell(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        found = re.search("hvdrun --auto.*", str(value))
+        if found is None or settings.read().all_tracebacks:
+            hook(kind, value, trace)
+            return
+        for frame in reversed(traceback.extract_tb(trace)):
+            if not frame.filename.startswith(libraries):
+                print(
+                    f'File "{frame.filename}", line {frame.lineno}, {frame.line}', file=sys.stderr
+                )
+                break
+        print(f"{kind.__name__}: {found[0]}", file=sys.stderr)
+
+    return tell
+
+
+# For which a rank that fails at its end waits for the others.
+_SECONDS = 2.0
+
+_CALLS_HVD = (
+    "hvdrun --auto is for scripts of one process, and this one calls hvd.init(). Leave out --auto: "
+    "hvdrun -np N train.py."
+)
+
+
+def _refuse_init(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(_CALLS_HVD)
+
+
+def _seed() -> None:
+    """Give all ranks the first one's seeds, so that unseeded random numbers are equal."""
+    (seed, *_) = agree.gather_json("seed", secrets.randbelow(2**31))
+    keras.utils.set_random_seed(seed)
+    generator = random.Random(seed)
+    default_rng = np.random.default_rng
+
+    @functools.wraps(default_rng)
+    def seeded(seed: Any = None) -> Any:
+        return default_rng(generator.randrange(2**63) if seed is None else seed)
+
+    np.random.default_rng = seeded
+
+
+def _patch() -> None:
+    model = keras.Model
+    # Its functions call a module of the backend, by this name.
+    parallel = importlib.import_module("keras.src.distribution.distribution_lib")
+    rows: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (model, "fit", _begin_first),
+        *((model, f"make_{kind}_function", steps.wrap_make(kind)) for kind in steps.METHODS),
+        *((model, name, _on_first) for name in ("save", "save_weights", "export")),
+        *((home, "save_model", _on_first) for home in (keras.saving, keras.models)),
+        (keras.metrics.Mean, "update_state", steps.wrap_mean),
+        *noise.patches(),
+        (tf.GradientTape, "gradient", steps.wrap_gradient),
+        (parallel, "distribution_lib", lambda of_tensorflow: distribution.Devices),
+        (parallel.DataParallel, "__init__", distribution.wrap_data_parallel),
+        (parallel.ModelParallel, "__init__", distribution.refuse_model_parallel),
+        *(
+            (tf.compat.v1, name, _refuse_v1)
+            for name in ("disable_eager_execution", "disable_v2_behavior")
+        ),
+    ]
+    for owner, attribute, wrap in rows:
+        require(owner, attribute, "for automatic mode")
+        setattr(owner, attribute, wrap(getattr(owner, attribute)))
+
+
+def _begin_first(fit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fit)
+    def fit_divided(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps.begin(self)
+        return fit(self, *args, **kwargs)
+
+    return fit_divided
+
+
+def _on_first(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that writes a model, which the others wait for."""
+
+    @functools.wraps(save)
+    def save_once(*args: Any, **kwargs: Any) -> Any:
+        if agree.is_leading.get():
+            return save(*args, **kwargs)
+        return agree.on_leader(save.__name__, lambda: save(*args, **kwargs), global_process_set)
+
+    return save_once
+
+
+def _refuse_v1(disable: Callable[[], None]) -> Callable[[], None]:
+    def refuse() -> None:
+        raise RuntimeError(
+            division.OWN_LOOP.format(f"in graphs of TensorFlow 1 ({disable.__name__})")
+        )
+
+    return refuse
+
+
+def _check_exchange() -> None:
+    """End the job with an error if variables were trained, and no gradient was exchanged."""
+    if not division.own_loops or division.has_exchanged:
+        return
+    error = division.OWN_LOOP.format("by tf.GradientTape.gradient in a loop")
+    print(f"hvd_keras: {error}", file=sys.stderr, flush=True)
+    lifecycle.end(error, _SECONDS)
+    os._exit(1)

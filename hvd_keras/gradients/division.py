@@ -1,0 +1,76 @@
+"""How a batch that all ranks have as a whole is divided between them, in automatic mode."""
+
+import contextvars
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import ops
+from hvd_keras.runtime import rank_info
+
+#: Whether automatic mode is on: scripts are those of one process, and every rank has all rows.
+is_on = False
+
+#: Gradients of variables that the script has computed outside of steps: the names of their targets.
+own_loops: list[str] = []
+
+#: Whether a reducer has exchanged any gradients of this process.
+has_exchanged = False
+
+OWN_LOOP = (
+    "hvdrun --auto divides what fit, train_on_batch, evaluate, test_on_batch and predict of a "
+    "model compute, and this script trains otherwise: {}. Either move the update into a "
+    "train_step of the model, with the optimizer as an attribute of the model, or run the script "
+    "without --auto, with hvd.init() as its first line, each rank's share of the rows, and "
+    "hvd.DistributedGradientTape(tape).gradient(...) in place of tape.gradient(...)."
+)
+
+
+@dataclasses.dataclass
+class Part:
+    """This rank's rows of one batch. Numbers are Python's if the batch has a static size."""
+
+    rows: Any  # of all ranks
+    start: Any
+    stop: Any  # behind the last row; one row if this rank has none
+
+    @property
+    def count(self) -> Any:
+        """The number of this rank's rows, which may be 0."""
+        return (rank_info.rank() + 1) * self.rows // rank_info.size() - self.start
+
+    @property
+    def share(self) -> Any:
+        """This rank's share of the rows, between 0 and 1."""
+        return self.count / self.rows
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are known to have equally many rows."""
+        return isinstance(self.rows, int) and self.rows % rank_info.size() == 0
+
+    def gather(self, value: Any, name: str) -> Any:
+        """All ranks' rows of tensors in a structure; of scalars their mean by rows."""
+
+        def of_all(part: Any) -> Any:
+            part = tf.convert_to_tensor(part)
+            if part.shape.rank == 0:
+                (total,) = ops.reduce_tensors(
+                    [tf.cast(self.share, part.dtype) * part], op=ops.Sum, name=f"{name} mean"
+                )
+                return total
+            mask = getattr(part, "_keras_mask", None)
+            rows = part if self.is_even else part[: self.count]
+            gathered = ops.allgather(rows, name=f"{name} rows")
+            if mask is not None:
+                gathered._keras_mask = ops.allgather(
+                    mask if self.is_even else mask[: self.count], name=f"{name} mask"
+                )
+            return gathered
+
+        return tf.nest.map_structure(lambda part: part if part is None else of_all(part), value)
+
+
+#: The part of the batch that the present step of a model gets.
+current: contextvars.ContextVar[Part | None] = contextvars.ContextVar("part", default=None)

@@ -1,0 +1,183 @@
+"""``hvdrun --auto``: the results of one process, and errors for what cannot have them."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness.launcher import Launcher
+
+CASES = pathlib.Path(__file__).parents[1] / "scripts" / "auto_cases.py"
+
+# Each line is an error on all ranks, which names what to change.
+REFUSALS = """
+import keras, numpy as np, tensorflow as tf
+import hvd_keras as hvd
+x = np.ones((8, 2), "float32")
+def model():
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    return made
+def own_loop():
+    optimizer, net = keras.optimizers.SGD(0.1), model()
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(net(x))
+    weights = net.trainable_weights
+    optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+def differs():
+    rows = np.full((8, 2), __import__("os").getpid(), "float32")
+    model().fit(rows, x[:, :1], verbose=0)
+def order_differs():
+    rows = np.arange(8)[np.argsort([hash((i, __import__("os").getpid())) for i in range(8)])]
+    model().fit(np.eye(8)[rows][:, :2].astype("float32"), x[:, :1], verbose=0)
+def lengths():
+    data = tf.data.Dataset.from_tensors((x, x[:3, :1]))
+    model().fit(data, verbose=0)
+def model_parallel():
+    layout = keras.distribution.LayoutMap(keras.distribution.DeviceMesh((2,), ["model"]))
+    keras.distribution.ModelParallel(layout_map=layout)
+def too_few():
+    keras.distribution.DataParallel(devices=["cpu:0"])
+def too_many():
+    keras.distribution.initialize(num_processes=8)
+class Own(keras.Model):
+    def __init__(self, loss):
+        super().__init__()
+        self.dense, self.own_loss = keras.layers.Dense(3), loss
+        self.compile("sgd")
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.own_loss(self.dense(data[0]))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        return {"loss": loss}
+def total():
+    Own(tf.reduce_sum).fit(x, x[:, :1], verbose=0)
+def pairs():
+    random = np.random.default_rng(0).normal(size=(8, 2))
+    Own(lambda z: tf.reduce_mean((z @ tf.transpose(z)) ** 2)).fit(random, x[:, :1], verbose=0)
+def fixed():
+    net = Own(lambda z: tf.reduce_mean(tf.random.normal((8, 3)) * tf.reduce_mean(z)))
+    net.fit(x, x[:, :1], verbose=0)
+def stateful():
+    lstm = keras.layers.LSTM(1, stateful=True)
+    net = keras.Sequential([keras.Input(batch_shape=(8, 1, 2)), lstm])
+    net.compile("sgd", "mse")
+    net.fit(x[:, None], x[:, :1], batch_size=8, verbose=0)
+def strategy():
+    with tf.distribute.MirroredStrategy(["cpu:0"]).scope():
+        model().fit(x, x[:, :1], verbose=0)
+for case in (
+    *(model_parallel, too_few, too_many),
+    *(own_loop, differs, order_differs, lengths, strategy, total, pairs, fixed, stateful, hvd.init),
+    tf.compat.v1.disable_eager_execution,
+):
+    try:
+        case()
+        print(case.__name__, "went on")
+    except Exception as error:
+        print(case.__name__, type(error).__name__, " ".join(str(error).split()))
+"""
+
+TOLD = {
+    "own_loop": "trains otherwise: by SGD.apply_gradients in a loop",
+    "differs": "the ranks have different data",
+    "order_differs": "the ranks have different data",
+    "lengths": "not all of the same number of rows",
+    "total": "its gradients are not the mean over the rows",
+    "pairs": "its gradients are not the mean over the rows",
+    "fixed": "random numbers for 8 rows, as many as the whole batch",
+    "stateful": "is stateful",
+    "strategy": "a MirroredStrategy is in force",
+    "model_parallel": "Use keras.distribution.DataParallel()",
+    "too_few": "got 1 devices, expected those of all 2 ranks",
+    "too_many": "got num_processes=8",
+    "_refuse_init": "this one calls hvd.init(). Leave out --auto",
+    "refuse": "in graphs of TensorFlow 1 (disable_eager_execution)",
+}
+
+
+@pytest.fixture
+def launcher(tmp_path: pathlib.Path) -> Launcher:
+    return Launcher(tmp_path)
+
+
+def auto(launcher: Launcher, size: int, *command: str) -> subprocess.CompletedProcess[str]:
+    return launcher.run("--auto", "--no-prefix", "-np", str(size), "--oversubscribe", *command)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", text)]
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        pytest.param(2, ["arrays", "losses", "custom"], id="2 ranks"),
+        pytest.param(2, ["sources"], id="2 ranks, sources", marks=pytest.mark.slow),
+        pytest.param(
+            3, ["arrays", "sources", "losses", "custom"], id="3 ranks", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_results_are_those_of_one_process(launcher: Launcher, size: int, cases: list[str]) -> None:
+    command = [sys.executable, str(CASES), *cases]
+    alone = subprocess.run(
+        command, cwd=launcher.folder, check=True, capture_output=True, text=True, timeout=180
+    )
+    (one,) = launcher.folder.glob("rows-*")
+    total = int(one.read_text())
+    one.unlink()
+    together = auto(launcher, size, *command)
+    assert together.returncode == 0, together.stderr
+    assert re.sub(r"-?[\d.]+", "", together.stdout) == re.sub(r"-?[\d.]+", "", alone.stdout)
+    assert numbers(together.stdout) == pytest.approx(numbers(alone.stdout), rel=2e-3, abs=2e-3)
+    # Each has computed its rows, and the first steps of models with layers of its own once more.
+    rows = [int(path.read_text()) for path in launcher.folder.glob("rows-*")]
+    assert len(rows) == size
+    assert sum(rows) >= total
+    assert max(rows) < 0.9 * total
+    assert together.stderr.count("too, has written rows-") == size - 1
+
+
+def test_what_is_refused(launcher: Launcher) -> None:
+    job = auto(launcher, 2, launcher.script(REFUSALS))
+    assert job.returncode == 0, job.stderr
+    told = dict(line.split(" ", 1) for line in job.stdout.splitlines())
+    assert told.keys() == TOLD.keys()
+    assert not [(name, text) for name, text in told.items() if TOLD[name] not in text]
+
+
+@pytest.mark.slow
+def test_a_job_that_exchanges_no_gradient_fails(launcher: Launcher) -> None:
+    script = """
+    import tensorflow as tf
+    w = tf.Variable(1.0)
+    with tf.GradientTape() as tape:
+        loss = w * w
+    w.assign_sub(0.1 * tape.gradient(loss, w))
+    print("trained")
+    """
+    job = auto(launcher, 2, launcher.script(script))
+    assert job.returncode == 1, job.stderr
+    assert job.stdout == "trained\n"
+    assert "trains otherwise: by tf.GradientTape.gradient in a loop" in job.stderr
+
+
+@pytest.mark.slow
+def test_module_arguments_and_command(launcher: Launcher) -> None:
+    launcher.script("import sys; print(sys.argv[1:], __name__)", "told.py")
+    assert auto(launcher, 2, "-m", "told", "a", "--b").stdout == "['a', '--b'] __main__\n"
+    assert auto(launcher, 2, sys.executable, "-u", "told.py", "a").stdout == "['a'] __main__\n"
+    job = auto(launcher, 2, "ls")
+    assert job.returncode == 2
+    assert "expected a Python script or -m module" in job.stderr
+    launcher.script("import hvd_keras as hvd\nhvd.init()", "calls.py")
+    job = auto(launcher, 2, "calls.py")
+    assert job.returncode == 1
+    assert re.search(
+        r'^File ".*calls.py", line \d+, hvd.init\(\)\nRuntimeError: hvdrun --auto is', job.stderr
+    )
+    assert "Traceback" not in job.stderr

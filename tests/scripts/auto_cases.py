@@ -1,0 +1,185 @@
+"""Ways to train of scripts of one process; prints what each of them logs, and its weights."""
+
+import os
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+seen = []  # how many rows each call has had
+
+
+class Counted(keras.layers.Layer):
+    """Counts the rows that this process computes."""
+
+    def call(self, x):
+        tf.py_function(lambda rows: seen.append(int(rows)), [tf.shape(x)[0]], [])
+        return x
+
+
+def rows(x):
+    return tf.shape(x)[0]
+
+
+def model(*last, loss="mse", norm=False, **options):
+    keras.utils.set_random_seed(1)
+    layers = [
+        keras.layers.Dense(8, "tanh"),
+        keras.layers.Dropout(0.3),
+        keras.layers.GaussianNoise(0.1),
+    ]
+    layers += [keras.layers.BatchNormalization()] * norm
+    made = keras.Sequential([Counted(), *layers, *(last or [keras.layers.Dense(1)])])
+    made.compile(keras.optimizers.SGD(0.02, momentum=0.9), loss, **options)
+    return made
+
+
+def show(name, model, logs):
+    logs = {key: np.round(value, 4).tolist() for key, value in sorted(logs.items())}
+    print(name, logs, round(sum(float(np.abs(w).sum()) for w in model.get_weights()), 2))
+
+
+random = np.random.default_rng(0)
+x = random.normal(size=(70, 6)).astype("float32")
+y = (x[:, :1] > x[:, 1:2]).astype("float32")
+weights = random.uniform(size=70)
+
+
+def arrays():
+    """Short last batches, validation, weights, metrics that are no means, batch normalization."""
+    metrics = ["mae", keras.metrics.R2Score(), Peak(), rmse]
+    net = model(norm=True, metrics=metrics, weighted_metrics=["mse"])
+    fit = net.fit(x, y, 23, 2, sample_weight=weights, validation_split=0.3, verbose=0)
+    show("arrays", net, fit.history)
+    print(
+        "evaluate",
+        np.round(net.evaluate(x, y, 9, verbose=0), 4),
+        net.predict(x, 23, verbose=0).sum(),
+    )
+    logs = [net.train_on_batch(x[:k], y[:k]) for k in (1, 5)] + [net.test_on_batch(x[:3], y[:3])]
+    print("batches", np.round(logs, 4).tolist(), net.predict_on_batch(x[:3]).shape)
+
+
+def rmse(y_true, y_pred):
+    return keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
+
+
+class Peak(keras.metrics.Metric):
+    """A metric whose state is no sum."""
+
+    def __init__(self):
+        super().__init__(name="peak")
+        self.top = self.add_weight(name="top", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.top.assign(tf.maximum(self.top, tf.reduce_sum(y_pred)))
+
+    def result(self):
+        return self.top
+
+
+def sources():
+    """Shuffled, filtered and infinite datasets, a generator, a PyDataset, class weights."""
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, i):
+            return x[i * 14 : (i + 1) * 14 - i], y[i * 14 : (i + 1) * 14 - i]
+
+    net = model(loss="binary_crossentropy", metrics=["accuracy"], steps_per_execution=2)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(70)
+    few = data.filter(lambda x, y: x[0] > 0).batch(7)
+    batches = ((x[i : i + 9], y[i : i + 9]) for i in range(0, 70, 9))
+    for name, source, options in (
+        ("tf.data", data.batch(15), {"validation_data": few, "class_weight": {0: 1.0, 1: 3.0}}),
+        ("infinite", data.batch(15).repeat(), {"steps_per_epoch": 4}),
+        ("generator", batches, {}),
+        ("PyDataset", Batches(), {}),
+    ):
+        show(name, net, net.fit(source, verbose=0, **options).history)
+
+
+def losses():
+    """A sum, a loss of the whole batch, a mean by weights, a mask."""
+
+    def ratio(y_true, y_pred):
+        return tf.reduce_sum((y_true - y_pred) ** 2) / (10 + tf.reduce_sum(y_true))
+
+    sums = keras.losses.MeanSquaredError("sum")
+    means = keras.losses.MeanSquaredError("mean_with_sample_weight")
+    for name, loss in (("sum", sums), ("ratio", ratio), ("mean", means)):
+        net = model(loss=loss)
+        net.optimizer.learning_rate = 0.002
+        show(name, net, net.fit(x, y, 11, sample_weight=weights, verbose=0).history)
+    texts = random.integers(0, 9, size=(41, 7))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    embedding = keras.layers.Embedding(9, 4, mask_zero=True)
+    net = keras.Sequential(
+        [embedding, keras.layers.LSTM(5, return_sequences=True), keras.layers.Dense(9)]
+    )
+    net.compile("sgd", loss, metrics=["accuracy"])
+    show("mask", net, net.fit(texts, texts, 10, verbose=0).history)
+    words()
+
+
+def words():
+    """Keras's own words for several devices."""
+    if "HVDRUN_JOB" in os.environ:  # on one process TensorFlow's backend has no initialize
+        keras.distribution.initialize()
+        devices = keras.distribution.list_devices()
+        assert keras.distribution.get_device_count() == len(devices) > 1
+    parallel = keras.distribution.DataParallel()
+    keras.distribution.set_distribution(parallel)
+    assert keras.distribution.distribution() is parallel
+    net = model()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(20)
+    show("words", net, net.fit(data, validation_data=data, verbose=0).history)
+    keras.distribution.set_distribution(None)
+
+
+class Pair(keras.Model):
+    """Two models and two optimizers, as a GAN has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = keras.layers.Dense(6), keras.layers.Dense(1)
+        self.error = keras.metrics.Mean(name="error")
+
+    def compile(self, first, second):
+        super().compile()
+        self.first, self.second = first, second
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            real, fake = self.two(x), self.two(self.one(x))
+            loss = tf.reduce_mean((real - y) ** 2) + tf.reduce_mean(fake**2)
+        gradients = tape.gradient(loss, self.two.trainable_weights)
+        self.first.apply_gradients(zip(gradients, self.two.trainable_weights, strict=True))
+        with tf.GradientTape() as tape:
+            error = tf.reduce_mean((self.two(self.one(x)) - 1) ** 2)
+        gradients = tape.gradient(error, self.one.trainable_weights)
+        self.second.apply_gradients(zip(gradients, self.one.trainable_weights, strict=True))
+        self.error.update_state(error)
+        return {"loss": loss, "error": self.error.result()}
+
+
+def custom():
+    """A custom step whose logs are a metric's."""
+    keras.utils.set_random_seed(1)
+    net = Pair()
+    net.compile(keras.optimizers.SGD(0.05), keras.optimizers.Adam(0.01))
+    found = []
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.append(logs))
+    history = net.fit(x, y, batch_size=23, epochs=2, verbose=0, callbacks=[look]).history
+    show("custom", net, {"error": history["error"], "loss": [float(one["loss"]) for one in found]})
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        globals()[name]()
+    with open(f"rows-{os.getpid()}", "w") as file:
+        file.write(str(sum(seen)))
