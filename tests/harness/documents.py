@@ -118,6 +118,12 @@ def names(folder: Path) -> dict[str, Any]:
         rows = [",".join(map(str, [*a, *b])) for a, b in zip(x, y, strict=True)]
         if hvd.rank() == 0:
             Path(files[-1]).write_text("\n".join(rows[: 100 + number]))
+    if hvd.rank() == 0:
+        with tf.io.TFRecordWriter(str(folder / "train-0.tfrecord")) as file:
+            for row in x:
+                value = tf.train.Feature(float_list=tf.train.FloatList(value=row))
+                features = tf.train.Features(feature={"x": value})
+                file.write(tf.train.Example(features=features).SerializeToString())
     hvd.barrier()
 
     def parse(line: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -9,7 +9,7 @@ import tokenize
 
 import hvd_keras as hvd
 from hvd_keras import lifecycle
-from hvd_keras.horovod.horovodrun import EXTENSION
+from hvd_keras.hvdrun import EXTENSION
 from hvd_keras.launch import options
 from tests.parallel.features import table
 
@@ -127,6 +127,14 @@ def test_the_pages_have_at_most_15000_words() -> None:
     texts = [path.read_text() for path in [*pages, *(ROOT / "docs").rglob("*.md")]]
     prose = re.sub(r"^```.*?^```", "", "\n".join(texts), flags=re.MULTILINE | re.DOTALL)
     assert sum(bool(re.search(r"\w", word)) for word in prose.split()) <= 15_000
+
+
+def test_what_runs_pytest_installs_it() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^([\w-]+):(.*)\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    running = {name: needs for name, needs, recipe in targets if "-m pytest" in recipe}
+    assert "test-all" in running
+    assert [name for name, needs in running.items() if "setup" not in needs.split("##")[0]] == []
 
 
 def test_every_public_name_is_documented() -> None:
