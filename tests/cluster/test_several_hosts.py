@@ -157,7 +157,8 @@ def test_a_daemon_is_named_if_its_rank_ends_before_anyone_has_looked(
     with cluster.started(hosts, "-H", "server1:1,server2:1", *command, folder=tmp_path) as job:
         job.wait_for("ready", 2)
         job.kill(1, cluster.DAEMON)
-        assert job.process.wait(timeout=cluster.LIMIT) == 1
+        status = job.wait()
+        assert status == 1, job.output
         assert "mpirun's daemon on server2 died first, above rank 1" in job.output
     clean(hosts)
 

@@ -157,3 +157,13 @@ def test_a_reported_failure_comes_before_a_host_that_only_the_clean_up_has_misse
     reports[0].status = None
     reports[1].lost = ""
     assert judge(reports, 2, 1, ["b"]).lines[0].startswith("lost b with rank 1: the network")
+
+
+def test_a_daemon_that_died_first_may_be_reported_after_a_rank_that_failed_because_of_it() -> None:
+    reports = {0: Report(3, 10.0, False, host="a"), 1: Report(3, 10.1, False, host="b")}
+    reports[1].orphaned = 10.0 + TIE / 2
+    verdict = judge(reports, 2, 1)
+    assert verdict.lines[0] == "mpirun's daemon on b died first, above rank 1"
+    assert (verdict.status, verdict.culprit) == (1, None)
+    reports[1].orphaned = 10.0 + 2 * TIE
+    assert judge(reports, 2, 1).lines[0] == "rank 0 on a failed first: exit status 3"

@@ -159,8 +159,9 @@ def judge(
         cause = f"lost {' and '.join(hosts)} with {names(on_lost)}: the network or the host failed"
         return verdict(1, cause)
     orphan = min(reports, key=lambda rank: reports[rank].orphaned, default=None)
+    # mpirun, which ends the other ranks because of that, may be faster than the report of it.
     if orphan is not None and reports[orphan].orphaned < (
-        float("inf") if culprit is None else reports[culprit].time
+        float("inf") if culprit is None else reports[culprit].time + TIE
     ):
         host = reports[orphan].host
         return verdict(1, f"mpirun's daemon on {host} died first, above {names([orphan])}")

@@ -163,6 +163,7 @@ class Worker:
             if not self._hvdrun_gone and silence(self._connection.socket) > SILENCE:
                 self._lose_hvdrun()
             if os.getppid() != self._parent and not self._stopped:
+                self._report_orphan()
                 self._follow_daemon()
             if turn % ALIVE_CHECKS == 0 and not self._connection.busy:
                 self._connection.send(alive=True)
@@ -349,7 +350,8 @@ class Worker:
         self._signal(number)
 
     def _report_orphan(self) -> None:
-        if os.getppid() != self._parent:  # mpirun's daemon was the first to go
+        # A daemon that ends because of a rank, or of mpirun, asks us to end before.
+        if os.getppid() != self._parent and not self._by_signal:
             self._connection.send(orphan=True)
 
     def _signal(self, number: int) -> None:
