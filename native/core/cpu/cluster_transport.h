@@ -14,7 +14,7 @@
 //
 // Reducescatter and allgather work likewise: each rank has a partner on
 // each other host, and each host sends its sum of a piece, or a piece, once. All other collectives
-// go over MPI, from rank to rank.
+// go over MPI, from rank to rank, and tiny allreduces with the proposals (mpi_transport.h).
 #pragma once
 
 #include <deque>

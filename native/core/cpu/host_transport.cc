@@ -74,19 +74,9 @@ void HostTransport::use_slots(SlotUse use) {
   slot_use_ = use;
 }
 
-// Tensors of one dtype, in all so few bytes that it is faster if each rank sums everything itself
-// than if each sums a slice.
 std::optional<DTypeGroup> HostTransport::to_send_along(const Request& request) const {
-  if (request.kind != Kind::allreduce || request.reduction == Reduction::adasum ||
-      request.device != kOnHost)
-    return {};
   const bool room = chunk_bytes_ == kChunkBytes;
-  const int64_t most = room ? std::max(kMostAlong * 2 / size(), kSmallBytes) : kSmallBytes;
-  const auto bytes = static_cast<int64_t>(input_bytes(request));
-  if (bytes == 0 || bytes > most) return {};
-  std::vector<DTypeGroup> groups = by_dtype(request);
-  if (groups.size() != 1) return {};
-  return std::move(groups[0]);
+  return small_group(request, room ? std::max(kMostAlong * 2 / size(), kSmallBytes) : kSmallBytes);
 }
 
 // What a rank puts into its small slot for an agreement.

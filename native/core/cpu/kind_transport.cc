@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include "core/base/log.h"
 #include "core/math/adasum.h"
@@ -72,6 +73,15 @@ Status KindTransport::run(Request& request, const Waiting& waiting) {
     }
   }
   return {};
+}
+
+std::optional<DTypeGroup> KindTransport::small_group(const Request& request, int64_t most) {
+  if (request.kind != Kind::allreduce || request.reduction == Reduction::adasum ||
+      request.device != kOnHost || static_cast<int64_t>(input_bytes(request)) > most)
+    return {};
+  std::vector<DTypeGroup> groups = by_dtype(request);
+  if (groups.size() != 1 || groups[0].in.left() > most) return {};
+  return std::move(groups[0]);
 }
 
 void KindTransport::make_room(SharedMemory& memory, int64_t bytes, int64_t whole,

@@ -1,10 +1,12 @@
 // Collectives from what a transport can do: sums, and the movement of bytes.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/cpu/shared_memory.h"
+#include "core/math/byte_cursor.h"
 #include "core/math/layout.h"
 #include "core/request/transport.h"
 
@@ -47,6 +49,10 @@ class KindTransport : public Transport {
                  all.data());
     return all;
   }
+
+  // The tensors of an allreduce, if they are of one dtype, on the host and at most so many bytes,
+  // so that it is faster if each rank sums all of them than if each sums a slice.
+  static std::optional<DTypeGroup> small_group(const Request& request, int64_t most);
 
   // For slots of `whole` bytes in shared memory, of which `committed` are: commits all of them
   // before the first request that is larger. `bytes` is equal on all ranks. If a rank cannot, all

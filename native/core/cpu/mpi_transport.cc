@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "core/cpu/mpi_error.h"
@@ -18,6 +19,9 @@ constexpr int64_t kChunkBytes = 4 << 20;
 // Below this, one MPI_Iallgather of everything is faster than scatter and gather of slices,
 // although it moves more bytes.
 constexpr int64_t kSmallBytes = 16 << 10;
+
+// How long a thread that submits waits for the other ranks: some latencies of a network.
+constexpr double kBriefSeconds = 100e-6;
 
 constexpr int64_t kPieceBytes = Messages::kPieceBytes;
 
@@ -54,13 +58,26 @@ void MpiTransport::wait(MPI_Request request) {
   waiter_->wait(one, waiting_);
 }
 
-std::vector<Proposal> MpiTransport::agree(const Proposal& mine, const Request*,
+std::vector<Proposal> MpiTransport::agree(const Proposal& mine, const Request* next,
                                           const Waiting& waiting) {
-  if (!waiting) return {};
-  begin(waiting);
-  my_proposal_ = mine;
+  if (!waiting && !sums_all(*next)) return {};
   if (size() == 1) return {mine};
-  return size() <= few_ ? gather_proposals() : reduce_proposals();
+  waiting_ = waiting;
+  MpiWaiter::Wait(*waiter_, waiting_).check();
+  if (size() > few_) {
+    waiter_->next_step();
+    return reduce_proposals(mine);
+  }
+  if (agreeing_ == MPI_REQUEST_NULL) {
+    waiter_->next_step();
+    propose(mine, next);
+  }
+  if (!waiting && !agreed_briefly()) return {};
+  return read_proposals();
+}
+
+bool MpiTransport::sums_all(const Request& request) const {
+  return size() > 1 && size() <= few_ && small_group(request, kMostAlong);
 }
 
 void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
@@ -80,33 +97,68 @@ void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
   }
 }
 
-std::vector<Proposal> MpiTransport::reduce_proposals() {
-  const uint64_t print = my_proposal_.fingerprint, waited = my_proposal_.wait_times.waited_ns;
-  my_summary_ = {print, print, my_proposal_.flags, waited, static_cast<uint64_t>(rank_), waited};
+std::vector<Proposal> MpiTransport::reduce_proposals(const Proposal& mine) {
+  const uint64_t print = mine.fingerprint, waited = mine.wait_times.waited_ns;
+  my_summary_ = {print, print, mine.flags, waited, static_cast<uint64_t>(rank_), waited};
   MPI_Request request;
   HVD_MPI(
       MPI_Iallreduce(&my_summary_, &summary_, 1, summary_type_, combine_, communicator_, &request));
   wait(request);
-  if (summary_.flags & Proposal::wants_times) return gather_proposals();
+  if (summary_.flags & Proposal::wants_times) {
+    propose(mine, nullptr);
+    return read_proposals();
+  }
   const uint64_t mean = (summary_.waited - summary_.waited_least) / (size() - 1);
   const uint64_t others = summary_.least != print ? summary_.least : summary_.most;
-  proposals_.assign(size(), {others, summary_.flags, {mean, 0, 0}});
-  proposals_[summary_.first].wait_times.waited_ns = summary_.waited_least;
-  return proposals_;
+  std::vector<Proposal> proposals(size(), {others, summary_.flags, {mean, 0, 0}});
+  proposals[summary_.first].wait_times.waited_ns = summary_.waited_least;
+  return proposals;
 }
 
-std::vector<Proposal> MpiTransport::gather_proposals() {
-  proposals_.resize(size());
-  constexpr int kWords = sizeof(Proposal) / sizeof(uint64_t);
-  static_assert(sizeof(Proposal) == kWords * sizeof(uint64_t));
-  MPI_Request request;
-  HVD_MPI(MPI_Iallgather(&my_proposal_, kWords, MPI_UINT64_T, proposals_.data(), kWords,
-                         MPI_UINT64_T, communicator_, &request));
-  wait(request);
-  return proposals_;
+void MpiTransport::propose(const Proposal& mine, const Request* next) {
+  my_message_.proposal = mine;
+  along_ = next ? small_group(*next, kMostAlong) : std::nullopt;
+  if (along_) along_->in.copy_to(my_message_.along, along_->in.left());
+  messages_.resize(size());
+  constexpr int kBytes = sizeof(Message);
+  HVD_MPI(MPI_Iallgather(&my_message_, kBytes, MPI_BYTE, messages_.data(), kBytes, MPI_BYTE,
+                         communicator_, &agreeing_));
+}
+
+bool MpiTransport::agreed_briefly() {
+  const auto start = Clock::now();
+  int done = 0;
+  while (true) {
+    HVD_MPI(MPI_Testall(1, &agreeing_, &done, MPI_STATUSES_IGNORE));
+    if (done || seconds_since(start) > kBriefSeconds) return done;
+    std::this_thread::yield();
+  }
+}
+
+std::vector<Proposal> MpiTransport::read_proposals() {
+  if (agreeing_ != MPI_REQUEST_NULL) wait(std::exchange(agreeing_, MPI_REQUEST_NULL));
+  waiter_->check_aborted();  // by a rank that had come, but no longer waits
+  std::vector<Proposal> proposals;
+  for (const Message& message : messages_) {
+    proposals.push_back(message.proposal);
+    if (message.proposal.fingerprint != my_message_.proposal.fingerprint) along_.reset();
+  }
+  return proposals;
+}
+
+// Of the tensors that came with the proposals.
+void MpiTransport::sum_messages(const Request& request, DTypeGroup group) {
+  std::vector<const void*> sources;
+  for (const Message& message : messages_) sources.push_back(message.along);
+  const int64_t bytes = group.out.left();
+  chunk_.resize(bytes);
+  loops().reduce(group.dtype, request.reduction, factors_of(request, size()), sources.data(),
+                 size(), bytes / size_of(group.dtype), chunk_.data());
+  group.out.copy_from(chunk_.data(), bytes);
 }
 
 void MpiTransport::allreduce(Request& request) {
+  if (along_) return sum_messages(request, *std::exchange(along_, std::nullopt));
   const Factors factors = factors_of(request, size());
   for (DTypeGroup& group : by_dtype(request)) {
     while (group.in.left() > 0) {

@@ -9,8 +9,9 @@
 // Each element is summed once, by one rank, in rank order: all ranks hold the same bits and a rerun
 // repeats them, whatever algorithms MPI picks.
 //
-// Many ranks agree by one reduction, whose steps grow with the logarithm of their number; only if a
-// rank wants all times, all get all proposals.
+// The tensors of a tiny allreduce travel with the proposals of few ranks, and every rank sums all
+// of them. Many ranks agree by one reduction, whose steps grow with the logarithm of their number;
+// only if a rank wants all times, all get all proposals.
 //
 // Nothing blocks in MPI: each wait can end with an error that names who is missing.
 #pragma once
@@ -18,6 +19,7 @@
 #include <mpi.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -55,6 +57,8 @@ class MpiTransport : public KindTransport {
     waiting_ = waiting;
   }
   void allreduce(Request& request) override;
+  // Whether every rank sums all of an allreduce, in rank order.
+  bool sums_all(const Request& request) const;
   void broadcast(Request& request) override;
   void reducescatter(const Request& request, size_t i) override;
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
@@ -73,9 +77,19 @@ class MpiTransport : public KindTransport {
   };
   static void combine(void* in, void* inout, int* count, MPI_Datatype* type);
 
-  std::vector<Proposal> reduce_proposals();
-  std::vector<Proposal> gather_proposals();
+  // What travels with proposals, at most: larger requests pay for these bytes, too.
+  static constexpr int64_t kMostAlong = 128;
+  struct Message {
+    Proposal proposal;
+    alignas(8) char along[kMostAlong];
+  };
 
+  std::vector<Proposal> reduce_proposals(const Proposal& mine);
+  void propose(const Proposal& mine, const Request* next);
+  bool agreed_briefly();
+  std::vector<Proposal> read_proposals();
+
+  void sum_messages(const Request& request, DTypeGroup group);
   void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
                       char* out);
   void wait(MPI_Request request);
@@ -89,11 +103,13 @@ class MpiTransport : public KindTransport {
   std::unique_ptr<MpiWaiter> waiter_;
   MPI_Datatype summary_type_;
   MPI_Op combine_;
-  Proposal my_proposal_;  // these outlive an aborted agreement, since MPI still uses them
-  std::vector<Proposal> proposals_;
+  Message my_message_{};  // these outlive an aborted agreement, since MPI still uses them
+  std::vector<Message> messages_;
   Summary my_summary_, summary_;
-  std::vector<char> chunk_;     // this rank's part of an allreduce, then its result
-  std::vector<char> received_;  // what the other ranks sent of it, in rank order
+  MPI_Request agreeing_ = MPI_REQUEST_NULL;  // an exchange of messages
+  std::optional<DTypeGroup> along_;          // sent with the last proposal, to be summed by run()
+  std::vector<char> chunk_;                  // this rank's part of an allreduce, then its result
+  std::vector<char> received_;               // what the other ranks sent of it, in rank order
   std::unique_ptr<InterHostExchange> exchange_;
 };
 
