@@ -2,7 +2,6 @@
 #include "core/engine/engine.h"
 
 #include <algorithm>
-#include <cmath>
 #include <thread>
 
 #include "tests/support/test_call.h"
@@ -261,36 +260,6 @@ void every_order_completes() {
   });
 }
 
-// Nor on whether tensors travelled with the proposals: those of unequal ones are dropped.
-void bits_do_not_depend_on_the_order_of_requests() {
-  with_engine([](Engine& engine) {
-    constexpr int kCount = 6;
-    std::vector<std::vector<std::vector<char>>> outputs;
-    for (const bool same_order : {true, false}) {
-      std::deque<Call> calls;
-      for (int i = 0; i < kCount; ++i) {
-        calls.emplace_back(Kind::allreduce, numbered("bits ", i));
-        calls[i].add(i % 2 ? DType::float32 : DType::bfloat16, {1 << i});
-        calls[i].request.reduction = i % 3 ? Reduction::average : Reduction::sum;
-        calls[i].change_inputs([&](int r, size_t, int64_t index) {
-          return std::sin(static_cast<double>(index) + 100.0 * r + i);
-        });
-      }
-      for (int i = 0; i < kCount; ++i) {
-        Call& call = calls[same_order ? i : (i * (rank % 2 ? kCount - 1 : 1) + 5 * rank) % kCount];
-        call.submit(engine);
-        if (same_order) call.expect_ok();  // before the next
-      }
-      outputs.emplace_back();
-      for (Call& call : calls) {
-        if (!same_order) call.expect_ok();
-        outputs.back().push_back(call.outputs[0]);
-      }
-    }
-    CHECK(outputs[0] == outputs[1]);
-  });
-}
-
 // The same name again before the first is done: the k-th of one rank is the k-th of the others.
 void equal_names_keep_their_order() {
   with_engine([](Engine& engine) {
@@ -516,8 +485,6 @@ int main(int argc, char** argv) {
           {"allgather without memory on one rank", allgather_without_memory_on_one_rank},
           {"broadcast from every root", broadcast_from_every_root},
           {"every order completes", every_order_completes},
-          {"bits do not depend on the order of requests",
-           bits_do_not_depend_on_the_order_of_requests},
           {"equal names keep their order", equal_names_keep_their_order},
           {"disagreements fail on every rank", disagreements_fail_on_every_rank},
           {"impossible requests fail on every rank", impossible_requests_fail_on_every_rank},

@@ -184,6 +184,38 @@ void both_transports_give_the_same_bits() {
   CHECK(outputs("host") == outputs("mpi"));
 }
 
+// Nor on whether tensors travelled with the proposals: those that came with unequal ones are not
+// used.
+void bits_do_not_depend_on_the_order_of_requests() {
+  if (test::nccl_sums()) return;
+  with_engine([](Engine& engine) {
+    constexpr int kCount = 6;
+    std::vector<std::vector<std::vector<char>>> outputs;
+    for (const bool same_order : {true, false}) {
+      std::deque<Call> calls;
+      for (int i = 0; i < kCount; ++i) {
+        calls.emplace_back(Kind::allreduce, "bits " + std::to_string(i));
+        calls[i].add(i % 2 ? DType::float32 : DType::bfloat16, {1 << i});
+        calls[i].request.reduction = i % 3 ? Reduction::average : Reduction::sum;
+        calls[i].change_inputs([&](int r, size_t, int64_t index) {
+          return std::sin(static_cast<double>(index) + 100.0 * r + i);
+        });
+      }
+      for (int i = 0; i < kCount; ++i) {
+        Call& call = calls[same_order ? i : (i * (rank % 2 ? kCount - 1 : 1) + 5 * rank) % kCount];
+        call.submit(engine);
+        if (same_order) call.expect_ok();  // before the next
+      }
+      outputs.emplace_back();
+      for (Call& call : calls) {
+        if (!same_order) call.expect_ok();
+        outputs.back().push_back(call.outputs[0]);
+      }
+    }
+    CHECK(outputs[0] == outputs[1]);
+  });
+}
+
 // Of sums that depend on the order of their terms.
 void a_reducescatter_gives_the_bits_of_an_allreduce() {
   // Those of NCCL and of a grid of hosts are added in another order.
@@ -388,6 +420,8 @@ int main(int argc, char** argv) {
           {"alltoall of different rows", alltoall_of_different_rows},
           {"bad splits fail on every rank", bad_splits_fail_on_every_rank},
           {"reducescatter of all sizes", reducescatter_of_all_sizes},
+          {"bits do not depend on the order of requests",
+           bits_do_not_depend_on_the_order_of_requests},
           {"a reducescatter gives the bits of an allreduce",
            a_reducescatter_gives_the_bits_of_an_allreduce},
           {"allgather of different rows", allgather_of_different_rows},
