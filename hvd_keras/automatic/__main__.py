@@ -4,11 +4,14 @@ import os
 import runpy
 import sys
 
+from hvd_keras.automatic import launching
 from hvd_keras.automatic.start import auto
 
 
 def _run(words: list[str]) -> None:
-    auto()
+    scale_batch = words[0] == launching.SCALE_BATCH
+    auto(scale_batch)
+    words = words[scale_batch:]
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path[0] = os.getcwd()

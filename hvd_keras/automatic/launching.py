@@ -9,7 +9,7 @@ from hvd_keras.launch import command_check
 from hvd_keras.launch.errors import UsageError
 from hvd_keras.launch.options import Extension
 
-_MODULE = ["-m", "hvd_keras.automatic"]
+SCALE_BATCH = "--scale-batch"
 
 
 def extended(other: Extension) -> Extension:
@@ -22,18 +22,26 @@ def extended(other: Extension) -> Extension:
         )
         group = parser.add_argument_group("scripts without hvd_keras")
         group.add_argument("--auto", action="store_true", help=text)
+        text = (
+            "with --auto: batches N times larger, a learning rate N times larger, and a warm-up; "
+            "results are others than those of one process (default: off)"
+        )
+        group.add_argument(SCALE_BATCH, action="store_true", help=text)
         other.add_to(parser)
 
     def complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
         other.complete(given, environment)
         if not given.auto:
+            if given.scale_batch:
+                raise UsageError(f"got {SCALE_BATCH} without --auto; expected both")
             return
         if getattr(given, "horovod", False):
             raise UsageError("got --auto and --horovod; expected one of them")
         words = given.command[1:] if given.command[:1] == ["--"] else given.command
         words = ["-m", *given.module] if given.module else words
         if words:
-            given.module, given.command = None, _inside(command_check.resolve(words))
+            command = command_check.resolve(words)
+            given.module, given.command = None, _inside(command, given.scale_batch)
         given.uses_hvd_keras = True
         # Sets of texts have the same order on all ranks.
         given.settings = {"PYTHONHASHSEED": environment.get("PYTHONHASHSEED", "0")} | given.settings
@@ -41,7 +49,7 @@ def extended(other: Extension) -> Extension:
     return Extension(other.aliases, add_to, complete)
 
 
-def _inside(command: Sequence[str]) -> list[str]:
+def _inside(command: Sequence[str], scale_batch: bool) -> list[str]:
     """Return the command of a Python script with the module that runs it, behind Python's flags."""
     python, *words = command
     place = next((i for i, word in enumerate(words) if word == "-m" or word[0] != "-"), len(words))
@@ -49,4 +57,5 @@ def _inside(command: Sequence[str]) -> list[str]:
         raise UsageError(
             f"--auto got the command {' '.join(command)!r}; expected a Python script or -m module"
         )
-    return [python, *words[:place], *_MODULE, *words[place:]]
+    module = ["-m", "hvd_keras.automatic", *[SCALE_BATCH] * scale_batch]
+    return [python, *words[:place], *module, *words[place:]]

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.automatic import distribution, noise, steps, writes
+from hvd_keras.automatic import distribution, noise, scale, steps, writes
 from hvd_keras.gradients import division
 from hvd_keras.hooks import variables
 from hvd_keras.runtime import agree, rank_info, settings
@@ -27,7 +27,7 @@ from hvd_keras.runtime.keras import is_legacy, require
 from hvd_keras.runtime.process_sets import global_process_set
 
 
-def auto() -> None:
+def auto(scale_batch: bool = False) -> None:
     """Let all ranks do the work of this script of one process together.
 
     To be called as a script's first line; ``hvdrun --auto`` does so. Every rank runs the whole
@@ -35,6 +35,11 @@ def auto() -> None:
     ``test_on_batch`` and ``predict``. Batch size and learning rate stay what they are, and so do,
     to rounding, the results. The first rank alone prints to stdout, and saves models. See
     docs/auto.md.
+
+    Args:
+        scale_batch: train by another recipe, as ``hvdrun --auto --scale-batch``: ``fit`` makes
+            batches ``size()`` times larger, with a rate as much larger, and a warm-up. It prints
+            what it changes; results are others than those of one process.
 
     Raises:
         RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``.
@@ -56,7 +61,7 @@ def auto() -> None:
         return
     division.is_on = True
     _seed()
-    _patch()
+    _patch(scale_batch)
     atexit.register(_check_exchange)
     if rank_info.rank() > 0:
         sys.stdout.flush()
@@ -131,7 +136,7 @@ def _seed() -> None:
     np.random.default_rng = seeded
 
 
-def _patch() -> None:
+def _patch(scale_batch: bool) -> None:
     model = keras.Model
     # Its functions call a module of the backend, by this name.
     parallel = importlib.import_module("keras.src.distribution.distribution_lib")
@@ -151,6 +156,8 @@ def _patch() -> None:
             for name in ("disable_eager_execution", "disable_v2_behavior")
         ),
     ]
+    if scale_batch:
+        rows += [(model, "fit", scale.wrap_fit), (model, "train_on_batch", scale.refuse_batch)]
     for owner, attribute, wrap in rows:
         require(owner, attribute, "for automatic mode")
         setattr(owner, attribute, wrap(getattr(owner, attribute)))

@@ -48,7 +48,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             data.adapt_fit(bound.arguments)
             # A list, a list of lists, or a CallbackList, whose callbacks are replaced for this fit.
             given = bound.arguments.get("callbacks")
-            callbacks = _flat(given)
+            callbacks = flat(given)
             own = _begun(self, callbacks, defaults | bound.arguments)
             stack.enter_context(agree.within(_current, own))
             several = own is not None and own.process_set.size() > 1
@@ -136,7 +136,7 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
         if not rank_info.is_initialized() or (is_predict and given is None):
             return evaluate(self, *args, **kwargs)
-        callbacks, fits = _flat(given), hasattr(given, "callbacks")
+        callbacks, fits = flat(given), hasattr(given, "callbacks")
         process_set = _process_set(self, callbacks)
         if process_set is None or process_set.size() == 1:
             return evaluate(self, *args, **kwargs)
@@ -344,9 +344,10 @@ def _process_set(model: Any, callbacks: list[Any]) -> ProcessSet | None:
     return process_set
 
 
-def _flat(callbacks: Any) -> list[Any]:
+def flat(callbacks: Any) -> list[Any]:
+    """Return the callbacks that ``fit`` has been given, as a list."""
     if callbacks is None:
         return []
     if isinstance(callbacks, (list, tuple)):
-        return [one for part in callbacks for one in _flat(part)]
-    return _flat(getattr(callbacks, "callbacks", None)) or [callbacks]
+        return [one for part in callbacks for one in flat(part)]
+    return flat(getattr(callbacks, "callbacks", None)) or [callbacks]

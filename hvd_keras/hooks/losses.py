@@ -227,7 +227,7 @@ def _product(one: Any, other: Any) -> Any:
 
 def _tell_of_ratio(loss: Any, value: Any) -> None:
     """Tell of a loss of the whole batch that is no mean over its rows, as far as can be seen."""
-    if not _is_ratio(value):
+    if not _divides(value):
         return
     name = getattr(loss, "fn", loss)
     name = getattr(name, "__name__", type(name).__name__)
@@ -238,7 +238,7 @@ def _tell_of_ratio(loss: Any, value: Any) -> None:
     )
 
 
-def _is_ratio(value: Any) -> bool:
+def _divides(value: Any) -> bool:
     """Whether a scalar is a quotient of numbers that depend on the batch, not only on its shape."""
     # Goes back from the loss over scalars. A mean, too, ends with a division, by the batch's size.
     waiting, seen = [value], set()

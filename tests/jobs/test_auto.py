@@ -181,3 +181,90 @@ def test_module_arguments_and_command(launcher: Launcher) -> None:
         r'^File ".*calls.py", line \d+, hvd.init\(\)\nRuntimeError: hvdrun --auto is', job.stderr
     )
     assert "Traceback" not in job.stderr
+
+
+SCALED = """
+import os, keras, numpy as np, tensorflow as tf
+keras.utils.set_random_seed(1)
+random = np.random.default_rng(0)
+x = random.normal(size=(50, 6)).astype("float32")
+y = x[:, :1] * x[:, 1:2]
+is_one = "HVDRUN_JOB" not in os.environ
+class Warmup(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.epoch == 0:  # a tenth of 12 epochs
+            self.model.optimizer.learning_rate = 0.02 * (1 + (batch + 1) / 4) / 2
+def model(optimizer):
+    keras.utils.set_random_seed(1)
+    net = keras.Sequential([keras.layers.Dense(9, "tanh"), keras.layers.Dense(1)])
+    net.compile(optimizer(0.02 if is_one else 0.01), "mse")
+    return net
+def show(net, history):
+    print(float(net.optimizer.learning_rate), *(float(abs(w).sum()) for w in net.get_weights()))
+    print(*history["loss"], *history.get("val_loss", ()))
+def fit(net, data, **options):
+    if isinstance(data, tf.data.Dataset):
+        data = data.batch(16 if is_one else 8)
+        return net.fit(data, verbose=0, **options)
+    return net.fit(*data, batch_size=16 if is_one else 8, verbose=0, **options)
+for optimizer in keras.optimizers.SGD, keras.optimizers.Adam:
+    for data in (x, y), tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=3):
+        net, warmup = model(optimizer), [Warmup()] * is_one
+        show(net, fit(net, data, epochs=12, callbacks=warmup, validation_data=(x, y)).history)
+        show(net, fit(net, data).history)  # goes on with the rate that is scaled
+        net.optimizer.learning_rate = 0.01 if is_one else 0.005
+        show(net, fit(net, data, initial_epoch=2, epochs=3).history)
+if is_one:
+    raise SystemExit
+class Batches(keras.utils.PyDataset):
+    pass
+fits = keras.Sequential([keras.layers.Dense(1)])
+schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.9)
+def refused(call, rate=0.1):
+    fits.compile(keras.optimizers.SGD(rate), "mse")
+    try:
+        call()
+        print("went on")
+    except ValueError as error:
+        print(error)
+refused(lambda: fits.fit(Batches()))
+refused(lambda: fits.fit(x, y), schedule)
+refused(lambda: fits.fit(x, y, callbacks=keras.callbacks.LearningRateScheduler(print)))
+refused(lambda: fits.train_on_batch(x, y))
+"""
+
+
+def test_larger_batches_have_a_larger_rate(launcher: Launcher) -> None:
+    (launcher.folder / "scaled.py").write_text(SCALED)
+    script = str(launcher.folder / "scaled.py")
+    alone = subprocess.run(
+        [sys.executable, script], check=True, capture_output=True, text=True, timeout=180
+    )
+    job = auto(launcher, 2, "--scale-batch", script)
+    assert job.returncode == 0, job.stderr
+    told = [line for line in job.stdout.splitlines() if line.startswith("hvdrun --auto")]
+    results = job.stdout.partition("got data")[0]
+    results = re.sub("(?m)^hvdrun.*$", "", results)
+    assert numbers(results) == pytest.approx(numbers(alone.stdout), rel=2e-3, abs=2e-4)
+    assert len(numbers(results)) > 100
+    rows = "hvdrun --auto --scale-batch: batches of 8 rows become batches of 16; the learning rate "
+    assert told[:3] == [
+        f"{rows}0.01 becomes 0.02, after a warm-up of 1 epoch",
+        f"{rows}stays 0.02, with which the optimizer has trained before",
+        f"{rows}0.005 becomes 0.01, without a warm-up, as initial_epoch is not 0",
+    ]
+    assert "2 batches of the dataset become one; the learning rate" in told[3]
+    refusals = [
+        "of type Batches",
+        "rate is a schedule",
+        "a LearningRateScheduler",
+        "train_on_batch",
+    ]
+    assert [
+        text for text, line in zip(refusals, told[-4:], strict=True) if text in line
+    ] == refusals
+    refused = launcher.run("--scale-batch", "-np", "2", script)
+    assert refused.returncode == 2
+    assert "--scale-batch without --auto; expected both" in refused.stderr
