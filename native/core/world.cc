@@ -13,7 +13,7 @@
 #include "core/base/watchdog.h"
 #include "core/cpu/cluster_transport.h"
 #include "core/cpu/host_transport.h"
-#include "core/cpu/mpi_error.h"
+#include "core/cpu/mpi_wait.h"
 #include "core/cpu/mpi_transport.h"
 #include "core/gpu/cuda_api.h"
 #include "core/gpu/gpu_transport.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "core/gpu/nccl_communicator.h"
+#include "core/gpu/nccl_api.h"
 #include "tests/support/kernel.h"
 #include "tests/support/test_call.h"
 

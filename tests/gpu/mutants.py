@@ -109,7 +109,7 @@ RULES = {
         (r"gpu\.copy\(request\.outputs\[i\], ", "gpu.copy(request.outputs[0], "),
         (r"direct\.inputs\[i\]\.data = request\.outputs\[i\];", ""),
     ],
-    f"{GPU}/nccl_communicator.cc": [
+    f"{GPU}/nccl_api.cc": [
         (r"check\(nccl_\.group_start\(\), \"ncclGroupStart\"\);", ""),
         (r"check\(nccl_\.group_end\(\), \"ncclGroupEnd\"\);", ""),
         (r"settle\(\"ncclGroupEnd\", pause\);", ""),

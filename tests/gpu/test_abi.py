@@ -32,7 +32,6 @@ OTHERS = {
     "cuda_fp8.h": "",
 }
 SOURCES = ["tests/gpu/abi.cc", "native/core/gpu/nccl_api.cc", "native/core/gpu/gpu_library.cc"]
-SOURCES += ["native/core/base/dtype.cc"]
 
 
 def headers_of(wheel: str, folder: pathlib.Path) -> None:

@@ -3,8 +3,6 @@
 
 #include <cstdint>
 
-#include "core/base/export.h"
-
 namespace hvd {
 
 // dtype, name, bytes, type in the loops (math/half.h), name in TensorFlow's DataType, in XLA's
@@ -31,9 +29,26 @@ constexpr int64_t kWidest = 8;  // bytes of the widest dtype
 
 enum class Reduction : uint8_t { average, sum, min, max, product, adasum };
 
-int64_t size_of(DType dtype);                 // bytes of an element
-HVD_EXPORT const char* name_of(DType dtype);  // HVD_EXPORT: for the kernels
-HVD_EXPORT const char* name_of(Reduction reduction);
-bool is_floating(DType dtype);
+// Bytes of an element.
+constexpr int64_t size_of(DType dtype) {
+#define HVD_SIZE(dtype, name, bytes, ...) bytes,
+  constexpr int64_t kSizes[] = {HVD_DTYPES(HVD_SIZE)};
+#undef HVD_SIZE
+  return kSizes[static_cast<int>(dtype)];
+}
+
+constexpr const char* name_of(DType dtype) {
+#define HVD_NAME(dtype, name, ...) name,
+  constexpr const char* kNames[] = {HVD_DTYPES(HVD_NAME)};
+#undef HVD_NAME
+  return kNames[static_cast<int>(dtype)];
+}
+
+constexpr const char* name_of(Reduction reduction) {
+  constexpr const char* kNames[] = {"Average", "Sum", "Min", "Max", "Product", "Adasum"};
+  return kNames[static_cast<int>(reduction)];
+}
+
+constexpr bool is_floating(DType dtype) { return dtype >= DType::float16; }
 
 }  // namespace hvd

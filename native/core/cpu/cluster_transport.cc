@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "core/cpu/mpi_error.h"
+#include "core/cpu/mpi_wait.h"
 #include "core/math/loops.h"
 
 namespace hvd {

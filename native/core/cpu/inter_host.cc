@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/cpu/mpi_error.h"
+#include "core/cpu/mpi_wait.h"
 
 namespace hvd {
 namespace {

@@ -5,7 +5,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/cpu/mpi_error.h"
+#include "core/cpu/mpi_wait.h"
 #include "core/math/loops.h"
 #include "core/request/collectives.h"
 

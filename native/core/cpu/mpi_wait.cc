@@ -1,13 +1,16 @@
 #include "core/cpu/mpi_wait.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
 #include <set>
 #include <thread>
+#include <utility>
 
-#include "core/cpu/mpi_error.h"
+#include "core/base/log.h"
 
 namespace hvd {
 namespace {
@@ -41,7 +44,30 @@ Waiters& waiters() {
   return *waiters;
 }
 
+// Never destroyed: engines' threads may outlive main().
+std::function<void(const std::string&)>* act_before = nullptr;
+
 }  // namespace
+
+void before_mpi_aborts(std::function<void(const std::string&)> act) {
+  act_before = new std::function<void(const std::string&)>(std::move(act));
+}
+
+void abort_for_mpi_error(int code, const char* call) {
+  const std::string text = call;
+  char error[MPI_MAX_ERROR_STRING] = "";
+  int length = 0;
+  if (MPI_Error_string(code, error, &length) != MPI_SUCCESS) length = 0;
+  const std::string why =
+      text.substr(0, text.find('(')) +
+      " failed: " + (length > 0 ? std::string(error, length) : "error " + std::to_string(code)) +
+      ". The job is aborted, since messages may be lost. Look for what MPI, the "
+      "network or another rank has reported before.";
+  log(LogLevel::error, why);
+  if (act_before) (*act_before)(why);
+  MPI_Abort(MPI_COMM_WORLD, 1);
+  _exit(1);
+}
 
 void Messages::send(const void* data, int64_t bytes, int to, int tag) {
   for (int64_t start = 0; start < bytes; start += kPieceBytes) {

@@ -1,5 +1,8 @@
-// Messages of MPI, and waits for other ranks, with a deadline and back-off, and finds out which are
-// missing.
+// Messages and errors of MPI, and waits for other ranks, with a deadline and back-off, which find
+// out who is missing.
+//
+// An error of MPI ends the job: mpi4py makes MPI return errors where it would otherwise end the
+// process, and after one no buffer can be relied on.
 //
 // The ranks of a set make the same sequence of steps. A rank that waits in a step for more than a
 // second sends the step's number to the others; ranks that have not sent theirs are missing. A rank
@@ -8,6 +11,7 @@
 
 #include <mpi.h>
 
+#include <functional>
 #include <list>
 #include <string>
 #include <vector>
@@ -16,6 +20,18 @@
 #include "core/request/transport.h"
 
 namespace hvd {
+
+// What to do with the text of an error before the job is aborted. Once, at init.
+void before_mpi_aborts(std::function<void(const std::string& why)> act);
+
+[[noreturn]] void abort_for_mpi_error(int code, const char* call);
+
+// Around each call.
+#define HVD_MPI(...)                                       \
+  do {                                                     \
+    if (const int code = __VA_ARGS__; code != MPI_SUCCESS) \
+      abort_for_mpi_error(code, #__VA_ARGS__);             \
+  } while (false)
 
 // Messages of any size between this rank of a communicator and others; all are under way at once.
 class Messages {

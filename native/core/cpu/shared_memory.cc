@@ -16,7 +16,7 @@
 
 #include "core/base/cores.h"
 #include "core/base/threads.h"
-#include "core/cpu/mpi_error.h"
+#include "core/cpu/mpi_wait.h"
 
 namespace hvd {
 namespace {

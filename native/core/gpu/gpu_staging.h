@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/gpu/gpu.h"
-#include "core/gpu/nccl_communicator.h"
+#include "core/gpu/nccl_api.h"
 #include "core/request/transport.h"
 
 namespace hvd {

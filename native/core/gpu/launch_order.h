@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "core/gpu/gpu.h"
-#include "core/gpu/nccl_communicator.h"
+#include "core/gpu/nccl_api.h"
 
 namespace hvd {
 

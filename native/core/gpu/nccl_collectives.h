@@ -5,7 +5,7 @@
 #pragma once
 
 #include "core/gpu/gpu.h"
-#include "core/gpu/nccl_communicator.h"
+#include "core/gpu/nccl_api.h"
 #include "core/math/layout.h"
 #include "core/request/transport.h"
 

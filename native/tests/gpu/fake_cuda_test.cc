@@ -8,7 +8,7 @@
 #include <functional>
 #include <thread>
 
-#include "core/gpu/nccl_communicator.h"
+#include "core/gpu/nccl_api.h"
 #include "tests/support/device.h"
 
 namespace hvd {
