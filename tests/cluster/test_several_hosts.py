@@ -292,7 +292,6 @@ def test_a_second_interrupt_does_not_wait(hosts: Hosts, tmp_path: Path) -> None:
         job.wait_for("ready", 2)
         job.kill(0, cluster.MPIRUN, signal.SIGSTOP)
         job.signal(signal.SIGINT)
-        job.process.poll()
         job.signal(signal.SIGINT)
         assert job.wait() == 130
         clean(hosts)

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_keras.launch.onhost.process import die_with_parent
+from tests.harness.launcher import send_signal
 
 # Seconds for one of the tools used here; they take milliseconds.
 LIMIT = 60
@@ -222,7 +223,7 @@ class Host:
 
     def signal(self, process: subprocess.Popen[Any], number: int) -> None:
         """Send a signal to a command that `start` has started."""
-        os.kill(_first_child(process), number)
+        send_signal(_first_child(process), number)
 
     def processes(self) -> dict[int, str]:
         """The command lines of this host's processes, without its first one, its sshd and theirs.

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import textwrap
@@ -110,6 +111,22 @@ def parent(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(text.rpartition(")")[2].split()[1])
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a process a signal and wait until it is taken: two at once would arrive as one."""
+    os.kill(pid, number)
+    status = pathlib.Path(f"/proc/{pid}/status")
+
+    def is_taken() -> bool:
+        try:
+            text = status.read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        pending = re.findall(r"^S(?:ig|hd)Pnd:\t(\w+)", text, re.MULTILINE)
+        return "\nState:\tZ" in text or not any(int(m, 16) >> (number - 1) & 1 for m in pending)
+
+    wait_until(is_taken, f"process {pid} takes signal {number}")
 
 
 def wait_until(condition, what: str, seconds: float = LIMIT) -> None:

@@ -43,7 +43,19 @@ def test_a_killed_rank_is_named_with_its_signal(hvdrun):
 
 
 def test_a_rank_that_left_early_is_no_culprit(hvdrun):
-    done = hvdrun.python(2, "meet(2)\nif rank == 0: os._exit(0)\ntime.sleep(1)\nsys.exit(4)")
+    done = hvdrun.python(
+        2,
+        """
+        if rank == 0:
+            open("pid", "w").write(str(os.getpid()))
+            meet(2)
+            os._exit(0)
+        meet(2)
+        while os.path.exists("/proc/" + open("pid").read()):
+            time.sleep(0.02)
+        sys.exit(4)
+        """,
+    )
     assert done.returncode == 4
     assert done.stderr.splitlines() == [
         "hvdrun: rank 1 failed first: exit status 4",

@@ -4,11 +4,10 @@ import fcntl
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
-from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
+from tests.harness.launcher import FOREVER, LIMIT, parent, send_signal, wait_until
 
 NOTE_SIGNALS = """
     got = []
@@ -58,8 +57,7 @@ def test_a_second_interrupt_does_not_wait(hvdrun):
     for process in (once, twice):
         (mpirun_pid,) = (pid for pid in hvdrun.processes() if parent(pid) == process.pid)
         os.kill(mpirun_pid, signal.SIGSTOP)
-        process.send_signal(signal.SIGINT)
-    time.sleep(0.5)  # two signals at once would arrive as one
+        send_signal(process.pid, signal.SIGINT)
     assert twice.poll() is None
     twice.send_signal(signal.SIGINT)
     assert twice.wait(timeout=LIMIT) == 130

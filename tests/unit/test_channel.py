@@ -162,7 +162,8 @@ async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: P
     size = UNPROVEN + 20
     ranks, address = await listen(tmp_path, size)
     streams = [await asyncio.open_connection(*address) for _ in range(size)]
-    await asyncio.sleep(0.2)  # as many are accepted as may be, before any proves itself
+    await until(lambda: len(ranks._serving) >= UNPROVEN)  # none has proved itself yet
+    await asyncio.sleep(0.1)
     assert len(ranks._serving) == UNPROVEN
 
     async def work(rank: int) -> bool:
@@ -200,7 +201,7 @@ async def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
         os.close(highest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, limits[1]))
         try:
-            await asyncio.sleep(0.2)
+            await until(lambda: ranks.problem)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert ranks.check()

@@ -1,13 +1,12 @@
 """The commands that hvdrun makes for every engine, and what it refuses of hosts and files."""
 
 import asyncio
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -413,22 +412,22 @@ def test_no_answer_of_slurm_is_told(hvdrun, monkeypatch) -> None:
 
 def test_all_hosts_are_cleaned_up_at_once(hvdrun) -> None:
     """Each of 150 waits until all have had their input, and answers then."""
-    os.mkfifo(hvdrun.folder / "gate")
     reach = hvdrun.folder / "reach"
-    text = f"cat > /dev/null; touch here-$1; read x < gate; echo {sweep.MARK}"
+    text = f"cat > /dev/null; touch here-$1; flock --shared gate true; echo {sweep.MARK}"
     reach.write_text(f"#!/bin/sh\ncd {hvdrun.folder}; {text}\n")
     reach.chmod(0o755)
     names = [f"n{number}" for number in range(150)]
 
-    def open_gate() -> None:
-        wait_until(lambda: len([*hvdrun.folder.glob("here-*")]) == len(names), "all hosts")
-        time.sleep(1)  # until the last ones wait at the gate
-        (hvdrun.folder / "gate").write_text("")
+    async def sweep_all() -> set[str]:
+        work = asyncio.create_task(clean_up.sweep_hosts(names, RemoteShell([str(reach)]), [], 0.0))
+        with (hvdrun.folder / "gate").open("w") as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            while len([*hvdrun.folder.glob("here-*")]) < len(names) and not work.done():
+                await asyncio.sleep(0.05)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+        return await work
 
-    opener = threading.Thread(target=open_gate)
-    opener.start()
-    assert asyncio.run(clean_up.sweep_hosts(names, RemoteShell([str(reach)]), [], 0.0)) == set()
-    opener.join()
+    assert asyncio.run(sweep_all()) == set()
 
 
 def test_the_limit_is_that_of_each_host(hvdrun, monkeypatch) -> None:
