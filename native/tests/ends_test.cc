@@ -41,13 +41,15 @@ class Failing : public test::ThreadTransport {
 };
 
 void an_error_of_one_rank_ends_all() {
+  Settings settings;
+  settings.mismatch_seconds = 0.2;  // until the ranks gather what they wait for
   for (const char* method : {"agree", "agree to run", "agree at once", "gather", "run"}) {
     test::context = method;
     const auto hub = std::make_shared<test::Hub>(kRanks, 1e9);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < kRanks; ++rank) {
       threads.emplace_back([&, rank] {
-        Engine engine(std::make_unique<Failing>(hub, rank, rank == 1 ? method : ""), {});
+        Engine engine(std::make_unique<Failing>(hub, rank, rank == 1 ? method : ""), settings);
         // Until the engine's thread waits for requests.
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
         // A barrier is not served at once; different requests are negotiated.

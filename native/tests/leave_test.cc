@@ -245,7 +245,7 @@ void nothing_succeeds_in_a_set_that_is_gone() {
   const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < 1000; ++i) {
     // Each may make a communicator of NCCL, which takes its time.
-    if (std::chrono::steady_clock::now() - start > std::chrono::seconds(10) && failed > 0) break;
+    if (std::chrono::steady_clock::now() - start > std::chrono::seconds(4) && failed > 0) break;
     CHECK_EQ(world.add_process_set(1, {rank}).message, "");
     world.remove_process_set(1);
   }
