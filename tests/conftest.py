@@ -34,16 +34,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # What takes a minute or more runs first, so that none of it runs alone at the end.
-LONG = ["2-ranks", "test_core.py", "test_examples.py", "test_slurm.py", "test_hvdrun_ends.py"]
-LONG += ["test_several_hosts.py", "test_runtime.py", "test_hvdrun.py", "test_horovod.py"]
-LONG += ["test_faults.py", "test_restarts.py", "test_restart.py", "test_hvdrun_plan.py"]
-LONG += ["test_soak.py", "3-ranks", "1-ranks", "4-ranks"]
+LONG = ["2-ranks", "test_core.py", "2-ranks in folders", "test_slurm.py", "test_hvdrun_ends.py"]
+LONG += ["test_several_hosts.py", "test_hvdrun.py", "test_auto.py", "test_faults.py"]
+LONG += ["test_examples.py", "test_hvdrun_plan.py", "test_horovod.py", "test_restarts.py"]
+LONG += ["test_runtime.py", "test_restart.py", "test_soak.py", "test_mpi_faults.py"]
+LONG += [f"{size}-ranks{where}" for size in (3, 1, 4) for where in ("", " in folders")]
 
 
 def _scope(nodeid: str) -> str:
     """The tests of one scope run one after the other: a file, or one job of tests/parallel."""
-    ranks = re.search(r"\[(\d-ranks)\]$", nodeid)
-    return ranks[1] if ranks else nodeid.partition("::")[0]
+    file, ranks = nodeid.partition("::")[0], re.search(r"\[(\d-ranks)\]$", nodeid)
+    return ranks[1] + " in folders" * (file.count("/") > 2) if ranks else file
 
 
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:

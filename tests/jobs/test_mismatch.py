@@ -67,6 +67,7 @@ def test_ranks_that_bear_it_go_on(tmp_path: pathlib.Path) -> None:
     assert job.output.count("both have 3") == 2, job.output
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("value", ["-1", "soon"])
 def test_a_wrong_time(tmp_path: pathlib.Path, value: str) -> None:
     script = "import hvd_keras as hvd\nhvd.init()"

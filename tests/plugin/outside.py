@@ -1,9 +1,10 @@
 """Makes every test of tests/parallel one pytest item for each number of ranks it runs on.
 
-TensorFlow starts slowly, so one job per number of ranks runs all items of that number. The items
-are found in the source text: importing a test module would need ``hvd.init()``. The ranks write
-what happens to files (see inside.py), and each item waits here for its part. A test that fails ends
-its job, because the other ranks may be waiting; the next item starts a new job with the rest.
+TensorFlow starts slowly, so one job per number of ranks runs all items of that number that lie in
+tests/parallel itself, and another one those in its folders. The items are found in the source text:
+importing a test module would need ``hvd.init()``. The ranks write what happens to files (see
+inside.py), and each item waits here for its part. A test that fails ends its job, because the other
+ranks may be waiting; the next item starts a new job with the rest.
 """
 
 import ast
@@ -53,13 +54,14 @@ class ParallelItem(pytest.Item):
     def __init__(self, *, test: str, size: int, **more: object) -> None:
         super().__init__(**more)
         self.test, self.size = test, size
+        self.job = size, self.path.parent.name == "parallel"
         self.key = f"{self.path.relative_to(ROOT)}::{test}"
 
     def runtest(self) -> None:
-        job = _jobs.get(self.size)
+        job = _jobs.get(self.job)
         if job is None or job.is_over():
-            same = [i for i in self.session.items if getattr(i, "size", 0) == self.size]
-            job = _jobs[self.size] = _Job(same[same.index(self) :])
+            same = [i for i in self.session.items if getattr(i, "job", None) == self.job]
+            job = _jobs[self.job] = _Job(same[same.index(self) :])
         job.report(self)
 
     def repr_failure(self, error, style=None) -> str:
@@ -154,7 +156,7 @@ class _Job:
                     self._read_to[rank] = file.tell()
 
 
-_jobs: dict[int, _Job] = {}
+_jobs: dict[tuple[int, bool], _Job] = {}
 
 
 def _sizes(nodes) -> list[int]:

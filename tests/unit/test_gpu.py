@@ -1,6 +1,7 @@
 """GPU code that can be tested without a GPU: the choice of GPUs, and loading the kernels."""
 
 import ctypes
+import os
 import pathlib
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def test_what_is_missing_or_wrong_is_told(tmp_path: pathlib.Path) -> None:
         [sys.executable, "-c", code],
         env={
             "PATH": "",
+            "PYTHONPATH": os.environ["PYTHONPATH"],
             "HVD_NCCL_LIBRARY": str(text),
             "HVD_CUDART_LIBRARY": "/none",
             "HVD_GPU_BROADCAST": "nccl",
