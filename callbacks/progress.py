@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import observe, ops
+from hvd_keras import ops
+from hvd_keras.hooks import progress
 from hvd_keras.runtime.keras import is_legacy, keras
 
 
@@ -124,7 +125,7 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
     def _end_of_training(self) -> None:
         if self._samples is None:
             self._seconds = time.monotonic() - self._start
-            self._samples = observe.samples_of(self.model, self.seen)
+            self._samples = progress.samples_of(self.model, self.seen)
 
     def _show(self, rate: float, unit: str = "samples") -> None:
         # The bar prints the unit behind the time of a step.

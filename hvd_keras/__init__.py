@@ -100,6 +100,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'hvd_keras' has no attribute {name!r}")
     settings.tell_hvdrun(mark=settings.ASKED_FOR)
     home = _HOMES[name]
+    if settings.keras_backend() != "tensorflow":
+        rooms = importlib.import_module(f"hvd_keras.backends.{settings.keras_backend()}")
+        home, name = rooms.home(home, name)
     try:
         module = importlib.import_module(home or f"hvd_keras.{name}")
     except ImportError as error:

@@ -31,20 +31,10 @@ from hvd_keras.ops.movement import allgather as allgather
 from hvd_keras.ops.movement import alltoall as alltoall
 from hvd_keras.ops.movement import broadcast as broadcast
 from hvd_keras.ops.movement import grouped_allgather as grouped_allgather
-from hvd_keras.ops.objects import allgather_object as allgather_object
-from hvd_keras.ops.objects import broadcast_object as broadcast_object
-from hvd_keras.ops.objects import broadcast_object_fn as broadcast_object_fn
 from hvd_keras.ops.reducescatter import grouped_reducescatter as grouped_reducescatter
 from hvd_keras.ops.reducescatter import reducescatter as reducescatter
-from hvd_keras.ops.reduction import Adasum as Adasum
-from hvd_keras.ops.reduction import Average as Average
 from hvd_keras.ops.reduction import Compression as Compression
 from hvd_keras.ops.reduction import Compressor as Compressor
-from hvd_keras.ops.reduction import Max as Max
-from hvd_keras.ops.reduction import Min as Min
-from hvd_keras.ops.reduction import Product as Product
-from hvd_keras.ops.reduction import ReduceOp as ReduceOp
-from hvd_keras.ops.reduction import Sum as Sum
 from hvd_keras.ops.without_data import barrier as barrier
 from hvd_keras.ops.without_data import local_rank_op as local_rank_op
 from hvd_keras.ops.without_data import local_size_op as local_size_op
@@ -53,8 +43,6 @@ from hvd_keras.ops.without_data import rank_op as rank_op
 from hvd_keras.ops.without_data import size_op as size_op
 from hvd_keras.optimizer import DistributedOptimizer as DistributedOptimizer
 from hvd_keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
-from hvd_keras.optimizer import linear_scaling as linear_scaling
-from hvd_keras.optimizer import sqrt_scaling as sqrt_scaling
 from hvd_keras.runtime.gpu import ccl_built as ccl_built
 from hvd_keras.runtime.gpu import cuda_built as cuda_built
 from hvd_keras.runtime.gpu import ddl_built as ddl_built
@@ -65,6 +53,9 @@ from hvd_keras.runtime.gpu import mpi_enabled as mpi_enabled
 from hvd_keras.runtime.gpu import mpi_threads_supported as mpi_threads_supported
 from hvd_keras.runtime.gpu import nccl_built as nccl_built
 from hvd_keras.runtime.gpu import rocm_built as rocm_built
+from hvd_keras.runtime.objects import allgather_object as allgather_object
+from hvd_keras.runtime.objects import broadcast_object as broadcast_object
+from hvd_keras.runtime.objects import broadcast_object_fn as broadcast_object_fn
 from hvd_keras.runtime.process_sets import ProcessSet as ProcessSet
 from hvd_keras.runtime.process_sets import add_process_set as add_process_set
 from hvd_keras.runtime.process_sets import global_process_set as global_process_set
@@ -77,6 +68,15 @@ from hvd_keras.runtime.rank_info import local_rank as local_rank
 from hvd_keras.runtime.rank_info import local_size as local_size
 from hvd_keras.runtime.rank_info import rank as rank
 from hvd_keras.runtime.rank_info import size as size
+from hvd_keras.runtime.reductions import Adasum as Adasum
+from hvd_keras.runtime.reductions import Average as Average
+from hvd_keras.runtime.reductions import Max as Max
+from hvd_keras.runtime.reductions import Min as Min
+from hvd_keras.runtime.reductions import Product as Product
+from hvd_keras.runtime.reductions import ReduceOp as ReduceOp
+from hvd_keras.runtime.reductions import Sum as Sum
+from hvd_keras.scaling import linear_scaling as linear_scaling
+from hvd_keras.scaling import sqrt_scaling as sqrt_scaling
 from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
 from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import enum
+import importlib
 import operator
 import os
 import sys
@@ -13,11 +14,7 @@ from collections.abc import Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
-import tensorflow as tf
-
 from hvd_keras import observe
-from hvd_keras.hooks import patches
-from hvd_keras.ops import gradients
 from hvd_keras.runtime import (
     exit_codes,
     flight,
@@ -37,7 +34,8 @@ from hvd_keras.runtime.process_sets import (
     world_ranks_of,
 )
 
-del gradients  # importing it has registered them
+#: What depends on Keras's backend; its interface is that of ``backends.tensorflow``.
+_backend: Any = importlib.import_module(f"hvd_keras.backends.{settings.keras_backend()}")
 
 # Seconds for which a failing rank waits until the others have received its error.
 _ERROR_SECONDS = 2.0
@@ -117,7 +115,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         _add_process_sets(process_sets)
         return
     settings.read()  # raises if a variable has a wrong value
-    libraries.tensorflow_ops()
+    _backend.load()
     mpi_library.refuse_two()
     gpu.find_libraries()
     ranks, communicator = _members(comm)
@@ -135,7 +133,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         settings.tell_hvdrun(mark=settings.CHOSEN)
     rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
     _install_guards()
-    gpu.pin(rank_info.local_rank(), rank_info.local_size())
+    _backend.pin(rank_info.local_rank(), rank_info.local_size())
     core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
     log.start(rank_info.rank())
     log.logger.info(
@@ -143,7 +141,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
         *(rank_info.local_rank(), rank_info.local_size(), rank_info.rank(), rank_info.size()),
         libraries.mpi_version().splitlines()[0],
     )
-    patches.install()
+    _backend.install()
     flight.start()
     observe.start_publishing()
     _add_process_sets(process_sets)
@@ -306,7 +304,7 @@ def _is_ending() -> bool:
 
 def _other_rank_left(value: BaseException) -> str:
     """Return the line of an error that names the rank whose leaving has caused it, if one has."""
-    if not isinstance(value, tf.errors.AbortedError):
+    if type(value).__name__ != "AbortedError":  # of TensorFlow's, or of hvd_keras
         return ""
     return next((line for line in str(value).splitlines() if " has left the job: " in line), "")
 

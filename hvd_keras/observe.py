@@ -5,18 +5,12 @@ import json
 import os
 import pathlib
 import threading
-import time
 from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
-from hvd_keras import ops
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
-from hvd_keras.runtime.keras import keras
 
-# Seconds between two looks at the training step, and two versions of the file.
-_PERIOD = 1.0
+#: Seconds between two looks at the training step, and two versions of the file.
+PERIOD = 1.0
 
 
 def stats() -> dict[str, Any]:
@@ -78,74 +72,16 @@ def stop_timeline() -> None:
     Raises:
         ValueError: ``init()`` was not called.
     """
-    ops.barrier()  # the ranks' latest times are exchanged with the next request
+    agree.run(
+        "barrier", [], name="unnamed"
+    )  # the ranks' latest times are exchanged with the next request
     libraries.core().hvd_stop_timeline()
-    ops.barrier()  # after this, any rank may read the file
+    agree.run("barrier", [], name="unnamed")  # after this, any rank may read the file
 
 
-def samples_of(model: Any, steps: int) -> float:
-    """Return how many samples a model has trained on since its metrics were reset, or NaN."""
-    # Keras's train_step weights the loss by the number of samples, so the loss metric's count is
-    # their sum. If it equals the number of steps since then, a custom train_step may have omitted
-    # the weight.
-    count = getattr(getattr(model, "_loss_tracker", None), "count", None)
-    samples = np.nan if count is None else float(count)
-    return samples if samples > steps else np.nan
-
-
-class Progress(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keeps how far a ``fit`` is, for ``hvdrun --stats`` and ``--metrics``.
-
-    It looks at the loss and the number of samples once per second, because that waits for a GPU.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next = 0.0
-        self._tested = False  # metrics have been reset since the last training step
-        self._steps = 0  # of this epoch
-        self._before: dict[str, float] = {"steps": 0, "samples": 0}  # this epoch
-        self._gpu = False
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        _training.clear()
-        self._gpu = bool(tf.config.list_logical_devices("GPU"))
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        samples = _training.get("samples", 0)
-        samples = np.nan if samples is None else samples
-        self._before = {"steps": _training.get("steps", 0), "samples": samples}
-        self._steps, self._tested = 0, False
-        _training.update(epoch=epoch + 1, epochs=self.params["epochs"])
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._steps = batch + 1
-        if time.monotonic() >= self._next:
-            self._keep(logs)
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._keep(None)
-        self._tested = True
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._keep(logs)
-
-    def _keep(self, logs: dict[str, Any] | None) -> None:
-        now: dict[str, Any] = {"steps": self._before["steps"] + self._steps, "at": time.monotonic()}
-        if not self._tested:  # afterwards the loss metric counts validation's samples
-            samples = self._before["samples"] + samples_of(self.model, self._steps)
-            now["samples"] = None if np.isnan(samples) else samples
-        if logs and "loss" in logs:
-            now["loss"] = float(logs["loss"])
-        if self._gpu:
-            now["gpu_bytes"] = tf.config.experimental.get_memory_info("GPU:0")["current"]
-        _training.update(now)
-        self._next = time.monotonic() + _PERIOD
-
-
-# What Progress keeps of the last fit: epoch, epochs, steps, samples (None: unknown), loss,
-# gpu_bytes, and the time "at" which it looked.
-_training: dict[str, Any] = {}
+#: What `hooks.progress` keeps of the last fit: epoch, epochs, steps, samples (None: unknown), loss,
+#: gpu_bytes, and the time "at" which it looked.
+training: dict[str, Any] = {}
 
 
 class _Publisher:
@@ -159,12 +95,12 @@ class _Publisher:
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._over.wait(_PERIOD):
+        while not self._over.wait(PERIOD):
             with contextlib.suppress(OSError):  # the last attempt will tell
                 self._write()
 
     def _write(self) -> None:
-        numbers = json.loads(libraries.core().hvd_stats()) | {"training": dict(_training)}
+        numbers = json.loads(libraries.core().hvd_stats()) | {"training": dict(training)}
         if self._path is None:
             numbers["late"] = numbers.pop("ranks")[self._rank]  # grows with the job otherwise
             settings.tell_hvdrun(statistics=numbers)

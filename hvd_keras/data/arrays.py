@@ -1,12 +1,12 @@
 """Sources with random access: arrays and ``keras.utils.PyDataset``."""
 
-import functools
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras.data.split import Source, Split
+from hvd_keras.rows import order as rows_order
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras
 
@@ -19,11 +19,9 @@ def of_arrays(source: Any, batch_size: int, shuffle: bool | int, seed: int, spli
 
     def read(epoch: int, first: int) -> list[Any]:
         rows = min(global_batch, length - first)
-        count = rows // split.size if split.uneven == "share" else batch_size
-        # Rank r of N has rows r, r + N, r + 2N, … of the step; "pad" goes on at the first row.
-        places = first + np.arange(count) * split.size + split.rank
+        places = split.places(first, rows, batch_size)
         # The row numbers of this rank's batch: [count], places beyond the end begin again.
-        order = _order(length, shuffle, seed, epoch)[places % length]
+        order = rows_order(length, shuffle, seed, epoch)[places % length]
         weight = split.weight(rows, length, batch_size)
         mine = [p[order].astype(d, copy=False) for p, d in zip(parts, dtypes, strict=True)]
         return [*mine, _weights(places < length, weight)]
@@ -45,7 +43,7 @@ def of_batches(source: Any, shuffle: bool | int, seed: int, split: Split) -> Sou
 
     def batch(epoch: int, index: int) -> list[Any]:
         if index < whole:
-            index = int(_order(whole, shuffle, seed, epoch)[index])
+            index = int(rows_order(whole, shuffle, seed, epoch)[index])
         parts, _, rows = _look_into(source[index])
         if rows != min(batch_size, length - index * batch_size):
             text = f"batch {index} of the PyDataset has {rows} rows, the first had {batch_size}."
@@ -150,11 +148,6 @@ def beyond(row: int, length: int) -> str:
 
 def _weights(real: Any, weight: float) -> Any:
     return np.where(real, weight, 0).astype(np.float32)
-
-
-@functools.lru_cache(4)  # called in every step
-def _order(length: int, shuffle: bool | int, *seeds: int) -> Any:
-    return np.random.default_rng(seeds).permutation(length) if shuffle else np.arange(length)
 
 
 def _look_into(source: Any, cast: bool = False) -> tuple[list[Any], Any, int]:

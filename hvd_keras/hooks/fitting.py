@@ -15,7 +15,15 @@ import tensorflow as tf
 
 from hvd_keras import data, observe, ops
 from hvd_keras.gradients import agreement, compare, division, missing_calls, model_ranks
-from hvd_keras.hooks import building, keras_callbacks, keras_classes, losses, preprocessing, values
+from hvd_keras.hooks import (
+    building,
+    keras_callbacks,
+    keras_classes,
+    losses,
+    preprocessing,
+    progress,
+    values,
+)
 from hvd_keras.hooks.keras_callbacks import Fit
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
@@ -61,7 +69,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
                 leader = keras_callbacks.on_leader_alone(callbacks, process_set, own)
                 stack.enter_context(leader)
             if observe.is_publishing():  # hvdrun shows how far the training is
-                runs = [*runs, observe.Progress()]
+                runs = [*runs, progress.Progress()]
             if given is not None and hasattr(given, "callbacks"):  # a CallbackList
                 stack.callback(setattr, given, "callbacks", given.callbacks)
                 given.callbacks = runs

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from hvd_keras import ops
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -161,8 +159,8 @@ def numbers(results: dict[str, Any]) -> dict[str, Any]:
     for key, value in results.items():
         if isinstance(value, dict):
             flat.update(numbers(value))
-        elif isinstance(value, Variable) or tf.is_tensor(value):
-            array = tf.convert_to_tensor(value).numpy()  # a copy, which asarray is not
+        elif isinstance(value, Variable) or hasattr(value, "numpy"):  # or a tensor
+            array = np.array(value.numpy())  # a copy
             flat[key] = float(array.item()) if array.size == 1 else array
         else:
             flat[key] = value
@@ -219,12 +217,11 @@ def _of_all_ranks(
         return {}
     # In float64, so that counts and float32 sums are added almost without rounding.
     states = np.concatenate([array.astype("float64").ravel() for array in arrays])
-    (total,) = ops.reduce_tensors(
-        [states], op=ops.Sum, name="metrics.states", process_set=process_set
-    )
+    call = {"name": "metrics.states", "process_set": process_set.id()}
+    (total,) = agree.run("allreduce", [states], reduction="Sum", **call)
     # One vector of all states; taken apart in the same order.
     ends = np.cumsum([array.size for array in arrays])
-    totals = iter(np.split(total.numpy(), ends[:-1]))
+    totals = iter(np.split(total, ends[:-1]))
     results: dict[str, Any] = {}
     for prefix, state in summable:
         values = [next(totals).reshape(v.shape) for v in state.metric.variables]
@@ -241,16 +238,14 @@ def _results_from(state: MetricState, values: list[Any]) -> dict[str, Any]:
         result = metric.result()
         return numbers(result if isinstance(result, dict) else dict.fromkeys(state.results, result))
 
-    mapping = [
-        (variable, tf.convert_to_tensor(value.astype(tf.as_dtype(variable.dtype).as_numpy_dtype)))
-        for variable, value in zip(metric.variables, values, strict=True)
-    ]
-    # Keras 3 computes with the mapping; tf_keras needs the variables changed for a moment.
+    pairs = list(zip(metric.variables, values, strict=True))
+    # Keras 3 computes with a mapping; tf_keras needs the variables changed for a moment.
     if not is_legacy:
+        mapping = [(v, keras.ops.convert_to_tensor(value, v.dtype)) for v, value in pairs]
         with keras.StatelessScope(state_mapping=mapping):
             return results()
     before = [variable.numpy() for variable in metric.variables]
-    for variable, value in mapping:
+    for variable, value in pairs:
         variable.assign(value)
     try:
         return results()

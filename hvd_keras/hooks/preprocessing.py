@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.ops import objects
-from hvd_keras.runtime import agree, rank_info
+from hvd_keras.runtime import agree, objects, rank_info
 from hvd_keras.runtime.keras import keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 

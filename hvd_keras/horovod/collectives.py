@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.hooks.variables import broadcast_variables as _broadcast_variables
-from hvd_keras.ops import objects, validate
+from hvd_keras.ops import validate
 from hvd_keras.ops.reduction import Compression, Compressor, chosen
+from hvd_keras.runtime import objects
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

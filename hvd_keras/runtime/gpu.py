@@ -3,8 +3,6 @@
 import pathlib
 import sys
 
-import tensorflow as tf
-
 from hvd_keras.runtime import libraries, settings
 
 
@@ -29,6 +27,8 @@ def pin(local_rank: int, local_size: int) -> None:
     Raises:
         RuntimeError: the host has fewer GPUs than processes, or TensorFlow has already taken all.
     """
+    import tensorflow as tf
+
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
         return
@@ -95,6 +95,8 @@ def nccl_built() -> int:
 
 def cuda_built() -> bool:
     """Whether this TensorFlow supports NVIDIA's GPUs."""
+    import tensorflow as tf
+
     return bool(tf.test.is_built_with_cuda())
 
 
@@ -120,4 +122,6 @@ def ccl_built() -> bool:
 
 def rocm_built() -> bool:
     """Whether this TensorFlow supports AMD's GPUs."""
+    import tensorflow as tf
+
     return bool(tf.test.is_built_with_rocm())

@@ -1,32 +1,29 @@
 """The Keras in use: Keras 3, or tf_keras if ``tf.keras`` is that (``TF_USE_LEGACY_KERAS=1``).
 
-TensorFlow decides, so that scripts and hvd_keras use the same classes.
+TensorFlow decides, so that scripts and hvd_keras use the same classes; unless Keras runs on torch.
 """
 
 from typing import Any
 
-import tensorflow as tf
+from hvd_keras.runtime import settings
 
-_BACKEND = (
-    "hvd_keras needs the TensorFlow backend of Keras, and {} is chosen. Set "
-    'KERAS_BACKEND=tensorflow, or "backend": "tensorflow" in ~/.keras/keras.json.'
-)
-
-try:
-    is_legacy: bool = tf.keras.Model.__module__.startswith("tf_keras")
-except ImportError as error:
-    missing = getattr(error.__context__, "name", None)
-    if missing in (None, "keras", "tf_keras"):
-        raise
-    raise RuntimeError(_BACKEND.format(f"one that needs the package {missing}")) from error
-
-if is_legacy:
-    import tf_keras as keras
-else:
+is_legacy: bool = False
+if settings.keras_backend() == "torch":
     import keras
+else:
+    import tensorflow as tf
 
-    if keras.backend.backend() != "tensorflow":
-        raise RuntimeError(_BACKEND.format(keras.backend.backend()))
+    is_legacy = tf.keras.Model.__module__.startswith("tf_keras")
+    if is_legacy:
+        import tf_keras as keras
+    else:
+        import keras
+
+if not is_legacy and keras.backend.backend() != settings.keras_backend():
+    raise RuntimeError(
+        f"Keras was imported with the backend {keras.backend.backend()}, and KERAS_BACKEND (or "
+        f"~/.keras/keras.json) now says {settings.keras_backend()}. Set it before the first import."
+    )
 
 # What Keras 3 calls its batches by index; tf_keras has the older name only.
 PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset

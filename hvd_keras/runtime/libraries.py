@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os.path
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import hvd_keras
@@ -104,11 +105,18 @@ _ERRORS = {
 }
 
 
+#: Makes an exception of the name of one of TensorFlow's and a text; None: TensorFlow's own.
+make_error: Callable[[str, str], Exception] | None = None
+
+
 def exception_of(code: int, text: str) -> Exception:
     """Return the exception that a code of the core stands for."""
+    name = _ERRORS.get(code, "InternalError")
+    if make_error is not None:
+        return make_error(name, text)
     import tensorflow as tf
 
-    kind: type[Exception] = getattr(tf.errors, _ERRORS.get(code, "InternalError"))
+    kind: type[Exception] = getattr(tf.errors, name)
     return kind(None, None, text)
 
 

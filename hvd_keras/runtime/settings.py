@@ -111,6 +111,30 @@ def mpi4py_library() -> str:
     return os.environ.get("MPI4PY_LIBMPI", "")
 
 
+@functools.cache
+def keras_backend() -> str:
+    """Return the backend that Keras has chosen, or will choose when it is imported.
+
+    Raises:
+        RuntimeError: hvd_keras does not support it.
+    """
+    if os.environ.get("TF_USE_LEGACY_KERAS", "0").lower() in ("1", "true"):
+        return "tensorflow"  # tf_keras
+    folder = pathlib.Path(os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras")
+    name = os.environ.get("KERAS_BACKEND")
+    if not name:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            name = json.loads((folder / "keras.json").read_text())["backend"]
+    name = name or "tensorflow"
+    if name not in ("tensorflow", "torch"):
+        raise RuntimeError(
+            f"hvd_keras needs the TensorFlow or PyTorch backend of Keras, and {name} is chosen. "
+            'Set KERAS_BACKEND=tensorflow, or "backend": "tensorflow" in ~/.keras/keras.json. On '
+            "JAX, Keras distributes training itself: keras.distribution.DataParallel."
+        )
+    return name
+
+
 def library_path() -> str:
     """``LD_LIBRARY_PATH``: folders of shared libraries."""
     return os.environ.get("LD_LIBRARY_PATH", "")

@@ -24,7 +24,6 @@ from typing import Any
 
 import h5py  # type: ignore[import-untyped]
 import numpy as np
-import tensorflow as tf
 
 _FIRST_LINE = b"hvd_keras checkpoint 2\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
@@ -217,7 +216,10 @@ def _storable(value: Any) -> Any:
 
 def restored(data: Any) -> Any:
     """Return the value of a dataset of ``write``, of the dtype that it had."""
-    dtype = np.dtype(tf.as_dtype(data.attrs["dtype"]).as_numpy_dtype)
+    import ml_dtypes  # that of Keras
+
+    name = data.attrs["dtype"]
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
     value = np.asarray(data[()])
     if dtype.isbuiltin == 1:
         return value

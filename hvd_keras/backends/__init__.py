@@ -1,0 +1,1 @@
+"""What depends on the backend of Keras: a module, or a package, for each."""

@@ -1,0 +1,60 @@
+"""Keras on PyTorch: eager collectives on torch's CPU tensors, by the core's C API."""
+
+from hvd_keras.backends.torch import errors
+from hvd_keras.runtime import libraries
+
+_HERE = "hvd_keras.backends.torch"
+
+# The modules of names whose own module is for TensorFlow.
+_MODULES = {
+    "hvd_keras.ops.allreduce": ("collectives", ("allreduce", "grouped_allreduce")),
+    "hvd_keras.ops.movement": (
+        "collectives",
+        ("allgather", "alltoall", "broadcast", "grouped_allgather"),
+    ),
+    "hvd_keras.ops.reducescatter": ("collectives", ("reducescatter", "grouped_reducescatter")),
+    "hvd_keras.ops.reduction": ("collectives", ("Compression",)),
+    "hvd_keras.ops.without_data": ("collectives", ("barrier",)),
+    "hvd_keras.optimizer": ("optimizer", ("DistributedOptimizer",)),
+    "hvd_keras.hooks.variables": ("variables", ("broadcast_variables",)),
+}
+_PACKAGES = ("callbacks", "data")
+
+# Modules that need no backend.
+_NEUTRAL = ("hvd_keras.runtime.", "hvd_keras.lifecycle", "hvd_keras.observe", "hvd_keras.scaling")
+_OF_TENSORFLOW = ("cuda_built", "rocm_built")
+
+
+def home(module: str, name: str) -> tuple[str, str]:
+    """Return the module of a public name, and its name there, by those that TensorFlow has.
+
+    Raises:
+        NotImplementedError: there is none on PyTorch.
+    """
+    if not module and name in _PACKAGES:
+        return "", f"backends.torch.{name}"
+    if module.startswith(_NEUTRAL) and name not in _OF_TENSORFLOW:
+        return module, name
+    there, names = _MODULES.get(module, ("", ()))
+    if name in names:
+        return f"{_HERE}.{there}", name
+    raise NotImplementedError(
+        f"hvd.{name} needs Keras on TensorFlow, and KERAS_BACKEND is torch. docs/using/torch.md "
+        "lists what there is on PyTorch."
+    )
+
+
+def load() -> None:
+    """Before the job is joined: errors become those of this package."""
+    libraries.make_error = errors.make
+
+
+def pin(local_rank: int, local_size: int) -> None:
+    """Nothing: tensors on GPUs are refused where they are sent."""
+
+
+def install() -> None:
+    """Change Keras for several ranks."""
+    from hvd_keras.backends.torch import fitting
+
+    fitting.install()

@@ -1,0 +1,357 @@
+"""The collectives on torch's CPU tensors, eager, with gradients.
+
+Every rank of the process set makes the same calls; the k-th calls of one name belong together.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_keras.backends.torch import errors
+from hvd_keras.backends.torch.tensors import Exchange, checked
+from hvd_keras.runtime import agree, flight
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set, of_id
+from hvd_keras.runtime.reductions import Adasum, Average, Max, Min, ReduceOp, Sum, chosen
+
+
+class Compression:
+    """The widest dtype in which floating-point values are sent: ``none``, ``fp16``, ``bf16``."""
+
+    none = "float64"  # nothing is wider, so nothing is rounded
+    fp16 = "float16"
+    bf16 = "bfloat16"
+
+
+def check_compression(compression: Any) -> None:
+    """Raise TypeError unless it is one of ``Compression``."""
+    if compression not in (Compression.none, Compression.fp16, Compression.bf16):
+        raise TypeError(
+            f"compression is {compression!r}, expected hvd.Compression.none, .fp16 or .bf16; on "
+            "PyTorch there is no compression of your own."
+        )
+
+
+@contextlib.contextmanager
+def _on_all_ranks(
+    kind: str, name: str | None, process_set: ProcessSet, *more: Any, **call: Any
+) -> Iterator[dict[str, Any]]:
+    """Make an error in this rank's arguments one of all ranks, which would wait for it."""
+    process_set.check_included(kind)
+    call |= {"name": name or "unnamed", "process_set": process_set.id()}
+    flight.note_call(f"{kind} '{call['name']}'")
+    try:
+        yield call
+    except (NotImplementedError, TypeError, ValueError) as error:
+        note = f"refused on this rank, {type(error).__name__}: {error} Sent instead:"
+        try:
+            agree.run(kind, [np.zeros(0, np.uint8), *more], note=note, **call)
+        except errors.FailedPreconditionError as disagreement:
+            raise disagreement from error
+        except errors.CollectiveError:
+            pass  # another rank has left; the original error is more helpful
+        raise
+
+
+def _gradient(call: dict[str, Any]) -> dict[str, Any]:
+    return {"name": f"{call['name']}.gradient", "process_set": call["process_set"]}
+
+
+class _Allreduce(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        return tuple(Exchange("allreduce", tensors, **call).results())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        if ctx.call["reduction"] not in (Average.value, Sum.value):
+            raise NotImplementedError(
+                f"hvd.allreduce with op=hvd.{ctx.call['reduction']} has no gradient on PyTorch."
+            )
+        call = ctx.call | _gradient(ctx.call)
+        upstream = tuple(checked("allreduce", gradient) for gradient in upstream)
+        return None, *Exchange("allreduce", upstream, **call).results()
+
+
+class _Allgather(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
+        ctx.call, ctx.rows = call, [len(tensor) for tensor in tensors]
+        return tuple(Exchange("allgather", tensors, **call).results())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        call = _gradient(ctx.call)
+        upstream = tuple(checked("allgather", gradient) for gradient in upstream)
+        total = Exchange("allreduce", upstream, reduction=Sum.value, **call).results()
+        # [ranks, tensors]: the rows of each rank, of which the earlier ones come first.
+        (rows,) = agree.run("allgather", [np.array([ctx.rows])], **call)
+        starts = rows[: of_id(call["process_set"]).rank()].sum(0).tolist()
+        parts = zip(total, starts, ctx.rows, strict=True)
+        return None, *(whole[start : start + count] for whole, start, count in parts)
+
+
+class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, call: dict[str, Any], is_root: bool, *tensors: torch.Tensor) -> Any:
+        ctx.call, ctx.is_root = call, is_root
+        return tuple(Exchange("broadcast", tensors, **call).results())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        upstream = tuple(checked("broadcast", gradient) for gradient in upstream)
+        call = _gradient(ctx.call)
+        total = Exchange("allreduce", upstream, reduction=Sum.value, **call).results()
+        return None, None, *(x if ctx.is_root else torch.zeros_like(x) for x in total)
+
+
+class _Alltoall(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, call: dict[str, Any], tensor: torch.Tensor, splits: torch.Tensor) -> Any:
+        received, counts = Exchange("alltoall", [tensor, splits], **call).results()
+        ctx.call, ctx.counts = call, counts
+        ctx.mark_non_differentiable(counts)
+        return received, counts
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
+        sent = [checked("alltoall", upstream), ctx.counts.to(torch.int64)]
+        return None, Exchange("alltoall", sent, **_gradient(ctx.call)).results()[0], None
+
+
+class _Reducescatter(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
+        ctx.call = call
+        return tuple(Exchange("reducescatter", tensors, **call).results())
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        factor = ctx.call["prescale"] * ctx.call["postscale"]
+        if ctx.call["reduction"] == Average.value:
+            factor /= of_id(ctx.call["process_set"]).size()
+        upstream = tuple(checked("reducescatter", gradient * factor) for gradient in upstream)
+        return None, *Exchange("allgather", upstream, **_gradient(ctx.call)).results()
+
+
+def _check_reducible(
+    kind: str, tensors: Sequence[torch.Tensor], op: ReduceOp, *factors: float
+) -> None:
+    for tensor in tensors:
+        got = f"hvd.{kind}: got a tensor of dtype {tensor.dtype} with op=hvd.{op.value}"
+        if tensor.dtype is torch.bool and op not in (Min, Max):
+            raise ValueError(f"{got}. Use hvd.Min (logical and) or hvd.Max (logical or).")
+        if not tensor.is_floating_point() and (op in (Average, Adasum) or set(factors) != {1.0}):
+            raise ValueError(
+                f"{got}{f' and factors {factors}' if set(factors) != {1.0} else ''}, whose result "
+                "would be rounded. Use op=hvd.Sum, or cast it to float32."
+            )
+
+
+def _with_rows(kind: str, tensor: Any) -> torch.Tensor:
+    tensor = checked(kind, tensor)
+    if not tensor.dim():
+        raise ValueError(
+            f"hvd.{kind}: got a scalar, expected a tensor with at least one dimension. Use "
+            "tensor.reshape(1)."
+        )
+    return tensor
+
+
+def allreduce(
+    tensor: Any,
+    *,
+    average: bool | None = None,
+    compression: str = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Combine the ranks' tensors; all ranks get the result, bit for bit the same.
+
+    Args:
+        tensor: a tensor in the host's memory, or what ``torch.as_tensor`` accepts, of the same
+            dtype and shape on all ranks.
+        average: Horovod's older form of ``op``.
+        compression: ``hvd.Compression.none``, ``.fp16`` or ``.bf16``.
+        op: ``hvd.Average`` (default; floating-point tensors only), ``Sum``, ``Min``, ``Max``,
+            ``Product`` or ``Adasum``. The first two have gradients.
+        prescale_factor, postscale_factor: multiply every rank's tensor, and the result.
+        name: identifies the call on all ranks; only needed if calls have no fixed order.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of the same dtype and shape.
+
+    Raises:
+        NotImplementedError: the tensor is on a GPU.
+        TypeError, ValueError: the tensor or an argument is impossible.
+        FailedPreconditionError: (on every rank) the ranks' tensors or arguments differ.
+        AbortedError: a rank has left the job.
+    """
+    return grouped_allreduce(
+        [tensor],
+        average=average,
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+        process_set=process_set,
+    )[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    *,
+    average: bool | None = None,
+    compression: str = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """``allreduce`` of several tensors as one request."""
+    with _on_all_ranks("allreduce", name, process_set) as call:
+        reduction = chosen(average, op)
+        check_compression(compression)
+        mine = [checked("allreduce", tensor) for tensor in tensors]
+        _check_reducible("allreduce", mine, reduction, prescale_factor, postscale_factor)
+    call |= {"reduction": reduction.value, "wire": compression}
+    call |= {"prescale": prescale_factor, "postscale": postscale_factor}
+    return list(_Allreduce.apply(call, *mine)) if mine else []
+
+
+def allgather(
+    tensor: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenate all ranks' tensors along the first dimension, which may differ by rank.
+
+    Args and errors as in ``allreduce``; a scalar is a ValueError.
+    """
+    return grouped_allgather([tensor], name=name, process_set=process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """``allgather`` of several tensors as one request."""
+    with _on_all_ranks("allgather", name, process_set) as call:
+        mine = [_with_rows("allgather", tensor) for tensor in tensors]
+    return list(_Allgather.apply(call, *mine)) if mine else []
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Give every rank the tensor of the rank ``root_rank``, of one dtype and shape on all ranks.
+
+    Args and errors as in ``allreduce``; a root that does not take part is a ValueError.
+    """
+    return grouped_broadcast([tensor], root_rank, name, process_set)[0]
+
+
+def grouped_broadcast(
+    tensors: Sequence[Any], root_rank: int, name: str | None, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    """``broadcast`` of several tensors as one request."""
+    with _on_all_ranks("broadcast", name, process_set, root=process_set.ranks[0]) as call:
+        mine = [checked("broadcast", tensor) for tensor in tensors]
+        process_set.check_root(root_rank)
+    call["root"] = root_rank
+    is_root = process_set.ranks[process_set.rank()] == root_rank
+    return list(_Broadcast.apply(call, is_root, *mine)) if mine else []
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    *,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send rows of the tensor to each rank, and get rows from each.
+
+    Args:
+        tensor: of at least one dimension, the first of which may differ by rank.
+        splits: the number of rows for each rank; default: the same for each.
+        name, process_set: as in ``allreduce``.
+
+    Returns:
+        The received rows; with ``splits``, and the number of rows from each rank (int32).
+
+    Raises:
+        As ``allreduce``; InvalidArgumentError (on every rank) if splits do not fit the tensor.
+    """
+    size = process_set.size()
+    with _on_all_ranks("alltoall", name, process_set, np.zeros(size, np.int64)) as call:
+        mine = _with_rows("alltoall", tensor)
+        rows = torch.full([size], len(mine) // size) if splits is None else checked("x", splits)
+    received, counts = _Alltoall.apply(call, mine, rows.to(torch.int64))
+    return received if splits is None else (received, counts.to(torch.int32))
+
+
+def reducescatter(
+    tensor: Any,
+    *,
+    compression: str = Compression.none,
+    op: ReduceOp = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """``allreduce`` by ``hvd.Average`` or ``hvd.Sum``, of which each rank gets its share of rows.
+
+    Args and errors as in ``allreduce``. The first ``rows % size`` ranks get one row more.
+    """
+    return grouped_reducescatter(
+        [tensor],
+        compression=compression,
+        op=op,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+        name=name,
+        process_set=process_set,
+    )[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    *,
+    compression: str = Compression.none,
+    op: ReduceOp = Average,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """``reducescatter`` of several tensors as one request."""
+    with _on_all_ranks("reducescatter", name, process_set) as call:
+        if op not in (Average, Sum):
+            raise NotImplementedError(f"hvd.reducescatter: op is {op!r}, expected Average or Sum.")
+        check_compression(compression)
+        mine = [_with_rows("reducescatter", tensor) for tensor in tensors]
+        _check_reducible("reducescatter", mine, op, prescale_factor, postscale_factor)
+    call |= {"reduction": op.value, "wire": compression}
+    call |= {"prescale": prescale_factor, "postscale": postscale_factor}
+    return list(_Reducescatter.apply(call, *mine)) if mine else []
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until all ranks of the process set have called it."""
+    process_set.check_included("barrier")
+    agree.run("barrier", [], name="unnamed", process_set=process_set.id())

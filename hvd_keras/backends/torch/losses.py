@@ -1,0 +1,104 @@
+"""Weighs each rank's loss, so that the mean over the ranks is the loss of one process.
+
+Keras divides a masked loss by the number of valid entries, and one with
+``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers n_r that differ by rank.
+So each rank's is multiplied by N * n_r / sum(n_r). Losses that are summed are multiplied by N.
+"""
+
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.process_sets import ProcessSet
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighing:
+    """The losses of a model that several ranks train."""
+
+    process_set: ProcessSet
+    averages: bool  # gradients are averaged, not summed
+    validates: bool = False
+
+
+#: Of the ``fit`` that runs.
+weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
+
+
+def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``keras.losses.Loss.__call__``, which every loss and every output calls."""
+
+    @functools.wraps(loss_call)
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        own = weighing.get()
+        # Keras computes shapes on a device without values.
+        if own is None or getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
+            return loss_call(self, y_true, y_pred, sample_weight)
+        seen: list[Any] = []
+        local = self.call
+
+        def kept(*args: Any, **kwargs: Any) -> Any:
+            seen.append(local(*args, **kwargs))
+            return seen[0]
+
+        self.call = kept
+        with agree.within(weighing, None):  # a loss may compute others
+            try:
+                value = loss_call(self, y_true, y_pred, sample_weight)
+            finally:
+                vars(self).pop("call", None)
+        return _weigh(own, self, value, seen[0] if seen else None, y_pred, sample_weight)
+
+    return call
+
+
+def _weigh(
+    own: Weighing, loss: Any, value: Any, values: Any, y_pred: Any, sample_weight: Any
+) -> Any:
+    reduction, size = loss.reduction, own.process_set.size()
+    if reduction in (None, "none"):
+        raise NotImplementedError(
+            f"loss {loss.name} has reduction={reduction!r}, which hvd_keras does not distribute on "
+            "PyTorch. Use sum_over_batch_size or sum."
+        )
+    if reduction == "sum":
+        return value * size if own.averages and not own.validates else value
+    if values is not None and not values.dim():
+        log.warn_once(
+            f"the loss {loss.name} is one number for a batch. If it is no mean over the batch's "
+            "rows, the mean of the ranks' losses is not the loss that one process has."
+        )
+        return value
+    masks = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
+    if reduction == "mean_with_sample_weight":
+        masks.append(sample_weight)
+    weights = [torch.as_tensor(mask).to(torch.float64) for mask in masks if mask is not None]
+    if not weights:
+        return value
+    if own.validates:
+        log.warn_once(
+            "the validation loss is weighed by rows, not by the numbers of valid entries as on one "
+            "process."
+        )
+        return value
+    shape = values.shape
+    mine = float(functools.reduce(torch.mul, [_fit(w, shape) for w in weights]).sum())
+    call = {"name": f"weight of loss {loss.name}", "process_set": own.process_set.id()}
+    (total,) = agree.run("allreduce", [np.array([mine])], reduction="Sum", **call)
+    factor = size if own.averages else 1
+    return value * (factor * mine / float(total[0]) if total[0] else 0.0)
+
+
+def _fit(weight: torch.Tensor, shape: Any) -> torch.Tensor:
+    """Bring a mask or weights to the shape of the loss's values, as Keras does."""
+    if weight.dim() == len(shape) + 1 and weight.shape[-1] == 1:
+        weight = weight.squeeze(-1)
+    while weight.dim() < len(shape):
+        weight = weight.unsqueeze(-1)
+    return weight.expand(shape)

@@ -1,0 +1,236 @@
+"""``DistributedOptimizer`` on PyTorch: one process's optimizer, fed with the gradients of all."""
+
+import collections
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from hvd_keras.backends.torch import variables
+from hvd_keras.backends.torch.collectives import Compression, check_compression
+from hvd_keras.backends.torch.tensors import Exchange, checked
+from hvd_keras.gradients import buckets
+from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum
+
+# By process set: the ranks of one set create the same optimizers.
+_numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+def DistributedOptimizer(  # noqa: N802 (Horovod's name)
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    *,
+    compression: str = Compression.none,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    **others: Any,
+) -> keras.optimizers.Optimizer:
+    """Make a Keras optimizer apply the gradients of all ranks.
+
+    Each update first averages the gradients over the ranks, after local gradient accumulation and
+    before clipping, weight decay and moving averages. The optimizer itself is changed and returned:
+    its class, its configuration and its state stay what they were.
+
+    Args:
+        optimizer: any ``keras.optimizers.Optimizer`` but a LossScaleOptimizer.
+        name: identifies the optimizer on all ranks. Default: its number.
+        compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
+        gradient_predivide_factor: the part of the average's division that precedes the sum.
+        op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``.
+        backward_passes_per_step: sets the optimizer's ``gradient_accumulation_steps``.
+        average_aggregated_gradients: apply the mean of the local steps instead of their sum.
+        process_set: the ranks that train this model together; only they call this.
+        others: those arguments of ``hvd.DistributedOptimizer`` on TensorFlow that are at their
+            defaults.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        NotImplementedError: an argument, or a LossScaleOptimizer, needs Keras on TensorFlow.
+        TypeError: ``optimizer`` is none of Keras, or ``compression`` of another type.
+        ValueError: it is distributed already, or an argument is impossible; and in the first step,
+            on every rank, if the ranks' models differ.
+    """
+    rank_info.rank()  # says so, if init() was not called
+    given = {key: value for key, value in others.items() if value != _DEFAULTS.get(key, ...)}
+    if given:
+        raise NotImplementedError(
+            f"hvd.DistributedOptimizer: got {', '.join(given)}, which need Keras on TensorFlow. "
+            "Leave them out."
+        )
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
+            "such as keras.optimizers.Adam(); one of torch.optim trains no Keras model in fit."
+        )
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise NotImplementedError(_SCALED)
+    if hasattr(optimizer, "_hvd_reducer"):
+        raise ValueError(
+            f"hvd.DistributedOptimizer: this {type(optimizer).__name__} is distributed already. "
+            "Wrap an optimizer once."
+        )
+    process_set.check_included("DistributedOptimizer")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op is {op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
+    check_compression(compression)
+    factor = gradient_predivide_factor
+    if factor <= 0 or (factor != 1 and op is not Average):
+        raise ValueError(
+            f"gradient_predivide_factor is {factor} with op=hvd.{op.value}, expected a number "
+            "above 0, and hvd.Average."
+        )
+    passes = backward_passes_per_step
+    if not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
+    if passes > 1:
+        if optimizer.gradient_accumulation_steps or optimizer.built:
+            raise ValueError(
+                f"backward_passes_per_step is {passes}, but this {type(optimizer).__name__} is "
+                "built or accumulates already. Set gradient_accumulation_steps when you make it."
+            )
+        optimizer.gradient_accumulation_steps = passes
+    call: dict[str, Any] = {
+        "reduction": op.value,
+        "wire": compression,
+        "process_set": process_set.id(),
+    }
+    call |= {"prescale": 1 / factor, "postscale": factor}
+    name = name or f"optimizer {next(_numbers[process_set.id()])}"
+    Reducer(optimizer, name, process_set, 1 if average_aggregated_gradients else passes, call)
+    return optimizer
+
+
+_SCALED = (
+    "a LossScaleOptimizer (mixed_float16) skips steps by the gradients of one rank, so hvd_keras "
+    "does not distribute it on PyTorch. Use the policy mixed_bfloat16, or Keras on TensorFlow."
+)
+
+# Of the arguments that TensorFlow's has besides.
+_DEFAULTS: dict[str, Any] = {
+    **{"device_dense": "", "device_sparse": "", "sparse_as_dense": False, "num_groups": 0},
+    **{"groups": None, "scale_local_gradients": True, "shard_state": False},
+}
+
+
+class Reducer:
+    """Exchanges the gradients of an optimizer; its attribute ``_hvd_reducer``.
+
+    In ``apply`` the ranks agree on which gradients there are. They are exchanged there, or, if the
+    optimizer accumulates local steps, in ``_clip_gradients``, once per update.
+
+    Args:
+        optimizer: the one whose methods are replaced.
+        name: identifies it on all ranks.
+        process_set: the ranks that train together.
+        local_sum: the factor for Keras's mean over local steps.
+        call: the arguments of the requests.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        name: str,
+        process_set: ProcessSet,
+        local_sum: int,
+        call: dict[str, Any],
+    ) -> None:
+        self.name, self.process_set = name, process_set
+        self.averages = call["reduction"] == Average.value
+        self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
+        self._compared: set[tuple[int, ...]] = set()  # lists of variables
+        optimizer._hvd_reducer = self
+        if process_set.size() > 1:
+            optimizer.apply = self._apply
+            optimizer._clip_gradients = self._clip_gradients
+
+    def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        """Replace ``Optimizer.apply``, which every step calls."""
+        optimizer, given = self._optimizer, trainable_variables
+        shown = optimizer._trainable_variables if given is None else list(given)
+        gradients = list(grads)
+        if len(gradients) != len(shown):
+            raise ValueError(
+                f"{self.name}: got {len(gradients)} gradients of {len(shown)} variables."
+            )
+        if any(getattr(variable, "overwrite_with_gradient", False) for variable in shown):
+            raise NotImplementedError(f"{self.name}: float8 scales are not exchanged on PyTorch.")
+        self._compare(shown)
+        mine = np.array([[gradient is not None for gradient in gradients]])
+        call = {"name": f"{self.name}.kinds", "process_set": self.process_set.id()}
+        (there,) = agree.run("allgather", [mine], **call)
+        for i in np.flatnonzero(there.any(0) & ~mine[0]):  # such as that of an unused branch
+            gradients[i] = torch.zeros_like(shown[i].value)
+        if not optimizer.gradient_accumulation_steps:
+            gradients = self._exchange(gradients)
+        type(optimizer).apply(optimizer, gradients, None if given is None else shown)
+
+    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+        """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""
+        if self._optimizer.gradient_accumulation_steps:
+            grads = self._exchange(grads)
+            if self._local_sum > 1:  # Keras has taken the mean of the local steps
+                grads = [g if g is None else g * self._local_sum for g in grads]
+        return type(self._optimizer)._clip_gradients(self._optimizer, grads)
+
+    def _compare(self, shown: Sequence[Any]) -> None:
+        numbers = tuple(map(id, shown))
+        if numbers not in self._compared:  # once: the optimizer keeps its variables
+            view = {**variables.describe(shown), **variables.describe_optimizer(self._optimizer)}
+            variables.check_equal(f"{self.name}.variables", view, self.process_set)
+            self._compared.add(numbers)
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def _exchange(self, grads: Sequence[Any]) -> list[Any]:
+        """Return the gradients over all ranks; None stays None."""
+        results = list(grads)
+        # The last first, because backpropagation makes theirs first.
+        present = [i for i in reversed(range(len(results))) if results[i] is not None]
+        mine = {i: checked("DistributedOptimizer", results[i]) for i in present}
+        sizes = [mine[i].nbytes for i in present]
+        requests = []
+        for bucket in buckets.fill(sizes, settings.read().bucket_bytes):
+            own = [present[k] for k in bucket]
+            name = f"{self.name} gradients {own[-1]}-{own[0]}"
+            tensors = [mine[i] for i in own]
+            requests.append((own, Exchange("allreduce", tensors, name=name, **self._call)))
+        for own, request in requests:
+            for i, reduced in zip(own, request.results(), strict=True):
+                results[i] = reduced
+        return results
+
+
+def reducers_of(model: Any) -> list[Reducer]:
+    """Return those of a model's optimizers: of ``compile``, and in its attributes."""
+    values: list[Any] = []
+    for value in (model.optimizer, *vars(model).values()):
+        if isinstance(value, dict):
+            values += value.values()
+        else:
+            values += value if isinstance(value, (list, tuple)) else [value]
+    found = [vars(value).get("_hvd_reducer") for value in values if hasattr(value, "__dict__")]
+    return list({id(reducer): reducer for reducer in found if reducer is not None}.values())
+
+
+def process_set_of(model: Any) -> ProcessSet | None:
+    """Return the ranks that train a model together; None if no optimizer of it is distributed.
+
+    Raises:
+        ValueError: its optimizers have different process sets.
+    """
+    sets = {reducer.process_set.id(): reducer.process_set for reducer in reducers_of(model)}
+    if len(sets) > 1:
+        raise ValueError(
+            f"the optimizers of model {model.name!r} have different process sets: "
+            f"{', '.join(map(str, sets.values()))}. Give them the same process set."
+        )
+    return next(iter(sets.values()), None)

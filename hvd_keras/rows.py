@@ -1,0 +1,86 @@
+"""How the rows of a step are split among the ranks, and their order."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+MODES = ("share", "pad", "trim", "error")
+
+
+@dataclass(frozen=True)
+class Split:
+    """This rank's part of each step; ``uneven`` and ``evaluation`` as in ``hvd.data.shard``."""
+
+    rank: int  # within the process set of ``size`` ranks
+    size: int
+    uneven: str
+    evaluation: bool
+
+    def steps(self, length: int, batch_size: int) -> int:
+        """Return the number of steps in a pass over ``length`` rows."""
+        # "share" makes a short step if every rank gets a row; "pad" always.
+        whole, rest = divmod(length, self.size * batch_size)
+        return whole + {"share": rest >= self.size, "pad": rest > 0}.get(self.uneven, False)
+
+    def has_short_step(self, length: int, batch_size: int) -> bool:
+        """Whether the last step has fewer than ``batch_size`` rows on each rank."""
+        global_batch = self.size * batch_size
+        return self.uneven == "share" and self.steps(length, batch_size) * global_batch > length
+
+    def steps_from(self, row: int, length: int, batch_size: int) -> int:
+        """Return the number of steps in the rest of a pass, which begins at ``row``."""
+        left = length - row
+        if self.uneven == "share" and not self.has_short_step(length, batch_size):
+            return left // (self.size * batch_size)  # batches of a static size
+        return self.steps(left, batch_size)
+
+    def places(self, first: int, rows: int, batch_size: int) -> Any:
+        """Return where in the epoch's order this rank's rows of a step are: an array [count].
+
+        ``rows`` is the number of the step's rows, over all ranks, and ``first`` the first one.
+        """
+        count = rows // self.size if self.uneven == "share" else batch_size
+        # Rank r of N has rows r, r + N, r + 2N, … of the step; "pad" goes on at the first row.
+        return first + np.arange(count) * self.size + self.rank
+
+    def left_out(self, length: int, batch_size: int) -> int:
+        """Return the number of rows that no rank gets in a pass over ``length`` rows."""
+        rest = length % (self.size * batch_size)
+        return {"share": rest % self.size, "pad": 0}.get(self.uneven, rest)
+
+    def of_batches(self, counts: list[int], batch_size: int) -> tuple[int, int]:
+        """Return the numbers of steps and of rows left out, if ``size`` batches make a step.
+
+        ``counts`` are the rows of each batch. Not for "pad", which forms its own batches.
+        """
+        steps = left_out = 0
+        for start in range(0, len(counts), self.size):
+            group = counts[start : start + self.size]
+            rows = used = sum(group)
+            if self.uneven != "share":
+                used = rows if rows == self.size * batch_size else 0
+            elif len(group) < self.size or len(set(group)) > 1:
+                used = rows // self.size * self.size
+            steps += used > 0
+            left_out += rows - used
+        return steps, left_out
+
+    def weight(self, rows: Any, length: int, batch_size: int) -> Any:
+        """Return the factor by which "pad" multiplies the weights of real rows.
+
+        ``rows``, a number or a tensor, are the real ones of the step, over all ranks.
+        """
+        # Keras divides a rank's weighted sum by batch_size, and the ranks' mean divides by size.
+        # One process would divide by rows.
+        global_batch = self.size * batch_size
+        if self.evaluation:
+            return self.steps(length, batch_size) * global_batch / length
+        return global_batch / rows
+
+
+@functools.lru_cache(4)  # called in every step
+def order(length: int, shuffle: bool | int, *seeds: int) -> Any:
+    """Return the order of so many rows in an epoch, by numbers such as a seed and the epoch's."""
+    return np.random.default_rng(seeds).permutation(length) if shuffle else np.arange(length)

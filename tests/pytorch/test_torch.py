@@ -1,0 +1,237 @@
+"""Keras on PyTorch: N ranks are one process, and what is not there is refused."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+TRAINING = pathlib.Path(__file__).parent / "training.py"
+# Each rank's batches have statistics and random masks of their own: the ranks agree, and one
+# process computes something else.
+OWN = ("batch norm", "dropout")
+CASES = ["sgd", "adam", "adagrad", "decay", "clipped", "by variable", "accumulated", "passes"]
+CASES += ["own step", "branch", "no branch", "sum", "masked", "masked sgd", "bfloat16", *OWN]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What training.py wrote on 1, 2 and 3 ranks."""
+    folder = tmp_path_factory.mktemp("torch")
+    environment = {**os.environ, "KERAS_BACKEND": "torch"}
+    for ranks in (1, 2, 3):
+        command = ["-m", "hvd_keras.hvdrun", "-np", str(ranks), "--oversubscribe", sys.executable]
+        job = subprocess.run(
+            [sys.executable, *command, str(TRAINING), str(folder)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert job.returncode == 0, job.stdout + job.stderr
+    return folder
+
+
+def weights(folder, case, rank, size):
+    with np.load(folder / f"{case} {rank} of {size}.npz") as file:
+        return [file[name] for name in file.files]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_train_as_one_process(trained, case, size) -> None:
+    (alone,) = (weights(trained, case, 0, 1),)
+    ranks = [weights(trained, case, rank, size) for rank in range(size)]
+    same = [[*map(np.array_equal, theirs, ranks[0])] for theirs in ranks]
+    # Only the states of dropout's generators differ.
+    assert all(map(all, same)) == (case != "dropout")
+    if case in OWN:
+        assert not all(map(np.allclose, alone, ranks[0]))
+        return
+    tolerance = 2e-2 if case == "bfloat16" else 1e-5
+    for one, several in zip(alone, ranks[0], strict=True):
+        np.testing.assert_allclose(several, one, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_metrics_are_those_of_one_process(trained, size) -> None:
+    alone = json.loads((trained / "logs 0 of 1.json").read_text())
+    for rank in range(size):
+        logs = json.loads((trained / f"logs {rank} of {size}.json").read_text())
+        for case in ("sgd", "adam", "accumulated"):
+            assert logs[case].keys() == alone[case].keys() == {"loss", "auc", "val_loss", "val_auc"}
+            for key, values in logs[case].items():
+                np.testing.assert_allclose(values, alone[case][key], rtol=1e-4)
+
+
+def run(hvdrun, size, script):
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(size, script)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+def test_collectives_and_their_gradients(hvdrun) -> None:
+    script = """
+        import numpy as np, torch, hvd_keras as hvd
+        hvd.init()
+        r = hvd.rank()
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            x = torch.tensor([1.0 + r, 2.0], dtype=dtype, requires_grad=True)
+            y = hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0)
+            assert y.dtype == dtype and y.tolist() == [6.0, 8.0], y
+            (y * (1 + r)).sum().backward()
+            assert x.grad.tolist() == [6.0, 6.0], x.grad  # 2 * (1 + 2)
+            assert hvd.allreduce(x).tolist() == [1.5, 2.0]
+        assert hvd.allreduce(torch.tensor([r, 5]), op=hvd.Max).tolist() == [1, 5]
+        assert hvd.allreduce(torch.tensor([r == 0, True]), op=hvd.Min).tolist() == [False, True]
+        assert hvd.allreduce(np.float32([3, r]), op=hvd.Sum).tolist() == [6, 1]
+        strided = torch.arange(6.0).reshape(2, 3).T
+        assert torch.equal(hvd.allreduce(strided * (1 + r), op=hvd.Sum), strided * 3)
+        x = torch.full((r + 1, 2), 10.0 + r, requires_grad=True)
+        y = hvd.allgather(x)
+        assert y[:, 0].tolist() == [10, 11, 11]
+        (y * torch.arange(3.0)[:, None] * (1 + r)).sum().backward()
+        assert x.grad[:, 0].tolist() == [[0.0], [3.0, 6.0]][r]
+        x = torch.tensor([5.0 + r], dtype=torch.bfloat16, requires_grad=True)
+        y = hvd.broadcast(x, root_rank=1)
+        assert y.item() == 6
+        (y * (1 + r)).sum().backward()
+        assert x.grad.item() == [0, 3][r]
+        x = torch.arange(3.0, requires_grad=True)
+        y, counts = hvd.alltoall(x, splits=[1, 2] if r == 0 else [3, 0])
+        assert counts.tolist() == [[1, 3], [2, 0]][r]
+        assert y.tolist() == [[0, 0, 1, 2], [1, 2]][r]
+        (y * (1 + r)).sum().backward()
+        assert x.grad.tolist() == [[1, 2, 2], [1, 1, 1]][r], x.grad
+        x = torch.tensor([[1.0], [2.0], [3.0]], requires_grad=True)
+        y = hvd.reducescatter(x * (1 + r))
+        assert y.flatten().tolist() == [[1.5, 3], [4.5]][r]
+        (y * (1 + r)).sum().backward()
+        assert x.grad.flatten().tolist() == [v * (1 + r) for v in (0.5, 0.5, 1)]
+        assert hvd.allgather_object({"r": r}) == [{"r": 0}, {"r": 1}]
+        assert hvd.broadcast_object(r, 1) == 1
+        hvd.barrier()
+
+        def error(call):
+            try:
+                call()
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+
+        text = error(lambda: hvd.allreduce(torch.zeros(2 + r)))
+        assert "FailedPreconditionError" in text and "[2]" in text and "[3]" in text, text
+        bad = torch.zeros(2, device="meta") if r else torch.zeros(2)
+        text = error(lambda: hvd.allreduce(bad))
+        assert "FailedPreconditionError" in text and "on CPUs only" in text, text
+        text = error(lambda: hvd.allreduce(torch.zeros(2, dtype=torch.complex64)))
+        assert "TypeError: hvd.allreduce: got a tensor of dtype complex64" in text, text
+        text = error(lambda: hvd.allreduce(torch.zeros(2, dtype=torch.int64)))
+        assert "ValueError" in text and "would be rounded" in text, text
+        print("done")
+    """
+    assert run(hvdrun, 2, script).count("done") == 2
+
+
+def test_what_is_not_there_is_refused(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, torch
+        hvd.init()
+        x = np.arange(64.0).reshape(16, 4) * (1 + hvd.rank())
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        callbacks = keras.callbacks
+
+        def model(optimizer=None, **options):
+            one = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            optimizer = optimizer or hvd.DistributedOptimizer(keras.optimizers.SGD(1e-4))
+            one.compile(optimizer, options.pop("loss", "mse"), **options)
+            return one
+
+        def fit(*more, rows=16, **options):
+            model(**options).fit(
+                x[:rows], x[:rows, :1], batch_size=4, callbacks=[broadcast, *more], verbose=0
+            )
+
+        def refused(kind, text, call):
+            try:
+                call()
+            except kind as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError(f"{text} was not raised")
+
+        refused(ValueError, "different numbers of batches", lambda: fit(rows=8 + 8 * hvd.rank()))
+        refused(ValueError, "MetricAverageCallback", lambda: fit(callbacks.EarlyStopping("loss")))
+        needs = NotImplementedError
+        refused(needs, "TerminateOnNaN", lambda: fit(callbacks.TerminateOnNaN()))
+        refused(needs, "BackupAndRestore", lambda: fit(callbacks.BackupAndRestore("x")))
+        refused(needs, "torch.compile", lambda: fit(jit_compile=True))
+        loss = keras.losses.MeanSquaredError(reduction="none")
+        refused(needs, "reduction", lambda: fit(loss=loss))
+        wrap, sgd = hvd.DistributedOptimizer, keras.optimizers.SGD
+        scaled = keras.optimizers.LossScaleOptimizer(sgd())
+        refused(needs, "mixed_bfloat16", lambda: wrap(scaled))
+        refused(needs, "shard_state", lambda: wrap(sgd(), shard_state=True))
+        refused(TypeError, "torch.optim", lambda: wrap(torch.optim.SGD([torch.zeros(1)])))
+        refused(ValueError, "distributed already", lambda: wrap(wrap(sgd())))
+        refused(needs, "Checkpoint needs Keras on TensorFlow", lambda: hvd.callbacks.Checkpoint)
+        refused(needs, "files needs Keras on TensorFlow", lambda: hvd.data.files)
+        names = ("layers", "DistributedGradientTape", "SyncBatchNormalization", "join", "spark")
+        for name in (*names, "load_model", "auto", "PartialDistributedOptimizer"):
+            refused(needs, f"hvd.{name} needs Keras on TensorFlow", lambda: getattr(hvd, name))
+        rate = 1e-4 * (1 + hvd.rank())
+        refused(
+            ValueError,
+            "momentum: rank 0: 0.0; rank 1: 0.5",
+            lambda: fit(optimizer=wrap(sgd(rate, momentum=0.5 * hvd.rank()))),
+        )
+        different = (x, x[:, :1])
+        refused(ValueError, "differ", lambda: hvd.data.shard(different, batch_size=4))
+        refused(needs, "DistributedSampler", lambda: hvd.data.shard(iter([]), batch_size=4))
+        refused(needs, "pad", lambda: hvd.data.shard((x * 0,), batch_size=4, uneven="pad"))
+        fit()
+        print("done")
+    """
+    assert run(hvdrun, 2, script).count("done") == 2
+
+
+def test_ranks_that_train_apart_are_told(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np
+        hvd.init()
+        x = np.arange(64.0).reshape(16, 4) / 64
+        start = keras.initializers.Constant(0.1 * hvd.rank())
+        for distributed in (True, False):
+            layer = keras.layers.Dense(1, kernel_initializer=start)
+            model = keras.Sequential([keras.Input([4]), layer])
+            optimizer = keras.optimizers.SGD(0.1)
+            model.compile(hvd.DistributedOptimizer(optimizer) if distributed else optimizer, "mse")
+            model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    assert job.returncode == 0
+    assert "the ranks begin with different weights" in job.stderr
+    assert "all ranks train on the same rows" in job.stderr
+    assert "optimizer SGD applies gradients of this rank alone" in job.stderr
+
+
+def test_a_rank_that_leaves_ends_the_job(hvdrun) -> None:
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(
+        2,
+        """
+        import hvd_keras as hvd, torch
+        hvd.init()
+        if hvd.rank() == 1:
+            raise KeyError("the reason")
+        hvd.allreduce(torch.zeros(2))
+        """,
+    )
+    assert job.returncode != 0
+    assert "rank 1" in job.stderr
+    assert "the reason" in job.stderr
+    assert "AbortedError" in job.stderr
