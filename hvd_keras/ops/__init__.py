@@ -10,6 +10,14 @@ All calls raise ``tf.errors.AbortedError`` if a rank has left the job, and
 This package does not know Keras.
 """
 
+from hvd_keras.runtime import settings
+
+if settings.keras_backend() != "tensorflow":
+    raise RuntimeError(
+        "this module of hvd_keras needs Keras on TensorFlow, and another backend is chosen. Write "
+        "'import hvd_keras as hvd', and hvd.callbacks, hvd.data, hvd.allreduce, …"
+    )
+
 from hvd_keras.ops.allreduce import allreduce as allreduce
 from hvd_keras.ops.allreduce import grouped_allreduce as grouped_allreduce
 from hvd_keras.ops.allreduce import is_reducing as is_reducing

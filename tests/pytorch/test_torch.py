@@ -43,11 +43,9 @@ def weights(folder, case, rank, size):
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_train_as_one_process(trained, case, size) -> None:
-    (alone,) = (weights(trained, case, 0, 1),)
+    alone = weights(trained, case, 0, 1)
     ranks = [weights(trained, case, rank, size) for rank in range(size)]
-    same = [[*map(np.array_equal, theirs, ranks[0])] for theirs in ranks]
-    # Only the states of dropout's generators differ.
-    assert all(map(all, same)) == (case != "dropout")
+    assert all(all(map(np.array_equal, theirs, ranks[0])) for theirs in ranks)
     if case in OWN:
         assert not all(map(np.allclose, alone, ranks[0]))
         return
@@ -64,7 +62,7 @@ def test_metrics_are_those_of_one_process(trained, size) -> None:
         for case in ("sgd", "adam", "accumulated"):
             assert logs[case].keys() == alone[case].keys() == {"loss", "auc", "val_loss", "val_auc"}
             for key, values in logs[case].items():
-                np.testing.assert_allclose(values, alone[case][key], rtol=1e-4)
+                np.testing.assert_allclose(values, alone[case][key], rtol=1e-3)
 
 
 def run(hvdrun, size, script):
@@ -185,9 +183,15 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
         rate = 1e-4 * (1 + hvd.rank())
         refused(
             ValueError,
-            "momentum: rank 0: 0.0; rank 1: 0.5",
+            "The ranks train different models",
             lambda: fit(optimizer=wrap(sgd(rate, momentum=0.5 * hvd.rank()))),
         )
+        try:
+            import hvd_keras.callbacks
+        except RuntimeError as error:
+            assert "hvd.callbacks" in str(error)
+        else:
+            raise AssertionError
         different = (x, x[:, :1])
         refused(ValueError, "differ", lambda: hvd.data.shard(different, batch_size=4))
         refused(needs, "DistributedSampler", lambda: hvd.data.shard(iter([]), batch_size=4))
@@ -209,7 +213,7 @@ def test_ranks_that_train_apart_are_told(hvdrun) -> None:
             model = keras.Sequential([keras.Input([4]), layer])
             optimizer = keras.optimizers.SGD(0.1)
             model.compile(hvd.DistributedOptimizer(optimizer) if distributed else optimizer, "mse")
-            model.fit(x, x[:, :1], batch_size=4, verbose=0)
+            model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
     """
     hvdrun.environment["KERAS_BACKEND"] = "torch"
     job = hvdrun.python(2, script)
@@ -234,4 +238,3 @@ def test_a_rank_that_leaves_ends_the_job(hvdrun) -> None:
     assert job.returncode != 0
     assert "rank 1" in job.stderr
     assert "the reason" in job.stderr
-    assert "AbortedError" in job.stderr

@@ -149,13 +149,15 @@ class Reducer:
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: set[tuple[int, ...]] = set()  # lists of variables
         optimizer._hvd_reducer = self
-        if process_set.size() > 1:
-            optimizer.apply = self._apply
-            optimizer._clip_gradients = self._clip_gradients
+        optimizer.apply = self._apply
+        optimizer._clip_gradients = self._clip_gradients
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replace ``Optimizer.apply``, which every step calls."""
         optimizer, given = self._optimizer, trainable_variables
+        if self.process_set.size() == 1:
+            type(optimizer).apply(optimizer, grads, given)
+            return
         shown = optimizer._trainable_variables if given is None else list(given)
         gradients = list(grads)
         if len(gradients) != len(shown):
@@ -193,6 +195,8 @@ class Reducer:
     def _exchange(self, grads: Sequence[Any]) -> list[Any]:
         """Return the gradients over all ranks; None stays None."""
         results = list(grads)
+        if self.process_set.size() == 1:
+            return results
         # The last first, because backpropagation makes theirs first.
         present = [i for i in reversed(range(len(results))) if results[i] is not None]
         mine = {i: checked("DistributedOptimizer", results[i]) for i in present}
