@@ -305,20 +305,26 @@ def check_values(values: "Values", when: str) -> None:
         return
     if any(variable in _told_alone for variable in values.variables):
         return
-    size = values.process_set.size()
+    size, (what, odd) = values.process_set.size(), different
     if when == "begun":
         text = (
-            f"the {size} ranks began to train with different weights ({different}), so each of "
+            f"the {size} ranks began to train with different weights ({what}), so each of "
             f"them trains a different model. {_ADD_THE_CALLBACK}"
         )
     else:
         text = (
-            f"the {size} ranks' values of {different} differ after {values.steps} steps of fit, "
-            "although they were equal before: the ranks train different models. A callback, a "
-            "train_step or a layer assigns values that depend on this rank's data, logs or random "
-            "numbers. Assign the same on all ranks: average with hvd.allreduce what the values are "
-            "computed from, or let one rank choose them with hvd.broadcast."
+            f"the {size} ranks' values of {what} differ after {values.steps} steps of fit, "
+            f"although they were equal after {values.equal_after}: the ranks train different "
+            "models. A callback, a train_step or a layer assigns values that depend on this rank's "
+            "data, logs or random numbers. Assign the same on all ranks: average with "
+            "hvd.allreduce what the values are computed from, or let one rank choose them with "
+            "hvd.broadcast."
         )
+        if odd:
+            text += (
+                f" Most ranks are equal, but not {odd}: if no code assigns values there alone, "
+                "memory or a processor there is faulty."
+            )
     tell(text, values.process_set)
 
 

@@ -1,7 +1,9 @@
 """Compares the rows and the values of the variables that the ranks have while ``fit`` runs."""
 
+import collections
 import itertools
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,8 +85,10 @@ class Values:
         self.variables = variables
         self.process_set = process_set
         self._scalars = [v for v in variables if not tuple(v.shape)]
-        self._pieces = itertools.cycle(self._large())
+        self._pieces = self._large()
+        self._place = self._round = 0  # the next piece, and the step of the first one
         self.steps = 0
+        self.equal_after = 0  # steps: all values were equal then
         self._next = _STEPS
         self._cost = 0.0
         self._since: tuple[int, float] | None = None
@@ -102,15 +106,19 @@ class Values:
                 pieces += [(variable, part if len(parts) > 1 else None) for part in parts]
         return pieces
 
-    def different(self, name: str) -> str | None:
-        """Compare all values. Returns the first variable that differs, and how many; or None."""
+    def different(self, name: str) -> tuple[str, str] | None:
+        """Compare all values; return None if they are equal.
+
+        Otherwise the first variable that differs, and how many; and the ranks, with their hosts,
+        that differ from most others, which are equal. No ranks: there is no such majority.
+        """
         # A number for each variable; they travel only if a hash of all differs.
         mine = [agree.crc(tf.convert_to_tensor(variable)) for variable in self.variables]
         by_rank = agree.gather_if_different(name, mine, self.process_set)
         if by_rank is None:
             return None
         if len({len(values) for values in by_rank}) > 1:
-            return "the number of its variables"
+            return "the number of its variables", ""
         differing = [
             variable
             for variable, values in zip(self.variables, zip(*by_rank, strict=True), strict=True)
@@ -118,9 +126,16 @@ class Values:
         ]
         path = getattr(differing[0], "path", differing[0].name)
         more = len(differing) - 1
-        return f"{path}" + (f", and {more} more" if more else "")
+        hosts = agree.gather_json(f"{name}.hosts", os.uname().nodename, self.process_set)
+        ((common, count),) = collections.Counter(map(tuple, by_rank)).most_common(1)
+        odd = [
+            f"rank {rank} on {host}"
+            for rank, host, theirs in zip(self.process_set.ranks, hosts, by_rank, strict=True)
+            if tuple(theirs) != common and 2 * count > len(by_rank)
+        ]
+        return f"{path}" + (f", and {more} more" if more else ""), ", ".join(odd)
 
-    def different_after_step(self) -> str | None:
+    def different_after_step(self) -> tuple[str, str] | None:
         """Compare a part of the values from time to time, called after each step."""
         # All ranks know what the slowest has measured, so they choose the same next step.
         self.steps += 1
@@ -141,19 +156,26 @@ class Values:
         self._next = self.steps + max(_STEPS, math.ceil(interval))
         self._cost = time.perf_counter() - begin
         self._since = self.steps, time.perf_counter()
-        return self.different("values") if len(set(gathered[:, 0])) > 1 else None
+        if len(set(gathered[:, 0])) > 1:
+            return self.different("values")
+        if self._place == len(self._pieces):
+            self.equal_after, self._place = self._round, 0
+        return None
 
     def _part(self) -> int:
-        # The scalars (rates, counters) each time, the large ones piece by piece in a cycle.
+        # The scalars (rates, counters) each time, the large ones piece by piece in rounds.
         crc = done = 0
+        if self._place == 0:
+            self._round = self.steps
         for variable in self._scalars:
             crc = agree.crc(tf.convert_to_tensor(variable), crc)
-        for variable, part in itertools.islice(self._pieces, _MOST_PIECES):
+        for variable, part in self._pieces[self._place : self._place + _MOST_PIECES]:
             piece = tf.convert_to_tensor(variable)
             if part is not None:
                 piece = piece[part]
             crc = agree.crc(piece, crc)
             done += piece.dtype.size * math.prod(piece.shape)
+            self._place += 1
             if done >= _BYTES:
                 break
         return crc

@@ -1,5 +1,6 @@
 """Weights that part after the first broadcast, and rows that all ranks have, are told."""
 
+import os
 import time
 
 import keras
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
+from hvd_keras.hooks import values
 from hvd_keras.runtime import log, settings
 from tests.harness import training
 
@@ -166,6 +168,60 @@ def test_weights_that_part_within_a_long_epoch(told) -> None:
     text = told(lambda: fit(compiled(), once, data=(x, y)))
     assert "differ after 50 steps" in text
     assert once.last in (49, 239)  # an error ends it after the first check
+
+
+def flip(variable, bit: int) -> None:
+    """Flips a bit, counted over all elements."""
+    value = np.asarray(variable).copy()
+    value.reshape(-1).view(np.uint8)[bit // 8] ^= 1 << bit % 8
+    variable.assign(value)
+
+
+@pytest.mark.ranks(3)
+def test_a_flipped_bit_is_named_with_its_rank_and_host(told) -> None:
+    class Faulty(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if RANK == 1 and batch == 60:
+                flip(self.model.layers[0].kernel, 30)
+
+    x, y = (np.tile(part, (60, 1)) for part in mine())
+    text = told(lambda: fit(compiled(), Faulty(), data=(x, y)))
+    assert "kernel differ after" in text
+    assert "although they were equal after 50:" in text
+    assert f"but not rank 1 on {os.uname().nodename}:" in text
+
+
+@pytest.mark.ranks(3)
+def test_each_flipped_bit_is_found(monkeypatch) -> None:
+    """In variables of several dtypes, and in one that is compared in pieces."""
+    monkeypatch.setattr(values, "_STEPS", 1)
+    monkeypatch.setattr(values, "_SHARE", 1e9)  # compare after each step
+    dtypes = ("float32", "float16", "bfloat16", "float64", "int64", "uint8")
+    variables = [tf.Variable(tf.ones(7, dtype), name=dtype) for dtype in dtypes]
+    variables += [tf.Variable(1.0, name="scalar"), tf.Variable(tf.ones((3000, 100)), name="large")]
+    seen = values.Values(variables, hvd.global_process_set)
+
+    def found() -> tuple[str, str] | None:
+        """What the rest of a round of comparisons finds, and the next one."""
+        return next(filter(None, (seen.different_after_step() for _ in range(16))), None)
+
+    random = np.random.default_rng(0)  # the same on all ranks
+    for variable in variables:
+        size = np.asarray(variable).nbytes * 8
+        for bit in range(size) if size == 32 else random.choice(size, 10, replace=False):
+            culprit = int(random.integers(SIZE))
+            for expected in ((variable.name, f"rank {culprit} on {os.uname().nodename}"), None):
+                if culprit == RANK:
+                    flip(variable, int(bit))
+                assert found() == expected
+
+
+def test_two_ranks_do_not_know_whose_values_are_wrong() -> None:
+    variable = tf.Variable(tf.ones(3), name="weights")
+    if RANK == 0:
+        flip(variable, 5)
+    seen = values.Values([variable], hvd.global_process_set)
+    assert seen.different("begin") == ("weights:0", "")
 
 
 @pytest.mark.cases(1)
