@@ -199,9 +199,12 @@ void MpiWaiter::check_aborted() {
 
 void MpiWaiter::abort(const std::string& why) {
   if (const std::string* before = abort_reason) throw Aborted(*before);
-  auto* const notices = new std::list<Notice>;  // for ever, if they are not sent in time
+  // For ever: they may not be sent in time.
+  static auto* const all_notices = new std::list<std::list<Notice>>;
+  std::list<Notice>* notices = nullptr;
   {
     std::lock_guard<std::mutex> lock(waiters().mutex);
+    notices = &all_notices->emplace_back();
     for (const MpiWaiter* waiter : waiters().all)
       waiter->post(kAborted, why, &notices->emplace_back());
   }
