@@ -78,9 +78,9 @@ def wrap_data_parallel(make: Callable[..., None]) -> Callable[..., None]:
         make(self, *args, **kwargs)
         if self.device_mesh.devices.size != rank_info.size():
             raise ValueError(
-                f"keras.distribution.DataParallel: got {self.device_mesh.devices.size} devices, "
-                f"expected those of all {rank_info.size()} ranks, each one device. Leave the "
-                "devices out, or start as many ranks: hvdrun -np N."
+                f"keras.distribution.DataParallel: got {self.device_mesh.devices.size} as number "
+                f"of devices, expected those of all {rank_info.size()} ranks, each one device. "
+                "Leave the devices out, or start as many ranks: hvdrun -np N."
             )
 
     return make_of_all

@@ -10,6 +10,7 @@ import runpy
 import secrets
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,9 @@ def auto(scale_batch: bool = False) -> None:
     if rank_info.rank() > 0:
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # The first rank's are enough.
+        warnings.showwarning = lambda *args, **kwargs: None
+        tf.get_logger().setLevel("ERROR")
         writes.watch()
 
 
@@ -97,6 +101,8 @@ def _tell_briefly(hook: Callable[..., Any]) -> Callable[..., Any]:
         found = re.search("hvdrun --auto.*", str(value))
         if found is None or settings.read().all_tracebacks:
             hook(kind, value, trace)
+            if issubclass(kind, (FileExistsError, FileNotFoundError)) and division.is_on:
+                print(_FILES, file=sys.stderr)
             return
         for frame in reversed(traceback.extract_tb(trace)):
             if not frame.filename.startswith(libraries):
@@ -108,6 +114,12 @@ def _tell_briefly(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     return tell
 
+
+_FILES = (
+    "hvd_keras: with --auto each rank runs the whole script. If another rank has made, moved or "
+    "removed this file, let one rank do it: import hvd_keras as hvd, if hvd.rank() == 0: ..., and "
+    "hvd.barrier() behind it."
+)
 
 # For which a rank that fails at its end waits for the others.
 _SECONDS = 2.0
@@ -140,6 +152,7 @@ def _patch(scale_batch: bool) -> None:
     model = keras.Model
     # Its functions call a module of the backend, by this name.
     parallel = importlib.import_module("keras.src.distribution.distribution_lib")
+    generators = importlib.import_module("keras.src.trainers.data_adapters.generator_data_adapter")
     rows: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (model, "fit", _begin_first),
         *((model, f"make_{kind}_function", steps.wrap_make(kind)) for kind in steps.METHODS),
@@ -148,6 +161,7 @@ def _patch(scale_batch: bool) -> None:
         (keras.metrics.Mean, "update_state", steps.wrap_mean),
         *noise.patches(),
         (tf.GradientTape, "gradient", steps.wrap_gradient),
+        (generators.GeneratorDataAdapter, "get_tf_dataset", _without_prefetch),
         (parallel, "distribution_lib", lambda of_tensorflow: distribution.Devices),
         (parallel.DataParallel, "__init__", distribution.wrap_data_parallel),
         (parallel.ModelParallel, "__init__", distribution.refuse_model_parallel),
@@ -170,6 +184,20 @@ def _begin_first(fit: Callable[..., Any]) -> Callable[..., Any]:
         return fit(self, *args, **kwargs)
 
     return fit_divided
+
+
+def _without_prefetch(get: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap what makes a dataset of a generator, of which each rank must read as much."""
+
+    @functools.wraps(get)
+    def get_plain(self: Any) -> Any:
+        # When validation ends, what was read ahead is lost: it differs by rank, and in each run.
+        (dataset,) = get(self)._inputs()
+        options = tf.data.Options()
+        options.experimental_optimization.inject_prefetch = False
+        return dataset.with_options(options)
+
+    return get_plain
 
 
 def _on_first(save: Callable[..., Any]) -> Callable[..., Any]:

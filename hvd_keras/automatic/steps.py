@@ -132,15 +132,15 @@ def _divided(model: Any, step: Any, kind: str) -> Any:
 
 def _logs_of_all(logs: Any, part: Part) -> Any:
     """Numbers that a step of the script's returns, which are no results of metrics."""
-    if not isinstance(logs, dict):
-        return logs
-    own = {k: v for k, v in logs.items() if tf.is_tensor(v) and not hasattr(v, _OF_ALL)}
-    own = {k: v for k, v in own.items() if v.dtype.is_floating and v.shape.rank == 0}
-    if not own:
-        return logs
-    shares = [tf.cast(part.share, v.dtype) * v for v in own.values()]
-    means = ops.reduce_tensors(shares, op=ops.Sum, name="logs of a step")
-    return logs | dict(zip(own, means, strict=True))
+    leaves = tf.nest.flatten(logs)
+    own = [i for i, v in enumerate(leaves) if tf.is_tensor(v) and not hasattr(v, _OF_ALL)]
+    places = [i for i in own if leaves[i].dtype.is_floating and leaves[i].shape.rank == 0]
+    if places:
+        shares = [tf.cast(part.share, leaves[i].dtype) * leaves[i] for i in places]
+        means = ops.reduce_tensors(shares, op=ops.Sum, name="logs of a step")
+        for i, mean in zip(places, means, strict=True):
+            leaves[i] = mean
+    return tf.nest.pack_sequence_as(logs, leaves)
 
 
 def _divide(data: Any) -> tuple[Part, Any]:
@@ -188,7 +188,11 @@ def _slice(leaf: Any, part: Part) -> Any:
         begin = tf.concat([[tf.cast(part.start, tf.int64)], tf.zeros_like(shape[1:])], 0)
         size = tf.concat([[tf.cast(part.stop - part.start, tf.int64)], shape[1:]], 0)
         return tf.sparse.slice(leaf, begin, size)
-    return leaf[part.start : part.stop]
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf[part.start : part.stop]
+    # A copy: ops may write into a slice, which is in the memory of a generator's array, and so
+    # change what the next epoch reads, in other rows on each rank.
+    return tf.gather(leaf, tf.range(part.start, part.stop))
 
 
 def _checks(leaves: list[Any]) -> list[Any]:
@@ -229,7 +233,8 @@ def _hash(part: Any) -> Any:
     # [rows, columns]: all bits of all values, times odd numbers that depend on their places.
     count = tf.shape(part)[0] if part.shape.rank else 1
     table = tf.reshape(tf.cast(part, tf.int32), [count, -1])
-    rows = _mixed(tf.reduce_sum(table * (2 * tf.range(tf.shape(table)[1]) + 1), 1))
+    # Not table * …, which may write into it.
+    rows = _mixed(tf.linalg.matvec(table, 2 * tf.range(tf.shape(table)[1]) + 1))
     return _mixed(tf.reduce_sum(rows * (2 * tf.range(count) + 1)))
 
 

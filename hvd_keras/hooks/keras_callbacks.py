@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.data.split import Passes
-from hvd_keras.gradients import missing_calls, model_ranks
+from hvd_keras.gradients import division, missing_calls, model_ranks
 from hvd_keras.hooks import variables
 from hvd_keras.hooks.values import Values, of_rows, pass_first_batch
 from hvd_keras.runtime import agree
@@ -139,6 +139,8 @@ def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> Non
                 f"trains on {process_set.size()}: a rank that finds another state, or none, would "
                 f"differ from the rest. Use hvd.callbacks.Checkpoint({str(callback.backup_dir)!r})"
                 ", which writes on one rank and restores all."
+                + " Begin the script with hvd.auto(), so that it runs alone, too."
+                * division.is_on
             )
         swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
         if isinstance(callback, swap) and model_ranks.is_sharded(model.optimizer):

@@ -66,12 +66,39 @@ def stateful():
     net = keras.Sequential([keras.Input(batch_shape=(8, 1, 2)), lstm])
     net.compile("sgd", "mse")
     net.fit(x[:, None], x[:, :1], batch_size=8, verbose=0)
+class Adds(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.1 * tf.reduce_sum(inputs**2))
+        return inputs
+def add_loss():
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), Adds()])
+    net.compile("sgd", "mse")
+    net.fit(x, x, verbose=0)
+def backup():
+    model().fit(x, x[:, :1], callbacks=keras.callbacks.BackupAndRestore("backup"), verbose=0)
+def endless():
+    rows = [(x.copy(), x[:, 0].copy()) for number in range(3)]
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    net.compile("sgd", keras.losses.BinaryCrossentropy(from_logits=True), metrics=["accuracy"])
+    def cycle(rows):
+        while True:
+            yield from rows
+    options = {"steps_per_epoch": 3, "validation_steps": 2, "epochs": 4, "verbose": 0}
+    net.fit(cycle(rows), validation_data=cycle(rows), **options)
+    assert all((part == 1).all() for pair in rows for part in pair)
+def prepare():
+    net = model()
+    net.set_weights([np.full(w.shape, 0.1 + hvd.rank(), "float32") for w in net.get_weights()])
+    hvd.prepare(net).fit(x, x[:, :1], verbose=0)
+    both = hvd.allgather(net.get_weights()[0].reshape(1, -1)).numpy()
+    assert both.shape == (2, 2) and (both[0] == both[1]).all() and (both < 1).all(), both
 def strategy():
     with tf.distribute.MirroredStrategy(["cpu:0"]).scope():
         model().fit(x, x[:, :1], verbose=0)
 for case in (
     *(model_parallel, too_few, too_many),
-    *(own_loop, differs, order_differs, lengths, strategy, total, pairs, fixed, stateful, hvd.init),
+    *(own_loop, differs, order_differs, lengths, strategy, total, pairs, fixed, stateful, add_loss),
+    *(backup, endless, prepare, hvd.init),
     tf.compat.v1.disable_eager_execution,
 ):
     try:
@@ -90,9 +117,13 @@ TOLD = {
     "pairs": "its gradients are not the mean over the rows",
     "fixed": "random numbers for 8 rows, as many as the whole batch",
     "stateful": "is stateful",
+    "add_loss": "its gradients are not the mean over the rows",
+    "backup": "Begin the script with hvd.auto()",
+    "endless": "went on",
+    "prepare": "went on",
     "strategy": "a MirroredStrategy is in force",
     "model_parallel": "Use keras.distribution.DataParallel()",
-    "too_few": "got 1 devices, expected those of all 2 ranks",
+    "too_few": "got 1 as number of devices, expected those of all 2 ranks",
     "too_many": "got num_processes=8",
     "_refuse_init": "this one calls hvd.init(). Leave out --auto",
     "refuse": "in graphs of TensorFlow 1 (disable_eager_execution)",
@@ -181,6 +212,12 @@ def test_module_arguments_and_command(launcher: Launcher) -> None:
         r'^File ".*calls.py", line \d+, hvd.init\(\)\nRuntimeError: hvdrun --auto is', job.stderr
     )
     assert "Traceback" not in job.stderr
+    launcher.script("import warnings; warnings.warn('odd'); os.mkdir('made')", "makes.py")
+    job = auto(launcher, 2, "makes.py")
+    assert job.returncode == 1
+    assert job.stderr.count("UserWarning: odd") == 1
+    assert "FileExistsError" in job.stderr
+    assert "let one rank do it: import hvd_keras as hvd, if hvd.rank() == 0" in job.stderr
 
 
 SCALED = """

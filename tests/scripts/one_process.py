@@ -167,7 +167,7 @@ def compare(script: driver.Script, ranks: int) -> str:
         for number, (mine, theirs) in enumerate(pairs):
             is_close = mine.shape == theirs.shape
             # Half precision has two digits, or three.
-            rough = 100 if "mixed_" in text else 1
+            rough = 300 if "bfloat16" in text else 100 if "mixed_" in text else 1
             if is_close:
                 is_close = np.allclose(mine, theirs, 1e-3 * rough, 1e-4 * rough, equal_nan=True)
             if not is_close:
