@@ -106,7 +106,7 @@ fresh-test:  ## Do what README says on Debian systems that have nothing yet (roo
 sanitize: setup  ## Run the core's tests under address, undefined-behaviour and thread sanitizers.
 	@$(BIN)/python -m tests.harness.sanitize
 
-prove: setup  ## Prove the protocol of a host's ranks by machine, in minutes (relacy-dev; PREEMPTIONS=0 in seconds).
+prove: setup  ## Prove shared memory and agreement by machine, in minutes (relacy-dev, spin; PREEMPTIONS=0 in seconds).
 	@$(BIN)/python -m tests.prove --preemptions $(or $(PREEMPTIONS),1)
 
 soak: setup  ## Train on three hosts for MINUTES (30) while random faults come; the result must be right.

@@ -22,6 +22,7 @@ MAY_INCLUDE = {
     "xla": {"core", "core/base", "core/request", "tensorflow"},
     "tests": TESTS | {"tests/support"},
     "tests/gpu": TESTS | {"tests/support"},
+    "tests/prove": TESTS | {"tests/support"},
     "tests/support": TESTS,
 }
 # The files of core that code outside of it may include.
