@@ -20,7 +20,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import hvd_keras as hvd
 import keras
 import numpy as np
-import tensorflow as tf
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
@@ -142,8 +141,7 @@ def main():
 
     is_first = hvd.rank() == 0  # only this rank prints
     if is_first:
-        device = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
-        print(f"Ranks: {hvd.size()} on {device}, {share} samples each, {args.batch_size} a step")
+        print(f"Ranks: {hvd.size()} with {share} samples each, {args.batch_size} a step")
     model.fit(
         x[mine],
         y[mine],

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -132,6 +133,34 @@ def test_collectives_and_their_gradients(hvdrun) -> None:
         print("done")
     """
     assert run(hvdrun, 2, script).count("done") == 2
+
+
+def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
+    example = TRAINING.parents[2] / "examples" / "keras_mnist.py"
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.run(
+        *("-np", "2", "--oversubscribe", sys.executable, str(example), "--epochs", "4"),
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert float(re.search(r"Test accuracy: ([0-9.]+)", job.stdout)[1]) > 0.6
+    rates = [float(rate) for rate in re.findall(r" lr: ([0-9.e-]+)", job.stdout)]
+    np.testing.assert_allclose(rates, [0.00133, 0.00167, 0.002, 0.002], atol=1e-4)
+    sums = set()
+    for backend in ("torch", "tensorflow"):
+        script = (
+            "import keras, numpy as np; model = keras.models.load_model('checkpoints/mnist.keras');"
+            "print('sum', sum(float(np.abs(v.numpy()).sum(dtype='d')) for v in model.weights))"
+        )
+        loaded = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=hvdrun.folder,
+            env={**hvdrun.environment, "KERAS_BACKEND": backend},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        sums.add(re.search(r"sum [0-9.]+", loaded.stdout)[0])
+    assert len(sums) == 1
 
 
 def test_what_is_not_there_is_refused(hvdrun) -> None:

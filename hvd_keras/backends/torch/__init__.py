@@ -18,7 +18,6 @@ _MODULES = {
     "hvd_keras.optimizer": ("optimizer", ("DistributedOptimizer",)),
     "hvd_keras.hooks.variables": ("variables", ("broadcast_variables",)),
 }
-_PACKAGES = ("callbacks", "data")
 
 # Modules that need no backend.
 _NEUTRAL = ("hvd_keras.runtime.", "hvd_keras.lifecycle", "hvd_keras.observe", "hvd_keras.scaling")
@@ -31,7 +30,7 @@ def home(module: str, name: str) -> tuple[str, str]:
     Raises:
         NotImplementedError: there is none on PyTorch.
     """
-    if not module and name in _PACKAGES:
+    if not module and name in ("callbacks", "data"):
         return "", f"backends.torch.{name}"
     if module.startswith(_NEUTRAL) and name not in _OF_TENSORFLOW:
         return module, name

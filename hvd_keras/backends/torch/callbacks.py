@@ -6,10 +6,19 @@ import keras
 
 from hvd_keras.backends.torch import fitting, variables
 from hvd_keras.backends.torch.optimizer import process_set_of
+from hvd_keras.hooks.learning_rates import Schedule, Warmup
 from hvd_keras.hooks.metric_averaging import MetricAverage
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
-__all__ = ["BroadcastGlobalVariablesCallback", "MetricAverageCallback"]
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "ModelCheckpoint",
+]
+
+ModelCheckpoint = keras.callbacks.ModelCheckpoint  # of which fit keeps that of the first rank
 
 
 def __getattr__(name: str) -> Any:
@@ -17,7 +26,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     raise NotImplementedError(
         f"hvd.callbacks.{name} needs Keras on TensorFlow, and KERAS_BACKEND is torch. On PyTorch "
-        f"there are {' and '.join(__all__)}."
+        f"there are {', '.join(__all__)}."
     )
 
 
@@ -82,3 +91,11 @@ class MetricAverageCallback(MetricAverage, _Callback):
     Put it before callbacks that read metrics. ``model.evaluate`` returns the metrics over all
     ranks if it gets this callback and all ranks call it.
     """
+
+
+class LearningRateScheduleCallback(Schedule, _Callback):
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)`` within a range of epochs."""
+
+
+class LearningRateWarmupCallback(Warmup, _Callback):
+    """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` in first epochs."""

@@ -304,29 +304,12 @@ def alltoall(
     return received if splits is None else (received, counts.to(torch.int32))
 
 
-def reducescatter(
-    tensor: Any,
-    *,
-    compression: str = Compression.none,
-    op: ReduceOp = Average,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+def reducescatter(tensor: Any, **options: Any) -> torch.Tensor:
     """``allreduce`` by ``hvd.Average`` or ``hvd.Sum``, of which each rank gets its share of rows.
 
     Args and errors as in ``allreduce``. The first ``rows % size`` ranks get one row more.
     """
-    return grouped_reducescatter(
-        [tensor],
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        name=name,
-        process_set=process_set,
-    )[0]
+    return grouped_reducescatter([tensor], **options)[0]
 
 
 def grouped_reducescatter(
