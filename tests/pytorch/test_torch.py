@@ -138,6 +138,8 @@ def test_collectives_and_their_gradients(hvdrun) -> None:
 def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
     example = TRAINING.parents[2] / "examples" / "keras_mnist.py"
     hvdrun.environment["KERAS_BACKEND"] = "torch"
+    # Else torch leaves an empty folder among the temporary files.
+    hvdrun.environment["TORCHINDUCTOR_CACHE_DIR"] = str(hvdrun.folder / "inductor")
     job = hvdrun.run(
         *("-np", "2", "--oversubscribe", sys.executable, str(example), "--epochs", "4"),
     )
