@@ -22,6 +22,7 @@ from hvd_keras.callbacks.metric_average import MetricAverageCallback
 from hvd_keras.callbacks.model_checkpoint import ModelCheckpoint
 from hvd_keras.callbacks.progress import ProgressLogger
 from hvd_keras.callbacks.stats import StatsLogger
+from hvd_keras.callbacks.verify_weights import VerifyWeights
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
@@ -32,4 +33,5 @@ __all__ = [
     "ModelCheckpoint",
     "ProgressLogger",
     "StatsLogger",
+    "VerifyWeights",
 ]

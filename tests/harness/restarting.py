@@ -16,6 +16,7 @@ import time
 import keras
 import numpy as np
 import tensorflow as tf
+from hvd_keras.callbacks import VerifyWeights
 
 import hvd_keras as hvd
 
@@ -146,7 +147,8 @@ def main() -> None:
     model(x[:BATCH])
     checkpoint = hvd.callbacks.Checkpoint(folder, save_freq=EVERY)
     data = hvd.data.shard((x, y), batch_size=BATCH)
-    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), checkpoint, Seen(pause)]
+    broadcast, verify = hvd.callbacks.BroadcastGlobalVariablesCallback(0), VerifyWeights(EVERY)
+    callbacks = [broadcast, verify, checkpoint, Seen(pause)]
     callbacks += [Fault(text) for text in sys.argv[4:]]
     print("begins with epoch", checkpoint.initial_epoch, "on", os.uname().nodename, flush=True)
     model.fit(data, epochs=epochs, callbacks=callbacks, verbose=0)

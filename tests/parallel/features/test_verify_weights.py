@@ -1,0 +1,131 @@
+"""A flipped bit is found, and the rank that has it is named."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+
+import hvd_keras as hvd
+from hvd_keras.hooks import values, variables
+
+RANK, SIZE = hvd.rank(), hvd.size()
+HOST = os.uname().nodename
+pytestmark = pytest.mark.ranks(2, 3)
+ROWS, BATCH, EPOCHS = 60, 2, 3
+STEPS = ROWS // BATCH // SIZE
+
+
+class Counter(keras.layers.Layer):
+    """Counts its calls."""
+
+    def build(self, shape) -> None:
+        self.calls = self.add_weight((2,), "zeros", "int32", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add([1, 1])
+        return x
+
+
+def build() -> keras.Model:
+    keras.utils.set_random_seed(RANK)
+    layers = [
+        keras.layers.Dense(7, name="float32"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.2),
+        keras.layers.Dense(5, dtype="bfloat16", name="bfloat16"),
+        Counter(name="int32"),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential([keras.Input((6,)), *layers])
+    model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), "mse")
+    return model
+
+
+def weight(model: keras.Model, name: str):
+    return model.get_layer(name).variables[0]
+
+
+def flip(variable, bit: int) -> None:
+    """Flips a bit of the last element."""
+    value = np.array(variable)
+    words = value.reshape(-1).view(f"uint{8 * value.dtype.itemsize}")
+    words[-1:] ^= words.dtype.type(1 << bit)
+    variable.assign(value)
+
+
+class Flip(keras.callbacks.Callback):
+    """After a batch of the second epoch, on the last rank."""
+
+    def __init__(self, name: str, bit: int, batch: int) -> None:
+        super().__init__()
+        self.name, self.bit, self.batch, self.epoch = name, bit, batch, 0
+
+    def on_epoch_begin(self, epoch, logs=None) -> None:
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        if (self.epoch, batch + 1) == (1, self.batch) and RANK == SIZE - 1:
+            flip(weight(self.model, self.name), self.bit)
+
+
+def train(model: keras.Model, *callbacks) -> None:
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(ROWS, 6)).astype("float32"), random.normal(size=(ROWS, 1))
+    data = hvd.data.shard((x, y.astype("float32")), batch_size=BATCH)
+    broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(data, epochs=EPOCHS, verbose=0, callbacks=[broadcast, *callbacks])
+
+
+def named(rank: int) -> str:
+    """The rank that differs, if a majority tells."""
+    return f"rank {rank} on {HOST}" if SIZE > 2 else ""
+
+
+FLIPS = [("float32", 0, 5), ("float32", 30, 6), ("bfloat16", 15, 4), ("int32", 0, 4)]
+
+
+@pytest.mark.parametrize(("name", "bit", "batch"), FLIPS)
+def test_a_flip_is_found_at_the_next_comparison(name: str, bit: int, batch: int) -> None:
+    model = build()
+    with pytest.raises(RuntimeError) as error:
+        train(model, Flip(name, bit, batch), hvd.callbacks.VerifyWeights(3))
+    text = f"after batch 6 of epoch 2 the values of {weight(model, name).path} differ, on "
+    assert text + (named(SIZE - 1) or "ranks without a majority") in str(error.value)
+    assert "equal after batch 3 of epoch 2" in str(error.value)
+
+
+def test_every_bit() -> None:
+    model = build()
+    train(model)
+    common = values.Values(variables.in_common(model), hvd.global_process_set)
+    for name, bits in (("float32", 32), ("bfloat16", 16), ("int32", 32)):
+        for bit in range(bits):
+            one = weight(model, name)
+            before = np.array(one)
+            if bit % SIZE == RANK:
+                flip(one, bit)
+            assert common.different("flipped") == (one.path, named(bit % SIZE))
+            one.assign(before)
+            assert common.different("put back") is None
+
+
+def test_a_restart_goes_on_from_verified_weights(directory) -> None:
+    undisturbed, disturbed, again = build(), build(), build()
+    train(undisturbed, hvd.callbacks.VerifyWeights(1))  # and there is no false alarm
+
+    def callbacks() -> list:
+        return [hvd.callbacks.VerifyWeights(2), hvd.callbacks.Checkpoint(directory, save_freq=2)]
+
+    with pytest.raises(RuntimeError, match="after batch 4 of epoch 2"):
+        train(disturbed, Flip("float32", 20, 3), *callbacks())
+    train(again, *callbacks())
+    for one, other in zip(again.trainable_variables, undisturbed.trainable_variables, strict=True):
+        assert np.array(one).tobytes() == np.array(other).tobytes()
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="every is 0, expected a positive integer"):
+        hvd.callbacks.VerifyWeights(0)
+    with pytest.raises(ValueError, match="every differs by rank: rank 0: 5; rank 1: 6"):
+        train(build(), hvd.callbacks.VerifyWeights(5 + RANK))
