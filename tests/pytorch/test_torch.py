@@ -16,6 +16,7 @@ TRAINING = pathlib.Path(__file__).parent / "training.py"
 OWN = ("batch norm", "dropout")
 CASES = ["sgd", "adam", "adagrad", "decay", "clipped", "by variable", "accumulated", "passes"]
 CASES += ["own step", "branch", "no branch", "sum", "masked", "masked sgd", "bfloat16", *OWN]
+CASES += ["sum by batch", "masked sgd by batch"]
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +199,8 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
         refused(needs, "TerminateOnNaN", lambda: fit(callbacks.TerminateOnNaN()))
         refused(needs, "BackupAndRestore", lambda: fit(callbacks.BackupAndRestore("x")))
         refused(needs, "torch.compile", lambda: fit(jit_compile=True))
+        one = model(jit_compile=True)
+        refused(needs, "torch.compile", lambda: one.train_on_batch(x, x[:, :1]))
         loss = keras.losses.MeanSquaredError(reduction="none")
         refused(needs, "reduction", lambda: fit(loss=loss))
         wrap, sgd = hvd.DistributedOptimizer, keras.optimizers.SGD

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -37,6 +38,7 @@ def install() -> None:
     require(importlib.import_module(_SEEDS), "global_seed_generator", seeds)
     for owner, attribute, wrap in (
         (model, "fit", _wrap_fit),
+        (model, "train_on_batch", _wrap_train_on_batch),
         (model, "evaluate", _wrap_evaluate),
         (model, "_symbolic_build", _wrap_build),
         (model, "save", storage.wrap_save),
@@ -117,17 +119,31 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             if arguments.get("verbose", "auto") == "auto" and not settings.read().verbose_all:
                 arguments["verbose"] = 0
         arguments["callbacks"] = [*given, _Together(process_set)]
-        averages = all(reducer.averages for reducer in reducers_of(self))
-        with (
-            agree.within(_fits, process_set),
-            agree.within(losses.weighing, losses.Weighing(process_set, averages)),
-        ):
+        with agree.within(_fits, process_set), _weighing(self, process_set):
             history = fit(**arguments)
         # So files that one rank has written are there for all.
         agree.gather_json("fit has ended", None, process_set)
         return history
 
     return fit_together
+
+
+def _weighing(model: Any, process_set: ProcessSet) -> AbstractContextManager[None]:
+    averages = all(reducer.averages for reducer in reducers_of(model))
+    return agree.within(losses.weighing, losses.Weighing(process_set, averages))
+
+
+def _wrap_train_on_batch(train: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def train_together(self: Any, *args: Any, **kwargs: Any) -> Any:
+        process_set = process_set_of(self) if rank_info.is_initialized() else None
+        if process_set is None or process_set.size() == 1:
+            return train(self, *args, **kwargs)
+        _refused(self, None)
+        with _weighing(self, process_set):
+            return train(self, *args, **kwargs)
+
+    return train_together
 
 
 def _refused(model: Any, given: Any) -> list[Any]:
