@@ -28,6 +28,8 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         RuntimeError: (in ``fit``, on every rank) the weights differ.
 
     Example:
+        data = hvd.data.shard((x, y), batch_size=32)
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
         verify, checkpoint = hvd.callbacks.VerifyWeights(100), hvd.callbacks.Checkpoint("saved")
         model.fit(data, callbacks=[broadcast, verify, checkpoint])
     """

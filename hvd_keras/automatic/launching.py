@@ -24,7 +24,7 @@ def extended(other: Extension) -> Extension:
         group.add_argument("--auto", action="store_true", help=text)
         text = (
             "with --auto: batches N times larger, a learning rate N times larger, and a warm-up; "
-            "results are others than those of one process (default: off)"
+            "the results differ from those of one process (default: off)"
         )
         group.add_argument(SCALE_BATCH, action="store_true", help=text)
         other.add_to(parser)

@@ -40,7 +40,7 @@ def auto(scale_batch: bool = False) -> None:
     Args:
         scale_batch: train by another recipe, as ``hvdrun --auto --scale-batch``: ``fit`` makes
             batches ``size()`` times larger, with a rate as much larger, and a warm-up. It prints
-            what it changes; results are others than those of one process.
+            what it changes; the results differ from those of one process.
 
     Raises:
         RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``.
