@@ -12,7 +12,6 @@ from hvd_keras.runtime.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_I
 # Marks that say where a rank is: inside `hvd.init()`, in the job, inside MPI_Finalize, after it.
 PHASES = ("arrived", "joined", "leaving", "ended")
 
-
 _FOLLOWED = {
     WAITED_IN_VAIN: f"timed out waiting for another rank (exit status {WAITED_IN_VAIN})",
     DESERTED: f"was waiting for a rank that left (exit status {DESERTED})",
