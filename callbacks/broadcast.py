@@ -7,10 +7,11 @@ from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.gradients import agreement, model_ranks
 from hvd_keras.hooks import building, fitting, preprocessing, variables
+from hvd_keras.hooks.statistics_averaging import StatisticsAveraging
 from hvd_keras.runtime import libraries, log, rank_info
 
 
-class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: ignore[misc]
     """Gives all ranks the root rank's model and optimizer state before the first step.
 
     It broadcasts weights, moving statistics, optimizer slots, iteration counts and the learning
@@ -92,27 +93,6 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         variables.broadcast_variables(shared, self.root_rank, process_set)
         fitting.refresh_derived_values(self.model)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch_runs = True
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages at the last batch, before other callbacks save or evaluate the model."""
-        steps = self.params.get("steps")
-        if steps is not None and batch + 1 >= steps:  # steps_per_execution may overshoot
-            self._average_moving_statistics()
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Averages, if the data's length is unknown and this rank validates."""
-        self._average_moving_statistics()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Averages, if the data's length is unknown and this rank does not validate."""
-        self._average_moving_statistics()
-
     def _average_moving_statistics(self) -> None:
-        """Run once per epoch on each rank."""
-        if not self._epoch_runs:
-            return
-        self._epoch_runs = False
         statistics = variables.moving_statistics(self.model._flatten_layers())
         variables.average_variables(model_ranks.without_local(statistics), self.process_set)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 from hvd_keras.gradients import shards
+from hvd_keras.runtime import process_sets
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -103,15 +104,8 @@ def process_set_of(model: Any) -> ProcessSet | None:
     Raises:
         ValueError: its optimizers have different process sets.
     """
-    sets = {r.process_set.id(): r.process_set for r in reducers_of(model)}
-    if len(sets) > 1:
-        raise ValueError(
-            f"the optimizers of model {model.name!r} have different process sets: "
-            f"{', '.join(map(str, sets.values()))}. Give them the same process set."
-        )
-    if sets:
-        return next(iter(sets.values()))
-    return _together.get(model)
+    sets = (reducer.process_set for reducer in reducers_of(model))
+    return process_sets.common_to_optimizers(model, sets) or _together.get(model)
 
 
 #: Variables that belong to this rank alone, of all models.

@@ -22,7 +22,7 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, division, missing_calls
 from hvd_keras.runtime import agree, log, rank_info
-from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.keras import call_loss, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet
 
 
@@ -110,22 +110,12 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
         is_loop = own is None and rank_info.is_initialized() and rank_info.size() > 1
         if (own is None and (not is_loop or missing_calls.in_fit.get())) or agree.is_building.get():
             return loss_call(self, y_true, y_pred, sample_weight)
-        seen: list[Any] = []
-        local = self.call
-
-        def kept(*args: Any, **kwargs: Any) -> Any:
-            seen.append(local(*args, **kwargs))
-            return seen[0]
-
-        if not is_legacy:  # whose autograph would not convert what ``kept`` calls
-            self.call = kept
+        arguments = y_true, y_pred, sample_weight
         with agree.within(_weighing, None):  # a loss may compute others
-            try:
-                value = loss_call(self, y_true, y_pred, sample_weight)
-            finally:
-                vars(self).pop("call", None)
+            # tf_keras's autograph would not convert what is called to keep them.
+            value, values = call_loss(self, loss_call, *arguments, keeps=not is_legacy)
         if own is None:
-            if _weights(self, seen[0] if seen else None, y_pred, sample_weight):
+            if _weights(self, values, y_pred, sample_weight):
                 missing_calls.warn_if_averaged(
                     f"the loss {self.name} is divided by a number that differs by rank, such as "
                     "that of the entries that a mask leaves, so the mean of the ranks' gradients "
@@ -135,13 +125,13 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
                 )
             return value
         own.calls += 1
-        part, values = division.current.get(), seen[0] if seen else None
+        part = division.current.get()
         is_scalar = values is not None and not tuple(values.shape)
         if part is not None and (is_scalar or self.reduction in (None, "none")):
             # A loss of the whole batch, which may be any function of its rows: of all rows.
-            rows = part.gather((y_true, y_pred, sample_weight), f"loss {own.calls}, {self.name}")
+            rows = part.gather(arguments, f"loss {own.calls}, {self.name}")
             return loss_call(self, *rows)
-        return _weigh(own, self, value, seen[0] if seen else None, y_pred, sample_weight)
+        return _weigh(own, self, value, values, y_pred, sample_weight)
 
     call.__doc__ = loss_call.__doc__
     wrapped: Callable[..., Any] = call

@@ -32,11 +32,32 @@ PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset
 # variables are no keras.Variable, but of its base.
 Variable = () if is_legacy else keras.Variable.__bases__[0]
 
-__all__ = ["PyDataset", "Variable", "is_legacy", "keras", "require"]
+__all__ = ["PyDataset", "Variable", "call_loss", "is_legacy", "keras", "require"]
 
 # Those whose private attributes are known, see hooks/patches.py. The newest that an older Python
 # can install is among them.
 KERAS_VERSIONS = "keras>=3.6,<3.16"
+
+
+def call_loss(loss: Any, call: Any, *arguments: Any, keeps: bool = True) -> tuple[Any, Any]:
+    """Call ``keras.losses.Loss.__call__``; return its result, and what it reduced to that.
+
+    The latter is None if the loss did not use its method ``call``, or without ``keeps``.
+    """
+    seen: list[Any] = []
+    local = loss.call
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        seen.append(local(*args, **kwargs))
+        return seen[0]
+
+    if keeps:
+        loss.call = kept
+    try:
+        value = call(loss, *arguments)
+    finally:
+        vars(loss).pop("call", None)
+    return value, seen[0] if seen else None
 
 
 def require(owner: Any, attribute: str, reason: str) -> None:

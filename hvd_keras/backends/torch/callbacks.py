@@ -8,6 +8,7 @@ from hvd_keras.backends.torch import fitting, variables
 from hvd_keras.backends.torch.optimizer import process_set_of
 from hvd_keras.hooks.learning_rates import Schedule, Warmup
 from hvd_keras.hooks.metric_averaging import MetricAverage
+from hvd_keras.hooks.statistics_averaging import StatisticsAveraging
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -37,7 +38,7 @@ class _Callback(keras.callbacks.Callback):  # type: ignore[misc]
         return (self.model and process_set_of(self.model)) or global_process_set
 
 
-class BroadcastGlobalVariablesCallback(_Callback):
+class BroadcastGlobalVariablesCallback(StatisticsAveraging, _Callback):
     """Gives all ranks the root rank's model and optimizer state before the first step.
 
     Random generators get the root's seed mixed with the rank. At the end of each epoch the moving
@@ -54,7 +55,6 @@ class BroadcastGlobalVariablesCallback(_Callback):
     def __init__(self, root_rank: int) -> None:
         super().__init__()
         self.root_rank = root_rank
-        self._epoch_runs = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         process_set = self.process_set
@@ -64,25 +64,9 @@ class BroadcastGlobalVariablesCallback(_Callback):
             shared = variables.of_training(self.model)
             variables.broadcast_variables(shared, self.root_rank, process_set)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._epoch_runs = True
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average at the last batch, before other callbacks save or evaluate the model."""
-        if batch + 1 == self.params.get("steps"):
-            self._average()
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._average()
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._average()
-
-    def _average(self) -> None:
-        if self._epoch_runs:
-            self._epoch_runs = False
-            statistics = variables.moving_statistics(self.model)
-            variables.average_variables(statistics, self.process_set)
+    def _average_moving_statistics(self) -> None:
+        statistics = variables.moving_statistics(self.model)
+        variables.average_variables(statistics, self.process_set)
 
 
 class MetricAverageCallback(MetricAverage, _Callback):

@@ -59,6 +59,12 @@ def _gradient(call: dict[str, Any]) -> dict[str, Any]:
     return {"name": f"{call['name']}.gradient", "process_set": call["process_set"]}
 
 
+def _summed(kind: str, upstream: Sequence[torch.Tensor], call: dict[str, Any]) -> Any:
+    """Sum over the ranks what arrives at the results of a call."""
+    mine = [checked(kind, gradient) for gradient in upstream]
+    return Exchange("allreduce", mine, reduction=Sum.value, **_gradient(call)).results()
+
+
 class _Allreduce(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
@@ -85,8 +91,7 @@ class _Allgather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         call = _gradient(ctx.call)
-        upstream = tuple(checked("allgather", gradient) for gradient in upstream)
-        total = Exchange("allreduce", upstream, reduction=Sum.value, **call).results()
+        total = _summed("allgather", upstream, ctx.call)
         # [ranks, tensors]: the rows of each rank, of which the earlier ones come first.
         (rows,) = agree.run("allgather", [np.array([ctx.rows])], **call)
         starts = rows[: of_id(call["process_set"]).rank()].sum(0).tolist()
@@ -102,9 +107,7 @@ class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        upstream = tuple(checked("broadcast", gradient) for gradient in upstream)
-        call = _gradient(ctx.call)
-        total = Exchange("allreduce", upstream, reduction=Sum.value, **call).results()
+        total = _summed("broadcast", upstream, ctx.call)
         return None, None, *(x if ctx.is_root else torch.zeros_like(x) for x in total)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hvd_keras.runtime import agree, log
+from hvd_keras.runtime.keras import call_loss
 from hvd_keras.runtime.process_sets import ProcessSet
 
 
@@ -40,20 +41,9 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
         # Keras computes shapes on a device without values.
         if own is None or getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
             return loss_call(self, y_true, y_pred, sample_weight)
-        seen: list[Any] = []
-        local = self.call
-
-        def kept(*args: Any, **kwargs: Any) -> Any:
-            seen.append(local(*args, **kwargs))
-            return seen[0]
-
-        self.call = kept
         with agree.within(weighing, None):  # a loss may compute others
-            try:
-                value = loss_call(self, y_true, y_pred, sample_weight)
-            finally:
-                vars(self).pop("call", None)
-        return _weigh(own, self, value, seen[0] if seen else None, y_pred, sample_weight)
+            value, values = call_loss(self, loss_call, y_true, y_pred, sample_weight)
+        return _weigh(own, self, value, values, y_pred, sample_weight)
 
     return call
 

@@ -13,7 +13,7 @@ from hvd_keras.backends.torch import variables
 from hvd_keras.backends.torch.collectives import Compression, check_compression
 from hvd_keras.backends.torch.tensors import Exchange, checked
 from hvd_keras.gradients import buckets
-from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime import agree, process_sets, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum
 
@@ -231,10 +231,5 @@ def process_set_of(model: Any) -> ProcessSet | None:
     Raises:
         ValueError: its optimizers have different process sets.
     """
-    sets = {reducer.process_set.id(): reducer.process_set for reducer in reducers_of(model)}
-    if len(sets) > 1:
-        raise ValueError(
-            f"the optimizers of model {model.name!r} have different process sets: "
-            f"{', '.join(map(str, sets.values()))}. Give them the same process set."
-        )
-    return next(iter(sets.values()), None)
+    sets = (reducer.process_set for reducer in reducers_of(model))
+    return process_sets.common_to_optimizers(model, sets)

@@ -1,0 +1,35 @@
+"""When the moving statistics of a training are averaged over the ranks, on every backend."""
+
+from typing import Any
+
+
+class StatisticsAveraging:
+    """Mixed into a callback: calls ``_average_moving_statistics`` once per epoch."""
+
+    params: dict[str, Any]
+    _epoch_runs = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch_runs = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average at the last batch, before other callbacks save or evaluate the model."""
+        steps = self.params.get("steps")
+        if steps is not None and batch + 1 >= steps:  # steps_per_execution may overshoot
+            self._average_once()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Average, if the data's length is unknown and this rank validates."""
+        self._average_once()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average, if the data's length is unknown and this rank does not validate."""
+        self._average_once()
+
+    def _average_once(self) -> None:
+        if self._epoch_runs:
+            self._epoch_runs = False
+            self._average_moving_statistics()
+
+    def _average_moving_statistics(self) -> None:
+        raise NotImplementedError
