@@ -64,10 +64,12 @@ from hvd_keras.runtime.rank_info import cross_rank as cross_rank
 from hvd_keras.runtime.rank_info import cross_size as cross_size
 from hvd_keras.runtime.rank_info import is_homogeneous as is_homogeneous
 from hvd_keras.runtime.rank_info import is_initialized as is_initialized
+from hvd_keras.runtime.rank_info import linear_scaling as linear_scaling
 from hvd_keras.runtime.rank_info import local_rank as local_rank
 from hvd_keras.runtime.rank_info import local_size as local_size
 from hvd_keras.runtime.rank_info import rank as rank
 from hvd_keras.runtime.rank_info import size as size
+from hvd_keras.runtime.rank_info import sqrt_scaling as sqrt_scaling
 from hvd_keras.runtime.reductions import Adasum as Adasum
 from hvd_keras.runtime.reductions import Average as Average
 from hvd_keras.runtime.reductions import Max as Max
@@ -75,8 +77,6 @@ from hvd_keras.runtime.reductions import Min as Min
 from hvd_keras.runtime.reductions import Product as Product
 from hvd_keras.runtime.reductions import ReduceOp as ReduceOp
 from hvd_keras.runtime.reductions import Sum as Sum
-from hvd_keras.scaling import linear_scaling as linear_scaling
-from hvd_keras.scaling import sqrt_scaling as sqrt_scaling
 from hvd_keras.tape import DistributedGradientTape as DistributedGradientTape
 from hvd_keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
 

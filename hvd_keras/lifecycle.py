@@ -16,7 +16,6 @@ from typing import Any
 
 from hvd_keras import observe
 from hvd_keras.runtime import (
-    exit_codes,
     flight,
     gpu,
     libraries,
@@ -64,8 +63,8 @@ _LINGER_SECONDS = {
 
 # The exit status of a failing rank: hvdrun learns which ranks failed because of another one.
 _EXIT_STATUS = {
-    LeaveResult.DESERTED: exit_codes.DESERTED,
-    LeaveResult.TIMED_OUT: exit_codes.WAITED_IN_VAIN,
+    LeaveResult.DESERTED: settings.DESERTED,
+    LeaveResult.TIMED_OUT: settings.WAITED_IN_VAIN,
 }
 
 _guards_installed = False

@@ -20,7 +20,7 @@ from hvd_keras.launch.follow.supervise import Signals
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost import limits
 from hvd_keras.launch.plan import Placement
-from hvd_keras.launch.start import clean_up, hosts, preflight
+from hvd_keras.launch.start import all_hosts, hosts
 from hvd_keras.launch.start.hosts import Host
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
     limit = time.monotonic() + timeout
     lost = spec.lost
     while lost:
-        found = await _heed(signals, clean_up.sweep_hosts(lost, spec.reach, spec.jobs, 0.0))
+        found = await _heed(signals, all_hosts.sweep_hosts(lost, spec.reach, spec.jobs, 0.0))
         lost = lost if found is None else found
         if time.monotonic() >= limit or not await signals.sleep(limits.WAIT_AGAIN):
             break
@@ -138,14 +138,14 @@ async def place(spec: JobSpec, look: bool = True) -> Placement:
     return Placement(hosts.share(found, size), names)
 
 
-async def _look(spec: JobSpec, wanted: Sequence[Host]) -> preflight.Look:
+async def _look(spec: JobSpec, wanted: Sequence[Host]) -> all_hosts.Look:
     by_gpus = spec.options.size == options.AUTO
 
     def slots(facts: Mapping[str, Any]) -> int:
         ranks: int = spec.options.per_host or (by_gpus and facts["gpus"]) or facts["cores"]
         return ranks
 
-    return await preflight.look(wanted, spec.reach, os.getcwd(), spec.command[0], slots)
+    return await all_hosts.look(wanted, spec.reach, os.getcwd(), spec.command[0], slots)
 
 
 async def _replace(spec: JobSpec, size: int, least: int) -> Placement | None:
@@ -159,7 +159,7 @@ async def _replace(spec: JobSpec, size: int, least: int) -> Placement | None:
             say_once(f"no hosts: {error}")
         seen = await _look(spec, wanted)
         # Processes may still run on a host that was lost.
-        await clean_up.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
+        await all_hosts.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
         for name, text in seen.problems.items():
             say_once(f"left out: {name} {text}")
         slots = hosts.count(seen.hosts)

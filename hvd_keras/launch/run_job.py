@@ -17,7 +17,7 @@ from hvd_keras.launch.follow.supervise import OPEN_FILES, Job, Signals, job_dire
 from hvd_keras.launch.job_spec import JobSpec
 from hvd_keras.launch.onhost.channel import new_secret
 from hvd_keras.launch.plan import POSTMORTEM, Placement, plan
-from hvd_keras.launch.start import clean_up
+from hvd_keras.launch.start import all_hosts
 from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.network import own_addresses
 
@@ -109,9 +109,9 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, output: Ou
             place = _place(directory / POSTMORTEM, ranks.size)  # the clean-up removes these files
             ranks.note_silence()
             if spec.is_local:
-                await clean_up.sweep_here([job], grace)
+                await all_hosts.sweep_here([job], grace)
                 return ()
-            lost = await clean_up.sweep_hosts(names, spec.reach, [job], grace)
+            lost = await all_hosts.sweep_hosts(names, spec.reach, [job], grace)
             spec.lost.update(lost)
             return lost
 

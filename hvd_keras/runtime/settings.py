@@ -25,6 +25,11 @@ FOLLOWS = "follows"
 LEAVING = "leaving"
 ENDED = "ended"
 
+#: Exit statuses of ranks that end because of another rank: it left while this one waited for it;
+#: this one timed out waiting for it; Open MPI lost the connection to it.
+DESERTED, WAITED_IN_VAIN, MPI_LOST = 76, 75, 14
+FOLLOWERS = frozenset({DESERTED, WAITED_IN_VAIN, MPI_LOST})
+
 #: As the core numbers them.
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 

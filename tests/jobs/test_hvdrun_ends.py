@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from hvd_keras.launch.onhost import sweep
-from hvd_keras.runtime.exit_codes import DESERTED
+from hvd_keras.runtime.settings import DESERTED
 from tests.harness.launcher import FOREVER, LIMIT, parent, wait_until
 
 # What hvdrun says of the others when rank 1 or 2 fails.

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from hvd_keras.runtime import exit_codes
+from hvd_keras.runtime import settings
 from tests.harness import ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -272,7 +272,7 @@ def test_a_script_whose_gpu_is_stuck_ends(
 ) -> None:
     command = [str(binaries / "gpu_test"), "gpu", "stuck"]
     job = ranks.mpirun(2, *command, timeout=60, env={**fake_cuda, "HVD_TIMEOUT_SECONDS": "1"})
-    assert job.status == exit_codes.WAITED_IN_VAIN, job.output
+    assert job.status == settings.WAITED_IN_VAIN, job.output
     assert "the GPU waits for work that cannot finish" in job.output
     assert "allreduce 'stuck' on the GPU of rank" in job.output
     assert "went on" not in job.output

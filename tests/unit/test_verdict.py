@@ -6,7 +6,7 @@ import pytest
 
 from hvd_keras.launch.follow.outcome import Report, describe_apart, judge, time_to_end
 from hvd_keras.launch.onhost.limits import TIE
-from hvd_keras.runtime.exit_codes import FOLLOWERS, MPI_LOST
+from hvd_keras.runtime.settings import FOLLOWERS, MPI_LOST
 
 
 def gone(time: float, status: int | None = None) -> Report:

@@ -20,7 +20,7 @@ _MODULES = {
 }
 
 # Modules that need no backend.
-_NEUTRAL = ("hvd_keras.runtime.", "hvd_keras.lifecycle", "hvd_keras.observe", "hvd_keras.scaling")
+_NEUTRAL = ("hvd_keras.runtime.", "hvd_keras.lifecycle", "hvd_keras.observe")
 _OF_TENSORFLOW = ("cuda_built", "rocm_built")
 
 

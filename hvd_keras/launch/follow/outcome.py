@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hvd_keras.launch.onhost.limits import DESERTER_GRACE, GRACE, TIE
-from hvd_keras.runtime.exit_codes import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
+from hvd_keras.runtime.settings import DESERTED, FOLLOWERS, MPI_LOST, WAITED_IN_VAIN
 
 # Marks that say where a rank is: inside `hvd.init()`, in the job, inside MPI_Finalize, after it.
 PHASES = ("arrived", "joined", "leaving", "ended")

@@ -2,10 +2,13 @@
 
 import asyncio
 import base64
+import concurrent.futures
 import contextlib
 import errno
 import os
+import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -14,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hvd_keras.launch.errors import refusing
-from hvd_keras.launch.follow import stdin
 from hvd_keras.launch.follow.outcome import Report, names
 from hvd_keras.launch.follow.output import Output
 from hvd_keras.launch.follow.statistics import Statistics
@@ -249,7 +251,7 @@ class Ranks:
             environment = threads | self._start["environment"]
             self._do(self._start_one(peer, {**self._start, "environment": environment}))
         if self.has_input:
-            stdin.forward(self._send_input)
+            _forward_input(self._send_input)
         else:
             self._peers[0].send(input="")
 
@@ -320,3 +322,33 @@ class Ranks:
             report = self.reports[rank]
             if not report.gone and silence(peer.socket) >= limits.SUSPICION:
                 report.lost = "silent"
+
+
+def _forward_input(send: Callable[[bytes], Coroutine[Any, Any, bool]]) -> None:
+    """Pass standard input to `send`, and an empty piece at its end, until `send` returns False.
+
+    For rank 0, because Open MPI 5's mpirun never forwards the end of a file.
+    """
+    # If ignored, a read in the background fails instead of stopping hvdrun.
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+    loop = asyncio.get_running_loop()
+
+    def pump() -> None:
+        # When the job has ended, the loop ends and cancels the call.
+        with contextlib.suppress(RuntimeError, concurrent.futures.CancelledError):
+            while not loop.is_closed():
+                data = _read_input()
+                if not asyncio.run_coroutine_threadsafe(send(data), loop).result():
+                    return
+
+    threading.Thread(target=pump, daemon=True).start()
+
+
+def _read_input() -> bytes:
+    while True:
+        try:
+            return os.read(0, PIECE)
+        except OSError as error:
+            if error.errno != errno.EIO or not os.isatty(0):
+                return b""  # nothing to read from, such as a folder
+            time.sleep(limits.BACKGROUND_WAIT)

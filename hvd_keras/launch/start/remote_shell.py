@@ -7,7 +7,7 @@ hvdrun and mpirun reach other hosts through a program that is called as ssh is:
 It runs the text there with its own stdin, stdout and stderr, exits with the text's status, or with
 255 and a last line on stderr that says why if HOST cannot be reached. When it is killed, or its
 stdin ends, the command there may live on: hvdrun finds and ends what belongs to a job by itself
-(`clean_up`). Every program of this kind will do (`hvdrun --remote-shell PROGRAM`): ssh, or
+(`all_hosts`). Every program of this kind will do (`hvdrun --remote-shell PROGRAM`): ssh, or
 `onhost/kubectl_exec.py`, for pods, which says ENDED where others exit with another status than 255.
 Inside a SLURM allocation `slurm.Srun` has the first two methods, and starts the ranks itself.
 """

@@ -1,11 +1,13 @@
-"""Checks all hosts at once, before a job starts."""
+"""Checks all hosts of a job at once before it starts, and cleans them up after it."""
 
+import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_keras.launch.onhost import host_facts
+from hvd_keras.launch.errors import say
+from hvd_keras.launch.onhost import host_facts, sweep
 from hvd_keras.launch.start.hosts import Host
 from hvd_keras.launch.start.remote_shell import Reach, ask_all
 
@@ -75,3 +77,25 @@ def difference(
     if not theirs["program"]:
         return f"has no program {program}; expected it at the same path on all hosts"
     return ""
+
+
+async def sweep_here(jobs: list[str], grace: float) -> None:
+    """Kill processes and remove files of these jobs on this host."""
+    _tell_stuck("", await asyncio.to_thread(sweep.sweep, jobs, grace))
+
+
+async def sweep_hosts(
+    names: Collection[str], reach: Reach, jobs: Sequence[str], grace: float
+) -> set[str]:
+    """Kill processes and remove files of these jobs; returns the hosts that cannot be reached."""
+    answers = await ask_all(names, reach, sweep, ["-I", "-S", "-", str(grace), *jobs])
+    for name, answer in answers.items():
+        if answer.problem and not answer.away:
+            say(f"{name}: the clean-up failed: it {answer.problem}")
+        _tell_stuck(f"{name}: ", answer.text.split())
+    return {name for name, answer in answers.items() if answer.away}
+
+
+def _tell_stuck(where: str, processes: Sequence[object]) -> None:
+    if processes:
+        say(f"{where}cannot kill process {', '.join(map(str, processes))} of the job")
