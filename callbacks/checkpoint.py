@@ -1,5 +1,6 @@
 """``Checkpoint``: saves the whole state of a training, and restores it after a restart."""
 
+import contextlib
 import functools
 import os
 import pathlib
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.data.split import Passes
@@ -19,7 +19,7 @@ from hvd_keras.hooks import fitting, keras_callbacks, variables
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import Variable, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.saving import per_rank, storage
+from hvd_keras.saving import background, per_rank, storage
 
 
 class Checkpoint(Callback):  # type: ignore[misc]
@@ -35,6 +35,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
     Python and NumPy. Not saved is the Python state of other callbacks, such as the patience of
     ``EarlyStopping``. docs/checkpoints.md describes other data, restarts on another number of
     ranks, and the files.
+
+    The values are taken between two steps and written by a thread while training goes on. Until
+    that is done, rank 0 holds them twice, as far as training has changed them.
 
     Rank 0 alone reads and writes, so the ranks need no shared file system, except for tables that
     are divided between ranks (``hvd.layers``) and an optimizer's state in shares
@@ -57,8 +60,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             model has no variables and its step cannot be traced to create them; the checkpoint
             belongs to another model; or the ranks' arguments differ.
         RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged.
-        OSError: (in ``fit``, on every rank) a checkpoint cannot be written, for example because the
-            disk is full. Earlier ones remain.
+        OSError: (in ``fit``, on every rank, at the next save or the end at the latest) a checkpoint
+            cannot be written, for example because the disk is full. Earlier ones remain.
 
     Example:
         checkpoint = hvd.callbacks.Checkpoint("checkpoints", save_freq=100)
@@ -102,6 +105,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self._rate: float | None = None  # the learning rate that the script sets
         self._fits: list[int] = []  # the epochs of each fit with this instance
         self._passes: Sequence[Passes] = ()  # of this fit's data
+        self._writing = background.Background(process_set)
 
     @property
     def initial_epoch(self) -> int:
@@ -118,7 +122,9 @@ class Checkpoint(Callback):  # type: ignore[misc]
         fit = fitting.running(self.model)
         assert fit is not None
         self._check(fit.process_set)
-        self._stop_skipping()  # in case an earlier fit broke off while skipping
+        # In case an earlier fit broke off.
+        self._stop_skipping()
+        self._writing.forget()
         found = self._find()
         epochs = self.params["epochs"]
         self._rate = _rate(self.model.optimizer)
@@ -146,6 +152,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
         self.model._initial_epoch = None  # otherwise a later fit would start there, too
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._writing.look()
         before, self._batches = self._batches, batch + 1
         if self._skipping is not None:
             if self._batches >= self._skipping.batches:
@@ -173,6 +180,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self.model._initial_epoch = None
+        self._writing.finish()
 
     def _stop_skipping(self) -> None:
         if self._skipping is not None:
@@ -358,41 +366,57 @@ class Checkpoint(Callback):  # type: ignore[misc]
         agree.on_all_ranks("Checkpoint", check, self._hvd_process_set)
 
     def _save(self, epoch: int, batch: int) -> None:
+        """Take the state as it is now; threads write it while training goes on."""
+        self._writing.finish()  # no more than one copy of the state is held
+        process_set = self._hvd_process_set
         own = variables.of_training(self.model)
+        values = per_rank.values_of(own)
         # Most variables are equal, by construction: these are written from rank 0 alone.
-        differing = per_rank.of_each_rank(own, self._hvd_process_set)
+        differing = per_rank.of_each_rank(own, values, process_set)
         random_state = per_rank.random_state()
         # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.
         random_states = agree.gather_if_different(
-            "checkpoint random states", random_state, self._hvd_process_set
+            "checkpoint random states", random_state, process_set
         )
+        path = storage.path_of(self.directory, epoch, batch)
+        tables, parts = per_rank.describe(own), per_rank.parts_of(own, values)
+        files = per_rank.names_of(path, tables, process_set)
+        names = [file.name for file in files]
         metadata: dict[str, Any] = {
             "epoch": epoch,
             "batch": batch,
-            "ranks": self._hvd_process_set.size(),
+            "ranks": process_set.size(),
             "rate": self._rate,
-            "fits": self._fits,
+            "fits": [*self._fits],
             "passes": [passes.state(batch) for passes in self._passes],
             "random": random_states or [random_state],
+            "parts": {"tables": tables, "files": names},
         }
-        path = storage.path_of(self.directory, epoch, batch)
-        tables = per_rank.describe(own)
-        names = per_rank.write(path, own, tables, self._hvd_process_set)
-        metadata["parts"] = {"tables": tables, "files": names}
-
-        def value(i: int) -> Any:
-            if str(i) in tables:  # is in the parts
-                return np.zeros(0, tf.as_dtype(own[i].dtype).as_numpy_dtype)
-            return differing[i] if i in differing else np.asarray(own[i])
+        mine = files[process_set.rank()] if files else path
+        stored = []
+        if process_set.rank() == 0:  # the others hold no copy
+            for i, variable in enumerate(own):
+                # Those of tables are in the parts.
+                value = values[i].reshape(-1)[:0] if str(i) in tables else values[i]
+                value = differing.get(i, value)
+                stored.append(storage.Variable(variable.path, i in differing, value))
 
         def write() -> None:
-            values = (storage.Variable(v.path, i in differing, value(i)) for i, v in enumerate(own))
-            storage.write(path, metadata, values)
-            storage.prune(path, self.keep)
-            per_rank.remove_others(self.directory, path, names)
+            if stored:
+                storage.write(path, metadata, stored)
+                storage.prune(path, self.keep)
+                per_rank.remove_others(self.directory, path, names)
 
-        # The other ranks wait here, so that an error ends them, too.
-        agree.on_leader("Checkpoint: cannot write", write, self._hvd_process_set)
+        def undo() -> None:
+            if tables:
+                with contextlib.suppress(OSError):
+                    mine.unlink()
+
+        steps: list[background.Step] = [("Checkpoint: cannot write", write)]
+        if tables:
+            write_parts = functools.partial(storage.write, mine, {}, parts)
+            steps.insert(0, ("Checkpoint: cannot write a rank's part", write_parts))
+        self._writing.begin(steps, undo)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from hvd_keras.hooks.keras_callbacks import Fit
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.saving import background
 
 _current: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
 
@@ -47,6 +48,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(agree.within(missing_calls.in_fit, True))
+            stack.callback(background.wait)  # after an exception
             if not rank_info.is_initialized():
                 return fit(self, *args, **kwargs)
             try:

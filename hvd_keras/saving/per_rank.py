@@ -5,7 +5,6 @@ Values are in the checkpoint. Parts of tables and of optimizers have files, one 
 number, is written when all of them are on disk, and names them: until then they count for nothing.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import pathlib
@@ -40,35 +39,34 @@ def describe(own: list[Any]) -> dict[str, Any]:
     }
 
 
-def write(
-    path: pathlib.Path, own: list[Any], tables: dict[str, Any], process_set: ProcessSet
-) -> list[str]:
-    """Write this rank's parts of ``tables`` beside the checkpoint that will be written to ``path``.
-
-    Returns the names of all ranks' files. An error on one rank is raised on all.
-    """
+def names_of(
+    path: pathlib.Path, tables: dict[str, Any], process_set: ProcessSet
+) -> list[pathlib.Path]:
+    """Return where each rank writes its parts of ``tables`` beside the checkpoint ``path``."""
     if not tables:
         return []
     # New names in each write, because the checkpoint of this name may name older ones.
     token = agree.gather_json("checkpoint parts", secrets.token_hex(4), process_set)[0]
-    names = [f"{path.stem}.{token}-{rank:04d}.h5" for rank in range(process_set.size())]
-    mine = path.with_name(names[process_set.rank()])
-    parts = [own[int(i)] for i in tables]
-    values = (storage.Variable(v.path, False, _as_rows(v)) for v in parts)
-    name = "Checkpoint: cannot write a rank's part"
-    try:
-        agree.on_all_ranks(name, lambda: storage.write(mine, {}, values), process_set)
-    except Exception:
-        with contextlib.suppress(OSError):
-            mine.unlink()
-        raise
-    return names
+    names = (f"{path.stem}.{token}-{rank:04d}.h5" for rank in range(process_set.size()))
+    return [path.with_name(name) for name in names]
 
 
-def _as_rows(variable: Any) -> Any:
-    shard = shards.of(variable)
-    assert shard is not None
-    return np.asarray(variable).reshape(shard.part.shape)
+def values_of(own: list[Any]) -> list[Any]:
+    """Return arrays of the values that variables have now, even if these change later.
+
+    On a CPU they share the variables' memory; TensorFlow copies what is changed meanwhile.
+    """
+    return [np.asarray(tf.convert_to_tensor(variable)) for variable in own]
+
+
+def parts_of(own: list[Any], values: list[Any]) -> list[storage.Variable]:
+    """Return this rank's parts of tables, as rows."""
+    found = ((v, shards.of(v), value) for v, value in zip(own, values, strict=True))
+    return [
+        storage.Variable(variable.path, False, value.reshape(shard.part.shape))
+        for variable, shard, value in found
+        if shard is not None
+    ]
 
 
 def remove_others(
@@ -170,7 +168,7 @@ def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> 
 
 
 # Of the digests: words that are added up, and the factor by which sums are shifted.
-_WORDS, _FACTOR = 1 << 16, 0x9E3779B97F4A7C15
+_WORDS, _FACTOR = 1 << 15, 0x9E3779B97F4A7C15
 
 
 def mean(stack: Any) -> Any:
@@ -194,7 +192,7 @@ def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: P
     return received
 
 
-def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
+def of_each_rank(own: list[Any], values: list[Any], process_set: ProcessSet) -> dict[int, Any]:
     """Return the values of all ranks, stacked, by index, for variables that differ by rank.
 
     On the first rank: a layer of each rank's own, times their number, may be too much for all.
@@ -202,7 +200,8 @@ def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
     if process_set.size() == 1:
         return {}
     # Parts of tables have files of their own, so they do not count as different.
-    mine = b"".join(b"\0" * 8 if shards.of(v) else _digest(np.asarray(v)) for v in own)
+    pairs = zip(own, values, strict=True)
+    mine = b"".join(b"\0" * 8 if shards.of(v) else _digest(value) for v, value in pairs)
     gathered = agree.gather_bytes("checkpoint digests", mine, process_set)
     # Eight bytes per variable; only values that differ travel.
     if len({len(digests) for digests in gathered}) > 1:
@@ -214,7 +213,7 @@ def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
     found = {}
     # [ranks, *shape]: dropout's states, a rank's own layers, moving statistics within an epoch.
     for i in differing:
-        value = np.asarray(own[i])
+        value = values[i]
         mine = value.tobytes()
         if parts := agree.gather_bytes("checkpoint by rank", mine, process_set, to_leader=True):
             found[i] = np.frombuffer(b"".join(parts), value.dtype).reshape(-1, *value.shape)
@@ -224,10 +223,10 @@ def of_each_rank(own: list[Any], process_set: ProcessSet) -> dict[int, Any]:
 def _digest(value: Any) -> bytes:
     """Eight bytes that differ if an array does, but by chance; much faster than SHA-256."""
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    whole = data.size // 4 * 4  # bytes in words; the rest is hashed by itself
-    words, total = data[:whole].view(np.uint32), zlib.crc32(data[whole:].tobytes())
+    whole = data.size // 8 * 8  # bytes in words; the rest is hashed by itself
+    words, total = data[:whole].view(np.uint64), zlib.crc32(data[whole:].tobytes())
     for first in range(0, words.size, _WORDS):
-        block = int(words[first : first + _WORDS].sum(dtype=np.uint64))
+        block = int(words[first : first + _WORDS].sum())
         total = (total * _FACTOR + block) % 2**64
     return total.to_bytes(8, "little")
 

@@ -203,9 +203,9 @@ def test_full_disk_is_an_error_on_all_ranks_and_the_old_ones_stay(
 ) -> None:
     job = ranks.run_script(tmp_path, 2, FULL_DISK.format(folder=str(small_disk)))
     assert job.status == 0, job.output
-    # 1.2 MB each: two fit, the third does not.
+    # 1.2 MB each: two fit, the third does not, which the step after it tells at the latest.
     for rank in range(2):
-        assert f"rank {rank} says so after 2" in job.output, job.output
+        assert f"rank {rank} says so after 3" in job.output, job.output
     names = ["checkpoint-00001-0000000.h5", "checkpoint-00002-0000000.h5"]
     assert sorted(path.name for path in small_disk.iterdir()) == names
     for path in small_disk.iterdir():
@@ -216,6 +216,7 @@ TRAIN = """
 import hashlib, os, signal, sys, threading
 import keras, numpy as np
 import hvd_keras as hvd
+from hvd_keras.saving import storage
 
 hvd.init()
 keras.utils.set_random_seed(hvd.rank())
@@ -234,6 +235,16 @@ rows = random.normal(size=(160, 200)).astype("float32"), random.normal(size=160)
 checkpoint = hvd.callbacks.Checkpoint({folder!r}, save_freq=2)
 data = hvd.data.shard(rows, batch_size=8)
 print("begins with epoch", checkpoint.initial_epoch, flush=True)
+
+finish, files = storage._block, []
+
+def die_in_mid_write(disk, name):
+    files.append(name)
+    if len(files) == {file}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return finish(disk, name)
+
+storage._block = die_in_mid_write
 
 class Die(keras.callbacks.Callback):
     batches = 0
@@ -257,11 +268,11 @@ def end(output: str) -> set[str]:
 
 
 def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path) -> None:
-    """All ranks are killed at a random moment of an epoch, possibly while saving."""
+    """All ranks are killed at a random moment of an epoch, and rank 0 while it writes a file."""
 
-    def run(name: str, size: int, batches: int = 0, delay: float = 0.0) -> ranks.Job:
+    def run(name: str, size: int, batches: int = 0, delay: float = 0.0, file: int = 0) -> ranks.Job:
         folder = str(tmp_path / name)
-        script = TRAIN.format(folder=folder, batches=batches, delay=delay)
+        script = TRAIN.format(folder=folder, batches=batches, delay=delay, file=file)
         return ranks.run_script(tmp_path, size, textwrap.dedent(script))
 
     undisturbed = run("undisturbed", 2)
@@ -275,6 +286,10 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
     left = storage.files(tmp_path / "killed")
     newest = next(path for path in left if not path.name.endswith("-0000000.h5"))
     (copy / newest.name).write_bytes(newest.read_bytes())
+    torn = run("killed", 2, file=5)
+    assert torn.status != 0
+    assert end(torn.output) == set()
+    assert any(path.name.startswith(".") for path in (tmp_path / "killed").iterdir())
     again = run("killed", 2)
     assert again.status == 0, again.output
     assert "begins with epoch 0" not in again.output, again.output

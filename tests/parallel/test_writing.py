@@ -1,0 +1,94 @@
+"""Checkpoints are written while training goes on."""
+
+import errno
+import threading
+
+import keras
+import pytest
+
+import hvd_keras as hvd
+from hvd_keras.runtime import agree
+from hvd_keras.saving import storage
+from tests.parallel.test_restart import (
+    EPOCHS,
+    RANK,
+    STEPS,
+    adam,
+    assert_same_state,
+    build,
+    interrupt,
+    train,
+)
+
+
+@pytest.fixture
+def directory(directory):
+    """Returns a folder that does not exist yet; only rank 0 uses it."""
+    return directory / "checkpoints"
+
+
+class Slow:
+    """Lets a file be written only when training has made so many more steps."""
+
+    def __init__(self, monkeypatch, steps: int, error: OSError | None = None) -> None:
+        self.callback = keras.callbacks.LambdaCallback(on_train_batch_end=self._count)
+        self.batches = 0  # of all epochs
+        self._steps, self._passed, self._error = steps, threading.Event(), error
+        self._write = storage.write
+        monkeypatch.setattr(storage, "write", self._wait)
+
+    def _count(self, batch, logs) -> None:
+        self.batches += 1
+        if self.batches % self._steps == 0:
+            self._passed.set()
+
+    def _wait(self, *arguments) -> None:
+        assert self._passed.wait(timeout=60), "training waits for the file"
+        if self._error:
+            raise self._error
+        self._write(*arguments)
+
+
+@pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_training_goes_on_while_a_file_is_written(directory, monkeypatch, jit_compile) -> None:
+    """The file has the values of the moment of the save; nothing is lost by an exception."""
+    options = {"run_eagerly": False, "jit_compile": jit_compile}
+    undisturbed = build(adam, **options)
+    train(undisturbed, None)
+    with monkeypatch.context() as patch:
+        slow = Slow(patch, steps=3)
+        export = hvd.callbacks.ModelCheckpoint(directory.parent / "model.keras", save_freq=3)
+        saved = hvd.callbacks.Checkpoint(directory, save_freq=2)
+        interrupt(build(adam, **options), saved, STEPS - 1, slow.callback, export)
+    again, checkpoint = build(adam, **options), hvd.callbacks.Checkpoint(directory)
+    train(again, checkpoint)
+    if RANK == 0:
+        assert storage.files(directory)[0].name == f"checkpoint-0000{EPOCHS}-0000000.h5"
+    assert_same_state(again, undisturbed)
+
+
+def test_an_error_of_the_writing_thread_comes_at_the_same_step_on_all_ranks(
+    directory, monkeypatch
+) -> None:
+    slow = Slow(monkeypatch, STEPS + 3, OSError(errno.EIO, "bad disk") if RANK == 0 else None)
+    with pytest.raises(OSError, match=r"cannot write: rank 0: \[Errno 5\] bad disk") as caught:
+        train(build(adam), hvd.callbacks.Checkpoint(directory), slow.callback)
+    assert caught.value.errno == errno.EIO
+    steps = agree.gather_json("steps", slow.batches)
+    # At the end of the second epoch at the latest, where the next file would begin.
+    assert STEPS < steps[0] <= 2 * STEPS, steps
+    assert len(set(steps)) == 1, steps
+
+
+def test_two_checkpoints_of_one_fit(directory, monkeypatch) -> None:
+    undisturbed = build(adam)
+    train(undisturbed, None)
+    slow = Slow(monkeypatch, steps=STEPS)
+    frequent = hvd.callbacks.Checkpoint(directory / "frequent", save_freq=STEPS - 1)
+    others = [hvd.callbacks.Checkpoint(directory), slow.callback]
+    interrupt(build(adam), frequent, 2 * STEPS, *others)
+    monkeypatch.undo()
+    for folder in (directory, directory / "frequent"):
+        again = build(adam)
+        train(again, hvd.callbacks.Checkpoint(folder))
+        assert_same_state(again, undisturbed)
