@@ -19,6 +19,7 @@ from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _ROWS, _BYTES = 1 << 13, 1 << 26  # of all ranks, that Python looks up at once
+_READ = 1 << 20  # bytes, about, that are read at once
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,15 @@ def of_rows(
     table.keep(order.blocks_in_window() // split.size + 3)
     global_batch = split.size * batch_size
     steps, pads = split.steps(length, batch_size), split.uneven == "pad"
+    changes = pads or source.map is not None
     # Python looks up the rows of several steps at once: for each it would be too slow.
     together = max(1, int(min(_ROWS, _BYTES / table.row_bytes)) // global_batch)
+    # Some of these steps are read at once: a call for each would cost more than short records do.
+    group = min(together, max(1, int(_READ / (table.read_bytes * batch_size or 1))))
+    together -= together % group
 
     def find(epoch: int, row: int, part: int) -> list[Any]:
-        """Return, for the next steps, what is looked up of this rank's rows, [steps, rows, …]."""
+        """Return what is looked up of this rank's rows in the next steps: [groups, steps, rows]."""
         left = split.steps_from(row, length, batch_size)
         whole = min(left, (length - row) // global_batch)
         first = min(part * together, whole)
@@ -169,15 +174,21 @@ def of_rows(
             chosen = np.sort(chosen.reshape(number, global_batch))
             mine = chosen[:, split.rank * batch_size : (split.rank + 1) * batch_size]
             weights = np.full(mine.shape, split.weight(global_batch, length, batch_size))
+        several = 1 if len(mine) % group else group
+        shape = len(mine) // several, several, mine.shape[1]
+        mine, weights = mine.reshape(shape), weights.reshape(shape)
         parts = table.look_up(mine.reshape(-1))
         parts = [part.reshape(*mine.shape, *part.shape[1:]) for part in parts]
         if source.seeds:
-            parts.append(np.stack([np.full(mine.shape, seed + (int(epoch) << 32)), mine], axis=2))
+            parts.append(np.stack([np.full(mine.shape, seed + (int(epoch) << 32)), mine], axis=3))
         return [*parts, weights.astype(np.float32)] if pads else parts
 
     def read(*parts: Any) -> Any:
         found, more = parts[: len(table.specs)], parts[len(table.specs) :]
         batch = table.read([*found])
+        return (batch, *more) if changes else batch
+
+    def change(batch: Any, *more: Any) -> Any:
         if source.map is not None:
             batch = source.map(batch, more[0]) if source.seeds else source.map(batch)
         return (batch, more[-1]) if pads else batch
@@ -186,7 +197,8 @@ def of_rows(
         # A short step comes alone, and so may be one more part.
         parts = tf.data.Dataset.range(-(-steps // together) + 1)
         found = parts.map(lambda part: _find(epoch, row, part)).prefetch(1)
-        return found.unbatch().map(read, tf.data.AUTOTUNE)
+        steps_read = found.unbatch().map(read, tf.data.AUTOTUNE).unbatch()
+        return steps_read.map(change, tf.data.AUTOTUNE) if changes else steps_read
 
     # Fixed shapes let TensorFlow trace the step once.
     known = None if split.has_short_step(length, batch_size) else batch_size
@@ -197,7 +209,7 @@ def of_rows(
         specs += [tf.TensorSpec((), tf.float32)] * pads
         found = tf.numpy_function(find, place, [spec.dtype for spec in specs])
         for tensor, spec in zip(found, specs, strict=True):
-            tensor.set_shape([None, known, *spec.shape])
+            tensor.set_shape([None, None, known, *spec.shape])
         return tuple(found)
 
     zero = tf.zeros((), tf.int64)

@@ -22,7 +22,7 @@ class Tables:
     """
 
     def __init__(self, paths: list[str], columns: Any, process_set: ProcessSet) -> None:
-        self.paths = paths
+        self.paths, self.read_bytes = paths, 0.0
         counts: dict[str, list[list[int]]] = {}  # rows and bytes of the row groups of each file
 
         def count(number: int) -> None:

@@ -51,6 +51,9 @@ class Records:
 
         # What look_up returns of each row.
         self.specs, self.row_bytes = [tf.TensorSpec((), tf.int64)] * 3, 24.0
+        # What read reads of one.
+        size = sum(int(self._offsets(number)[-1]) for number in range(len(paths)))
+        self.read_bytes = size / max(1, self.length)
         self.starts = np.array([*range(0, self.length, _BLOCK), self.length])
 
     def keep(self, blocks: int) -> None:

@@ -25,6 +25,7 @@ class Rows:
     """The rows of such a source."""
 
     paths: tuple[str, ...] = ()
+    read_bytes = 0.0  # look_up reads all
 
     def __init__(self, source: Any) -> None:
         # Of a Hugging Face dataset many rows are read at once, as arrays.
