@@ -8,7 +8,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,22 +55,34 @@ async def _run(spec: JobSpec, signals: Signals, output: Output) -> Verdict:
     commits = Path.cwd() / f"hvd-commits-{secrets.token_hex(4)}"
     if given.max_restarts and "HVD_COMMITS" not in os.environ:
         given.settings["HVD_COMMITS"] = str(commits)
-    verdict = await run_job.run(spec, placement, signals, output)
+    seen: asyncio.Task[all_hosts.Look] | None = None
+
+    def look_ahead() -> None:  # while the clean-up goes on
+        nonlocal seen
+        if not spec.is_local and given.max_restarts and signals.stop is None:
+            seen = asyncio.create_task(_look_again(spec))
+
+    verdict = await run_job.run(spec, placement, signals, output, look_ahead)
     pause = 0.0
     for number in range(1, given.max_restarts + 1):
         if verdict.status == 0 or output.error or not await signals.sleep(pause):
             break
         if not spec.is_local:
-            placement = await _heed(signals, _replace(spec, size, least))
+            if pause or seen is None or spec.lost:  # what was seen may be no longer so
+                await _cancel(seen)
+                seen = asyncio.create_task(_look_again(spec))
+            placement = await _heed(signals, _replace(spec, size, least, seen))
             if placement is None:
                 break
         ranks = placement.size
         where = "" if spec.is_local else f" on {hosts.describe(placement.hosts)}"
         say(f"restart {number} of {given.max_restarts}: {ranks} rank{'s' * (ranks != 1)}{where}")
         start = time.monotonic()
-        verdict = await run_job.run(spec, placement, signals, output)
+        seen = None
+        verdict = await run_job.run(spec, placement, signals, output, look_ahead)
         is_quick = time.monotonic() < start + limits.QUICK
         pause = min(2 * pause or limits.FIRST_PAUSE, limits.LONGEST_PAUSE) if is_quick else 0.0
+    await _cancel(seen)
     if verdict.status == 0:
         shutil.rmtree(commits, ignore_errors=True)
         await _sweep_lost(spec, signals, limits.SILENCE)
@@ -98,6 +110,12 @@ async def _heed(signals: Signals, work: Coroutine[None, None, T]) -> T | None:
     task.cancel()
     await asyncio.wait([task])
     return None
+
+
+async def _cancel(task: asyncio.Task[Any] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
 
 
 async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
@@ -148,18 +166,27 @@ async def _look(spec: JobSpec, wanted: Sequence[Host]) -> all_hosts.Look:
     return await all_hosts.look(wanted, spec.reach, os.getcwd(), spec.command[0], slots)
 
 
-async def _replace(spec: JobSpec, size: int, least: int) -> Placement | None:
+async def _look_again(spec: JobSpec) -> all_hosts.Look:
+    """Look at the hosts before a restart."""
+    try:
+        wanted = await spec.wanted()
+    except UsageError as error:  # the hosts' list may be there again soon
+        wanted = []
+        say_once(f"no hosts: {error}")
+    return await _look(spec, wanted)
+
+
+async def _replace(
+    spec: JobSpec, size: int, least: int, look: Awaitable[all_hosts.Look]
+) -> Placement | None:
     """Place the ranks for a restart; None if too few hosts answer for too long."""
     limit = time.monotonic() + spec.options.restart_timeout
     while True:
-        try:
-            wanted = await spec.wanted()
-        except UsageError as error:  # the hosts' list may be there again soon
-            wanted = []
-            say_once(f"no hosts: {error}")
-        seen = await _look(spec, wanted)
+        seen = await look
         # Processes may still run on a host that was lost.
-        await all_hosts.sweep_hosts(seen.facts, spec.reach, spec.jobs, 0.0)
+        back = spec.lost & set(seen.facts)
+        away = await all_hosts.sweep_hosts(back, spec.reach, spec.jobs, 0.0)
+        spec.lost.difference_update(back - away)
         for name, text in seen.problems.items():
             say_once(f"left out: {name} {text}")
         slots = hosts.count(seen.hosts)
@@ -171,3 +198,4 @@ async def _replace(spec: JobSpec, size: int, least: int) -> Placement | None:
             say(f"no restart: {there}, and {least} are needed (--min-np)")
             return None
         await asyncio.sleep(limits.LOOK_AGAIN)
+        look = _look_again(spec)

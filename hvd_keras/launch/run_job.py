@@ -4,7 +4,7 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from hvd_keras import postmortem
@@ -22,13 +22,19 @@ from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.network import own_addresses
 
 
-async def run(spec: JobSpec, placement: Placement, signals: Signals, output: Output) -> Verdict:
-    """Run the job once and judge its outcome."""
+async def run(
+    spec: JobSpec,
+    placement: Placement,
+    signals: Signals,
+    output: Output,
+    has_failed: Callable[[], None],
+) -> Verdict:
+    """Run the job once and judge its outcome; call ``has_failed`` before it cleans up a failure."""
     if spec.options.postmortem is None:
-        return await _run(spec, placement, signals, output)
+        return await _run(spec, placement, signals, output, has_failed)
     folder = _new_folder(spec.options.postmortem)
     spec.options.settings["HVD_POSTMORTEM"] = str(folder)
-    verdict = await _run(spec, placement, signals, output)
+    verdict = await _run(spec, placement, signals, output, has_failed)
     with contextlib.suppress(OSError):
         folder.rmdir()  # the ranks have left it empty if nothing went wrong
     if verdict.status != 0 and folder.exists():
@@ -59,7 +65,13 @@ def _new_folder(parent: str) -> Path:
     return folder
 
 
-async def _run(spec: JobSpec, placement: Placement, signals: Signals, output: Output) -> Verdict:
+async def _run(
+    spec: JobSpec,
+    placement: Placement,
+    signals: Signals,
+    output: Output,
+    has_failed: Callable[[], None],
+) -> Verdict:
     job, secret = secrets.token_hex(8), new_secret()
     options, statistics = spec.options, spec.statistics
     output.start()
@@ -108,6 +120,8 @@ async def _run(spec: JobSpec, placement: Placement, signals: Signals, output: Ou
             nonlocal place
             place = _place(directory / POSTMORTEM, ranks.size)  # the clean-up removes these files
             ranks.note_silence()
+            if [report.status for report in ranks.reports.values()] != [0] * ranks.size:
+                has_failed()
             if spec.is_local:
                 await all_hosts.sweep_here([job], grace)
                 return ()

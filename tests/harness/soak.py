@@ -1,7 +1,8 @@
 """Trains on three hosts while a random fault comes every 20 to 60 s, and compares the end.
 
 ``python -m tests.harness.soak --minutes 30``; the weights must be those of an undisturbed run, bit
-for bit, and nothing may be left on any host.
+for bit, and nothing may be left on any host. Goodput with one kill a minute, the part of the time
+that went into steps which count: ``--minutes 20 --every 60 --only "kill a rank"``.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from tests.harness import cluster, restarting
 from tests.harness.cluster import Running
@@ -22,8 +24,9 @@ from tests.harness.hosts import Host, Hosts, missing
 
 HOSTS = "server1:1,server2:1,server3:1"
 PAUSE = 0.1  # seconds a step
-# Part of the time in which it trains; the rest goes into starts.
+# Part of the time in which it trains; the rest goes into starts, or is not needed.
 SHARE = 0.4
+STEPS = restarting.ROWS // restarting.BATCH // 3  # of an epoch
 START = 300.0  # seconds, far above what a start takes
 # Seconds; a stopped rank counts as lost then, and one that was stopped while it started.
 TIMEOUT, FIRST_TIMEOUT = 15, 40
@@ -74,22 +77,44 @@ FAULTS = {
 NOT_HERE = ("crash", "cut")  # hvdrun's own host, the first, stays
 
 
-def trouble(job: Running, seconds: float, chance: random.Random) -> Counter[str]:
+def steps_done(job: Running) -> int:
+    """How many steps of the training count until now."""
+    found = re.findall(r"epoch (\d+) batch (\d+)$", job.output, re.MULTILINE)
+    return max((int(epoch) * STEPS + int(batch) + 1 for epoch, batch in found), default=0)
+
+
+def trouble(job: Running, seconds: float, chance: random.Random, options: Any) -> Counter[str]:
     """Faults until the time is over or the job has ended; returns what has happened."""
     happened: Counter[str] = Counter()
     limit = time.monotonic() + seconds
     while True:
-        wait = chance.uniform(20, 60)
+        wait = options.every or chance.uniform(20, 60)
         while wait > 0 and job.process.poll() is None and time.monotonic() < limit:
             time.sleep(min(1.0, wait))
             wait -= 1
         if job.process.poll() is not None or time.monotonic() >= limit:
             return happened
-        name = chance.choice(list(FAULTS))
+        name = options.only or chance.choice(list(FAULTS))
         host = chance.randrange(1 if name in NOT_HERE else 0, len(job.hosts))
         if FAULTS[name](job, host, chance):
             happened[name] += 1
             print(f"{limit - time.monotonic():.0f} s left: {name} on server{host + 1}", flush=True)
+
+
+def goodput(job: Running, seconds: float, chance: random.Random, options: Any) -> Counter[str]:
+    """As ``trouble``; also prints which part of the time went into steps that count."""
+    job.wait_for("batch", 1)
+    begin, before = time.monotonic(), steps_done(job)
+    job.wait_for("batch", 1 + STEPS * 10)
+    step = (time.monotonic() - begin) / (steps_done(job) - before)
+    begin, before = time.monotonic(), steps_done(job)
+    happened = trouble(job, seconds, chance, options)
+    took, done = time.monotonic() - begin, steps_done(job) - before
+    print(
+        f"soak: goodput {done * step / took:.3f}: {done} steps of {step:.3f} s in {took:.0f} s",
+        flush=True,
+    )
+    return happened
 
 
 def end(job: Running, seconds: float) -> str:
@@ -109,12 +134,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
+    parser.add_argument("--every", type=float, help="seconds between faults (default: 20 to 60)")
+    parser.add_argument("--only", choices=FAULTS, help="the only kind of fault")
     options = parser.parse_args()
     if reason := missing():
         sys.exit(f"soak: {reason}")
     seconds = options.minutes * 60
-    steps = restarting.ROWS // restarting.BATCH // 3
-    epochs = max(3, round(seconds * SHARE / PAUSE / steps))
+    share = 1.6 * SHARE if options.only else SHARE
+    epochs = max(3, round(seconds * share / PAUSE / STEPS))
     script = [sys.executable, restarting.__file__]
     environment = cluster.environment_of_tests(**SETTINGS)
     with tempfile.TemporaryDirectory() as name, Hosts(3) as hosts:
@@ -123,7 +150,7 @@ def main() -> None:
             folder.mkdir()
         command = [*script, "checkpoints", str(epochs)]
         options_ = ["-H", HOSTS, "--max-restarts", "1000"]
-        print(f"soak: {epochs} epochs of {steps} steps, undisturbed", flush=True)
+        print(f"soak: {epochs} epochs of {STEPS} steps, undisturbed", flush=True)
         with cluster.started(
             hosts, "-H", HOSTS, *command, "0", folder=folders[0], env=environment
         ) as job:
@@ -131,7 +158,7 @@ def main() -> None:
         with cluster.started(
             hosts, *options_, *command, str(PAUSE), folder=folders[1], env=environment
         ) as job:
-            happened = trouble(job, seconds, random.Random(options.seed))
+            happened = goodput(job, seconds, random.Random(options.seed), options)
             got = end(job, seconds + START)
             restarts = job.output.count("hvdrun: restart ")
         left = {host.name: [*host.processes().values(), *host.leftovers()] for host in hosts}
