@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Sources that are compiled into the package; Python sources need no new installation.
 NATIVE := pyproject.toml $(shell find native -name '*.txt' -o -name '*.cc' -o -name '*.h' -o -name '*.in')
-# Four files of tests, or jobs of tests/parallel, at a time: most tests wait for half of their time.
-PYTEST := -n 4 --no-loadscope-reorder
+# Five files of tests, or jobs of tests/parallel, at a time: most tests wait for half of their time.
+PYTEST := -n 5 --no-loadscope-reorder
 # Their tests need half a gigabyte of packages.
 PLATFORMS := tests/platforms tests/spark
 TORCH := tests/pytorch

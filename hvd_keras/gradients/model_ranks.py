@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import process_sets
+from hvd_keras.runtime.keras import innermost as innermost
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -21,19 +22,13 @@ if TYPE_CHECKING:
 
 def of_optimizer(optimizer: Any) -> "GradientReducer | None":
     """The reducer of a distributed optimizer, also inside a LossScaleOptimizer; else None."""
-    optimizer = innermost(optimizer)
-    return getattr(optimizer, "_hvd_reducer", None)
+    return getattr(innermost(optimizer), "_hvd_reducer", None)
 
 
 def is_sharded(optimizer: Any) -> bool:
     """Whether each rank has a share of an optimizer's state (``shard_state=True``)."""
     reducer = of_optimizer(optimizer)
     return reducer is not None and reducer.is_sharded
-
-
-def innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def optimizers_of(model: Any) -> list[Any]:

@@ -20,7 +20,7 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.gradients import agreement, division, model_ranks, shards
 from hvd_keras.runtime import agree, rank_info
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import innermost, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -188,7 +188,7 @@ def _updates_rows(optimizer: Any) -> bool:
     """Whether sparse gradients stay sparse until they are applied."""
     # Other optimizers, and means over several steps, update the whole table. A lookup by rows would
     # then make TensorFlow copy it where something else reads it, such as weight decay.
-    optimizer = model_ranks.innermost(optimizer)
+    optimizer = innermost(optimizer)
     reducer = model_ranks.of_optimizer(optimizer)
     kinds = keras.optimizers
     by_rows = (kinds.SGD, kinds.RMSprop, kinds.Adagrad, kinds.Adadelta, kinds.Adafactor)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from hvd_keras.runtime.keras import is_legacy, require
+from hvd_keras.runtime.keras import innermost, is_legacy, require
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
@@ -53,7 +53,7 @@ class LearningRate:
             raise ValueError(f"{type(self).__name__}: {why}, or remove this callback.") from error
         # Buffers hold earlier gradients times their rate (section 3 of the paper).
         if self.momentum_correction and old > 0 and new != old:
-            self._scale_buffers(_momentum_buffers(_innermost(optimizer)), new / old)
+            self._scale_buffers(_momentum_buffers(innermost(optimizer)), new / old)
 
     def _scale_buffers(self, buffers: list[Any], factor: float) -> None:
         for buffer in buffers:
@@ -135,12 +135,7 @@ class Warmup(LearningRate):
         if self.warmup_steps is None or self.steps_per_epoch or self.params.get("steps"):
             return self._epoch * self._steps() + batch
         # Not ``iterations``, which counts updates if gradients are accumulated.
-        return int(_innermost(self.model.optimizer)._iterations)
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
-    return getattr(optimizer, "inner_optimizer", optimizer)
+        return int(innermost(self.model.optimizer)._iterations)
 
 
 def _momentum_buffers(optimizer: Any) -> list[Any]:

@@ -15,7 +15,7 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.hooks.variables import broadcast_variables as _broadcast_variables
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import Compression, Compressor, chosen
+from hvd_keras.ops.reduction import chosen
 from hvd_keras.runtime import objects
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -110,52 +110,50 @@ def broadcast_object_fn(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
     return functools.partial(broadcast_object, **given)
 
 
-def grouped_allreduce(
-    tensors: Sequence[Any],
-    average: bool | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = Compression.none,
-    op: ops.ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    ignore_name_scope: bool = False,
-    name: str | None = None,
-) -> list[Any]:
-    """``hvd_keras.grouped_allreduce``; averages and scaled sums of integers are truncated.
+def _truncating(function: _Function, gradient_times_size: bool = False) -> _Function:
+    """Return a grouped reduction of hvd_keras that also takes averages and factors of integers.
 
-    Raises:
-        NotImplementedError: ``tf.IndexedSlices`` with another op than Average or Sum.
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.grouped_allreduce`` besides.
+    It raises NotImplementedError for ``tf.IndexedSlices`` with another op than Average or Sum, and
+    Horovod's error outside of its process set.
     """
-    check_included("allreduce", process_set)
-    with validate.on_all_ranks("allreduce", name or "unnamed", process_set):
-        validate.check_average(average)
-        reduction = chosen(average, op)
-        for tensor in tensors:
-            if isinstance(tensor, tf.IndexedSlices) and reduction not in (ops.Average, ops.Sum):
-                raise NotImplementedError(
-                    f"hvd.allreduce: got tf.IndexedSlices with op=hvd.{reduction.value}, expected "
-                    "hvd.Average or hvd.Sum. Use tf.convert_to_tensor first."
-                )
-        integers = [_is_integer(tensor) for tensor in tensors]
+    signature, kind = inspect.signature(function), function.__name__.removeprefix("grouped_")
 
-    def reduce(tensors: Sequence[Any], **scaling: Any) -> list[Any]:
-        return ops.grouped_allreduce(
-            tensors,
-            name=name,
-            device_dense=device_dense,
-            device_sparse=device_sparse,
-            compression=compression,
-            process_set=process_set,
-            ignore_name_scope=ignore_name_scope,
-            **scaling,
-        )
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> list[Any]:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        tensors, process_set = given.pop("tensors"), given["process_set"]
+        check_included(kind, process_set)
+        with validate.on_all_ranks(kind, given["name"] or "unnamed", process_set):
+            average = given.pop("average", None)
+            validate.check_average(average)
+            op = given["op"] = chosen(average, given["op"])
+            for tensor in tensors:
+                if isinstance(tensor, tf.IndexedSlices) and op not in (ops.Average, ops.Sum):
+                    raise NotImplementedError(
+                        f"hvd.{kind}: got tf.IndexedSlices with op=hvd.{op.value}, expected "
+                        "hvd.Average or hvd.Sum. Use tf.convert_to_tensor first."
+                    )
+            integers = [_is_integer(tensor) for tensor in tensors]
+        before, after = given["prescale_factor"], given["postscale_factor"]
+        if not any(integers) or (op is not ops.Average and before == after == 1.0):
+            results = function(tensors, **given)
+        else:
+            # hvd_keras refuses these, so this scales the whole group, which is one request.
+            divisor = process_set.size() if op is ops.Average else 1
+            given["op"] = ops.Sum if op is ops.Average else op
+            given["prescale_factor"] = given["postscale_factor"] = 1.0
+            sums = function([_truncated(x, before) for x in tensors], **given)
+            results = [_truncated(x, after, divisor) for x in sums]
+        factor = process_set.size() if gradient_times_size else 1.0
+        return [_with_gradient_times(factor, x) for x in results]
 
-    factors = prescale_factor, postscale_factor
-    return _scaled(reduce, tensors, any(integers), reduction, factors, process_set)
+    return call  # type: ignore[return-value]
+
+
+grouped_allreduce = _truncating(ops.grouped_allreduce)
+grouped_reducescatter = _truncating(ops.grouped_reducescatter, gradient_times_size=True)
 
 
 @in_order(
@@ -190,43 +188,6 @@ def broadcast_(
         return [tf.identity(variable) for variable in variables]
 
 
-def grouped_reducescatter(
-    tensors: Sequence[Any],
-    device_dense: str = "",
-    compression: type[Compressor] = Compression.none,
-    op: ops.ReduceOp = ops.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    ignore_name_scope: bool = False,
-) -> list[tf.Tensor]:
-    """``hvd_keras.grouped_reducescatter`` with Horovod's gradient: size() times ours.
-
-    Raises:
-        tf.errors.InvalidArgumentError: this rank is not in the process set.
-        As ``hvd_keras.grouped_reducescatter`` besides.
-    """
-    check_included("reducescatter", process_set)
-    with validate.on_all_ranks("reducescatter", name or "unnamed", process_set):
-        integers = [_is_integer(tensor) for tensor in tensors]
-
-    def reduce(tensors: Sequence[Any], **scaling: Any) -> list[Any]:
-        return ops.grouped_reducescatter(
-            tensors,
-            device_dense,
-            compression,
-            process_set=process_set,
-            name=name,
-            ignore_name_scope=ignore_name_scope,
-            **scaling,
-        )
-
-    factors = prescale_factor, postscale_factor
-    results = _scaled(reduce, tensors, any(integers), op, factors, process_set)
-    return [_with_gradient_times(process_set.size(), x) for x in results]
-
-
 @in_order(
     "tensor device_dense compression op name process_set ignore_name_scope prescale_factor "
     "postscale_factor",
@@ -235,25 +196,6 @@ def grouped_reducescatter(
 def reducescatter(tensor: Any, **given: Any) -> Any:
     """``grouped_reducescatter`` of one tensor."""
     return grouped_reducescatter([tensor], **given)[0]
-
-
-def _scaled(
-    reduce: Callable[..., list[Any]],
-    tensors: Sequence[Any],
-    has_integers: bool,
-    op: ops.ReduceOp,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-) -> list[Any]:
-    """Return ``reduce(tensors)``; averages and scale factors of integers are truncated."""
-    before, after = factors
-    if not has_integers or (op is not ops.Average and factors == (1.0, 1.0)):
-        return reduce(tensors, op=op, prescale_factor=before, postscale_factor=after)
-    # hvd_keras refuses these, so this scales the whole group, which is one request.
-    divisor = process_set.size() if op is ops.Average else 1
-    kind = ops.Sum if op is ops.Average else op
-    sums = reduce([_truncated(x, before) for x in tensors], op=kind)
-    return [_truncated(x, after, divisor) for x in sums]
 
 
 def _is_integer(tensor: Any) -> bool:

@@ -60,6 +60,11 @@ def call_loss(loss: Any, call: Any, *arguments: Any, keeps: bool = True) -> tupl
     return value, seen[0] if seen else None
 
 
+def innermost(optimizer: Any) -> Any:
+    """Return the optimizer inside a LossScaleOptimizer; other optimizers unchanged."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def require(owner: Any, attribute: str, reason: str) -> None:
     """Look for something of Keras that its documentation does not promise.
 

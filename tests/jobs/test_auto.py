@@ -246,13 +246,13 @@ def fit(net, data, **options):
         data = data.batch(16 if is_one else 8)
         return net.fit(data, verbose=0, **options)
     return net.fit(*data, batch_size=16 if is_one else 8, verbose=0, **options)
-for optimizer in keras.optimizers.SGD, keras.optimizers.Adam:
-    for data in (x, y), tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=3):
-        net, warmup = model(optimizer), [Warmup()] * is_one
-        show(net, fit(net, data, epochs=12, callbacks=warmup, validation_data=(x, y)).history)
-        show(net, fit(net, data).history)  # goes on with the rate that is scaled
-        net.optimizer.learning_rate = 0.01 if is_one else 0.005
-        show(net, fit(net, data, initial_epoch=2, epochs=3).history)
+rows = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=3)
+for optimizer, data in (keras.optimizers.SGD, (x, y)), (keras.optimizers.Adam, rows):
+    net, warmup = model(optimizer), [Warmup()] * is_one
+    show(net, fit(net, data, epochs=12, callbacks=warmup, validation_data=(x, y)).history)
+    show(net, fit(net, data).history)  # goes on with the rate that is scaled
+    net.optimizer.learning_rate = 0.01 if is_one else 0.005
+    show(net, fit(net, data, initial_epoch=2, epochs=3).history)
 if is_one:
     raise SystemExit
 class Batches(keras.utils.PyDataset):
@@ -285,7 +285,7 @@ def test_larger_batches_have_a_larger_rate(launcher: Launcher) -> None:
     results = job.stdout.partition("got data")[0]
     results = re.sub("(?m)^hvdrun.*$", "", results)
     assert numbers(results) == pytest.approx(numbers(alone.stdout), rel=2e-3, abs=2e-4)
-    assert len(numbers(results)) > 100
+    assert len(numbers(results)) > 80
     rows = "hvdrun --auto --scale-batch: batches of 8 rows become batches of 16; the learning rate "
     assert told[:3] == [
         f"{rows}0.01 becomes 0.02, after a warm-up of 1 epoch",

@@ -276,7 +276,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(row, marks=[pytest.mark.slow] * (row in SLOW)) for row in ROWS]
 )

@@ -11,7 +11,7 @@
 
 namespace hvd {
 
-// Exit status of a process whose wait timed out: WAITED_IN_VAIN of runtime/exit_codes.py.
+// Exit status of a process whose wait timed out: WAITED_IN_VAIN of runtime/settings.py.
 constexpr int kWaitedInVain = 75;
 
 // The text of a warning or an error: for how long nothing has happened, and why.

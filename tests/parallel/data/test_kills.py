@@ -103,7 +103,7 @@ def live(rows, directory: pathlib.Path, ranks, epochs: int, kill: int | None) ->
     return [(epoch, seen) for epoch, batch, seen in killed.seen if (epoch, batch) < checkpoint.last]
 
 
-CASES = [("files", 8), ("arrays", 6), ("batches", 6)]
+CASES = [("files", 8), ("arrays", 4), ("batches", 4)]
 
 
 @pytest.mark.parametrize(("kind", "kills"), [*CASES, pytest.param("files", 50, marks=SLOW)])
