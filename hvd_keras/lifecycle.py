@@ -107,8 +107,8 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     core = libraries.core()
     if rank_info.has_left_alone():
         raise RuntimeError(
-            "hvd.init: this process left the job while other ranks waited for it, or it waited for "
-            "them, so it cannot join again. Restart the job."
+            "hvd.init: this process left the job during a collective, so it cannot join again. "
+            "Restart the job."
         )
     if core.hvd_initialized():
         _add_process_sets(process_sets)

@@ -48,7 +48,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Args:
         file_path: the file; only rank 0's value is used.
-        mark_cycles: accepted for Horovod's scripts; has no effect, since there are no cycles.
+        mark_cycles: accepted for Horovod's scripts; has no effect: hvd_keras has no cycles.
 
     Raises:
         ValueError: ``init()`` was not called; or, on every rank, rank 0 cannot write the file or is
@@ -67,14 +67,13 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 def stop_timeline() -> None:
     """End the timeline. Call it on every rank.
 
-    Does nothing if there is none. Otherwise the timeline ends with ``shutdown()``.
+    Does nothing without one. Otherwise the timeline ends with ``shutdown()``.
 
     Raises:
         ValueError: ``init()`` was not called.
     """
-    agree.run(
-        "barrier", [], name="unnamed"
-    )  # the ranks' latest times are exchanged with the next request
+    # The ranks' latest times are exchanged with the next request.
+    agree.run("barrier", [], name="unnamed")
     libraries.core().hvd_stop_timeline()
     agree.run("barrier", [], name="unnamed")  # after this, any rank may read the file
 

@@ -110,7 +110,7 @@ def read(folder: Path) -> dict[int, Rank]:
     """Read the files of all ranks in a folder.
 
     Raises:
-        ValueError: there are none, or they come from another version.
+        ValueError: none exist, or they come from another version.
     """
     ranks = {}
     for path in folder.glob("rank-*.requests"):
@@ -267,7 +267,7 @@ def _usual(ranks: dict[int, Rank]) -> set[str]:
 
 
 def _first_to_end(ranks: dict[int, Rank], among: Iterable[int]) -> list[int]:
-    """Return the ranks that ended by themselves, if any did: they are why the others were ended."""
+    """Return the ranks that ended first, if any did: because of them the others were ended."""
     among = list(among)
     if len(among) == 1:
         return among

@@ -82,5 +82,5 @@ class Split:
 
 @functools.lru_cache(4)  # called in every step
 def order(length: int, shuffle: bool | int, *seeds: int) -> Any:
-    """Return the order of so many rows in an epoch, by numbers such as a seed and the epoch's."""
+    """Return the order of ``length`` rows in an epoch, by numbers such as a seed and the epoch."""
     return np.random.default_rng(seeds).permutation(length) if shuffle else np.arange(length)

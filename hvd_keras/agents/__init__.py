@@ -1,4 +1,4 @@
-"""A call of a function on the hosts of a system that starts processes by itself (Spark, Ray).
+"""A call of a function on the hosts of a system that starts processes (Spark, Ray).
 
 Such a system starts one process per rank, called a place. In each of them an `Agent` lives, by
 which hvdrun, started in the first place, reaches that host:
@@ -74,15 +74,15 @@ class Call:
             other = by_address.setdefault(place["address"], place["host"])
             if other != place["host"]:
                 return (
-                    f"{other[0]} and {place['host'][0]} are containers with the one address "
-                    f"{place['address']}; expected one per address, with an address of its own"
+                    f"the containers {other[0]} and {place['host'][0]} share the address "
+                    f"{place['address']}; give each container a separate one"
                 )
         return ""
 
     def start(
         self, function: bytes, places: Sequence[Mapping[str, Any]], **how: Any
     ) -> list[bytes]:
-        """Call a pickled function on as many ranks as there are places; this is the first of them.
+        """Call a pickled function on one rank per place; this is the first of them.
 
         `how`, and what is returned or raised, is as for ``run_function.call``.
         """

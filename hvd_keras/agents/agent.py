@@ -1,7 +1,7 @@
 """Runs hvdrun's commands on a host where something else than ssh has started a process.
 
 That process, a task of Spark for example, starts an agent and holds its stdin. The agent takes
-commands from whoever proves that they know its secret (see `client.py`). When its stdin ends,
+commands from clients that prove to know its secret (see `client.py`). When its stdin ends,
 because its owner has ended or was killed, it ends all that its commands have started.
 
 Its first line of input is JSON: the secret, the address to listen on, and the run's name. It prints
@@ -29,7 +29,7 @@ from hvd_keras.launch.onhost.rsh_agent import DAEMON
 from hvd_keras.launch.onhost.sweep import OWNER, STEP, processes, sweep
 
 # With this after the run's name in their mark, processes are hvdrun and what it has started on its
-# own host. It ends that by itself when its owner is killed, within HVDRUN_END.
+# own host. hvdrun ends these within HVDRUN_END when its owner is killed.
 OF_HVDRUN = "-hvdrun"
 HVDRUN_END = 4 * GRACE
 

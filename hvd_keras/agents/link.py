@@ -1,4 +1,4 @@
-"""A connection as between hvdrun and its workers, for those who can wait."""
+"""A connection as between hvdrun and its workers, but blocking."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from hvd_keras.launch.onhost.limits import PROOF_TIMEOUT, SILENCE
 
 
 class Link:
-    """A blocking connection, for those who can wait: agents, their clients, and Spark's tasks.
+    """A blocking connection, of agents, their clients, and Spark's tasks.
 
     `listens` tells that this is the listener's end. Raises ProtocolError or OSError if the other
     end does not prove that it knows the secret. Any number of threads may send, one may receive.
@@ -27,7 +27,7 @@ class Link:
     def __init__(self, connection: socket.socket, secret: str, *, listens: bool) -> None:
         self._connection, self._lock = connection, threading.Lock()
         watch_liveness(connection)
-        # A host that is silent for so long is lost, for those who send and those who wait.
+        # A host that is silent for this long counts as lost, to senders and receivers.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENCE))
         connection.settimeout(PROOF_TIMEOUT)
         proof = prove(secret, listens)

@@ -91,10 +91,9 @@ class Reducer(reducer.GradientReducer):
         experimental_aggregate_gradients: bool = True,
     ) -> Any:
         """Replace ``Optimizer.apply_gradients``, which every step calls."""
-        # What compute_gradients has returned is exchanged already, but for local steps that are to
-        # be added up. If the script has changed it, for example clipped, another average changes
-        # nothing, and a sum is not taken again.
-        # What compute_gradients returned is used once.
+        # What compute_gradients has returned is used once. It is exchanged already, except local
+        # steps that are to be added up. If the script has changed it, for example clipped, another
+        # average changes nothing, and a sum is not taken again.
         pairs = list(grads_and_vars)
         computed, self._computed = self._computed, None
         skips = skip_gradients_aggregation or not experimental_aggregate_gradients
@@ -188,7 +187,7 @@ class _CallableList(list[Any]):
 
 def add_build(_: Any) -> Any:
     """Return a ``build`` for the legacy family, which has none."""
-    # The class is patched because compile creates LossScaleOptimizers by itself.
+    # The class is patched because compile creates LossScaleOptimizers.
 
     def build(self: Any, var_list: Any) -> None:
         self._create_all_weights(list(var_list))

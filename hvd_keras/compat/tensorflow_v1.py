@@ -52,7 +52,7 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 
     Raises:
         RuntimeError: eager execution is on, where no graph has the variables.
-        ValueError: there is no such rank.
+        ValueError: the rank does not exist.
         TypeError: a variable has a dtype that is not supported.
         tf.errors.FailedPreconditionError: (when run) the ranks' variables differ in dtype, shape or
             number; on every rank.

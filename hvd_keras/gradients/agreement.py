@@ -264,7 +264,7 @@ def groups(num_groups: int, groups: int | Sequence[Sequence[Any]] | None) -> Gro
 def group_indices(groups: Groups, variables: Sequence[Any]) -> list[list[int]]:
     """Return the groups as indices into the list of variables."""
     if isinstance(groups, int):
-        # Neighbours, whose gradients become ready one after another; as many in each group.
+        # Neighbours, whose gradients become ready one after another; groups of equal size.
         count = min(groups, len(variables))
         bounds = [len(variables) * g // count for g in range(count + 1)] if count else []
         return [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
@@ -302,13 +302,13 @@ def raise_difference(views: dict[int, dict[str, str]], advice: str) -> None:
     shown = "\n  ".join(lines[:5]) + (f"\n  and {len(lines) - 5} more" if len(lines) > 5 else "")
     if "keras_tuner" in sys.modules:
         advice += (
-            " With KerasTuner each rank draws the hyperparameters of its trials by itself: give "
+            " With KerasTuner, each rank draws hyperparameters separately: give "
             "the tuner the same seed on all ranks and a directory for each rank, such as "
             'directory=f"tuning/{hvd.rank()}".'
         )
     if "optuna" in sys.modules:
         advice += (
-            " With Optuna each rank draws the hyperparameters of its trials by itself: give the "
+            " With Optuna, each rank draws hyperparameters separately: give the "
             "study's sampler the same seed on all ranks, as in TPESampler(seed=1)."
         )
     raise ValueError(f"The ranks train different models:\n  {shown}\n{advice}")

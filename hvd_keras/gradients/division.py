@@ -23,7 +23,7 @@ OWN_LOOP = (
     "model compute, and this script trains otherwise: {}. Either move the update into a "
     "train_step of the model, with the optimizer as an attribute of the model, or run the script "
     "without --auto, with hvd.init() as its first line, each rank's share of the rows, and "
-    "hvd.DistributedGradientTape(tape).gradient(...) in place of tape.gradient(...)."
+    "hvd.DistributedGradientTape(tape).gradient(...) instead of tape.gradient(...)."
 )
 
 

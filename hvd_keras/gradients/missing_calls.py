@@ -1,4 +1,4 @@
-"""Warns once about lines that a script lacks, without which each rank would train by itself.
+"""Warns once about lines that a script lacks, without which each rank would train separately.
 
 With ``HVD_STRICT=1`` the warnings are errors. ``local_fit`` declares that a rank trains alone.
 """
@@ -136,7 +136,7 @@ def _averages_itself(optimizer: Any) -> bool:
     return optimizer in _by_hand
 
 
-#: Scripts step on each rank by itself before the first exchange, to create variables.
+#: Whether scripts step on each rank before the first exchange, to create variables.
 first_steps_are_local = False
 
 _empty_broadcast = False
@@ -361,7 +361,7 @@ _NO_VALUES = "no values"
 
 
 def _digest(variables: Sequence[Any]) -> int | str | None:
-    """Hashes the values that were not broadcast; None if there are none or they are unknown."""
+    """Hash the values that were not broadcast; None if none exist or they are unknown."""
     crc = 0
     with tf.init_scope():
         if not tf.executing_eagerly():

@@ -348,7 +348,7 @@ class KerasReducer(GradientReducer):
     @contextlib.contextmanager
     def update(self, grads: Sequence[Any], trainable_variables: Any) -> Iterator[Step]:
         """The step of an update, by the arguments of ``apply``."""
-        # A LossScaleOptimizer around this optimizer begins it, where there is one.
+        # A LossScaleOptimizer around this optimizer, if any, begins it.
         if self.step is not None:
             yield self.step
             return

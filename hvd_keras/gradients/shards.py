@@ -240,7 +240,7 @@ def wrap_add_slot(add: Callable[..., Any]) -> Callable[..., Any]:
             raise ValueError(
                 f"optimizer {type(self).__name__} computes with whole variables, but each rank "
                 f"holds a part of {reference_variable.path}. Use an optimizer that updates each "
-                "element by itself, such as Adam or Adagrad, or hvd.layers.Embedding(shard=None)."
+                "element alone, such as Adam or Adagrad, or hvd.layers.Embedding(shard=None)."
             )
         slot = add(self, reference_variable, *args, **kwargs)
         if shard is not None:

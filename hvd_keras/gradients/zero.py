@@ -24,7 +24,7 @@ from hvd_keras.runtime.process_sets import ProcessSet
 
 _UNSUITABLE = {
     "Adafactor": "its slots are rows and columns, which are small already",
-    "MultiOptimizer": "it has no slots of its own",
+    "MultiOptimizer": "it has no slots itself",
     "ScheduleFreeAdamW": "its slots begin as copies of the weights",
 }
 
@@ -427,7 +427,7 @@ class ShardedReducer(reducer.KerasReducer):
 
 def wrap_files(method: Callable[..., None]) -> Callable[..., None]:
     """Wrap how a LossScaleOptimizer writes and reads files, with the optimizer in it."""
-    # On the class, because compile creates such optimizers by itself.
+    # On the class, because compile creates such optimizers.
     own = {"save_own_variables": _save, "load_own_variables": _load}[method.__name__]
 
     @functools.wraps(method)

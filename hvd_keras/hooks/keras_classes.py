@@ -8,7 +8,7 @@
   differ from then on.
 
 Classes are patched, so that objects that others make are included, such as the optimizers that
-``compile`` creates by itself.
+``compile`` creates.
 """
 
 import weakref

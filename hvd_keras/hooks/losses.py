@@ -160,7 +160,7 @@ def _weigh(
     if reduction == "sum":
         # The mean over N ranks of N times each rank's sum is the sum of all.
         return value * own.factor(lambda: size, value.dtype) if own.averages else value
-    # A scalar before Keras reduces it: no row has a loss of its own that could be weighed.
+    # A scalar before Keras reduces it: no row has a separate loss that could be weighed.
     if values is not None and not tuple(values.shape):
         _tell_of_ratio(loss, values)
         return value

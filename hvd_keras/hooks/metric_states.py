@@ -142,7 +142,7 @@ def reduce_logs(
                 f"the state of {type(state.metric).__name__} is not known to be a sum over samples"
                 if logged
                 else "the logged values are not those of the model's metrics, but come from a "
-                "callback or a train_step of your own"
+                "callback or your train_step"
             )
             reasons.update({prefix + key: reason for key in state.results if prefix + key in logs})
     exact = _of_all_ranks(summable, process_set)

@@ -16,8 +16,8 @@ from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet
 
-# A check of a part of the values reads so many bytes and variables, takes this share of the time,
-# and comes after this many steps at the earliest.
+# A check of a part of the values reads at most _BYTES and _MOST_PIECES variables, takes _SHARE of
+# the time, and follows at least _STEPS steps after the one before.
 _BYTES = 1 << 18
 _MOST_PIECES = 64
 _SHARE = 0.004
@@ -110,7 +110,7 @@ class Values:
         """Compare all values; return None if they are equal.
 
         Otherwise the first variable that differs, and how many; and the ranks, with their hosts,
-        that differ from most others, which are equal. No ranks: there is no such majority.
+        that differ from most others, which are equal; no ranks without such a majority.
         """
         # A number for each variable; they travel only if a hash of all differs.
         mine = [agree.crc(tf.convert_to_tensor(variable)) for variable in self.variables]

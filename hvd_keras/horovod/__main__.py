@@ -16,7 +16,7 @@ file, '-m module', '-c code', or the name of a program such as a console script,
 
 
 def _execute(arguments: Sequence[str]) -> int:
-    """Replace this process by the program; return an exit status if there is none."""
+    """Replace this process by the program; return an exit status if that is impossible."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, file=sys.stderr)
         return 0 if arguments else 2

@@ -141,7 +141,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
 @functools.cache
 def _tell() -> None:
     try:
-        hidden = f", in place of the installed horovod {importlib.metadata.version('horovod')}"
+        hidden = f", instead of the installed horovod {importlib.metadata.version('horovod')}"
     except importlib.metadata.PackageNotFoundError:
         hidden = ""
     log.logger.warning("'horovod' is hvd_keras %s here%s", hvd_keras.__version__, hidden)

@@ -144,7 +144,7 @@ class TensorFlowState(ObjectState):
         attributes: as in ``ObjectState``.
 
     Raises:
-        ValueError: there are no variables given, and eager execution has no list of all.
+        ValueError: no variables are given, and eager execution has no list of all.
     """
 
     def __init__(

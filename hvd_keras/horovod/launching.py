@@ -14,7 +14,7 @@ _OPTIONS = (
     *("network_interface", "network_interfaces"),
 )
 
-# There is one transport, no cache, and a restart takes the ranks that there are.
+# hvd_keras has one transport and no cache, and a restart takes the available ranks.
 _WITHOUT_EFFECT = {"disable_cache", "use_gloo", "use_mpi", "max_num_proc", "max_np"}
 
 
@@ -53,7 +53,7 @@ def run(
     return run_function.run(func, args, kwargs, num_proc or np, hosts, options)
 
 
-# There is one transport; lines have no timestamps; the driver prints rank 0's output.
+# hvd_keras has one transport; lines have no timestamps; the driver prints rank 0's output.
 _WITHOUT_EFFECT_ON_SPARK = {"use_mpi", "use_gloo", "verbose", "prefix_output_with_timestamp"}
 
 
@@ -93,12 +93,12 @@ def spark_run(
 
 
 class RayExecutor:
-    """Runs functions on ranks of a Ray cluster; each call is a job of its own.
+    """Runs functions on ranks of a Ray cluster; each call is a separate job.
 
     Args:
         settings: from ``create_settings``.
         num_workers: number of ranks.
-        num_hosts: number of hosts with one rank each, in place of ``num_workers``.
+        num_hosts: number of hosts with one rank each, instead of ``num_workers``.
         cpus_per_worker: CPUs of each rank.
         use_gpu: whether ranks have GPUs.
         gpus_per_worker: GPUs of each rank. Default with ``use_gpu``: 1.
@@ -174,7 +174,7 @@ class RayExecutor:
         return hvd_keras.ray.run(fn, self._count, args or (), kwargs, **self._options)
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Call ``fn(None)`` on all ranks, as Horovod does where there is no ``executable_cls``."""
+        """Call ``fn(None)`` on all ranks, as Horovod does without ``executable_cls``."""
         return self.run(fn, (None,))
 
     def shutdown(self) -> None:

@@ -135,7 +135,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
         monitor, verbose, save_weights_only, mode, save_freq: as in Keras.
 
     Raises:
-        ValueError: (in ``fit``) there is no path.
+        ValueError: (in ``fit``) the path is missing.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from hvd_keras.launch.follow import metrics
 USAGE = "hvdrun -np N [options] train.py [arguments ...]"
 EXAMPLE = "hvdrun -np 2 train.py"
 
-# What -np says for as many ranks as the hosts have GPUs, or cores without GPUs.
+# The value of -np for one rank per GPU of the hosts, or per core without GPUs.
 AUTO = 0
 
 # The variables of hvdrun's environment that ranks on other hosts get; --env adds further ones.

@@ -40,7 +40,7 @@ def is_compiling() -> bool:
     )
 
 
-# What a rank sends in place of tensors that it cannot send.
+# What a rank sends instead of tensors that it cannot send.
 EMPTY = np.zeros(0, np.uint8)
 
 

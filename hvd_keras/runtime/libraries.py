@@ -123,7 +123,7 @@ def exception_of(code: int, text: str) -> Exception:
 def mpi_file() -> str:
     """The path of the MPI library, by a name that mpi4py accepts (see native/CMakeLists.txt).
 
-    Empty if there is none, and this process is alone.
+    Empty without one, if this process is alone.
     """
     # The core is loaded first: ctypes binds all of MPI's symbols at once. mpi4py binds each at its
     # first call, when some would resolve to the copy of hwloc inside TensorFlow.

@@ -1,4 +1,4 @@
-"""The only module (but for the launcher) that reads or sets environment variables.
+"""The only module, except the launcher, that reads or sets environment variables.
 
 The core reads its own settings in native/core/base/settings.h.
 """

@@ -67,7 +67,7 @@ def run(
         args: its positional arguments, equal on all ranks.
         kwargs: its keyword arguments, equal on all ranks.
         num_proc: number of ranks. Default: ``SparkContext.defaultParallelism``.
-        start_timeout: seconds to wait for so many free slots. Default: 120.
+        start_timeout: seconds to wait for free slots for all ranks. Default: 120.
         env: further environment variables for the ranks.
         options: further options of hvdrun, such as ``["--network-interface", "10.0.0.0/8"]``.
         max_restarts: maximum number of restarts after a failure, each in a new stage.
@@ -79,8 +79,8 @@ def run(
         The list of the results of all ranks, in rank order.
 
     Raises:
-        ValueError: the job is refused: there is no active SparkContext, too few slots, another
-            version of Python or of a package on an executor; the function cannot be pickled.
+        ValueError: no SparkContext is active; too few slots are free; an executor has another
+            version of Python or of a package; or the function cannot be pickled.
         RuntimeError: the job failed or was cancelled; the text has the traceback of the rank that
             failed first, or names the lost task.
 
@@ -194,7 +194,7 @@ class HorovodRunner:
     """Databricks' class of this name, over ``hvd.spark.run``.
 
     Args:
-        np: number of ranks on the executors; 0: as many as there are slots; negative: ``-np`` ranks
+        np: number of ranks on the executors; 0: one per slot; negative: ``-np`` ranks
             on the driver's host.
         driver_log_verbosity: accepted, without effect: rank 0's output is printed.
     """
@@ -226,8 +226,8 @@ def _active_context() -> Any:
     context = SparkContext._active_spark_context
     if context is None or _is_stopped(context):
         raise ValueError(
-            "hvd.spark.run: there is no active SparkContext, or it was stopped; expected a session "
-            "of this process (SparkSession.builder.getOrCreate()), and not one of Spark Connect"
+            "hvd.spark.run: no SparkContext is active; expected a session of this process "
+            "(SparkSession.builder.getOrCreate()), and not one of Spark Connect"
         )
     return context
 
@@ -269,7 +269,7 @@ def _await_slots(context: Any, least: int, size: int, timeout: float) -> int:
         waited = time.monotonic() - start
         if waited > timeout:
             raise ValueError(
-                f"hvd.spark.run: {least} ranks need as many slots, but Spark's executors have "
+                f"hvd.spark.run: {least} ranks need {least} slots, but Spark's executors have "
                 f"{slots} after {timeout:.0f} s (start_timeout). Use fewer ranks, add executors or "
                 "cores, or lower spark.task.cpus"
             )

@@ -78,7 +78,7 @@ DIFFERENT = "began to train with different weights"
         ),
     ],
 )
-def test_a_forgotten_line_is_told_once_and_is_an_error_if_strict(
+def test_a_forgotten_line_warns_once_and_raises_if_strict(
     script: str, told: str, tmp_path: pathlib.Path
 ) -> None:
     job = ranks.run_script(tmp_path, 2, START + script, TF_CPP_MIN_LOG_LEVEL="3")
@@ -150,7 +150,7 @@ assert (weights == weights[0]).all()
 """
 
 
-def test_nothing_is_told_where_nothing_is_forgotten(tmp_path: pathlib.Path) -> None:
+def test_no_warning_where_nothing_is_forgotten(tmp_path: pathlib.Path) -> None:
     job = ranks.run_script(
         tmp_path, 2, START + NOTHING_IS_FORGOTTEN, TF_CPP_MIN_LOG_LEVEL="3", HVD_STRICT="0"
     )

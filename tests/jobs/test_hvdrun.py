@@ -366,7 +366,7 @@ def test_a_deleted_folder_is_refused(hvdrun):
     assert (done.returncode, done.stderr) == (2, told)
 
 
-def test_what_mpirun_says_instead_of_its_version_is_told(hvdrun):
+def test_mpiruns_output_without_a_version_is_shown(hvdrun):
     path = hvdrun.folder / "mpirun"
     path.write_text("#!/bin/sh\necho 'Unable to get the user home directory' >&2\n")
     path.chmod(0o755)

@@ -340,7 +340,7 @@ def test_a_rank_that_ends_before_another_has_joined_ends_the_job(hvdrun):
     assert early in done.stderr
 
 
-def test_what_a_rank_has_told_stays_if_its_files_are_cleaned_away(hvdrun):
+def test_a_ranks_reports_survive_the_removal_of_its_files(hvdrun):
     """As by systemd-tmpfiles, after ten days, or by a script that empties $TMPDIR."""
     text = """
         import hvd_keras as hvd

@@ -103,7 +103,7 @@ def run(hvdrun: Launcher, text: str, *options: str, size: int = 2, status: int =
 
 
 @pytest.mark.slow
-def test_a_loop_goes_on_from_the_last_commit(hvdrun) -> None:
+def test_a_loop_continues_from_the_last_commit(hvdrun) -> None:
     lines = run(hvdrun, LOOP, "--max-restarts", "2")
     assert lines[2:] == ["from 0", "from 0", "from 4", "from 4", "reset at 4", "reset at 4"]
     assert list(hvdrun.folder.glob("hvd-commits-*")) == []
@@ -113,7 +113,7 @@ def test_a_loop_goes_on_from_the_last_commit(hvdrun) -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_goes_on_with_fewer_ranks(hvdrun) -> None:
+def test_a_loop_continues_with_fewer_ranks(hvdrun) -> None:
     folder = hvdrun.folder / "commits"
     hvdrun.environment["HVD_COMMITS"] = str(folder)
     assert run(hvdrun, LOOP, status=3) == ["from 0", "from 0"]
@@ -134,7 +134,7 @@ def damage(path: pathlib.Path) -> None:
     path.write_bytes(data)
 
 
-def test_fit_goes_on_from_the_last_commit(hvdrun) -> None:
+def test_fit_continues_from_the_last_commit(hvdrun) -> None:
     lines = run(hvdrun, FIT, "--max-restarts", "1")
     assert lines[2:] == ["from 0 0", "from 0 0", "from 2 0", "from 2 0"]
     assert lines[0].startswith("ended 4 0 ")
@@ -142,7 +142,7 @@ def test_fit_goes_on_from_the_last_commit(hvdrun) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_left_after_a_failure_is_told(hvdrun) -> None:
+def test_remaining_commits_are_named_after_a_failure(hvdrun) -> None:
     script = hvdrun.folder / "train.py"
     script.write_text(LOOP.replace('open("failed", "w").close()', "pass"))
     job = ("--horovod", "-np", "1", "--max-restarts", "1", sys.executable, str(script))

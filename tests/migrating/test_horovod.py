@@ -71,7 +71,7 @@ def test_install(tmp_path: pathlib.Path) -> None:
     check(ranks.mpirun(2, sys.executable, str(script), "a", "-b"))
 
 
-def test_another_horovod_is_told(tmp_path: pathlib.Path) -> None:
+def test_another_horovod_is_named(tmp_path: pathlib.Path) -> None:
     """As an installed distribution, which is hidden, and as a module that was imported before."""
     (tmp_path / "horovod-0.27.0.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: horovod\nVersion: 0.27.0\n"
@@ -198,7 +198,7 @@ for _ in range(3):
 """
 
 
-def test_a_loop_without_an_exchange_is_told_at_its_end(hvdrun) -> None:
+def test_a_loop_without_an_exchange_warns_at_its_end(hvdrun) -> None:
     (hvdrun.folder / "train.py").write_text(ALONE)
     command = ("--horovod", "-np", "2", "--oversubscribe", sys.executable, "train.py")
     done = hvdrun.run(*command)

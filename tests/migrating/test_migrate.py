@@ -228,7 +228,7 @@ def test_what_is_left_to_people(text: str, told: str) -> None:
         "import keras\nkeras.optimizers.SGD(learning_rate=1.0)\nmodel.variables",
     ],
 )
-def test_what_is_right_is_left_alone(text: str) -> None:
+def test_correct_code_is_unchanged(text: str) -> None:
     assert migrate.Script(text).findings == []
 
 

@@ -62,7 +62,7 @@ def test_every_home_has_its_names() -> None:
                 assert found, f"{module}.{name}"
 
 
-def test_every_public_name_of_horovod_is_ours_or_is_told() -> None:
+def test_every_public_name_of_horovod_exists_or_is_listed() -> None:
     for section, rows in names.TABLE.items():
         for row in rows:
             if row.state != "same":

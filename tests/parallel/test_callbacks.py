@@ -205,7 +205,7 @@ def test_warmup_ends_at_the_full_rate_with_several_steps_at_once(arguments: dict
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_warmup_goes_on_after_a_restart(directory: pathlib.Path, known: bool) -> None:
+def test_warmup_continues_after_a_restart(directory: pathlib.Path, known: bool) -> None:
     """Continues by ``initial_epoch``, or with unknown length by the restored optimizer."""
     length = 2 * training.STEPS - 1
     model = compiled(training.dense_model())
@@ -355,7 +355,7 @@ def test_the_best_checkpoint_of_some_batches(directory: pathlib.Path) -> None:
     assert isinstance(best, keras.callbacks.ModelCheckpoint)
 
 
-def test_saved_model_loads_and_goes_on_without_hvd_keras(directory: pathlib.Path) -> None:
+def test_saved_model_loads_and_trains_without_hvd_keras(directory: pathlib.Path) -> None:
     """Loads it in a process without hvd_keras, with the state of the optimizer."""
     model = compiled(training.sparse_model(), keras.optimizers.Adam(0.01))
     fit(model, [hvd.callbacks.BroadcastGlobalVariablesCallback(0)])

@@ -226,7 +226,7 @@ def test_early_stopping_on_one_rank_stops_all() -> None:
     assert watch.batches == {1: 4, 2: 2, 3: 2}[SIZE] * training.STEPS
 
 
-def test_a_tensorboard_with_scalars_of_ones_own(directory: pathlib.Path) -> None:
+def test_a_tensorboard_with_the_users_scalars(directory: pathlib.Path) -> None:
     pytest.importorskip("tensorboard")
 
     class Board(keras.callbacks.TensorBoard):

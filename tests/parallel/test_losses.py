@@ -274,7 +274,7 @@ def mean(y_true, y_pred):
         ("mse", None),
     ],
 )
-def test_what_cannot_be_weighed_is_told(loss, told: str | None, monkeypatch) -> None:
+def test_losses_that_cannot_be_weighed_warn(loss, told: str | None, monkeypatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(log, "warn_once", warnings.append)
     model = masked(mask_zero=told is not None or loss == "mse")
@@ -326,7 +326,7 @@ def test_validation_as_on_one_process(jit: bool) -> None:
     np.testing.assert_allclose([together, average], [alone, evaluated], rtol=1e-4)
 
 
-def test_validation_in_unknown_numbers_of_steps_is_told(monkeypatch) -> None:
+def test_validation_in_an_unknown_number_of_steps_warns(monkeypatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(log, "warn_once", warnings.append)
 
@@ -361,7 +361,9 @@ def test_each_rank_may_still_validate_alone() -> None:
 @pytest.mark.skipif(SIZE == 1, reason="one rank divides as one process")
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("kind", ["masked", "summed", "without a mask"])
-def test_a_loop_is_told(kind: str, eager: bool, monkeypatch) -> None:
+def test_a_custom_loop_with_a_masked_or_summed_loss_warns(
+    kind: str, eager: bool, monkeypatch
+) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(log, "warn_once", warnings.append)
     x, y, _ = rows()

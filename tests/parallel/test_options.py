@@ -119,7 +119,7 @@ def test_compression_of_sparse_gradients_and_integers(compression: str) -> None:
 
 
 @several
-def test_compression_of_ones_own() -> None:
+def test_a_compression_of_the_users() -> None:
     class Halves(hvd.Compressor):
         @staticmethod
         def compress(tensor):
@@ -296,7 +296,7 @@ def test_a_model_of_hdf5_is_refused_because_keras_forgets_its_optimizer(tmp_path
         hvd.load_model(tmp_path / "model.h5")
 
 
-def test_load_model_goes_on_as_if_never_interrupted(tmp_path) -> None:
+def test_load_model_continues_as_if_never_interrupted(tmp_path) -> None:
     def fit(model):
         x, y = training.data(model, SIZE)
         x, y = training.shard(x, RANK, SIZE), training.shard(y, RANK, SIZE)

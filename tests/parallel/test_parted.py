@@ -74,7 +74,7 @@ def test_weights_set_on_one_rank_between_two_fits(told) -> None:
     assert "BroadcastGlobalVariablesCallback(0)" in text
 
 
-def test_fit_ends_together_after_a_difference_was_told(monkeypatch, directory) -> None:
+def test_fit_ends_together_after_a_warning_about_a_difference(monkeypatch, directory) -> None:
     class Write(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
             if RANK == 0:
@@ -225,7 +225,7 @@ def test_two_ranks_do_not_know_whose_values_are_wrong() -> None:
 
 
 @pytest.mark.cases(1)
-def test_nothing_is_told_of_what_differs_rightly(told) -> None:
+def test_no_warning_about_legitimate_differences(told) -> None:
     """Dropout's seeds, moving statistics, a recurrent layer's state, local layers, accumulators."""
     words = keras.Input((4, 5), batch_size=4)
     hidden = keras.layers.GRU(3, stateful=True)(words)

@@ -477,7 +477,7 @@ def test_a_full_disk_can_be_caught_on_all_ranks(directory, part: float) -> None:
     assert_same_state(again, model)
 
 
-def test_loss_scaling_goes_on(directory) -> None:
+def test_loss_scaling_continues(directory) -> None:
     def make() -> keras.Model:
         return build(lambda: keras.optimizers.LossScaleOptimizer(adam(), dynamic_growth_steps=2))
 

@@ -317,7 +317,7 @@ def test_what_cannot_be() -> None:
     multi = optimizers.MultiOptimizer([(optimizers.Adam(), [])])
     cases = [
         (built, {}, "is built already, with all its slots"),
-        (multi, {}, "no slots of its own"),
+        (multi, {}, "no slots itself"),
         (optimizers.Adam(), {"op": hvd.Adasum}, "Adasum needs all gradients on all ranks"),
         (optimizers.Adam(), {"num_groups": 2}, "packs gradients by their owners"),
         (tf.compat.v1.train.AdamOptimizer(), {}, "needs an optimizer of Keras 3"),

@@ -236,7 +236,7 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
     assert run(hvdrun, 2, script).count("done") == 2
 
 
-def test_ranks_that_train_apart_are_told(hvdrun) -> None:
+def test_ranks_that_train_separately_warn(hvdrun) -> None:
     script = """
         import hvd_keras as hvd, keras, numpy as np
         hvd.init()

@@ -76,7 +76,7 @@ def test_training(spark, tmp_path, capfd) -> None:
     assert capfd.readouterr().out.splitlines() == ["end of 0"]
 
 
-def test_the_culprit_is_told(spark) -> None:
+def test_the_culprit_is_named(spark) -> None:
     def fail():
         import time
 
@@ -177,7 +177,7 @@ def test_what_is_refused(spark, tmp_path, monkeypatch) -> None:
         (((lambda: lock),), r"the function or its arguments cannot be pickled: cannot pickle"),
         ((int, (), {}, 0), r"num_proc=0, min_num_proc=None, max_restarts=0; expected at least 1"),
         # One of the two, if another executor has not yet come again.
-        ((int, (), {}, 3, 0), r"3 ranks need as many slots, .* executors have [12] after 0 s"),
+        ((int, (), {}, 3, 0), r"3 ranks need 3 slots, .* executors have [12] after 0 s"),
     ):
         with pytest.raises(ValueError, match=words):
             hvd.spark.run(*arguments)
@@ -186,7 +186,7 @@ def test_what_is_refused(spark, tmp_path, monkeypatch) -> None:
         with pytest.raises(ValueError, match=r"\(task 0\) has keras 3.*; expected 2.0, as here"):
             hvd.spark.run(int, num_proc=1)
         here.setattr(type(spark.sparkContext), "_active_spark_context", None)
-        with pytest.raises(ValueError, match="there is no active SparkContext"):
+        with pytest.raises(ValueError, match="no SparkContext is active"):
             hvd.spark.run(int, num_proc=1)
     conf = spark.sparkContext._conf
     for name, words in (

@@ -196,7 +196,7 @@ call()
     cancelled, stopped, refused = cluster.run(script)
     assert cancelled == "RuntimeError hvd.spark.run: the Spark job was cancelled"
     assert stopped == "RuntimeError hvd.spark.run: the SparkContext was stopped"
-    assert refused.startswith("ValueError hvd.spark.run: there is no active SparkContext, or it")
+    assert refused.startswith("ValueError hvd.spark.run: no SparkContext is active")
     cluster.await_end()
 
 

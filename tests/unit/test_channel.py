@@ -180,7 +180,7 @@ async def test_more_workers_come_at_once_than_strangers_are_accepted(tmp_path: P
 
 
 @in_loop
-async def test_who_proves_nothing_is_turned_away(tmp_path: Path, monkeypatch) -> None:
+async def test_connections_without_a_proof_are_closed(tmp_path: Path, monkeypatch) -> None:
     """And leaves a place for another."""
     monkeypatch.setattr(limits, "PROOF_TIMEOUT", 0.5)
     ranks, address = await listen(tmp_path, 1)
@@ -205,7 +205,7 @@ async def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert ranks.check()
-        assert "too many open files" in ranks.problem
+        assert "more open files than allowed" in ranks.problem
         assert all(task.done() for task in ranks._accepting)
     await ranks.close()
 
@@ -227,7 +227,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @in_loop
-async def test_a_worker_whose_output_has_to_wait_hears_from_hvdrun(tmp_path: Path) -> None:
+async def test_hvdrun_sends_to_a_worker_whose_output_has_to_wait(tmp_path: Path) -> None:
     """Otherwise it would take hvdrun's host for lost: acknowledgements become rare."""
     ranks, address = await listen(tmp_path, 1)
     worker, link = await join(address)

@@ -30,7 +30,7 @@ def test_fewer_gpus_than_processes() -> None:
     assert [gpu.choose(2, rank, 3, shared) for rank in range(3)] == [0, 1, 0]
 
 
-def test_what_is_missing_or_wrong_is_told(tmp_path: pathlib.Path) -> None:
+def test_missing_and_broken_gpu_libraries_are_named(tmp_path: pathlib.Path) -> None:
     text = tmp_path / "libnccl.so.2"
     text.write_text("no library")
     code = (

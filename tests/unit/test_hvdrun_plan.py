@@ -399,7 +399,7 @@ def test_a_restart_waits_for_a_list_of_hosts_that_is_away(hvdrun) -> None:
     ]
 
 
-def test_no_answer_of_slurm_is_told(hvdrun, monkeypatch) -> None:
+def test_slurms_error_is_shown(hvdrun, monkeypatch) -> None:
     path = hvdrun.folder / "scontrol"
     path.write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")
     path.chmod(0o755)
@@ -449,7 +449,7 @@ def test_the_limit_is_that_of_each_host(hvdrun, monkeypatch) -> None:
         ["--host-discovery-script", "./slow", "-np", "1"],
     ],
 )
-def test_signals_are_heard_while_hosts_are_asked(hvdrun, options: list[str]) -> None:
+def test_signals_are_handled_while_hosts_are_asked(hvdrun, options: list[str]) -> None:
     slow = hvdrun.folder / "slow"
     slow.write_text(f"#!/bin/sh\ntouch asked\nsleep {FOREVER}\n")
     slow.chmod(0o755)

@@ -37,7 +37,7 @@ def test_ranks_that_were_asked_to_end_have_not_succeeded() -> None:
     )
 
 
-def test_nobody_is_blamed_of_those_that_were_killed_together() -> None:
+def test_ranks_killed_together_have_no_culprit() -> None:
     verdict = judge({0: gone(10.5), 1: gone(10.0), 2: gone(10.9)}, 3, 1)
     assert verdict.lines[0] == (
         "ranks 0, 1, 2 were killed at the same moment, before they could report; it is not known "
@@ -71,7 +71,7 @@ def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) 
     assert culprit("arrived", "joined", "leaving", "ended") == 1
 
 
-def test_who_hangs_inside_mpi_is_named_by_those_who_waited_for_it() -> None:
+def test_a_rank_that_hangs_inside_mpi_is_named_by_the_waiting_ranks() -> None:
     def report(status: int | None, *marks: str, **more) -> Report:
         made = Report(status, 10.0, False, host="server", **more)
         for mark in marks:

@@ -20,7 +20,7 @@ RECENT_LINES = 40  # lines of output, at the end, that a user sees at once
 MESSAGE_LINES = 20  # lines of an exception's message that are repeated at most
 PARTIAL_LINE_LIMIT = 1 << 20  # bytes of an unfinished line that are kept at most
 WAITING_LIMIT = 1 << 20  # bytes that may wait for a slow reader before the ranks wait, too
-FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk on which there is no room, at the moment
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a disk that is full at the moment
 
 # What TensorFlow says at its start about CUDA, oneDNN and the CPU, where nothing is wrong: notices
 # of the severity "information" of its C++ part, in its two formats, and that there is no CUDA.

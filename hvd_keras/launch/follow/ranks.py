@@ -29,7 +29,7 @@ from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 # be accepted.
 UNPROVEN = 64
 
-TOO_MANY_FILES = "too many open files for so many ranks; raise the limit (`ulimit -n`)"
+TOO_MANY_FILES = "this many ranks need more open files than allowed; raise the limit (`ulimit -n`)"
 
 SOCKET = "socket"  # in the job's directory, for a job on this host
 
@@ -136,7 +136,7 @@ class Ranks:
                     if error.errno in (errno.EMFILE, errno.ENFILE):
                         self.problem = TOO_MANY_FILES
                         return
-                    self._places.release()  # whoever it was has gone
+                    self._places.release()  # the other end has gone
                     continue
                 self._do(self._serve(connection))
         finally:

@@ -60,7 +60,7 @@ class Signals:
         loop = asyncio.get_running_loop()
         self.stopped: asyncio.Future[int] = loop.create_future()  # by the first that asks for it
         self.hurry = False  # the user does not want to wait
-        self._reader_limit = float("inf")  # when to stop being patient with who reads our output
+        self._reader_limit = float("inf")  # when to stop waiting for the reader of our output
         self.changed = asyncio.Event()  # wakes up what waits, when a child has ended, too
         self.forward: Callable[[int], None] = lambda number: None  # gets those for the ranks
         loop.add_signal_handler(signal.SIGCHLD, self.changed.set)
@@ -110,8 +110,8 @@ class Job:
     output: Output
     signals: Signals
     options: argparse.Namespace
-    # When mpirun has ended: kills what is left on the job's hosts after so many seconds, removes
-    # its files, and returns the hosts that are lost.
+    # When mpirun has ended: kills the job's remaining processes on its hosts after a number of
+    # seconds, removes its files, and returns the hosts that are lost.
     sweep: Callable[[float], Awaitable[Collection[str]]]
     _mpirun_text: bytes = b""
     _stopping: bool = False
@@ -125,7 +125,7 @@ class Job:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            # A session of its own keeps the terminal's Ctrl-C to us.
+            # In a separate session it gets no Ctrl-C of the terminal.
             start_new_session=True,
             preexec_fn=lambda: die_with_parent(hvdrun),
         )

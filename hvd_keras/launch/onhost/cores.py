@@ -58,8 +58,8 @@ def thread_settings(
 ) -> dict[str, str]:
     """Thread counts that share a host's cores among its `size` ranks.
 
-    What the user has set is left alone. Without them each rank's TensorFlow starts as many threads
-    as there are cores. With several hosts at least two ops run at a time: with one, TensorFlow goes
+    What the user has set is left alone. Without them each rank's TensorFlow starts a thread per
+    core. With several hosts at least two ops run at a time: with one, TensorFlow goes
     through all layers before it computes the first weight's gradient, and nothing could cross the
     network meanwhile.
     """

@@ -15,7 +15,7 @@ PROOF_TIMEOUT = 10.0  # until the other end must have proved that it knows the s
 # Between ssh's keep-alives, and how many may be missed: a network failure of 5 s is tolerated, and
 # SILENCE detects a longer one earlier.
 ALIVE_INTERVAL, ALIVE_COUNT = 4, 3
-# The same of Open MPI's daemons, which end by themselves where they are cut off; idle time first.
+# The same of Open MPI's daemons, which end when they are cut off; idle time first.
 DAEMON_IDLE, DAEMON_INTERVAL, DAEMON_COUNT = 4, 2, 4
 PROBE_INTERVAL = 1  # between TCP's keep-alives of hvdrun's own connections
 TRY_AGAIN = 0.5  # between a worker's tries to reach hvdrun

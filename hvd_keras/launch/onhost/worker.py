@@ -2,7 +2,7 @@
 
 mpirun or srun starts a worker once per rank, on every host (see `__main__.py`). It connects to
 hvdrun, learns the command, and passes the command's input, its output and the report of its end
-through that connection: mpirun would join pieces of lines, mix in messages of its own, and its exit
+through that connection: mpirun would join pieces of lines, mix in its messages, and its exit
 status can be 0 for a job that was killed. A rank whose hvdrun or daemon is gone is ended. What
 hvd_keras tells of a rank comes over a datagram socket (see `hvd_keras.runtime.settings`).
 """
@@ -339,7 +339,7 @@ class Worker:
         subprocess.Popen(command, env=environment, start_new_session=True, pass_fds=locks)
 
     def _stop(self, number: signal.Signals, grace: float) -> None:
-        """Ask the command to end, unless it has ended by itself; later, kill it."""
+        """Ask the command to end, unless it has ended; later, kill it."""
         if self._child is not None and self._child.poll() is not None:
             return
         self._loop.call_later(grace, self._signal, signal.SIGKILL)

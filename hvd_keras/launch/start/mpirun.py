@@ -60,7 +60,7 @@ def _beside(library: str) -> Iterator[str]:
 def _with_library(
     found: Dialect, library: mpi_library.Library, *first: mpi_library.Library
 ) -> Dialect:
-    """The same, for ranks that use this MPI library, and by themselves would take `first`."""
+    """Return the same, for ranks that use this MPI library; otherwise they would take `first`."""
     same = os.path.realpath(library.path) in [os.path.realpath(one.path) for one in first]
     return found if same else replace(found, library=library.path)
 

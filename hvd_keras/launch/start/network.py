@@ -32,7 +32,7 @@ def own_addresses(interface: str | None, names: Sequence[str]) -> list[str]:
 
 
 def common_network(wanted: Iterable[Host]) -> str | None:
-    """Return the one network of ours that contains all hosts; None if there is no such network."""
+    """Return our only network that contains all hosts; None without such a network."""
     # MPI must not try others: a container bridge, for example, has one address on all hosts.
     found = set()
     try:

@@ -158,7 +158,7 @@ def test_join_with_state_in_shares_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_accumulated_gradients_that_a_join_loses_are_told(others: int, monkeypatch) -> None:
+def test_join_warns_about_accumulated_gradients_that_are_lost(others: int, monkeypatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(log, "warn_once", warnings.append)
     model = two_layers()

@@ -161,7 +161,7 @@ def test_what_all_ranks_look_up_is_summed(lengths: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("equal", [0, 1, 7, 8, 9, 19])
-def test_lookups_that_begin_alike_stay_apart(equal: int) -> None:
+def test_lookups_with_common_prefixes_stay_separate(equal: int) -> None:
     own = np.concatenate([np.arange(equal), np.arange(equal, 20) + 100 * (RANK + 1)])
     slices = tf.IndexedSlices(tf.fill([20, 1], RANK + 1.0), tf.constant(own), [1000, 1])
     result = hvd.allreduce(slices, op=hvd.Sum)
