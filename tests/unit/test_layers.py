@@ -23,6 +23,8 @@ MAY_INCLUDE = {
     "tests": TESTS | {"tests/support"},
     "tests/gpu": TESTS | {"tests/support"},
     "tests/prove": TESTS | {"tests/support"},
+    "tests/simulate": TESTS,
+    "tests/simulate/model/core/base": {"tests/simulate"},
     "tests/support": TESTS,
 }
 # The files of core that code outside of it may include.

@@ -63,7 +63,6 @@ std::vector<Proposal> MpiTransport::agree(const Proposal& mine, const Request* n
   if (!waiting && !sums_all(*next)) return {};
   if (size() == 1) return {mine};
   waiting_ = waiting;
-  MpiWaiter::Wait(*waiter_, waiting_).check();
   if (size() > few_) {
     waiter_->next_step();
     return reduce_proposals(mine);

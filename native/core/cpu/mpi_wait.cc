@@ -6,11 +6,11 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
-#include <set>
 #include <thread>
 #include <utility>
 
 #include "core/base/log.h"
+#include "core/base/process_wide.h"
 
 namespace hvd {
 namespace {
@@ -29,28 +29,26 @@ constexpr double kSendReasonSeconds = 0.1;
 constexpr int kWaits = 1;    // the step's number
 constexpr int kAborted = 2;  // the reason
 
-// Set once, when a transport of this process was aborted. Its messages are still in flight, into
-// memory that is no longer valid, so MPI must not make progress for any other transport either.
-std::atomic<const std::string*> abort_reason{nullptr};
+struct ProcessWide {
+  // Set once, when a transport of this process was aborted. Its messages are still in flight, into
+  // memory that is no longer valid, so MPI must not make progress for any other transport either.
+  std::atomic<const std::string*> abort_reason{nullptr};
+  std::function<void(const std::string&)> before_mpi_aborts;
 
-// Of this process. An abort of one ends what the others wait for.
-struct Waiters {
-  std::mutex mutex;
-  std::set<const MpiWaiter*> all;
+  std::mutex mutex;                       // guards the members below
+  std::vector<const MpiWaiter*> waiters;  // an abort of one ends what the others wait for
 };
 
-Waiters& waiters() {
-  static auto* waiters = new Waiters;
-  return *waiters;
-}
+ProcessWide& process_wide() { return of_process<ProcessWide>(); }
 
-// Never destroyed: engines' threads may outlive main().
-std::function<void(const std::string&)>* act_before = nullptr;
+void throw_if_aborted() {
+  if (const std::string* why = process_wide().abort_reason) throw Aborted(*why);
+}
 
 }  // namespace
 
 void before_mpi_aborts(std::function<void(const std::string&)> act) {
-  act_before = new std::function<void(const std::string&)>(std::move(act));
+  process_wide().before_mpi_aborts = std::move(act);
 }
 
 void abort_for_mpi_error(int code, const char* call) {
@@ -64,7 +62,7 @@ void abort_for_mpi_error(int code, const char* call) {
       ". The job is aborted, since messages may be lost. Look for what MPI, the "
       "network or another rank has reported before.";
   log(LogLevel::error, why);
-  if (act_before) (*act_before)(why);
+  if (process_wide().before_mpi_aborts) process_wide().before_mpi_aborts(why);
   MPI_Abort(MPI_COMM_WORLD, 1);
   _exit(1);
 }
@@ -103,24 +101,31 @@ MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks)
     : ranks_(ranks), waits_in_(ranks.size(), 0) {
   HVD_MPI(MPI_Comm_dup(communicator, &communicator_));
   HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
-  std::lock_guard<std::mutex> lock(waiters().mutex);
-  waiters().all.insert(this);
+  std::lock_guard<std::mutex> lock(process_wide().mutex);
+  process_wide().waiters.push_back(this);
 }
 
 MpiWaiter::~MpiWaiter() {
   {
-    std::lock_guard<std::mutex> lock(waiters().mutex);
-    waiters().all.erase(this);
+    std::lock_guard<std::mutex> lock(process_wide().mutex);
+    std::vector<const MpiWaiter*>& all = process_wide().waiters;
+    all.erase(std::find(all.begin(), all.end(), this));
   }
   try {
     check_aborted();          // a message that is not received could match the next communicator's
   } catch (const Aborted&) {  // all ranks have left
   }
-  for (Notice& notice : sent_) {
-    HVD_MPI(MPI_Waitall(static_cast<int>(notice.requests.size()), notice.requests.data(),
-                        MPI_STATUSES_IGNORE));
+  for (std::list<Notice>* notices : {&sent_, &received_}) {
+    for (Notice& notice : *notices)
+      HVD_MPI(MPI_Waitall(static_cast<int>(notice.requests.size()), notice.requests.data(),
+                          MPI_STATUSES_IGNORE));
   }
   HVD_MPI(MPI_Comm_free(&communicator_));
+}
+
+void MpiWaiter::next_step() {
+  throw_if_aborted();
+  ++step_;
 }
 
 void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting) {
@@ -137,19 +142,19 @@ void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting)
   }
 }
 
-void MpiWaiter::Wait::check() const {
-  if (const std::string* why = abort_reason) throw Aborted(*why);
-}
+void MpiWaiter::Wait::check() const { throw_if_aborted(); }
 
 void MpiWaiter::Wait::turn(bool something_has_come) {
-  check();
+  const double waited = something_has_come ? 0 : seconds_since(start_);
   if (something_has_come) {
     start_ = Clock::now();
-    return;
+  } else if (waited < kSpinSeconds) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(Seconds(std::min(waited / 20, kMaxSleepSeconds)));
   }
-  const double waited = seconds_since(start_);
-  if (waited < kSpinSeconds) return std::this_thread::yield();
-  std::this_thread::sleep_for(Seconds(std::min(waited / 20, kMaxSleepSeconds)));
+  check();  // after the sleep, in which another thread may have aborted
+  if (waited < kSpinSeconds) return;
   if (waited > kLongSeconds && !told_) {
     told_ = true;
     const uint64_t step = waiter_.step_;
@@ -160,13 +165,15 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   if (!why.empty()) waiter_.abort(why);
 }
 
+bool MpiWaiter::Notice::complete() {
+  int done = 0;
+  HVD_MPI(
+      MPI_Testall(static_cast<int>(requests.size()), requests.data(), &done, MPI_STATUSES_IGNORE));
+  return done != 0;
+}
+
 void MpiWaiter::notify(int tag, const std::string& bytes) {
-  sent_.remove_if([](Notice& notice) {
-    int done = 0;
-    HVD_MPI(MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
-                        MPI_STATUSES_IGNORE));
-    return done != 0;
-  });
+  sent_.remove_if([](Notice& notice) { return notice.complete(); });
   post(tag, bytes, &sent_.emplace_back());
 }
 
@@ -181,46 +188,54 @@ void MpiWaiter::post(int tag, const std::string& bytes, Notice* to) const {
   }
 }
 
+// Never waits for what a rank has begun to send: it may have ended since.
 void MpiWaiter::check_aborted() {
-  while (true) {
-    int arrived = 0;
+  int arrived = 1;
+  while (arrived) {
     MPI_Status status;
     HVD_MPI(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, communicator_, &arrived, &status));
-    if (!arrived) return;
+    if (!arrived) break;
     int size = 0;
     HVD_MPI(MPI_Get_count(&status, MPI_BYTE, &size));
-    std::string bytes(size, '\0');
-    HVD_MPI(MPI_Recv(bytes.data(), size, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, communicator_,
-                     MPI_STATUS_IGNORE));
-    if (status.MPI_TAG == kAborted) set_aborted(bytes);
-    std::memcpy(&waits_in_[status.MPI_SOURCE], bytes.data(), sizeof step_);
+    Notice& notice = received_.emplace_back();
+    notice.bytes.resize(size);
+    notice.from = status.MPI_SOURCE;
+    notice.tag = status.MPI_TAG;
+    HVD_MPI(MPI_Irecv(notice.bytes.data(), size, MPI_BYTE, notice.from, notice.tag, communicator_,
+                      &notice.requests.emplace_back(MPI_REQUEST_NULL)));
   }
+  received_.remove_if([this](Notice& notice) {
+    if (!notice.complete()) return false;
+    if (notice.tag == kAborted) set_aborted(notice.bytes);
+    std::memcpy(&waits_in_[notice.from], notice.bytes.data(), sizeof step_);
+    return true;
+  });
 }
 
 void MpiWaiter::abort(const std::string& why) {
-  if (const std::string* before = abort_reason) throw Aborted(*before);
   // For ever: they may not be sent in time.
   static auto* const all_notices = new std::list<std::list<Notice>>;
   std::list<Notice>* notices = nullptr;
   {
-    std::lock_guard<std::mutex> lock(waiters().mutex);
+    std::lock_guard<std::mutex> lock(process_wide().mutex);
+    throw_if_aborted();
     notices = &all_notices->emplace_back();
-    for (const MpiWaiter* waiter : waiters().all)
+    for (const MpiWaiter* waiter : process_wide().waiters)
       waiter->post(kAborted, why, &notices->emplace_back());
   }
   const auto start = Clock::now();
   for (Notice& notice : *notices) {
-    int done = 0;
-    while (!done && seconds_since(start) < kSendReasonSeconds) {
-      HVD_MPI(MPI_Testall(static_cast<int>(notice.requests.size()), notice.requests.data(), &done,
-                          MPI_STATUSES_IGNORE));
-    }
+    do {
+      throw_if_aborted();  // by another thread
+    } while (!notice.complete() && seconds_since(start) < kSendReasonSeconds);
   }
   set_aborted(why);
 }
 
 void MpiWaiter::set_aborted(const std::string& why) {
-  abort_reason = new std::string(why);  // for ever
+  std::lock_guard<std::mutex> lock(process_wide().mutex);  // a thread may be posting notices
+  throw_if_aborted();
+  process_wide().abort_reason = new std::string(why);  // for ever
   throw Aborted(why);
 }
 

@@ -70,7 +70,7 @@ class MpiWaiter {
     // Throws Aborted if a transport of this process was aborted: MPI must not be called any more.
     void check() const;
 
-    // Checks, and sleeps if there was no progress, longer each time. Throws Aborted.
+    // Sleeps if there was no progress, longer each time, and checks. Throws Aborted.
     void turn(bool something_has_come);
 
    private:
@@ -83,7 +83,8 @@ class MpiWaiter {
   MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks);  // duplicates it
   ~MpiWaiter();
 
-  void next_step() { ++step_; }
+  // Throws Aborted if a transport of this process was aborted.
+  void next_step();
 
   // Until all requests are complete. Throws Aborted.
   void wait(std::vector<MPI_Request>& requests, const Waiting& waiting);
@@ -99,6 +100,9 @@ class MpiWaiter {
   struct Notice {
     std::string bytes;
     std::vector<MPI_Request> requests;
+    int from = 0, tag = 0;  // of one that is received
+
+    bool complete();
   };
 
   void notify(int tag, const std::string& bytes);
@@ -111,7 +115,7 @@ class MpiWaiter {
   int rank_;
   uint64_t step_ = 0;
   std::vector<uint64_t> waits_in_;  // by rank: the last step in which it said that it waits
-  std::list<Notice> sent_;
+  std::list<Notice> sent_, received_;
 };
 
 }  // namespace hvd

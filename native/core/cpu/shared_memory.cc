@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "core/base/cores.h"
+#include "core/base/process_wide.h"
 #include "core/base/threads.h"
 #include "core/cpu/mpi_wait.h"
 
@@ -24,7 +25,10 @@ namespace {
 // The most of all sets so far: the first one is that of all ranks, with which those of a smaller
 // one share their cores, too. Each rank may be bound to other cores.
 int ranks_per_core(MPI_Comm communicator, int ranks) {
-  static std::atomic<int> most{1};
+  struct Most {
+    std::atomic<int> ranks{1};
+  };
+  std::atomic<int>& most = of_process<Most>().ranks;
   Cores mask = affinity();
   double quota = cpu_quota();
   HVD_MPI(MPI_Allreduce(MPI_IN_PLACE, mask.data(), sizeof mask, MPI_BYTE, MPI_BOR, communicator));

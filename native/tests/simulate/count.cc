@@ -1,0 +1,177 @@
+// Counts the messages and bytes that each rank sends for one request, and fails if either grows
+// with the number of ranks, beyond what the operation must move. What MPI sends itself is computed.
+#include <algorithm>
+#include <cstdio>
+#include <map>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "core/engine/engine.h"
+#include "tests/simulate/network.h"
+#include "tests/simulate/transport.h"
+
+namespace hvd::sim {
+namespace {
+
+constexpr int kPerHost = 8;
+// The most by which a figure may grow when there are four times as many ranks: as the square root.
+constexpr double kMostGrowth = 2.1;
+// What is less is no growth.
+constexpr uint64_t kFew = 64, kFewBytes = 4096;
+
+struct Case {
+  const char* name;
+  Kind kind;
+  int64_t rows;                 // of 4 bytes
+  int64_t of_each = 0;          // and so many for each rank
+  const char* known = nullptr;  // why it grows, if it does
+};
+
+constexpr Case kCases[] = {
+    {"barrier", Kind::barrier, 0},
+    {"allreduce of 4 B", Kind::allreduce, 1},
+    {"allreduce of 64 KiB", Kind::allreduce, 16 << 10},
+    {"broadcast of 4 KiB", Kind::broadcast, 1 << 10},
+    {"allgather", Kind::allgather, 16},
+    {"reducescatter", Kind::reducescatter, 0, 4, "each rank sends its part to each other"},
+    {"alltoall", Kind::alltoall, 0, 1, "each rank has something for each other"},
+    {"waiting for a late rank", Kind::allreduce, 1, 0, "each rank tells all others that it waits"},
+    {"negotiation", Kind::allreduce, 1, 0, "each rank gets the reports of all"},
+};
+
+// What a rank must get or send, in bytes.
+uint64_t least_bytes(const Case& of, int ranks) {
+  const uint64_t bytes = 4 * (of.rows + of.of_each * ranks);
+  return of.kind == Kind::allgather   ? bytes * ranks
+         : of.kind == Kind::allreduce ? 2 * bytes
+                                      : bytes;
+}
+
+struct Call {
+  std::vector<float> input, output;
+  std::vector<int64_t> splits, received;
+  Fiber* waiter = nullptr;
+  bool done = false;
+};
+
+void submit(Engine& engine, const Case& of, const std::string& name, Call* call) {
+  const int ranks = static_cast<int>(engine.ranks().size());
+  const int64_t n = of.rows + of.of_each * ranks;
+  call->input.resize(n);
+  call->output.resize(of.kind == Kind::allgather ? n * ranks : n);
+  Request request;
+  request.kind = of.kind;
+  request.name = name;
+  if (of.kind != Kind::barrier) request.inputs.push_back({call->input.data(), DType::float32, {n}});
+  if (collective(of.kind).keeps_shape) request.outputs.push_back(call->output.data());
+  if (of.kind == Kind::alltoall) {
+    call->splits.assign(ranks, of.of_each);
+    call->received.resize(ranks);
+    request.inputs.push_back({call->splits.data(), DType::int64, {ranks}});
+  }
+  request.allocate = [call](size_t index, const Shape&, void** data) {
+    *data = index == 1 ? static_cast<void*>(call->received.data()) : call->output.data();
+    return Status();
+  };
+  request.done = [call, name](const Status& status) {
+    call->done = true;
+    if (!status.ok()) simulation->violate(name + ": " + status.message);
+    if (call->waiter) simulation->wake(call->waiter);
+  };
+  engine.submit(std::move(request));
+}
+
+void wait(Call* call) {
+  call->waiter = simulation->fiber();
+  while (!call->done) simulation->block(kNever);
+}
+
+// By case, the most of any rank.
+std::vector<Traffic> count(int ranks) {
+  Simulation all(1, false);
+  for (int r = 0; r < ranks; ++r) {
+    Process& process = all.processes.emplace_back();
+    process.rank = r;
+    process.host = r / kPerHost;
+  }
+  new_network({});
+  std::vector<Traffic> most(::std::size(kCases));
+  const auto script = [&](int r) {
+    std::vector<int> members(ranks);
+    std::iota(members.begin(), members.end(), 0);
+    Engine engine(
+        new_transport(MPI_COMM_WORLD, members, MpiTransport::kFewRanks, Allreduce::automatic),
+        Settings());
+    for (size_t i = 0; i < most.size(); ++i) {
+      const Case& of = kCases[i];
+      const std::string name = of.name;
+      Call meeting, one, two;
+      submit(engine, kCases[0], "meeting", &meeting);
+      wait(&meeting);
+      const Traffic before = traffic(r);
+      if (name.rfind("waiting", 0) == 0 && r == ranks - 1) all.sleep(1500 * kMillisecond);
+      if (name == "negotiation") {
+        submit(engine, of, r % 2 ? "odd" : "even", &one);
+        submit(engine, of, r % 2 ? "even" : "odd", &two);
+        wait(&two);
+      } else {
+        submit(engine, of, name, &one);
+      }
+      wait(&one);
+      most[i].messages = std::max(most[i].messages, traffic(r).messages - before.messages);
+      most[i].bytes = std::max(most[i].bytes, traffic(r).bytes - before.bytes);
+    }
+    engine.announce_leaving("");
+    (void)engine.leave(-1);
+    engine.close();
+  };
+  for (int r = 0; r < ranks; ++r) all.start(all.processes[r], [&script, r] { script(r); });
+  all.run(1000 * kSecond);
+  if (!all.violation.empty()) std::printf("FAILED %d ranks: %s\n", ranks, all.violation.c_str());
+  return most;
+}
+
+}  // namespace
+
+// Returns whether each case grows as expected, up to so many ranks.
+bool count_all(int most) {
+  const int sizes[] = {most / 16, most / 4, most};
+  std::map<int, std::vector<Traffic>> by_size;
+  for (int ranks : sizes) by_size[ranks] = count(ranks);
+  std::printf("Messages and bytes of one request, the most of any rank:\n%-26s", "ranks");
+  for (int ranks : sizes) std::printf("%21d", ranks);
+  std::printf("\n");
+  bool right = true;
+  for (size_t i = 0; i < ::std::size(kCases); ++i) {
+    const Case& of = kCases[i];
+    std::printf("%-26s", of.name);
+    double growth = 0;
+    for (size_t k = 0; k < ::std::size(sizes); ++k) {
+      const Traffic& is = by_size[sizes[k]][i];
+      std::printf("%8llu %12llu", static_cast<unsigned long long>(is.messages),
+                  static_cast<unsigned long long>(is.bytes));
+      if (k == 0) continue;
+      const Traffic& was = by_size[sizes[k - 1]][i];
+      const auto beyond = [&](const Traffic& traffic, int ranks) {
+        const uint64_t least = 2 * least_bytes(of, ranks);  // each once more, say to a leader
+        return traffic.bytes > least ? traffic.bytes - least : 0;
+      };
+      if (is.messages > kFew)
+        growth = std::max(growth, static_cast<double>(is.messages) / was.messages);
+      if (beyond(is, sizes[k]) > kFewBytes)
+        growth = std::max(growth, static_cast<double>(beyond(is, sizes[k])) /
+                                      std::max<uint64_t>(1, beyond(was, sizes[k - 1])));
+    }
+    const bool grows = growth > kMostGrowth;
+    const char* const says = grows && of.known ? "grows, known: "
+                             : grows           ? "GROWS"
+                             : of.known        ? "DOES NOT GROW ANY MORE: "
+                                               : "";
+    std::printf("  %s%s\n", says, of.known ? of.known : "");
+    right &= grows == (of.known != nullptr);
+  }
+  return right;
+}
+
+}  // namespace hvd::sim

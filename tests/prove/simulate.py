@@ -1,0 +1,122 @@
+"""Simulates jobs on several hosts, with the engine and the transports as they ship, and faults.
+
+See docs/how-we-know.md and native/tests/simulate. Each seed is a job, and runs twice. With
+--mutants, breaks the core in one place after another; the simulation must notice each.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+from tests.gpu.mutants import Build, Mutant
+from tests.prove.__main__ import BUILD, ROOT, build
+
+PROGRAM = "tests/simulate_test"
+CPU, ENGINE = "native/core/cpu", "native/core/engine"
+# File, text that is there once, and what takes its place.
+MUTANTS = (
+    (f"{ENGINE}/engine.cc", "if (!equal(proposals, head)) return negotiate();", ""),
+    (
+        f"{ENGINE}/engine.cc",
+        "!proposals.empty() && equal(proposals, head.fingerprint)",
+        "!proposals.empty()",
+    ),
+    (f"{ENGINE}/engine.cc", "agreed_ = std::move(proposals);", ""),
+    (f"{ENGINE}/negotiation.cc", "    if (row.reduces)\n", "    if (row.has_root)\n"),
+    (
+        f"{ENGINE}/agreement.cc",
+        "if (somebody_waits_for_a_rank_that_left(reports, heads))",
+        "if (false)",
+    ),
+    (f"{ENGINE}/ends.cc", "transport_->abort(why);", ";"),
+    (f"{CPU}/mpi_wait.cc", "check();  // after the sleep", "// after the sleep"),
+    (f"{CPU}/mpi_wait.cc", "  throw_if_aborted();\n  ++step_;", "  ++step_;"),
+    (
+        f"{CPU}/mpi_wait.cc",
+        "if (!notice.complete()) return false;",
+        "while (!notice.complete()) {}",
+    ),
+    (f"{CPU}/mpi_wait.cc", "waits_in_[r] < step_", "waits_in_[r] > step_"),
+    (f"{CPU}/mpi_transport.cc", "waiter_->check_aborted();  // by", "// by"),
+    (
+        f"{CPU}/mpi_transport.cc",
+        "!= my_message_.proposal.fingerprint) along_.reset()",
+        "== 0) along_.reset()",
+    ),
+    (
+        f"{CPU}/kind_transport.cc",
+        "std::count(failed.begin(), failed.end(), 0) == size()",
+        "failed[rank()] == 0",
+    ),
+    (
+        f"{CPU}/cluster_transport.cc",
+        "least(HostCounters::unpacked) + kWindow",
+        "least(HostCounters::unpacked) + 2 * kWindow",
+    ),
+    (
+        f"{CPU}/cluster_transport.cc",
+        "started < counters.least(HostCounters::packed)",
+        "started < packed",
+    ),
+    (
+        f"{CPU}/cluster_transport.cc",
+        "unpacked < counters.least(HostCounters::reduced, leaders)",
+        "unpacked < complete",
+    ),
+    (f"{CPU}/cluster_transport.cc", "&failed, 1, MPI_INT, MPI_MAX", "&failed, 1, MPI_INT, MPI_MIN"),
+    (f"{CPU}/inter_host.cc", "beyond_.empty() ? slice_.factors : Factors()", "slice_.factors"),
+    (f"{CPU}/inter_host.cc", "if (between_->done()) gather();", ""),
+)
+
+
+def mutant(path: str, old: str, new: str) -> Mutant:
+    """Makes one, of a text that must be in the file once."""
+    text = (ROOT / path).read_text()
+    if text.count(old) != 1:
+        sys.exit(f"tests/prove/simulate.py: '{old}' is {text.count(old)} times in {path}")
+    return Mutant(path, text.index(old), old, new)
+
+
+def notices(change: Mutant, number: int, seeds: int) -> str:
+    """What the simulation says of a mutant; "" if it notices nothing."""
+    original_build = Build(BUILD)
+    folder = BUILD / "simulated" / str(number)
+    folder.mkdir(parents=True, exist_ok=True)
+    original = original_build.compiled(change, PROGRAM, folder)
+    if not original:
+        sys.exit(f"{change} is no program")
+    original_build.link(PROGRAM, original, folder)
+    program = folder / pathlib.Path(PROGRAM).name
+    found = subprocess.run(
+        [str(program), "0", str(seeds), str(os.cpu_count())], capture_output=True, text=True
+    )
+    program.unlink()
+    said = re.search(r"FAILED seed (\d+: .*)", found.stdout)
+    return said[0] if said else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--mutants", action="store_true", help="seeds: of each mutant")
+    arguments = parser.parse_args()
+    build(pathlib.Path(PROGRAM).name)
+    if not arguments.mutants:
+        subprocess.run([str(BUILD / PROGRAM), "count"], check=True)
+        numbers = [arguments.first, arguments.seeds, os.cpu_count()]
+        os.execv(BUILD / PROGRAM, [str(BUILD / PROGRAM), *map(str, numbers)])
+    survivors = 0
+    for number, change in enumerate(mutant(*row) for row in MUTANTS):
+        said = notices(change, number, arguments.seeds)
+        survivors += not said
+        print(f"{change}: {said or 'SURVIVES'}", flush=True)
+    print(f"{len(MUTANTS) - survivors} of {len(MUTANTS)} mutants are noticed")
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    main()
