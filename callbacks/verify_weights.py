@@ -40,7 +40,7 @@ class VerifyWeights(Callback):  # type: ignore[misc]
             raise ValueError(f"VerifyWeights: every is {every!r}, expected a positive integer.")
         self.every = every
         self._epoch = self._batches = 0
-        self._equal = "the begin"
+        self._equal = "the beginning"
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if fitting.running(self.model) is not None:
@@ -48,7 +48,7 @@ class VerifyWeights(Callback):  # type: ignore[misc]
             if len(set(gathered)) > 1:
                 views = agree.by_rank(gathered, self.process_set)
                 raise ValueError(f"VerifyWeights: every differs by rank: {views}.")
-        self._equal = "the begin"
+        self._equal = "the beginning"
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches = epoch, 0

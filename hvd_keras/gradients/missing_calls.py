@@ -282,7 +282,7 @@ def check_weights(
 def check_values(values: "Values", when: str) -> None:
     """Compare the values of a model in ``fit``; ``when`` is "begun", "step" or "ended"."""
     global _empty_broadcast
-    # In steps one request now and then; at the begin and the end all ranks are here anyway.
+    # In steps one request now and then; at the beginning and the end all ranks are here anyway.
     reported = values.reported
     if when != "step":
         different = values.different(f"fit has {when}")  # all ranks wait for each other here

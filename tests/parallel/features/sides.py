@@ -6,6 +6,7 @@ same code here, for different sides.
 
 import dataclasses
 import functools
+import tempfile
 import zlib
 from typing import Any
 
@@ -219,7 +220,7 @@ def build(side: Side) -> Net:
     for layer in model.local:
         layer.build((None, LENGTH, 3))
     if model.normalization is not None:
-        model.normalization.adapt(all_rows(side.parts)[0]["x"])
+        model.normalization.adapt(every_row(side)[0]["x"])
     if not side.has("unbuilt"):
         x, _ = rows(side)
         model({name: values[:1] for name, values in x.items()})
@@ -227,11 +228,19 @@ def build(side: Side) -> Net:
 
 
 @functools.cache
-def all_rows(size: int, left_out: int = 0) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """All rows, and whose each is, step by step; the last step has fewer."""
+def all_rows(
+    size: int, left_out: int, in_files: bool
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """All rows, and whose each is, step by step; the last step has fewer.
+
+    A rank has rows that follow each other; but where hvd.data.shard divides them, every size-th,
+    and of files only of a last step that is not whole.
+    """
     owner = np.tile(np.repeat(np.arange(size), BATCH), STEPS)
-    if left_out:  # as hvd.data.shard divides rows
-        owner = np.arange(len(owner) - left_out) % size
+    if left_out:
+        owner = owner[:-left_out]
+        begin = len(owner) // (size * BATCH) * size * BATCH if in_files else 0
+        owner[begin:] = np.arange(len(owner) - begin) % size
     random = np.random.default_rng(1)
     x = random.normal(size=(len(owner), LENGTH, 3)).astype("float32")
     x[owner == size - 1, 1:] *= random.integers(0, 2, (int(sum(owner == size - 1)), 2, 1))
@@ -248,9 +257,44 @@ def _left_out(side: Side) -> int:
     return int(side.has("padded last batch"))
 
 
+def every_row(side: Side) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """The rows of all ranks, and whose each is."""
+    return all_rows(side.parts, _left_out(side), side.has("files"))
+
+
+@functools.cache
+def _files(side: Side) -> Any:
+    """A source of all rows, in TFRecord files of unequal length."""
+    x, y, _ = every_row(side)
+    parts = {**x, "y": y}
+    folder = tempfile.TemporaryDirectory()
+    for number, rows in enumerate(np.split(np.arange(len(y)), [3, 4])):
+        with tf.io.TFRecordWriter(f"{folder.name}/{number}.tfrecord") as file:
+            for row in rows:
+                of = {k: tf.io.serialize_tensor(v[row]).numpy() for k, v in parts.items()}
+                lists = {k: tf.train.BytesList(value=[v]) for k, v in of.items()}
+                features = {k: tf.train.Feature(bytes_list=v) for k, v in lists.items()}
+                example = tf.train.Example(features=tf.train.Features(feature=features))
+                file.write(example.SerializeToString())
+
+    def parse(records):
+        wanted = dict.fromkeys(parts, tf.io.FixedLenFeature([], tf.string))
+        texts = tf.io.parse_example(records, wanted)
+        tensors = {}
+        for name, like in parts.items():
+            one = functools.partial(tf.io.parse_tensor, out_type=like.dtype)
+            found = tf.map_fn(one, texts[name], fn_output_signature=like.dtype)
+            tensors[name] = tf.ensure_shape(found, [None, *like.shape[1:]])
+        label = tensors.pop("y")
+        return tensors, label
+
+    source = hvd.data.files(f"{folder.name}/*.tfrecord", map=parse)
+    return source, folder  # whose files are removed when it is no longer referred to
+
+
 def rows(side: Side) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """The rows of this side, step by step."""
-    x, y, owner = all_rows(side.parts, _left_out(side))
+    x, y, owner = every_row(side)
     mine = np.isin(owner, side.mine)
     return {name: values[mine] for name, values in x.items()}, y[mine]
 
@@ -259,12 +303,13 @@ def data(side: Side) -> dict[str, Any]:
     """The arguments of ``fit`` that give its data."""
     x, y = rows(side)
     batch = side.batch
-    if _left_out(side) and not side.alone:
-        x, y, _ = all_rows(side.parts, _left_out(side))
+    if (_left_out(side) or side.has("files")) and not side.alone:
+        source = _files(side)[0] if side.has("files") else every_row(side)[:2]
         arguments = {"batch_size": batch, "shuffle": False, "process_set": side.of}
-        if side.has("short last batch"):
-            return {"x": hvd.data.shard((x, y), **arguments)}
-        mine = hvd.data.shard((x, y), uneven="pad", **arguments)
+        if not side.has("padded last batch"):
+            mine = hvd.data.shard(source, **arguments)
+            return {"x": mine.filter(lambda *_: True) if side.has("unknown length") else mine}
+        mine = hvd.data.shard(source, uneven="pad", **arguments)
         # Keras wants a dimension more for sequences.
         return {"x": mine.map(lambda x, y, weight: (x, y, weight[:, tf.newaxis]))}
     if not side.has("unknown length"):
@@ -285,6 +330,8 @@ def callbacks(side: Side, model: Net) -> list[Any]:
     own = [v for layer in model.local for v in layer.variables] if side.has("tape") else None
     first = [hvd.callbacks.BroadcastGlobalVariablesCallback(side.of.ranks[-1], own)]
     first.append(hvd.callbacks.MetricAverageCallback())
+    if side.has("VerifyWeights"):
+        first.append(hvd.callbacks.VerifyWeights(1))
     if side.has("tape"):
         for callback in first:
             callback._hvd_process_set = side.of

@@ -15,10 +15,10 @@ from hvd_keras.runtime.keras import keras
 from tests.parallel.features import table
 from tests.parallel.features.sides import (
     Side,
-    all_rows,
     build,
     callbacks,
     compiled,
+    every_row,
     fit,
     result,
     rows,
@@ -117,7 +117,7 @@ def evaluate(side: Side, folder: pathlib.Path) -> dict[str, np.ndarray]:
     if not side.alone:
         every = hvd.allgather(predicted, process_set=side.of).numpy()
     else:
-        _, _, owner = all_rows(side.parts)
+        _, _, owner = every_row(side)
         every = predicted[np.argsort(owner, kind="stable")]
     return {"loss": loss, "predictions": every}
 
@@ -126,7 +126,7 @@ def _loop(side: Side) -> dict[str, np.ndarray]:
     """A loop in which the last rank has a batch less than the others, and joins."""
     model = build(side)
     x, y = rows(side)
-    _, _, owner = all_rows(side.parts)
+    _, _, owner = every_row(side)
     last = side.parts - 1
     problem = None
     if not side.alone:

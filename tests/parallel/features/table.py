@@ -51,6 +51,8 @@ FEATURES = {
     "steps_per_execution": Feature(compile={"steps_per_execution": 2}),
     "tape": Feature(own_step=True),
     "custom train_step": Feature(own_step=True),
+    "VerifyWeights": Feature(),
+    "files": Feature(alone=True),
     "tf_keras": Feature(alone=True),
 }
 # With whether one process does the same; otherwise it does what it does in "plain".
@@ -148,6 +150,8 @@ RULES = [
                 "unbuilt",
                 "steps_per_execution",
                 "custom train_step",
+                "VerifyWeights",
+                "files",
                 *list(SITUATIONS)[4:],
             )
         ),
@@ -302,8 +306,9 @@ process trains with the rows of both ranks.
 
 `make matrix` writes this page; `make test` repeats a sample. "process set": two ranks beside a
 third. "fewer ranks": one rank continues a checkpoint of two. "frozen layer": a second `compile`
-and `fit` with a frozen layer. "short" and "padded last batch": `hvd.data.shard` with
-`uneven="share"` and `"pad"`, the latter without logs, in which Keras counts the padding's rows.
+and `fit` with a frozen layer. "files": rows from `hvd.data.files`. "short" and "padded last batch":
+`hvd.data.shard` with `uneven="share"` and `"pad"`, the latter without logs, in which Keras counts
+the padding's rows.
 
 """
 
