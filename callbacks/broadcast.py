@@ -6,7 +6,7 @@ from typing import Any
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.gradients import agreement, model_ranks
-from hvd_keras.hooks import building, fitting, preprocessing, variables
+from hvd_keras.hooks import fitting, preprocessing, variables
 from hvd_keras.hooks.statistics_averaging import StatisticsAveraging
 from hvd_keras.runtime import libraries, log, rank_info
 
@@ -80,7 +80,7 @@ class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: 
         if fit is not None and fit.restored:
             return
         if process_set.size() == 1:
-            if building.is_built(self.model):
+            if variables.is_built(self.model):
                 variables.of_training(self.model)  # builds the optimizer, as on several ranks
             return
         fitting.check_built(self.model)

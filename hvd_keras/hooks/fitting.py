@@ -16,13 +16,13 @@ import tensorflow as tf
 from hvd_keras import data, observe, ops
 from hvd_keras.gradients import agreement, compare, division, missing_calls, model_ranks
 from hvd_keras.hooks import (
-    building,
     keras_callbacks,
     keras_classes,
     losses,
     preprocessing,
     progress,
     values,
+    variables,
 )
 from hvd_keras.hooks.keras_callbacks import Fit
 from hvd_keras.runtime import agree, rank_info, settings
@@ -275,9 +275,9 @@ def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
     model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
-    is_built = building.is_built(model) and model_ranks.has_built_optimizers(model)
+    is_built = variables.is_built(model) and model_ranks.has_built_optimizers(model)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
-        own.problem = building.build(model, dataset.element_spec)
+        own.problem = variables.build(model, dataset.element_spec)
     if process_set.size() == 1:
         own.unbuilt = _why_unbuilt(own) or ""
         return
@@ -288,7 +288,7 @@ def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
 
 
 def _why_unbuilt(own: Fit) -> str | None:
-    if own.problem is None or not building.unbuilt(own.model) - {id(own.model)}:
+    if own.problem is None or not variables.unbuilt(own.model) - {id(own.model)}:
         return None
     return f"{type(own.problem).__name__}: {own.problem}"
 

@@ -1,7 +1,13 @@
-"""Broadcasts, averages and lists the variables of a training."""
+"""Creates, broadcasts, averages and lists the variables of a training.
 
+A Sequential without ``Input`` and most subclassed models have no variables before Keras traces
+their first step. Broadcasting, restoring checkpoints and seeding need them earlier.
+"""
+
+import contextlib
 import importlib
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -9,6 +15,7 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import agreement, missing_calls, model_ranks, shards
+from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -158,3 +165,86 @@ def global_seed_states() -> list[Any]:
     home = importlib.import_module("keras.src.random.seed_generator")
     require(home, "global_seed_generator", "to give each rank its own randomness")
     return [home.global_seed_generator().state]
+
+
+# Layers that had no variables after a step of their model was traced: the model does not use them.
+_unused: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+
+def is_built(model: Any) -> bool:
+    """Whether all layers that the model uses have their variables."""
+    return unbuilt(model) <= _unused.get(model, set())
+
+
+def unbuilt(model: Any) -> set[int]:
+    """Return the ids of the layers that are not built."""
+    return {id(layer) for layer in model._flatten_layers() if not layer.built}
+
+
+def build(model: Any, element_spec: Any) -> Exception | None:
+    """Create the variables of a compiled model, its metrics and its optimizers.
+
+    Traces the model's own ``train_step``, if it has one, or else the forward pass, into a graph
+    that never runs. Variables are created outside of the graph, as in every step that Keras traces.
+
+    Args:
+        element_spec: the spec of the argument of ``train_step``, a ``Dataset.element_spec``.
+
+    Returns:
+        The exception that the model raised, if it cannot be traced; then variables may be missing.
+    """
+    has_own_step = type(model).train_step is not keras.Model.train_step
+
+    def forward(data: Any) -> None:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        # As Keras's train_step calls it.
+        if getattr(model, "_call_has_training_arg", True):
+            model(x, training=True)
+        else:
+            model(x)
+
+    def step(data: Any) -> None:
+        model.train_step(data)
+
+    # A step of the user's may use several optimizers; Keras's own needs the forward pass alone.
+    traced = step if has_own_step else forward
+    if hasattr(model, "_autoconvert_optionals"):
+        traced = model._autoconvert_optionals(traced)
+    with agree.within(agree.is_building, True):
+        try:
+            with _traced_functions():
+                tf.function(traced, autograph=is_legacy).get_concrete_function(element_spec)
+        except Exception as error:
+            log.logger.debug(
+                "model %s cannot be traced before its first step: %r", model.name, error
+            )
+            if has_own_step or not model.run_eagerly or not _call_on_zeros(model, element_spec):
+                return error
+    _unused[model] = unbuilt(model)
+    return None
+
+
+def _call_on_zeros(model: Any, element_spec: Any) -> bool:
+    """Call an eager model that cannot be traced on a batch of one row of zeros."""
+
+    def zeros(spec: tf.TensorSpec) -> tf.Tensor:
+        return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
+
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(element_spec)
+    try:
+        model(tf.nest.map_structure(zeros, x), training=False)
+    except Exception as error:
+        log.logger.debug("model %s cannot be called on zeros: %r", model.name, error)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _traced_functions() -> Iterator[None]:
+    """Traces functions even after ``tf.config.run_functions_eagerly(True)``."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(False)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)

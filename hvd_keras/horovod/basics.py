@@ -13,9 +13,9 @@ import hvd_keras
 from hvd_keras import lifecycle
 from hvd_keras.gradients import missing_calls, model_ranks
 from hvd_keras.ops import ReduceOp, without_data
-from hvd_keras.ops.reduction import chosen
 from hvd_keras.runtime import log, rank_info, settings
 from hvd_keras.runtime import process_sets as own
+from hvd_keras.runtime.reductions import chosen
 
 
 class ProcessSet(own.ProcessSet):

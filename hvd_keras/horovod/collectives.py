@@ -15,9 +15,9 @@ import tensorflow as tf
 from hvd_keras import ops
 from hvd_keras.hooks.variables import broadcast_variables as _broadcast_variables
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import chosen
 from hvd_keras.runtime import objects
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.reductions import chosen
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -8,19 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import (
-    Adasum,
-    Average,
-    Compression,
-    Compressor,
-    ReduceOp,
-    Sum,
-    check_reducible,
-    chosen,
-    wire_dtype,
-)
+from hvd_keras.ops.reduction import Compression, Compressor, check_reducible, wire_dtype
 from hvd_keras.ops.slices import name_of_slices, reduce_slices
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum, chosen
 
 # The functions that the script reduces tensors in.
 _reducing: weakref.WeakSet[Any] = weakref.WeakSet()

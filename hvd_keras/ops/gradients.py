@@ -8,9 +8,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.ops.reduction import Adasum, Average, Product, ReduceOp, Sum
 from hvd_keras.ops.validate import raw
 from hvd_keras.runtime import process_sets, rank_info
+from hvd_keras.runtime.reductions import Adasum, Average, Product, ReduceOp, Sum
 
 
 def _call(op: Any, suffix: str = ".gradient") -> dict[str, Any]:

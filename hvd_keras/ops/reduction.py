@@ -4,14 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.runtime.reductions import Adasum as Adasum
-from hvd_keras.runtime.reductions import Average as Average
-from hvd_keras.runtime.reductions import Max as Max
-from hvd_keras.runtime.reductions import Min as Min
-from hvd_keras.runtime.reductions import Product as Product
-from hvd_keras.runtime.reductions import ReduceOp as ReduceOp
-from hvd_keras.runtime.reductions import Sum as Sum
-from hvd_keras.runtime.reductions import chosen as chosen
+from hvd_keras.runtime.reductions import Adasum, Average, Max, Min, ReduceOp, Sum
 
 
 def check_reducible(

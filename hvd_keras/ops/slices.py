@@ -3,8 +3,9 @@
 import tensorflow as tf
 
 from hvd_keras.ops import validate
-from hvd_keras.ops.reduction import Average, Compression, Compressor, ReduceOp
+from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.runtime.reductions import Average, ReduceOp
 
 
 def name_of_slices(name: str) -> str:
