@@ -38,7 +38,8 @@ class Job {
     Status status;
     Fiber* waiter = nullptr;
     uint64_t bits = 0;  // of the result, when it was done
-    bool submitted = false, done = false, kept = false;
+    Nanoseconds submitted = 0;
+    bool done = false, kept = false;
   };
 
   explicit Job(uint64_t seed, bool shows = false) : plan(seed), simulation_(seed, shows) {
@@ -132,7 +133,7 @@ class Job {
     ended_.insert(r);
     if (result == Engine::LeaveResult::all_left) return;
     for (auto& engine : engines) engine.release();  // its thread ends with the process
-    simulation_.kill(process);
+    process.dead = true;                            // what it has sent still arrives
     simulation_.block(kNever);
   }
 
@@ -196,7 +197,7 @@ class Job {
     };
     request.keep = [&call] { call.kept = true; };
     request.done = [this, &call, r](const Status& status) { done(call, r, status); };
-    call.submitted = true;
+    call.submitted = simulation_.now;
     simulation_.trace("submits " + item.text());
     engine.submit(std::move(request));
   }
@@ -250,6 +251,11 @@ class Job {
     const auto wrong = [&](const std::string& why) {
       simulation_.violate(item.text() + " of rank " + std::to_string(r) + " " + why);
     };
+    // A reason that is not long, and not cut off, has come before.
+    const auto given_up = given_up_.find(item.text());
+    if (given_up != given_up_.end() && call.submitted > given_up->second + 2 * kSecond &&
+        plan.conditions.eager_bytes >= 4096 && !plan.cuts())
+      wrong("runs although others have given it up");
     if (mismatched_) return;  // so ranks differ in which requests belong together
     // A rank that differs from none, since they have joined, may run it.
     if (plan.refused.count(item.text()) && !plan.joining) wrong("runs although a rank cannot");
@@ -353,6 +359,8 @@ class Job {
         mismatched_ |= text.find("none has called another") != std::string::npos;
         break;
       case Code::deadline_exceeded:
+        if (plan.leaves_early) wrong("does not say who has left");
+        given_up_.emplace(call.item.text(), simulation_.now);
         check_accusation(text, r, wrong);
         break;
       case Code::internal:
@@ -424,8 +432,9 @@ class Job {
   bool aborts_for_mpi_ = false, mismatched_ = false;
   std::set<int> ended_;
   std::set<std::string> accusations_;
-  std::map<int, std::string> reasons_;       // of leaving, by rank
-  std::map<std::string, uint64_t> results_;  // bits, by request
+  std::map<std::string, Nanoseconds> given_up_;  // requests, by the first rank that did
+  std::map<int, std::string> reasons_;           // of leaving, by rank
+  std::map<std::string, uint64_t> results_;      // bits, by request
 };
 
 }  // namespace hvd::sim

@@ -70,6 +70,7 @@ struct Plan {
     write_programs();
     if (random.chance(2)) deviate();
     if (random.chance(2)) choose_fault(hosts);
+    leaves_early &= faults.empty();
   }
 
   Random random;
@@ -86,6 +87,7 @@ struct Plan {
   std::vector<Fault> faults;
   std::set<int> culprits;  // ranks
   bool joining = false;
+  bool leaves_early = false;      // a rank, and nothing else goes wrong
   bool agrees = true;             // all ranks submit the same
   std::set<std::string> refused;  // requests whose error is planned
 
@@ -95,6 +97,7 @@ struct Plan {
       if (own.text() == item.text()) return &own;
     return nullptr;
   }
+  bool cuts() const { return !faults.empty() && faults[0].what == Fault::cut; }
   static bool joins(const std::vector<Item>& program) {
     return !program.empty() && program.back().kind == Kind::join;
   }
@@ -189,6 +192,7 @@ struct Plan {
       program.resize(&item - program.data());
       culprits.insert(rank);
       if (what == 4) stays.insert(rank);
+      leaves_early = what > 4 && some.empty() && !joining;
       agrees = false;
     }
   }
