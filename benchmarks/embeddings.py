@@ -1,6 +1,7 @@
 """What ranks divide, compared with the whole on each rank: memory, bytes moved, step time.
 
     hvdrun -np 2 python benchmarks/embeddings.py            # a table
+    hvdrun -np 2 python benchmarks/embeddings.py --many     # a table for each id of a sample
     hvdrun -np 2 python benchmarks/embeddings.py --state    # an optimizer's state
 
 A step looks up BATCH x IDS ids of each rank, whose frequencies follow a power law, and updates the
@@ -28,14 +29,15 @@ IDS = 26  # of one sample
 
 def make(layer, ids):
     """Returns a step, and the variables that it updates."""
-    layer.build()
+    layer(ids)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adagrad(0.01))
     optimizer.build(layer.trainable_variables)
 
     @tf.function
     def step():
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.square(layer(ids) - 1.0))
+            found = keras.tree.flatten(layer(ids))
+            loss = tf.add_n([tf.reduce_mean(tf.square(rows - 1.0)) for rows in found])
         gradients = tape.gradient(loss, layer.trainable_variables)
         optimizer.apply(gradients, layer.trainable_variables)
 
@@ -152,6 +154,7 @@ def main():
     parser.add_argument("--width", type=int, default=64, help="of a row (default 64)")
     parser.add_argument("--batch", type=int, default=1024, help="samples of a rank (default 1024)")
     parser.add_argument("--repeats", type=int, default=20, help="(default 20)")
+    parser.add_argument("--many", action="store_true", help="26 tables of so many rows")
     parser.add_argument("--state", action="store_true", help="an optimizer's state, no table")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
     options = parser.parse_args()
@@ -161,17 +164,23 @@ def main():
         return
     random = np.random.default_rng(hvd.rank())
     ids = np.minimum(random.zipf(1.2, (options.batch, IDS)), options.rows) - 1
-    unique = len(np.unique(ids))
     shape = options.rows, options.width
-    divided, its = make(hvd.layers.Embedding(*shape, shard="rows"), tf.constant(ids))
-    whole, all_of_it = make(keras.layers.Embedding(*shape), tf.constant(ids))
-    hvd.broadcast_variables(all_of_it, 0)
     item = 4 * options.width
-    steps = {
-        "divided by rows": divided,
-        "whole on each rank": whole,
-        "bound": make_bound([8 * ids.size, item * unique, item * ids.size]),
-    }
+    if options.many:
+        given = {str(i): tf.constant(ids[:, i]) for i in range(IDS)}
+        unique = sum(len(np.unique(of_table)) for of_table in ids.T)
+        tables = {name: hvd.layers.Embedding(*shape) for name in given}
+        divided, its = make(hvd.layers.Embeddings(tables), given)
+        steps = {f"{IDS} tables": divided}
+        memories = [its]
+    else:
+        unique = len(np.unique(ids))
+        divided, its = make(hvd.layers.Embedding(*shape, shard="rows"), tf.constant(ids))
+        whole, all_of_it = make(keras.layers.Embedding(*shape), tf.constant(ids))
+        hvd.broadcast_variables(all_of_it, 0)
+        steps = {"divided by rows": divided, "whole on each rank": whole}
+        memories = [its, all_of_it]
+    steps["bound"] = make_bound([8 * ids.size, item * unique, item * ids.size])
     bytes_moved = {}
     for name, step in steps.items():  # the first call traces
         step()
@@ -180,7 +189,7 @@ def main():
         bytes_moved[name] = moved() - before
     times = np.array([[seconds(step) for step in steps.values()] for _ in range(options.repeats)])
     times = np.median(hvd.allreduce(times, op=hvd.Max, name="times").numpy(), axis=0)
-    memory = [sum(int(np.prod(v.shape)) * 4 for v in found) for found in (its, all_of_it)]
+    memory = [sum(int(np.prod(v.shape)) * 4 for v in found) for found in memories]
     rows = [
         {
             "what": name,
@@ -198,7 +207,8 @@ def main():
         return
     print(
         f"{hvd.size()} ranks, {shape[0]} x {shape[1]} float32, {ids.size} ids a step and rank, "
-        f"{unique} of them different; medians of {options.repeats}\n\n"
+        f"{unique} of them different, {hvd.size() * ids.size / times[0]:,.0f} lookups a second; "
+        f"medians of {options.repeats}\n\n"
         "| table | MB of table and slots on a rank | MB sent in a step | ms a step |\n"
         "|---|---|---|---|"
     )

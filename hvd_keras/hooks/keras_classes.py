@@ -3,6 +3,7 @@
 - Batch normalisation has the statistics of all ranks' batches.
 - After the first update of single rows TensorFlow copies a variable whenever it is read as a whole,
   and ``Embedding`` reads its whole table to gather a few rows. Reading only these gives the same.
+- ``Adagrad`` updates only rows that have gradients, but computes with all of its accumulator.
 - ``LossScaleOptimizer`` (``mixed_float16``) skips an update whose gradients overflow. It checks
   this rank's gradients only: if one rank skipped an update and another did not, their weights would
   differ from then on.
@@ -199,6 +200,32 @@ def _updates_rows(optimizer: Any) -> bool:
         and reducer is not None
         and not reducer.options.sparse_as_dense
     )
+
+
+def wrap_update_step(keras_update: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``Adagrad.update_step``: of sparse gradients only the rows, each of them once."""
+
+    def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        # Without epsilon, Keras makes rows without gradients NaN where their accumulator is 0.
+        is_sparse = isinstance(gradient, tf.IndexedSlices) and self.epsilon > 0
+        if not is_sparse or model_ranks.of_optimizer(self) is None:
+            return keras_update(self, gradient, variable, learning_rate)
+        slot = self._accumulators[self._get_variable_index(variable)]
+        slot, table = shards.inner_variable(slot), shards.inner_variable(variable)
+        values = tf.cast(gradient.values, table.dtype)
+        rows, place = tf.unique(gradient.indices)
+        # As Keras, the square of each gradient, not of the sum of those of a row.
+        total, squares = (
+            tf.math.unsorted_segment_sum(v, place, tf.size(rows))
+            for v in (values, tf.square(values))
+        )
+        sums = tf.gather(slot, rows) + squares
+        slot.scatter_update(tf.IndexedSlices(sums, rows))
+        step = tf.cast(learning_rate, table.dtype) * total / tf.sqrt(sums + self.epsilon)
+        table.scatter_sub(tf.IndexedSlices(step, rows))
+        return None
+
+    return update_step
 
 
 def wrap_apply(keras_apply: Callable[..., None]) -> Any:

@@ -73,12 +73,14 @@ def _require_what_is_read() -> None:
 def _rows() -> list[Patch]:
     model, layers = keras.Model, keras.layers
     optimizer, scaled = keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer
+    adagrad = keras.optimizers.Adagrad
     bar, files = keras.callbacks.ProgbarLogger, zero.wrap_files
     return [
         Patch(model, "_maybe_symbolic_build", _VARIABLES, fitting.wrap_symbolic_build),
         Patch(bar, "set_params", "to show one rank's progress bar by default", fitting.wrap_bar),
         Patch(optimizer, "apply", _NOT_DISTRIBUTED, missing_calls.wrap_apply(_updated)),
         Patch(optimizer, "add_variable_from_reference", "to divide slots", shards.wrap_add_slot),
+        Patch(adagrad, "update_step", "to update rows alone", keras_classes.wrap_update_step),
         Patch(scaled, "apply", "to exchange gradients early", keras_classes.wrap_apply),
         Patch(scaled, "save_own_variables", "to write whole slots (shard_state)", files),
         Patch(scaled, "load_own_variables", "to read whole slots (shard_state)", files),
