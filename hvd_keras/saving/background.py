@@ -71,7 +71,8 @@ class Background:
             self._undo()
             raise
         finally:
-            _running.discard(future)
+            if future.done():  # not if an interrupt came while it was waited for
+                _running.discard(future)
         if self._left:
             self._submit()
 

@@ -1,6 +1,8 @@
 """Checkpoints are written while training goes on."""
 
 import errno
+import signal
+import sys
 import threading
 
 import keras
@@ -33,17 +35,18 @@ class Slow:
     def __init__(self, monkeypatch, steps: int, error: OSError | None = None) -> None:
         self.callback = keras.callbacks.LambdaCallback(on_train_batch_end=self._count)
         self.batches = 0  # of all epochs
-        self._steps, self._passed, self._error = steps, threading.Event(), error
+        self.passed = threading.Event()
+        self._steps, self._error = steps, error
         self._write = storage.write
         monkeypatch.setattr(storage, "write", self._wait)
 
     def _count(self, batch, logs) -> None:
         self.batches += 1
         if self.batches % self._steps == 0:
-            self._passed.set()
+            self.passed.set()
 
     def _wait(self, *arguments) -> None:
-        assert self._passed.wait(timeout=60), "training waits for the file"
+        assert self.passed.wait(timeout=60), "training waits for the file"
         if self._error:
             raise self._error
         self._write(*arguments)
@@ -65,6 +68,25 @@ def test_training_goes_on_while_a_file_is_written(directory, monkeypatch, jit_co
     if RANK == 0:
         assert storage.files(directory)[0].name == f"checkpoint-0000{EPOCHS}-0000000.h5"
     assert_same_state(again, undisturbed)
+
+
+def test_a_signal_that_ends_fit_waits_for_the_file(directory, monkeypatch) -> None:
+    slow = Slow(monkeypatch, steps=1000)
+
+    def terminate(batch, logs) -> None:
+        if batch == 2:
+            threading.Timer(0.5, slow.passed.set).start()
+            signal.raise_signal(signal.SIGTERM)
+
+    end = keras.callbacks.LambdaCallback(on_train_batch_end=terminate)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))
+    try:
+        with pytest.raises(SystemExit):
+            train(build(adam), hvd.callbacks.Checkpoint(directory, save_freq=2), end)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if RANK == 0:
+        assert [path.name for path in directory.iterdir()] == ["checkpoint-00000-0000002.h5"]
 
 
 def test_an_error_of_the_writing_thread_comes_at_the_same_step_on_all_ranks(
