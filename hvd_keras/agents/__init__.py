@@ -122,8 +122,8 @@ class Agent:
             command, stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )
         self._process = cast(Any, agent)  # its pipes are there
-        told = {"secret": call.secret, "run": call.run, "address": self._address}
-        print(json.dumps(told), file=self._process.stdin, flush=True)
+        config = {"secret": call.secret, "run": call.run, "address": self._address}
+        print(json.dumps(config), file=self._process.stdin, flush=True)
         self._port = self._process.stdout.readline().strip()
         if not self._port:
             self.__exit__()

@@ -107,11 +107,11 @@ def main() -> int:
     """Serve until stdin ends."""
     if os.fork():
         os._exit(0)  # a worker of Ray kills its children when it ends; they are not asked first
-    told = json.loads(sys.stdin.readline())
-    run, jobs = told["run"], set[str]()
+    config = json.loads(sys.stdin.readline())
+    run, jobs = config["run"], set[str]()
     _sweep(run, jobs, 0.0)
-    listener = socket.create_server((told["address"], 0))
-    _thread(_accept, listener, told["secret"], run, jobs)
+    listener = socket.create_server((config["address"], 0))
+    _thread(_accept, listener, config["secret"], run, jobs)
     print(listener.getsockname()[1], flush=True)
     sys.stdin.read()
     _sweep(run, jobs, GRACE)

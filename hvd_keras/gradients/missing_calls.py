@@ -385,17 +385,17 @@ def _count_requests(*kinds: str) -> int:
 
 def _warn_later(text: str, is_needless: Callable[[], bool], is_due: Callable[[], bool]) -> None:
     """Warn when it is due, at the latest at the end, unless the script made it needless by then."""
-    told = threading.Lock()
+    done = threading.Lock()
 
     def tell_now() -> None:
-        if told.acquire(blocking=False):  # the thread and the end of the script may meet here
+        if done.acquire(blocking=False):  # the thread and the end of the script may meet here
             atexit.unregister(tell_now)
             if not is_needless():
                 log.warn_once(text)
 
     def wait() -> None:
         # In a graph later steps run no Python code, so a thread asks.
-        while rank_info.is_initialized() and not is_due() and not told.locked():
+        while rank_info.is_initialized() and not is_due() and not done.locked():
             time.sleep(_POLL_SECONDS)
         tell_now()
 

@@ -11,12 +11,12 @@ class UsageError(Exception):
 
 
 @contextlib.contextmanager
-def refusing(told: str, advice: str = "") -> Iterator[None]:
+def refusing(message: str, advice: str = "") -> Iterator[None]:
     """Make an OSError of this block a UsageError that begins and ends so."""
     try:
         yield
     except OSError as error:
-        raise UsageError(f"{told}: {error.strerror or error}{advice}") from error
+        raise UsageError(f"{message}: {error.strerror or error}{advice}") from error
 
 
 # A file in the folder of a call (`run_function`): no UsageError comes any more, so that an exit

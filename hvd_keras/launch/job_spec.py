@@ -55,8 +55,7 @@ def build(given: argparse.Namespace) -> JobSpec:
         words = ["-m", *given.module]
     if given.check:
         if words:
-            told = " ".join(words)
-            raise UsageError(f"--check got the command {told!r}; --check takes no command")
+            raise UsageError(f"--check got {' '.join(words)!r}; expected no command")
         words = [sys.executable, "-m", "hvd_keras.check"]
         if given.size is None and not (given.hosts or given.hostfile):
             given.size = min(2, usable_cores())

@@ -90,10 +90,10 @@ def call(
         command = [sys.executable, "-m", "hvd_keras.hvdrun"]
         command += ["--call", str(os.getpid()), folder, *options]
         command += [sys.executable, "-m", "hvd_keras.launch.run_function"]
-        status, told = _follow(command, out or sys.stdout, err or sys.stderr, process)
+        status, errors = _follow(command, out or sys.stdout, err or sys.stderr, process)
         if status != 0:
             refused = status == 2 and not Path(folder, STARTED).exists()
-            raise (ValueError if refused else RuntimeError)(f"{name}: {told.strip()}")
+            raise (ValueError if refused else RuntimeError)(f"{name}: {errors.strip()}")
         paths = Path(folder).glob(f"{RESULT}-*")
         results = {int(path.name.rpartition("-")[2]): path for path in paths}
         return [results[rank].read_bytes() for rank in sorted(results)]

@@ -39,20 +39,20 @@ async def run(
         folder.rmdir()  # the ranks have left it empty if nothing went wrong
     if verdict.status != 0 and folder.exists():
         try:
-            told = f"{postmortem.conclusion(folder)}\nmore: python -m hvd_keras.postmortem {folder}"
+            text = f"{postmortem.conclusion(folder)}\nmore: python -m hvd_keras.postmortem {folder}"
         except ValueError as error:
-            told = str(error)
-        say(f"postmortem: {told}")
+            text = str(error)
+        say(f"postmortem: {text}")
     return verdict
 
 
 def _place(folder: Path, size: int) -> str:
     """Say where a rank was that ended without a traceback; empty if not all ranks have told."""
-    told = ""
+    text = ""
     if len([*folder.glob("rank-*.requests")]) == size:  # all were on this host, and joined
         with contextlib.suppress(ValueError):
-            told = postmortem.conclusion(folder)
-    return f"postmortem: {told}" if "\n" in told else ""
+            text = postmortem.conclusion(folder)
+    return f"postmortem: {text}" if "\n" in text else ""
 
 
 def _new_folder(parent: str) -> Path:

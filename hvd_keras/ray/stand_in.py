@@ -42,10 +42,10 @@ def stand_in(name: str) -> None:
     given = {k: v for k, v in os.environ.items() if k.startswith(PREFIXES) and k != CALL}
     with connection, connection.makefile("rw") as stream:
         print(json.dumps(given), file=stream, flush=True)
-        told = stream.readline()
-    if not told:
+        reply = stream.readline()
+    if not reply:
         os.kill(os.getpid(), signal.SIGKILL)  # as the worker
-    if error := json.loads(told)["error"]:
+    if error := json.loads(reply)["error"]:
         raise RuntimeError(f"the worker of rank {rank} failed:\n{error}")
 
 

@@ -47,12 +47,12 @@ class Collector:
         latest = {rank: own[-1] for rank, own in past.items()}
         yield GaugeMetricFamily("hvd_ranks", "Ranks of the job.", value=statistics.size)
         yield CounterMetricFamily("hvd_restarts", "By hvdrun.", value=max(0, statistics.starts - 1))
-        told = {rank: recent(own) | own[-1]["training"] for rank, own in past.items()}
+        values = {rank: recent(own) | own[-1]["training"] for rank, own in past.items()}
         for family, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text, key in metrics:
                 metric = family(name, text, labels=("rank", "host"))
                 for rank, numbers in latest.items():
-                    if (value := told[rank].get(key)) is not None:
+                    if (value := values[rank].get(key)) is not None:
                         metric.add_metric((str(rank), numbers["host"]), value)
                 yield metric
         for name, text, key in COLLECTIVES:
@@ -81,6 +81,6 @@ def serve(address: str, port: int, statistics: Statistics) -> None:
         ) from error
     registry = CollectorRegistry()
     registry.register(Collector(statistics))
-    told = f"--metrics got {address}:{port}, where hvdrun cannot listen"
-    with refusing(told, "; expected a free port of this host"):
+    message = f"--metrics got {address}:{port}, where hvdrun cannot listen"
+    with refusing(message, "; expected a free port of this host"):
         start_http_server(port, address, registry)

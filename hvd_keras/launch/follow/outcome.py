@@ -239,8 +239,8 @@ def _describe_absent(reports: dict[int, Report], waiting: int) -> str:
 def names(ranks: Sequence[int], hosts: Iterable[str] = ()) -> str:
     """Return "rank 1" or "ranks 1, 2 on server1 and server2"; this host has an empty name."""
     place = " and ".join(sorted({*hosts} - {""}))
-    told = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-    return f"{told} on {place}" if place else told
+    text = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{text} on {place}" if place else text
 
 
 def _describe_others(reports: dict[int, Report], size: int, culprit: int | None) -> list[str]:

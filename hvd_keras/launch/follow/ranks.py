@@ -48,8 +48,8 @@ class _Peer(Connection):
 def _listen_in(directory: Path) -> socket.socket:
     """Listen on a Unix socket in a folder, whose path may be longer than a socket's address."""
     listener, advice = socket.socket(socket.AF_UNIX), "; set TMPDIR to one on another file system"
-    told = f"cannot make a socket in {directory}"
-    with refusing(told, advice), channel.in_folder(directory) as folder:
+    message = f"cannot make a socket in {directory}"
+    with refusing(message, advice), channel.in_folder(directory) as folder:
         listener.bind(f"{folder}/{SOCKET}")
     listener.listen(socket.SOMAXCONN)
     return listener
@@ -192,14 +192,14 @@ class Ranks:
                 await self.output.wait_for_room(limits.CHECK)
                 peer.heard = time.monotonic()
                 peer.send(waiting=True)  # it must hear from us while it cannot send
-        elif "told" in message:
-            told = message["told"]
-            if "mark" in told:
-                report.note(told["mark"])
+        elif "notice" in message:
+            notice = message["notice"]
+            if "mark" in notice:
+                report.note(notice["mark"])
                 self.changed()
-            elif "statistics" in told:
+            elif "statistics" in notice:
                 host = peer.host or socket.gethostname()
-                self.statistics.take(peer.rank, host, told["statistics"])
+                self.statistics.take(peer.rank, host, notice["statistics"])
         elif "input_was_read" in message:
             self._input_was_read.put_nowait(message["input_was_read"])
         elif "orphan" in message:

@@ -194,8 +194,8 @@ def connect(addresses: str) -> socket.socket:
             except OSError as error:
                 problems[address] = error.strerror or str(error)
         time.sleep(TRY_AGAIN)
-    told = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
+    reasons = "; ".join(f"{address}: {problem}" for address, problem in problems.items())
     raise SystemExit(
-        f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {told}; check that no "
+        f"hvdrun: {socket.gethostname()} cannot connect to hvdrun: {reasons}; check that no "
         "firewall blocks connections between the job's hosts"
     )

@@ -52,7 +52,7 @@ CALL = "HVDRUN_CALL"
 # Files there: the pickled function with its arguments, and what the function has returned.
 FUNCTION, RESULT = "function", "result"
 
-TOLD = 1 << 18  # bytes of one message of the rank at most
+NOTICE = 1 << 18  # bytes of one message of the rank at most
 SWEEP = Path(__file__).with_name("sweep.py")  # the script that ends all that is left of a job here
 
 
@@ -270,11 +270,11 @@ class Worker:
     def _hear(self, ear: socket.socket) -> bool:
         """Pass on what hvd_keras tells; returns whether there was something."""
         try:
-            told = ear.recv(TOLD)
+            notice = ear.recv(NOTICE)
         except BlockingIOError:
             return False
         with contextlib.suppress(ValueError):  # not of hvd_keras
-            self._connection.send(told=json.loads(told))
+            self._connection.send(notice=json.loads(notice))
         return True
 
     async def _relay(self, pipe: int, name: str) -> None:

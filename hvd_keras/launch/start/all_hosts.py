@@ -40,12 +40,12 @@ async def look(
     """Ask each host for its facts and compare them with ours; `slots` counts those of a host."""
     names = [host.name for host in hosts]
     answers = await ask_all(names, reach, host_facts, ["-I", "-", directory, program])
-    facts = {name: json.loads(told.text) for name, told in answers.items() if told.text}
+    facts = {name: json.loads(answer.text) for name, answer in answers.items() if answer.text}
     own = host_facts.look(directory, program)
     problems = {
         name: problem
-        for name, told in answers.items()
-        if (problem := told.problem or difference(facts[name], own, directory, program))
+        for name, answer in answers.items()
+        if (problem := answer.problem or difference(facts[name], own, directory, program))
     }
     owners: dict[str, str] = {}
     for name, theirs in facts.items():
@@ -55,7 +55,7 @@ async def look(
                 f"calls itself {theirs['host']!r}, as {twin} does; expected distinct host names "
                 "(see `hostname`), or one entry if both are the same host"
             )
-    away = sorted(name for name, told in answers.items() if told.away)
+    away = sorted(name for name, answer in answers.items() if answer.away)
     fitting = [host for host in hosts if host.name not in problems]
     counted = [Host(host.name, host.slots or slots(facts[host.name])) for host in fitting]
     return Look(facts, problems, away, counted)

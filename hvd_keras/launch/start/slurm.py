@@ -43,10 +43,10 @@ class Srun(Dialect):
         return [self.path, *places, *step, *command]
 
     def failure(self, status: int, err: str) -> str | None:
-        told = [line for line in err.splitlines() if line.startswith("srun: error: ")]
-        if status == 0 or not told or "Exited with exit code" in told[-1]:
+        errors = [line for line in err.splitlines() if line.startswith("srun: error: ")]
+        if status == 0 or not errors or "Exited with exit code" in errors[-1]:
             return None
-        last = told[0].removeprefix("srun: error: ")
+        last = errors[0].removeprefix("srun: error: ")
         return f"cannot be reached by srun: {last}; expected that `srun -w NODE true` works"
 
 
