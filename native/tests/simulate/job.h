@@ -359,7 +359,8 @@ class Job {
         mismatched_ |= text.find("none has called another") != std::string::npos;
         break;
       case Code::deadline_exceeded:
-        if (plan.leaves_early) wrong("does not say who has left");
+        if (plan.leaves_early && text.find("wait for different collectives") == std::string::npos)
+          wrong("does not say who has left");
         given_up_.emplace(call.item.text(), simulation_.now);
         check_accusation(text, r, wrong);
         break;
@@ -405,9 +406,9 @@ class Job {
     ++counts[named == 0        ? "names nobody"
              : guilty == named ? "names culprits"
                                : "names others, too"];
-    // Around a cut link all wait, and say so; who was stopped for long finds that all have waited.
-    const bool nobody_else =
-        plan.culprits.count(r) > 0 || (!plan.faults.empty() && plan.faults[0].what == Fault::cut);
+    // Around a cut link all wait, and say so; who was stopped for long finds that all have waited,
+    // as those have who ended since.
+    const bool nobody_else = plan.culprits.count(r) > 0 || plan.cuts() || !ended_.empty();
     if (guilty == 0 && !(named == 0 && nobody_else)) wrong("names no culprit");
   }
 
