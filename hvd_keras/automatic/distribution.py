@@ -45,29 +45,11 @@ class Devices:
         """Return their number."""
         return len(cls.list_devices(device_type))
 
-    # Of the data Keras divides nothing: every rank has it as a whole.
-    @staticmethod
-    def num_processes() -> int:
-        """Return 1."""
-        return 1
-
-    @staticmethod
-    def process_id() -> int:
-        """Return 0."""
-        return 0
-
-    @staticmethod
-    def distribute_value(value: Any, layout: Any) -> Any:
-        """Return the value: each rank has all variables."""
-        return value
-
-    distribute_variable = distribute_tensor = distribute_value
-
-    @staticmethod
-    def _to_backend_mesh(mesh: Any) -> Any:
-        return mesh
-
-    _to_backend_layout = _to_backend_mesh
+    # Of the data Keras divides nothing: every rank has it as a whole, and all variables.
+    num_processes = staticmethod(lambda: 1)
+    process_id = staticmethod(lambda: 0)
+    distribute_value = distribute_variable = distribute_tensor = staticmethod(lambda x, layout: x)
+    _to_backend_mesh = _to_backend_layout = staticmethod(lambda of_keras: of_keras)
 
 
 def wrap_data_parallel(make: Callable[..., None]) -> Callable[..., None]:

@@ -51,29 +51,27 @@ def _rows(draw: Callable[[Any], Any], shape: Any, part: Part) -> Any:
         return draw(shape)
     first, mine = sizes[0], part.stop - part.start
     known = tf.get_static_value(first) if tf.is_tensor(first) else int(first)
-    if known is not None and isinstance(part.rows, int):
-        if known not in (mine, part.rows) or mine == part.rows:
-            return draw(shape)
-        if known != mine:
-            raise ValueError(_FIXED.format(known))
-    elif known is not None:  # the rows of the data are known when the step runs
-        whole = tf.equal(part.rows, int(known)) & tf.not_equal(part.rows, mine)
-        with tf.control_dependencies([tf.debugging.Assert(~whole, [_FIXED.format(known)])]):
-            return tf.identity(draw(shape))
-    is_rows = tf.equal(first, mine)
-    total = tf.where(is_rows, part.rows, first)
-    start = tf.where(is_rows, part.start, 0)
-    drawn = draw(tf.concat([[total], tf.cast(sizes[1:], tf.int32)], 0))[start : start + first]
+    if known is not None and not (isinstance(mine, int) and known % mine == 0):
+        return draw(shape)  # a fixed number
+    if known is not None and known != mine:
+        raise ValueError(
+            f"hvdrun --auto: a step draws random numbers for {known} rows, perhaps those of the "
+            "batch. Take the number of rows from the data: tf.shape(x)[0]."
+        )
+    # Perhaps several for each row, in the order of tf.concat.
+    blocks, is_rows = first // mine, tf.equal(first % mine, 0)
+    rest = tf.cast(sizes[1:], tf.int32)
+    drawn = draw(tf.concat([[tf.where(is_rows, blocks * part.rows, first)], rest], 0))
+
+    def of_rows() -> Any:
+        table = tf.reshape(drawn, tf.concat([[blocks, part.rows], rest], 0))
+        return tf.reshape(table[:, part.start : part.stop], tf.concat([[first], rest], 0))
+
+    drawn = tf.cond(is_rows, of_rows, lambda: drawn)
     if not tf.is_tensor(sizes):
         known_rest = [None if tf.is_tensor(s) else int(s) for s in sizes[1:]]
         drawn = tf.ensure_shape(drawn, [known, *known_rest])
     return drawn
-
-
-_FIXED = (
-    "hvdrun --auto: a step draws random numbers for {} rows, as many as the whole batch has, but "
-    "each rank has a part of them. Take the number of rows from the data: tf.shape(x)[0]."
-)
 
 
 def wrap_global(stateless: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -116,17 +114,14 @@ def wrap_dropout(dropout: Callable[..., Any]) -> Callable[..., Any]:
     return dropped
 
 
-def wrap_other(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function whose numbers cannot be divided: they are others on each rank."""
+def refuse(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of more than a shape: a step that calls it is not divided."""
 
     @functools.wraps(draw)
     def drawn(*args: Any, **kwargs: Any) -> Any:
         own = current.get()
-        if own is not None and own.part is not None and kwargs.get("seed") is not None:
-            _tell()
-            kwargs["seed"] = tf.bitwise.bitwise_xor(
-                tf.cast(kwargs["seed"], tf.int32), [rank_info.rank() * 7919, 0]
-            )
+        if own is not None and own.part is not None:
+            raise ValueError(f"hvdrun --auto cannot divide {draw.__name__} in a step")
         return draw(*args, **kwargs)
 
     return drawn
@@ -153,11 +148,13 @@ def patches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
 
         return wrap_global(stateless)
 
-    others = ("categorical", "gamma", "binomial", "poisson")
+    others = ("categorical", "gamma", "poisson")
     return [
         *((tf.random, f"stateless_{kind}", wrap_draw) for kind in kinds),
         *((tf.random, kind, late(kind)) for kind in kinds),
         *((tf.random.Generator, kind, method) for kind in kinds),
-        *((tf.random, f"stateless_{kind}", wrap_other) for kind in others),
+        *((tf.random, f"stateless_{kind}", refuse) for kind in (*others, "binomial")),
+        *((tf.random, kind, refuse) for kind in (*others, "shuffle")),
+        (tf.random.experimental, "stateless_shuffle", refuse),
         (tf.nn.experimental, "stateless_dropout", wrap_dropout),
     ]

@@ -3,10 +3,11 @@
 A step that is not Keras's own may compute anything of its batch, such as a sum over the rows, or
 comparisons of rows with each other, which the ranks' parts do not add up to. So on the first batch
 both steps are made, and what they have changed is put back: that of one process, of all rows, and
-the divided one. Gradients and logs must be equal.
+the divided one. If gradients, logs or variables differ, all ranks will compute all rows.
 """
 
 import contextvars
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.automatic import noise
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.runtime import agree
 
 #: The gradients of variables that the present step computes, if they are to be compared.
@@ -23,59 +25,83 @@ gradients: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar(
     "gradients", default=None
 )
 
-# Relative to the largest value of a variable's gradient, and of all gradients.
-_TOLERANCE, _OF_ALL = 1e-2, 1e-4
+# Relative to the largest of the same values, of float32 and of half precision; and to the largest
+# of all gradients, as some are nothing but rounding: what is falsely found costs speed, no more.
+_TOLERANCE, _OF_HALF, _OF_ALL = 2e-4, 1e-2, 1e-5
 
 
 def is_known(model: Any, method: str) -> bool:
-    """Whether a model's step consists of Keras's own parts, which divide, or cannot be traced."""
-    if model.run_eagerly:  # what its first step creates could not be put back
-        return True
+    """Whether a model's step consists of Keras's own parts, which divide."""
     own = ("compute_loss", "compute_metrics", method)
     if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in own):
         return False
     layers = [*model._flatten_layers()]
     nodes = [node for layer in layers for node in getattr(layer, "operations", ())]
+    given = [getattr(layer, "activation", None) for layer in layers]
+    if method != "predict_step" and model.compiled:
+        of_metrics = model._compile_metrics
+        given += [getattr(model._compile_loss, "_user_loss", None)]
+        given += [getattr(of_metrics, f"_user_{kind}metrics", None) for kind in ("", "weighted_")]
     homes = ("keras.src.layers.", "keras.src.models.")
-    return all(
+    return all(map(_is_keras, tf.nest.flatten(given))) and all(
         type(part).__module__.startswith(homes)
-        and not isinstance(part, keras.layers.Lambda)
+        and type(part).__name__ not in ("Lambda", "MixUp", "CutMix", "AugMix")
         and getattr(part, "activity_regularizer", None) is None  # older Keras sums over the rows
         for part in [*layers, *nodes]
     )
 
 
-def compare(model: Any, step: Callable[..., Any], divided: Callable[..., Any], data: Any) -> None:
-    """Make a step both ways, and put back what they have changed; ValueError if they differ."""
+def _is_keras(given: Any) -> bool:
+    """Whether a loss, a metric or an activation is one of Keras's, or a name."""
+    function = getattr(given, "_fn", getattr(given, "fn", None))
+    parts = given if hasattr(given, "__name__") else type(given), function
+    homes = [str(getattr(part, "__module__", "")) for part in parts if part is not None]
+    return all(home.startswith(("keras.", "builtins")) for home in homes)
+
+
+def compare(model: Any, divided: Any, data: Any) -> str:
+    """Make a step both ways, and undo both; returns why it cannot be divided, or ""."""
 
     def of_one(data: Any) -> Any:
         with agree.within(agree.is_building, True), agree.within(noise.current, noise.Draws(None)):
-            return step(data)
+            return divided.__wrapped__(data)
 
-    of_all, logs = _run(of_one, data)
-    mine, divided_logs = _run(divided, data)
+    of_all, *results = _run(model, _traced(of_one, data), data)
+    step, error = None, ""
+    try:
+        step = _traced(divided, data)
+    except Exception as caught:  # fewer rows than such a step needs, perhaps on one rank
+        error = f"it fails with a part of a batch: {caught}".splitlines()[0]
+    errors: list[str] = [*filter(None, agree.gather_json("a first step", error))]
+    if errors:
+        return errors[0]
+    mine, *others = _run(model, step, data)
+    kinds = {layer.compute_dtype for layer in model._flatten_layers()}
+    differ = functools.partial(_are_unequal, _OF_HALF if kinds & _HALF else _TOLERANCE)
     if mine:
         mine = ops.reduce_tensors(mine, op=ops.Sum, name="gradients of the first step")
     largest = max([float(tf.reduce_max(tf.abs(one))) for one in of_all], default=0.0)
-    differing = len(of_all) != len(mine) or any(
-        _differ(one.numpy(), other.numpy(), _OF_ALL * largest)
-        for one, other in zip(of_all, mine, strict=False)
-    )
     wrong = [
-        key for key, value in logs.items() if _differ(value, divided_logs.get(key, np.inf), 1e-6)
+        key[0]
+        for one, other in zip(results, others, strict=True)
+        for key, value in one.items()
+        if differ(value, other.get(key, ()), 1e-6)
     ]
-    if differing or wrong:
-        what = "gradients are" if differing else f"{', '.join(wrong)} in the logs is"
-        raise ValueError(
-            f"hvdrun --auto: the step of model {model.name!r} cannot be divided: its {what} not "
-            "the mean over the rows of the batch, as if it takes a sum over the rows, compares "
-            "them with each other, or depends on their number. Take a mean "
-            "over the rows (tf.reduce_mean), or run the script without --auto."
-        )
+    pairs = zip(of_all, mine, strict=False)
+    if len(of_all) != len(mine) or any(differ(*pair, _OF_ALL * largest) for pair in pairs):
+        wrong.insert(0, "gradient")
+    # What a step leaves in variables may differ on one rank alone.
+    found = [*filter(None, agree.gather_json("parts of a first step", wrong))]
+    if not found:
+        return ""
+    return (
+        f"its {found[0][0]} is not the mean over the rows of the batch: it may take a sum over the "
+        "rows, compare them, or depend on their number (use means such as tf.reduce_mean)"
+    )
 
 
-def _run(step: Callable[..., Any], data: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The gradients and logs of a step, whose changes are put back."""
+def _traced(step: Callable[..., Any], data: Any) -> Any:
+    """A function of a step's gradients and logs. The trace creates variables, and finds them."""
 
     def made(data: Any) -> Any:
         seen: list[Any] = []
@@ -83,22 +109,43 @@ def _run(step: Callable[..., Any], data: Any) -> tuple[list[Any], dict[str, Any]
             logs = step(data)
         return [tf.convert_to_tensor(gradient) for gradient in seen], logs
 
-    run = tf.function(made, autograph=False)
-    # A trace creates variables, and finds all that the step uses.
-    touched = list(run.get_concrete_function(data).variables)
-    before = [(v, tf.identity(v)) for v in touched]
-    found, logs = run(data)
-    for variable, value in before:
+    function = tf.function(made, autograph=False)
+    return function, list(function.get_concrete_function(data).variables)
+
+
+def _run(model: Any, traced: Any, data: Any) -> tuple[list[Any], dict[Any, Any], dict[Any, Any]]:
+    """The gradients and results of a step, and the changes that it makes, which are undone."""
+    function, touched = traced
+    before = [tf.identity(variable) for variable in touched]
+    found, logs = function(data)
+    # Changes of trained variables follow from the gradients.
+    trained = {*map(shards.variable_id, model.trainable_variables)}
+    for optimizer in model_ranks.optimizers_of(model):
+        trained |= {*map(shards.variable_id, optimizer.variables)}
+    changes = {
+        (f"change of variable {variable.name}", id(variable)): variable - value
+        for variable, value in zip(touched, before, strict=True)
+        if variable.dtype.is_floating and shards.variable_id(variable) not in trained
+    }
+    for variable, value in zip(touched, before, strict=True):
         variable.assign(value)
-    named = logs if isinstance(logs, dict) else {"what it returns": logs}
-    flat = {k: np.asarray(tf.nest.flatten(v)) for k, v in named.items()}
-    return list(found), flat
+    named = logs if isinstance(logs, dict) else {"": logs}
+    results = {
+        (f"result {key}".strip(), number): leaf
+        for key, value in named.items()
+        for number, leaf in enumerate(tf.nest.flatten(value, expand_composites=True))
+    }
+    return list(found), results, changes
 
 
-def _differ(one: Any, other: Any, least: float) -> bool:
-    one, other = np.asarray(one, "float64"), np.asarray(other, "float64")
+_HALF = {"float16", "bfloat16"}
+
+
+def _are_unequal(tolerance: float, one: Any, other: Any, least: float) -> bool:
+    one, other = np.asarray(one), np.asarray(other)
+    if one.shape != other.shape or one.dtype.kind in "OSU":
+        return not np.array_equal(one, other)
+    one, other = one.astype("float64"), other.astype("float64")
     if not np.isfinite(one).all():
         return False  # as with the first scales of mixed precision
-    return bool(
-        np.abs(one - other).max(initial=0) > _TOLERANCE * np.abs(one).max(initial=0) + least
-    )
+    return bool(np.abs(one - other).max(initial=0) > tolerance * np.abs(one).max(initial=0) + least)

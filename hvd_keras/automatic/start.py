@@ -3,6 +3,7 @@
 import atexit
 import functools
 import importlib
+import inspect
 import os
 import random
 import re
@@ -10,7 +11,6 @@ import runpy
 import secrets
 import sys
 import traceback
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,9 +67,8 @@ def auto(scale_batch: bool = False) -> None:
     if rank_info.rank() > 0:
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        # The first rank's are enough.
-        warnings.showwarning = lambda *args, **kwargs: None
-        tf.get_logger().setLevel("ERROR")
+        # The first rank's are enough, but for errors.
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
         writes.watch()
 
 
@@ -87,7 +86,6 @@ def prepare(model: Any) -> Any:
     """
     auto()
     if division.is_on:
-        variables.broadcast_variables(model.variables, 0)
         steps.begin(model)
     return model
 
@@ -98,11 +96,11 @@ def _tell_briefly(hook: Callable[..., Any]) -> Callable[..., Any]:
     libraries = packages, *(os.path.dirname(str(home.__file__)) for home in (hvd_keras, runpy)), "<"
 
     def tell(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        if division.is_on and rank_info.rank() > 0:
+            sys.stderr = sys.__stderr__
         found = re.search("hvdrun --auto.*", str(value))
         if found is None or settings.read().all_tracebacks:
             hook(kind, value, trace)
-            if issubclass(kind, (FileExistsError, FileNotFoundError)) and division.is_on:
-                print(_FILES, file=sys.stderr)
             return
         for frame in reversed(traceback.extract_tb(trace)):
             if not frame.filename.startswith(libraries):
@@ -114,12 +112,6 @@ def _tell_briefly(hook: Callable[..., Any]) -> Callable[..., Any]:
 
     return tell
 
-
-_FILES = (
-    "hvd_keras: with --auto each rank runs the whole script. If another rank has made, moved or "
-    "removed this file, let one rank do it: import hvd_keras as hvd, if hvd.rank() == 0: ..., and "
-    "hvd.barrier() behind it."
-)
 
 # For which a rank that fails at its end waits for the others.
 _SECONDS = 2.0
@@ -149,7 +141,7 @@ def _seed() -> None:
 
 
 def _patch(scale_batch: bool) -> None:
-    model = keras.Model
+    model, backup = keras.Model, keras.callbacks.BackupAndRestore
     # Its functions call a module of the backend, by this name.
     parallel = importlib.import_module("keras.src.distribution.distribution_lib")
     generators = importlib.import_module("keras.src.trainers.data_adapters.generator_data_adapter")
@@ -158,6 +150,10 @@ def _patch(scale_batch: bool) -> None:
         *((model, f"make_{kind}_function", steps.wrap_make(kind)) for kind in steps.METHODS),
         *((model, name, _on_first) for name in ("save", "save_weights", "export")),
         *((home, "save_model", _on_first) for home in (keras.saving, keras.models)),
+        *((backup, name, _on_first) for name in ("_save_model", "on_train_end")),
+        (backup, "on_train_begin", _restore_from_first),
+        *((model, name, steps.wrap_set) for name in ("load_weights", "set_weights")),
+        (tf.data.Dataset, "map", _in_order),
         (keras.metrics.Mean, "update_state", steps.wrap_mean),
         *noise.patches(),
         (tf.GradientTape, "gradient", steps.wrap_gradient),
@@ -172,9 +168,16 @@ def _patch(scale_batch: bool) -> None:
     ]
     if scale_batch:
         rows += [(model, "fit", scale.wrap_fit), (model, "train_on_batch", scale.refuse_batch)]
+    own = {id(value): name for name, value in vars(sys.modules["__main__"]).items()}
     for owner, attribute, wrap in rows:
         require(owner, attribute, "for automatic mode")
-        setattr(owner, attribute, wrap(getattr(owner, attribute)))
+        old = getattr(owner, attribute)
+        if id(old) in own:
+            raise RuntimeError(
+                f"hvd.auto() changes {attribute}, which the script has imported as {own[id(old)]}. "
+                "Call hvd.auto() before that import."
+            )
+        setattr(owner, attribute, wrap(old))
 
 
 def _begin_first(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,6 +187,21 @@ def _begin_first(fit: Callable[..., Any]) -> Callable[..., Any]:
         return fit(self, *args, **kwargs)
 
     return fit_divided
+
+
+def _in_order(to_map: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``tf.data.Dataset.map``: calls beside each other draw random numbers in any order."""
+
+    @functools.wraps(to_map)
+    def in_order(self: Any, map_func: Any, *args: Any, **kwargs: Any) -> Any:
+        mapped = to_map(self, map_func, *args, **kwargs)
+        if kwargs.get("num_parallel_calls", args[0] if args else None) is not None:
+            text = str(mapped._map_func.function.graph.as_graph_def())
+            if re.search('op: "(Random|StatefulUniform|Multinomial|Assign|Rng|EagerPyFunc)', text):
+                return to_map(self, map_func, name=kwargs.get("name"))
+        return mapped
+
+    return in_order
 
 
 def _without_prefetch(get: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,14 +220,37 @@ def _without_prefetch(get: Callable[..., Any]) -> Callable[..., Any]:
 
 def _on_first(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that writes a model, which the others wait for."""
+    signature = inspect.signature(save)
 
     @functools.wraps(save)
     def save_once(*args: Any, **kwargs: Any) -> Any:
         if agree.is_leading.get():
             return save(*args, **kwargs)
-        return agree.on_leader(save.__name__, lambda: save(*args, **kwargs), global_process_set)
+        path = signature.bind(*args, **kwargs).arguments.get("filepath")
+        first, *_ = agree.gather_json("path", str(path))
+
+        def save_unless_saved() -> Any:
+            if rank_info.rank() > 0 and str(path) != first:  # it has a time, or a temporary folder
+                with agree.within(agree.is_leading, True):
+                    return save(*args, **kwargs)
+            return None
+
+        agree.on_leader(save.__name__, lambda: save(*args, **kwargs), global_process_set)
+        agree.on_all_ranks(save.__name__, save_unless_saved)
 
     return save_once
+
+
+def _restore_from_first(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``BackupAndRestore.on_train_begin``."""
+
+    @functools.wraps(begin)
+    def restore(self: Any, logs: Any = None) -> None:
+        agree.on_leader("BackupAndRestore", lambda: begin(self, logs), global_process_set)
+        self.model._initial_epoch, *_ = agree.gather_json("epoch", self.model._initial_epoch)
+        variables.broadcast_variables(variables.of_training(self.model), 0)
+
+    return restore
 
 
 def _refuse_v1(disable: Callable[[], None]) -> Callable[[], None]:

@@ -8,6 +8,7 @@ are gathered. So what a step leaves behind is, to rounding, what one process has
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from hvd_keras import ops
 from hvd_keras.automatic import noise, probe
 from hvd_keras.gradients import division, model_ranks
 from hvd_keras.gradients.division import Part
-from hvd_keras.hooks import losses, metric_states, values
+from hvd_keras.hooks import losses, metric_states, values, variables
 from hvd_keras.optimizer import DistributedOptimizer, is_distributed
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import keras
@@ -26,18 +27,32 @@ from hvd_keras.runtime.process_sets import global_process_set
 METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 
 _OF_ALL = "_hvd_of_all_ranks"  # of the result of a metric
-_MARK = "_hvd_divided"  # of a step that divides
+_MARK = "_hvd_is_whole"  # of a step: False if it divides its batch
+
+
+# Models whose values are those of the first rank.
+_equal: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def wrap_set(load: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a method that changes a model's weights, perhaps to others on each rank."""
+
+    @functools.wraps(load)
+    def load_other(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not agree.is_leading.get():
+            _equal.discard(self)
+        load(self, *args, **kwargs)
+
+    return load_other
 
 
 def begin(model: Any) -> None:
     """Let all ranks train a compiled model together."""
-    for layer in model._flatten_layers():
-        if getattr(layer, "stateful", False):
-            raise ValueError(
-                f"hvdrun --auto: layer {layer.name!r} is stateful: it continues with the states of "
-                "the rows that the batch before had at the same places, and parts of batches have "
-                "other places. Use stateful=False, or run the script without --auto."
-            )
+    if model.built and model not in _equal:
+        _equal.add(model)
+        mine = [agree.crc(tf.convert_to_tensor(variable)) for variable in model.variables]
+        if agree.gather_if_different("values of a model", mine):
+            variables.broadcast_variables(model.variables, 0)
     model_ranks.register_training_ranks(model, global_process_set)
     for optimizer in model_ranks.optimizers_of(model):
         is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
@@ -58,38 +73,55 @@ def wrap_make(kind: str) -> Callable[[Any], Any]:
         @functools.wraps(make)
         def make_divided(self: Any, *args: Any, **kwargs: Any) -> Any:
             begin(self)
-            method = METHODS[kind]
+            method, name = METHODS[kind], f"{kind}_function"
             if not hasattr(vars(self).get(method), _MARK):
-                step = getattr(self, method)
-                setattr(self, method, _divided(self, step, kind))
-                if kind != "predict" and not probe.is_known(self, method):
-                    made = make(self, *args, **kwargs)
-                    _probe_first(self, kind, step)
-                    return made
-            return make(self, *args, **kwargs)
+                setattr(self, method, _divided(self, getattr(self, method), kind))
+            before = getattr(self, name)
+            made = make(self, *args, **kwargs)
+            if getattr(self, name) is not before:
+                _choose(self, name, getattr(self, method), method)
+            return made
 
         return make_divided
 
     return wrap
 
 
-def _probe_first(model: Any, kind: str, step: Any) -> None:
-    """Compare the first step of a model with that of one process, on its first batch."""
-    name = f"{kind}_function"
+def _choose(model: Any, name: str, divided: Any, method: str) -> None:
+    """Find out whether a new function of a model can be divided, by its first call or before."""
     function = getattr(model, name)
-    divided = getattr(model, METHODS[kind])
+    setattr(divided, _MARK, False)
+    if layers := [one.name for one in model._flatten_layers() if getattr(one, "stateful", False)]:
+        # It goes on with the states of the rows that the batch before had at the same places.
+        return _compute_whole(model, divided, f"layer {layers[0]!r} is stateful")
+    if probe.is_known(model, method):
+        return None
+    if model.run_eagerly or tf.config.functions_run_eagerly():
+        # What a first step creates could not be put back.
+        return _compute_whole(model, divided, "it has parts of its own, and run_eagerly=True")
 
     def with_a_look(iterator: Any) -> Any:
         setattr(model, name, function)  # for all later steps
         batches = list(itertools.islice(iterator, model.steps_per_execution))
-        if not batches:
+        if batches and (why := probe.compare(model, divided, batches[0])):
+            _compute_whole(model, divided, why)
+        if not batches or isinstance(iterator, list):
             return function(iterator)
-        probe.compare(model, step, divided, batches[0])
         if isinstance(iterator, tf.data.Iterator):
             return function(values.again(batches, iterator.element_spec))
         return function(iter(batches))
 
-    setattr(model, name, with_a_look)
+    return setattr(model, name, with_a_look)
+
+
+def _compute_whole(model: Any, divided: Any, why: str) -> None:
+    setattr(divided, _MARK, True)
+    if rank_info.rank() > 0:
+        return
+    log.warn_once(
+        f"hvdrun --auto does not divide the {divided.__name__} of model {model.name!r}, as {why}. "
+        "Every rank computes all rows, with equal results, but no faster than one process."
+    )
 
 
 def _divided(model: Any, step: Any, kind: str) -> Any:
@@ -100,25 +132,19 @@ def _divided(model: Any, step: Any, kind: str) -> Any:
     def one_step(data: Any) -> Any:
         if agree.is_building.get() or division.current.get() is not None:
             return step(data)
-        part, mine = _divide(data)
+        part, mine = _divide(data, getattr(one_step, _MARK))
+        draws = noise.Draws(None if part.is_whole else part)
         if kind == "predict":
-            return _gathered(step, data, mine, part)
+            with agree.within(noise.current, draws):
+                return _gathered(step, data, mine, part)
         found = list(_metrics_of(model))
-        if not all(map(_has_variables, found)):
-            try:
-                _create(step, mine)
-            except Exception as error:
-                if not tf.executing_eagerly():
-                    raise
-                raise RuntimeError(
-                    "hvdrun --auto: the metrics of a model with run_eagerly=True have no variables "
-                    f"yet, and its {METHODS[kind]} cannot be traced to create them. Leave out "
-                    "run_eagerly, or make the metrics attributes of the model."
-                ) from error
+        # What runs eagerly as a whole may be impossible to trace.
+        if not all(map(_has_variables, found)) and not (part.is_whole and tf.executing_eagerly()):
+            _create(step, mine)
             found = list(_metrics_of(model))
         with (
             agree.within(division.current, part),
-            agree.within(noise.current, noise.Draws(part)),
+            agree.within(noise.current, draws),
             losses.weighing(model, global_process_set),
             _of_all_ranks(found, part) as merge,
         ):
@@ -126,7 +152,7 @@ def _divided(model: Any, step: Any, kind: str) -> Any:
             merge()
             return _logs_of_all(logs, part)
 
-    setattr(one_step, _MARK, True)
+    setattr(one_step, _MARK, False)
     return one_step
 
 
@@ -143,7 +169,7 @@ def _logs_of_all(logs: Any, part: Part) -> Any:
     return tf.nest.pack_sequence_as(logs, leaves)
 
 
-def _divide(data: Any) -> tuple[Part, Any]:
+def _divide(data: Any, is_whole: bool) -> tuple[Part, Any]:
     """This rank's rows of a batch."""
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     leaves = [
@@ -151,14 +177,18 @@ def _divide(data: Any) -> tuple[Part, Any]:
     ]
     shapes = [leaf.shape for leaf in leaves]
     known = {shape[0] for shape in shapes if shape.rank} - {None}
-    if len(known) > 1 or any(shape.rank == 0 for shape in shapes):
+    if not is_whole and (len(known) > 1 or any(shape.rank == 0 for shape in shapes)):
         raise ValueError(
             f"hvdrun --auto: batches have parts of the shapes {list(map(tuple, shapes))}, which "
             "are not all of the same number of rows, so they cannot be divided among the ranks. "
             "Give all parts as many rows as the batch, or run the script without --auto."
         )
     with tf.device("/cpu:0"):
-        checks = _checks(leaves)
+        checks = _checks(leaves, is_whole)
+    if is_whole:
+        with tf.control_dependencies(checks):
+            whole = tf.nest.map_structure(lambda x: x if x is None else tf.identity(x), data)
+        return Part(1, 0, 1, is_whole=True), whole
     rank, size = rank_info.rank(), rank_info.size()
     rows = known.pop() if len(known) == 1 and all(s.rank for s in shapes) else _rows(leaves[0])
     with tf.control_dependencies(checks):
@@ -195,9 +225,9 @@ def _slice(leaf: Any, part: Part) -> Any:
     return tf.gather(leaf, tf.range(part.start, part.stop))
 
 
-def _checks(leaves: list[Any]) -> list[Any]:
+def _checks(leaves: list[Any], is_whole: bool) -> list[Any]:
     """Ops that fail on all ranks if their batches differ, or have parts of different lengths."""
-    rows = [_rows(leaf) for leaf in leaves]
+    rows = [] if is_whole else [_rows(leaf) for leaf in leaves]
     crc = tf.zeros([], tf.int32)
     for number, part in enumerate(tf.nest.flatten(leaves, expand_composites=True)):
         crc += (2 * number + 1) * _hash(part)
@@ -211,9 +241,8 @@ def _checks(leaves: list[Any]) -> list[Any]:
     differ = (
         "hvdrun --auto: the ranks have different data, so they cannot divide a batch. The script "
         "draws random numbers that no seed determines, or reads other files on each rank: add "
-        "keras.utils.set_random_seed(1) as its first line, seeds to generators, sort lists of "
-        "files, and leave num_parallel_calls out of a dataset's map that draws random numbers: "
-        "calls beside each other draw them in any order. This rank's digest of the batch: "
+        "keras.utils.set_random_seed(1) as its first line, seeds to generators, and sort lists of "
+        "files. This rank's digest of the batch: "
     )
     lengths = "hvdrun --auto: the parts of a batch have different numbers of rows: "
     return [
@@ -248,7 +277,9 @@ def _gathered(step: Any, data: Any, mine: Any, part: Part) -> Any:
     outputs = step(mine)
     leaves = tf.nest.flatten(outputs)
     if not all(tf.is_tensor(leaf) and not isinstance(leaf, _COMPOSITE) for leaf in leaves):
-        return step(data)  # ragged: each rank predicts all rows
+        return outputs if part.is_whole else step(data)  # ragged: each rank predicts all rows
+    if part.is_whole:
+        return part.gather(outputs, "predictions")
     rows = _rows(tf.nest.flatten(mine)[0])
     text = "hvdrun --auto: predict returns {} rows for a part of a batch; expected one for each row"
     checks = [
@@ -375,21 +406,13 @@ def wrap_gradient(gradient: Callable[..., Any]) -> Callable[..., Any]:
         if is_update and part is None and not agree.is_building.get():
             division.own_loops.append(type(target).__name__)
         if is_update and part is not None:
-
-            def scaled(one: Any, given: Any) -> Any:
-                one = tf.convert_to_tensor(one)
-                factor = tf.cast(part.share, one.dtype)
-                return factor * (tf.ones_like(one) if given is None else given)
-
-            flat = tf.nest.flatten(target)
-            given = (
-                [None] * len(flat)
-                if output_gradients is None
-                else tf.nest.flatten(output_gradients)
-            )
-            output_gradients = tf.nest.pack_sequence_as(
-                target, [scaled(*pair) for pair in zip(flat, given, strict=True)]
-            )
+            # Not of the result: what other ranks' losses add to it counts by their rows.
+            flat = list(map(tf.convert_to_tensor, tf.nest.flatten(target)))
+            if output_gradients is None:
+                output_gradients = [tf.ones_like(one) for one in flat]
+            given = zip(flat, tf.nest.flatten(output_gradients), strict=True)
+            scaled = [tf.cast(part.share, one.dtype) * factor for one, factor in given]
+            output_gradients = tf.nest.pack_sequence_as(target, scaled)
         found = gradient(self, target, sources, output_gradients, *args, **kwargs)
         if is_update and (seen := probe.gradients.get()) is not None:
             seen += [one for one in tf.nest.flatten(found) if one is not None]

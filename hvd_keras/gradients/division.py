@@ -34,10 +34,13 @@ class Part:
     rows: Any  # of all ranks
     start: Any
     stop: Any  # behind the last row; one row if this rank has none
+    is_whole: bool = False  # all ranks compute all rows, and those of the first rank count
 
     @property
     def count(self) -> Any:
         """The number of this rank's rows, which may be 0."""
+        if self.is_whole:
+            return 0 if rank_info.rank() else self.rows
         return (rank_info.rank() + 1) * self.rows // rank_info.size() - self.start
 
     @property
@@ -48,7 +51,14 @@ class Part:
     @property
     def is_even(self) -> bool:
         """Whether all ranks are known to have equally many rows."""
-        return isinstance(self.rows, int) and self.rows % rank_info.size() == 0
+        is_divided = isinstance(self.rows, int) and not self.is_whole
+        return is_divided and self.rows % rank_info.size() == 0
+
+    def of_mine(self, rows: Any) -> Any:
+        """Rows that this rank has computed, which may be more than one for each of the data."""
+        if self.is_even:
+            return rows
+        return rows[: tf.where(tf.greater(self.count, 0), tf.shape(rows)[0], 0)]
 
     def gather(self, value: Any, name: str) -> Any:
         """All ranks' rows of tensors in a structure; of scalars their mean by rows."""
@@ -61,12 +71,9 @@ class Part:
                 )
                 return total
             mask = getattr(part, "_keras_mask", None)
-            rows = part if self.is_even else part[: self.count]
-            gathered = ops.allgather(rows, name=f"{name} rows")
+            gathered = ops.allgather(self.of_mine(part), name=f"{name} rows")
             if mask is not None:
-                gathered._keras_mask = ops.allgather(
-                    mask if self.is_even else mask[: self.count], name=f"{name} mask"
-                )
+                gathered._keras_mask = ops.allgather(self.of_mine(mask), name=f"{name} mask")
             return gathered
 
         return tf.nest.map_structure(lambda part: part if part is None else of_all(part), value)

@@ -124,7 +124,9 @@ def on_leader_alone(
 
 def _save(common: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace ``ModelCheckpoint._save_model``."""
-    if common.waits_for_checkpoints:
+    if division.is_on:
+        save(*args, **kwargs)  # in which the first rank saves the model
+    elif common.waits_for_checkpoints:
         agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
     elif common.process_set.rank() == 0:
         save(*args, **kwargs)
@@ -133,14 +135,12 @@ def _save(common: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> 
 def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:
     """Raise ValueError if a callback cannot work with several ranks."""
     for callback in callbacks:
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
+        if isinstance(callback, keras.callbacks.BackupAndRestore) and not division.is_on:
             raise ValueError(
                 "keras.callbacks.BackupAndRestore restores each process separately, but this model "
                 f"trains on {process_set.size()}: a rank that finds another state, or none, would "
                 f"differ from the rest. Use hvd.callbacks.Checkpoint({str(callback.backup_dir)!r})"
                 ", which writes on one rank and restores all."
-                + " Begin the script with hvd.auto(), so that it runs alone, too."
-                * division.is_on
             )
         swap = getattr(keras.callbacks, "SwapEMAWeights", ())  # which tf_keras does not have
         if isinstance(callback, swap) and model_ranks.is_sharded(model.optimizer):

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
-from hvd_keras.gradients import agreement, missing_calls, model_ranks, shards
+from hvd_keras.gradients import agreement, division, missing_calls, model_ranks, shards
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -147,7 +147,7 @@ def give_each_rank_its_own_randomness(states: Iterable[Any], process_set: Proces
     """Make equal seed states differ by rank, in the same way in each run."""
     # Otherwise all ranks would draw the same dropout masks. The state of the set's first rank stays
     # unchanged.
-    if process_set.rank() == 0:
+    if process_set.rank() == 0 or division.is_on:  # which divides what one process draws
         return
     for state in states:
         value = tf.cast(tf.convert_to_tensor(state), tf.int64)

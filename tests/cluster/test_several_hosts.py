@@ -78,6 +78,25 @@ def test_a_job_on_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_script_of_one_process(hosts: Hosts, tmp_path: Path) -> None:
+    """By --auto on two hosts it prints what it prints alone, and leaves the same files."""
+    cases = Path(__file__).parents[1] / "scripts" / "auto_cases.py"
+    command = [sys.executable, str(cases), "files"]
+    folders = tmp_path / "alone", tmp_path / "together"
+    for folder in folders:
+        folder.mkdir()
+    alone = hosts[0].run(command, timeout=cluster.LIMIT, cwd=folders[0], env=cluster.environment())
+    options = ["-H", "server2:1,server3:1", "--auto", "--no-prefix"]
+    together = cluster.run(hosts[0], *options, *command, folder=folders[1])
+    assert together.returncode == 0, together.stderr
+    clean(hosts)
+    mine, theirs = (re.findall(r"\d+\.\d+", job.stdout) for job in (alone, together))
+    assert list(map(float, theirs)) == pytest.approx(list(map(float, mine)), rel=2e-3)
+    one, two = ({*folder.glob("[!r]*"), *folder.glob("results/*")} for folder in folders)
+    assert {path.name for path in one} == {path.name for path in two}
+
+
+@pytest.mark.slow
 def test_any_program_that_is_called_as_ssh_is(hosts: Hosts, tmp_path: Path) -> None:
     """Checks, mpirun and the clean-up reach the hosts through it, and its errors are told."""
     program = tmp_path / "reach"

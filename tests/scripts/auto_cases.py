@@ -1,7 +1,9 @@
 """Ways to train of scripts of one process; prints what each of them logs, and its weights."""
 
 import os
+import shutil
 import sys
+import tempfile
 
 import keras
 import numpy as np
@@ -176,6 +178,135 @@ def custom():
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.append(logs))
     history = net.fit(x, y, batch_size=23, epochs=2, verbose=0, callbacks=[look]).history
     show("custom", net, {"error": history["error"], "loss": [float(one["loss"]) for one in found]})
+
+
+class Own(keras.Model):
+    """A step that no part of its batch can make alone; it counts what it has seen."""
+
+    def __init__(self, loss, **options):
+        super().__init__()
+        self.dense, self.own_loss = keras.layers.Dense(3), loss
+        self.mean = self.add_weight(shape=(6,), trainable=False, initializer="zeros")
+        self.compile(keras.optimizers.SGD(0.01), **options)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.own_loss(self.dense(x), y)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        self.mean.assign(0.99 * self.mean + 0.01 * tf.reduce_mean(x, 0))
+        return {"loss": loss}
+
+    def predict_step(self, data):
+        return self(data) - tf.reduce_mean(self(data))
+
+
+class Adds(keras.layers.Layer):
+    def call(self, inputs):
+        self.add_loss(0.01 * tf.reduce_sum(inputs**2))
+        return inputs
+
+
+def spread(y, z):
+    return tf.reduce_sum((z - tf.reduce_mean(z, 0) - y) ** 2, -1)
+
+
+class Spread(keras.losses.Loss):
+    def call(self, y, z):
+        return spread(y, z)
+
+
+def whole():
+    """Steps that cannot be divided: sums, pairs of rows, fixed numbers of them, own variables."""
+
+    def contrast(z, y):
+        return tf.reduce_mean((z @ tf.transpose(z)) ** 2)
+
+    def classes(z, y):
+        loss = keras.losses.sparse_categorical_crossentropy(tf.range(12), z @ tf.transpose(z))
+        return tf.reduce_mean(loss)
+
+    for name, loss, options in (
+        ("total", lambda z, y: tf.reduce_sum(z**2), {}),
+        ("pairs", contrast, {}),
+        ("fixed", classes, {}),
+        ("variable", lambda z, y: tf.reduce_mean(z**2), {}),
+        ("eager", contrast, {"run_eagerly": True}),
+        ("order", lambda z, y: tf.reduce_mean(z * tf.random.shuffle(z, seed=3) * 0), {}),
+        ("noise", lambda z, y: tf.reduce_mean(z + tf.random.normal((12, 3), seed=3) * 0), {}),
+    ):
+        keras.utils.set_random_seed(1)
+        net = Own(loss, **options)
+        show(name, net, net.fit(x[:60], y[:60], 12, 2, verbose=0).history)
+        print(name, np.round(net.predict(x, 12, verbose=0)[::9], 4).tolist())
+    for name, options in (
+        ("loss", {"loss": Spread()}),
+        ("metric", {"loss": "mse", "metrics": [spread]}),
+    ):
+        net = model(**options)
+        show(name, net, net.fit(x, y, 12, 2, verbose=0).history)
+    longer = tf.data.Dataset.from_tensor_slices(x).batch(10)
+    shorter = tf.data.Dataset.from_tensor_slices(x[::2]).batch(5)
+    net = Own(lambda z, y: tf.reduce_mean(z**2) + tf.reduce_mean(y))
+    show("lengths", net, net.fit(tf.data.Dataset.zip(longer, shorter), verbose=0).history)
+    net = model(keras.layers.Dense(1), Adds())
+    show("add_loss", net, net.fit(x, y, 20, verbose=0).history)
+    keras.utils.set_random_seed(1)
+    first = keras.layers.LSTM(4, stateful=True)
+    net = keras.Sequential([keras.Input(batch_shape=(10, 6, 1)), first, keras.layers.Dense(1)])
+    net.compile("adam", "mse")
+    fit = net.fit(x[..., None], y, batch_size=10, epochs=2, shuffle=False, verbose=0)
+    show("stateful", net, fit.history)
+    print("stateful", net.predict(x[..., None], batch_size=10, verbose=0).sum())
+
+
+class Interrupted(keras.callbacks.Callback):
+    """Fails once, in the third epoch."""
+
+    is_over = False
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2 and not self.is_over:
+            self.is_over = True
+            raise KeyError("interrupted")
+
+
+def files():
+    """What a script makes, moves and removes, and what it saves under names of its own."""
+    for _ in range(2):
+        if os.path.exists("results"):
+            shutil.rmtree("results")
+        os.makedirs("results/parts")
+        net = model()
+        net.build((None, 6))
+        callbacks = [keras.callbacks.BackupAndRestore("backup"), Interrupted()]
+        for _ in range(2):
+            try:
+                show("files", net, net.fit(x, y, 20, 4, callbacks=callbacks, verbose=0).history)
+            except KeyError as error:
+                print(error)
+        with tempfile.TemporaryDirectory() as folder:
+            best = os.path.join(folder, "best.weights.h5")
+            options = {"monitor": "loss", "save_best_only": True, "save_weights_only": True}
+            callbacks, net = keras.callbacks.ModelCheckpoint(best, **options), model()
+            net.fit(x, y, 20, callbacks=callbacks, verbose=0)
+            net.load_weights(best)
+            net.save(os.path.join(folder, "net.keras"))
+            kinds = {"Counted": Counted}
+            net = keras.models.load_model(os.path.join(folder, "net.keras"), custom_objects=kinds)
+        net.save_weights("results/parts/net.weights.h5")
+        shutil.move("results/parts/net.weights.h5", "results/net.weights.h5")
+        os.rmdir("results/parts")
+        os.rename("results/net.weights.h5", "results/moved.weights.h5")
+        net.load_weights("results/moved.weights.h5")
+        print(sorted(os.listdir("results")), net.predict(x, 20, verbose=0).sum())
+        with open("results/lines", "a") as file:
+            file.write("line\n")
+    print("to stderr", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Runs the scripts of this folder as scripts of one process: alone, and by ``hvdrun --auto``.
 
-    python tests/scripts/one_process.py [-np N] [NAME...]
+    python tests/scripts/one_process.py [--ranks 2,3] [NAME...]
 
 The form for one process has no hvd_keras: ``hvd.rank()`` is 0, ``hvd.size()`` 1, and what
 distributes an optimizer, a tape or data is left out. Both runs must save the same arrays and print
 the same numbers, to rounding; or --auto refuses the script with a line that says what to change.
+"whole": all ranks have computed all rows, which --auto says.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +99,7 @@ class Run:
 
     def __init__(self, script: driver.Script, text: str, folder: str, ranks: int) -> None:
         self.folder = Path(folder)
-        (self.folder / "results").mkdir()
+        (self.folder / "results").mkdir(parents=True)
         path = self.folder / f"{script.name}.py"
         path.write_text(text)
         command = [sys.executable, str(path), *script.arguments]
@@ -141,57 +143,66 @@ def same(one: Run, other: Run) -> bool:
     return all(a.shape == b.shape and np.allclose(a, b, equal_nan=True) for a, b in pairs)
 
 
-def compare(script: driver.Script, ranks: int) -> str:
-    """Return how a script fares: "same", "refused: ...", "no form: ..." or "DIFFERS: ..."."""
+def compare(script: driver.Script, sizes: list[int]) -> Iterator[str]:
+    """Yield how a script fares on each number of ranks, such as "same" or "refused: ..."."""
     try:
         text = one_process(script.path.read_text())
     except ValueError as error:
-        return f"no form: {error}"
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        alone = Run(script, text, one, 0)
+        yield f"no form: {error}"
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        alone = Run(script, text, f"{folder}/alone", 0)
         if alone.status:
-            return f"no form: fails alone: {driver.tail(alone.err, 1)}"
-        together = Run(script, text, two, ranks)
-        if together.status:
-            lines = [line.strip() for line in together.err.splitlines() if REFUSED.search(line)]
-            return (
-                f"refused: {lines[-1][:300]}" if lines else f"FAILED: {driver.tail(together.err)}"
-            )
-        if alone.files() != together.files():
-            return f"DIFFERS: files {alone.files() ^ together.files()}"
-        again = Path(two, "again")
-        again.mkdir()
-        noise = "noise" if "some random numbers in a step" in together.err else ""
-        pairs = list(zip(alone.arrays(), together.arrays(), strict=True))
-        pairs.append((np.array(alone.numbers()), np.array(together.numbers())))
-        for number, (mine, theirs) in enumerate(pairs):
-            is_close = mine.shape == theirs.shape
-            # Half precision has two digits, or three.
-            rough = 300 if "bfloat16" in text else 100 if "mixed_" in text else 1
-            if is_close:
-                is_close = np.allclose(mine, theirs, 1e-3 * rough, 1e-4 * rough, equal_nan=True)
-            if not is_close:
-                if not same(alone, Run(script, text, str(again), 0)):
-                    return "no form: alone it has other results in each run"
-                how = f"array {number}: {mine.ravel()[:3]}, {theirs.ravel()[:3]}"
-                return f"told: {noise}, {how}" if noise else f"DIFFERS: {how}"
-        return f"same {noise}"
+            yield f"no form: fails alone: {driver.tail(alone.err, 1)}"
+            return
+        for size in sizes:
+            together = Run(script, text, f"{folder}/{size}", size)
+            told = fares(alone, together, text)
+            if told.startswith("DIFFERS"):
+                again = Run(script, text, f"{folder}/again-{size}", 0)
+                if not same(alone, again):
+                    yield "no form: alone it has other results in each run"
+                    return
+            yield f"{size} ranks: {told}"
+
+
+def fares(alone: Run, together: Run, text: str) -> str:
+    """Return how a run fares: "same", "refused: ..." or "DIFFERS: ..."."""
+    if together.status:
+        lines = [line.strip() for line in together.err.splitlines() if REFUSED.search(line)]
+        return f"refused: {lines[-1][:300]}" if lines else f"FAILED: {driver.tail(together.err)}"
+    if alone.files() != together.files():
+        return f"DIFFERS: files {alone.files() ^ together.files()}"
+    noise = "noise" if "some random numbers in a step" in together.err else ""
+    pairs = list(zip(alone.arrays(), together.arrays(), strict=True))
+    pairs.append((np.array(alone.numbers()), np.array(together.numbers())))
+    # Each rank rounds the gradients of its rows to half precision. One process that computes those
+    # of the same halves of its batches ends with the bits of 2 ranks, in mixed_bfloat16 up to 0.018
+    # from where it ends with whole batches; with rows in another order, up to 0.012.
+    rough = (
+        (0.05, 0.02) if "bfloat16" in text else (0.01, 1e-3) if "mixed_" in text else (1e-3, 1e-4)
+    )
+    for number, (mine, theirs) in enumerate(pairs):
+        is_close = mine.shape == theirs.shape
+        if not (is_close and np.allclose(mine, theirs, *rough, equal_nan=True)):
+            how = f"array {number}: {mine.ravel()[:3]}, {theirs.ravel()[:3]}"
+            return f"told: {noise}, {how}" if noise else f"DIFFERS: {how}"
+    return f"same {noise}" + "whole" * ("hvdrun --auto does not divide" in together.err)
 
 
 def main() -> int:
     """Runs scripts one by one and prints how they fare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-np", type=int, default=2, dest="ranks")
+    parser.add_argument("--ranks", default="2", help="numbers of ranks (default: 2)")
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
     given, bad = parser.parse_args(), 0
+    sizes = list(map(int, given.ranks.split(",")))
     for script in driver.scripts(given.names):
-        told = (
-            f"skipped: needs {script.missing()}"
-            if script.missing()
-            else compare(script, given.ranks)
-        )
-        bad += told.startswith(("DIFFERS", "FAILED"))
-        print(f"{script.path.parent.name}/{script.name:32} {told}", flush=True)
+        missing = script.missing()
+        lines = [f"skipped: needs {missing}"] if missing else compare(script, sizes)
+        for told in lines:
+            bad += "DIFFERS" in told or "FAILED" in told
+            print(f"{script.path.parent.name}/{script.name:32} {told}", flush=True)
     return min(bad, 1)
 
 
