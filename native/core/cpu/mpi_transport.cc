@@ -103,6 +103,7 @@ std::vector<Proposal> MpiTransport::reduce_proposals(const Proposal& mine) {
   HVD_MPI(
       MPI_Iallreduce(&my_summary_, &summary_, 1, summary_type_, combine_, communicator_, &request));
   wait(request);
+  waiter_->check_aborted();  // as in read_proposals()
   if (summary_.flags & Proposal::wants_times) {
     propose(mine, nullptr);
     return read_proposals();
