@@ -91,7 +91,7 @@ def test_another_horovod_is_named(tmp_path: pathlib.Path) -> None:
         "hvd_keras.horovod.install()\n".replace("import hvd_keras", "import sys, hvd_keras", 1)
     )
     job = ranks.mpirun(1, sys.executable, str(script))
-    assert "in place of the installed horovod 0.27.0" in job.output, job.output
+    assert "instead of the installed horovod 0.27.0" in job.output, job.output
     assert "RuntimeError: hvd_keras.horovod.install: 'import horovod' finds" in job.output
     assert job.status != 0
 
