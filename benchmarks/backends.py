@@ -1,14 +1,18 @@
-"""Steps of Keras's fit: hvd_keras, plain Keras, and Keras on JAX, in jobs that take turns.
+"""Steps of Keras's fit: hvd_keras, plain Keras, Keras on JAX and on PyTorch, in jobs by turns.
 
     python benchmarks/backends.py --jax-python /path/to/other/environment/bin/python
+    python benchmarks/backends.py --torch [--keras-nightly /path/to/packages]
 
 Each job trains the same model on two batches of BATCH per step: two ranks of hvd_keras; two in
 automatic mode; two processes that exchange nothing; one process with all cores and both batches;
 and, with --jax-python, keras.distribution.DataParallel on JAX over two processes. Of the jobs, one
 measures while the processes of the others are stopped. The time is that of the second epoch of a
-fit. To create the other environment:
+fit. With --torch all jobs run Keras on PyTorch: two ranks of hvd_keras; two processes whose
+train_step calls torch's DistributedDataParallel over gloo; and, with --keras-nightly,
+keras.distribution.DataParallel over gloo. To create the other environments:
 
     pip install keras jax numpy
+    pip install --no-deps --pre --target /path/to/packages keras-nightly
 """
 
 import argparse
@@ -30,6 +34,12 @@ SIDES = {
     "one": "one process, all cores",
     "jax": "Keras on JAX, DataParallel, two processes",
 }
+TORCH_SIDES = {
+    "torch": "hvd_keras on PyTorch, 2 ranks",
+    "ddp": "DistributedDataParallel over gloo, 2 processes",
+    "parallel": "Keras's DataParallel on PyTorch, 2 processes",
+    "beside": "two processes that exchange nothing",
+}
 
 
 def seconds_of_step(side: str, index: int, case: str, steps: int, cache: dict) -> float:
@@ -47,11 +57,13 @@ def seconds_of_step(side: str, index: int, case: str, steps: int, cache: dict) -
     if case not in cache:
         cache.clear()
         model, optimizer = keras_models.made(case)
-        if side == "hvd_keras":
+        if side in ("hvd_keras", "torch"):
             import hvd_keras as hvd
 
             optimizer = hvd.DistributedOptimizer(optimizer)
         model.compile(optimizer, keras_models.loss())
+        if side == "ddp":
+            with_ddp(model)
         data = keras_models.batch(case, index)
         if side in ("one", "auto"):
             every = (keras_models.batch(case, i) for i in range(RANKS))
@@ -64,7 +76,7 @@ def seconds_of_step(side: str, index: int, case: str, steps: int, cache: dict) -
             yield data
 
     source = batches()
-    if side != "jax":
+    if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
         source = tf.data.Dataset.from_tensors(data).cache().repeat()
@@ -73,13 +85,45 @@ def seconds_of_step(side: str, index: int, case: str, steps: int, cache: dict) -
     return watch.seconds / steps
 
 
+def with_ddp(model) -> None:
+    """Lets a model's step compute by torch's wrapper, which averages gradients."""
+    import torch
+
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+
+    def train_step(data):
+        x, y = data
+        y_pred = parallel(x, training=True)
+        model.zero_grad()
+        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, training=True)
+        model._loss_tracker.update_state(loss, sample_weight=len(x))
+        loss.backward()
+        weights = model.trainable_weights
+        with torch.no_grad():
+            model.optimizer.apply([v.value.grad for v in weights], weights)
+        return model.compute_metrics(x, y, y_pred)
+
+    object.__setattr__(model, "train_step", train_step)
+
+
 def process(side: str, address: str, steps: int) -> None:
     """Runs one process of a job: answers each name of a case with the seconds of a step."""
     index = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
-    if side == "hvd_keras":
+    if side in ("hvd_keras", "torch"):
         import hvd_keras as hvd
 
         hvd.init()
+    elif side in ("ddp", "parallel"):
+        import keras
+        import torch
+
+        torch.distributed.init_process_group(
+            "gloo", f"tcp://localhost:{45872 + (side == 'ddp')}", world_size=RANKS, rank=index
+        )
+        if side == "parallel":
+            keras.distribution.set_distribution(
+                keras.distribution.DataParallel(auto_shard_dataset=False)
+            )
     elif side == "auto":
         import hvd_keras as hvd
 
@@ -104,6 +148,8 @@ def process(side: str, address: str, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jax-python", type=Path, help="Python of an environment with JAX")
+    parser.add_argument("--torch", action="store_true", help="compare on PyTorch")
+    parser.add_argument("--keras-nightly", type=Path, help="a folder with keras-nightly")
     parser.add_argument("--repeats", type=int, default=9, help="of each measurement (default 9)")
     parser.add_argument("--cases", nargs="+", help="default: all")
     parser.add_argument("--steps", type=int, default=50, help="of an epoch (default 50)")
@@ -121,7 +167,9 @@ def main() -> None:
     import report
 
     peer.end_in_time()
-    sides = [side for side in SIDES if side != "jax" or options.jax_python]
+    names = TORCH_SIDES if options.torch else SIDES
+    missing = {"jax": not options.jax_python, "parallel": not options.keras_nightly}
+    sides = [side for side in names if not missing.get(side)]
     cases = options.cases or list(keras_models.CASES)[: 1 if options.smoke else None]
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         address = str(Path(folder) / "turns")
@@ -141,6 +189,10 @@ def main() -> None:
                 else:
                     start = [sys.executable, "-m", "hvd_keras.hvdrun", "--oversubscribe"]
                     backend = ["KERAS_BACKEND=jax"] if side == "jax" else []
+                    if options.torch:
+                        backend = ["KERAS_BACKEND=torch", "OMP_NUM_THREADS=1"]
+                    if side == "parallel":
+                        backend.append(f"PYTHONPATH={options.keras_nightly.absolute()}")
                     command = [*start, "-np", str(RANKS), "env", *backend, *command]
                 jobs[side] = peer.Job(command, 1 if side == "one" else RANKS, listener)
                 ending.callback(jobs[side].end)
@@ -152,7 +204,7 @@ def main() -> None:
                 ours, *others = zip(*times[1:], strict=True)
                 what = f"a step of fit, {case}, {RANKS} x {keras_models.BATCH}"
                 of_case = [
-                    report.compare(what, RANKS, SIDES[side], ours, theirs)
+                    report.compare(what, RANKS, names[side], ours, theirs)
                     for side, theirs in zip(sides[1:], others, strict=True)
                 ]
                 rows += of_case

@@ -28,18 +28,23 @@ def embedding() -> keras.Model:
     )
 
 
+def resnet() -> keras.Model:
+    return keras.applications.ResNet50(weights=None, input_shape=(32, 32, 3), classes=10)
+
+
 CASES = {
     "perceptron": (perceptron, keras.optimizers.SGD),
     "convnet": (convnet, keras.optimizers.SGD),
     "embedding, SGD": (embedding, keras.optimizers.SGD),
     "embedding, Adam": (embedding, keras.optimizers.Adam),
 }
+MORE = {"ResNet-50, 32 x 32": (resnet, keras.optimizers.SGD)}  # if asked for
 
 
 def made(case: str) -> tuple[keras.Model, keras.optimizers.Optimizer]:
     """Returns the model, with the same first weights at every call and on every rank."""
     keras.utils.set_random_seed(1)
-    build, make_optimizer = CASES[case]
+    build, make_optimizer = (CASES | MORE)[case]
     return build(), make_optimizer(0.01)
 
 
@@ -49,7 +54,12 @@ def loss() -> keras.losses.Loss:
 
 def batch(case: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(rank)
-    if CASES[case][0] is embedding:
+    build = (CASES | MORE)[case][0]
+    if build is resnet:  # of 102 MB of gradients, and few rows: the exchange counts
+        rows = BATCH // 16
+        x = random.normal(size=(rows, 32, 32, 3)).astype("float32")
+        return x, random.integers(0, 10, rows)
+    if build is embedding:
         x = random.integers(0, ROWS, (BATCH, LENGTH)).astype("int32")
     else:
         x = random.normal(size=(BATCH, 28, 28, 1)).astype("float32")
