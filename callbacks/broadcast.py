@@ -6,7 +6,7 @@ from typing import Any
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras.gradients import agreement, model_ranks
-from hvd_keras.hooks import fitting, preprocessing, variables
+from hvd_keras.hooks import broadcasting, fits, preprocessing, variables
 from hvd_keras.hooks.statistics_averaging import StatisticsAveraging
 from hvd_keras.runtime import libraries, log, rank_info
 
@@ -76,23 +76,19 @@ class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: 
         process_set.check_root(self.root_rank)
         states = variables.global_seed_states()
         variables.give_each_rank_its_own_randomness(states, process_set)
-        fit = fitting.running(self.model)
+        fit = fits.running(self.model)
         if fit is not None and fit.restored:
             return
         if process_set.size() == 1:
-            if variables.is_built(self.model):
+            if broadcasting.is_built(self.model):
                 variables.of_training(self.model)  # builds the optimizer, as on several ranks
             return
-        fitting.check_built(self.model)
+        fits.check_built(self.model)
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         # Not the optimizer's variables: Keras's counters occur elsewhere in their names.
         specs = map(agreement.spec_of, model_ranks.without_local(self.model.variables))
         agreement.check_specs("broadcast", list(specs), process_set)
         shared = model_ranks.without_local(variables.of_training(self.model))
-        variables.broadcast_variables(shared, self.root_rank, process_set)
-        fitting.refresh_derived_values(self.model)
-
-    def _average_moving_statistics(self) -> None:
-        statistics = variables.moving_statistics(self.model._flatten_layers())
-        variables.average_variables(model_ranks.without_local(statistics), self.process_set)
+        broadcasting.broadcast_variables(shared, self.root_rank, process_set)
+        preprocessing.refresh(self.model)

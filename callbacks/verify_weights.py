@@ -4,7 +4,7 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.hooks import fitting
+from hvd_keras.hooks import fits
 from hvd_keras.runtime import agree
 
 
@@ -43,7 +43,7 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         self._equal = "the beginning"
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if fitting.running(self.model) is not None:
+        if fits.running(self.model) is not None:
             gathered = agree.gather_json("VerifyWeights", self.every, self.process_set)
             if len(set(gathered)) > 1:
                 views = agree.by_rank(gathered, self.process_set)
@@ -63,7 +63,7 @@ class VerifyWeights(Callback):  # type: ignore[misc]
         self._verify()
 
     def _verify(self) -> None:
-        fit = fitting.running(self.model)
+        fit = fits.running(self.model)
         if fit is None or fit.values is None:
             return
         now = f"batch {self._batches} of epoch {self._epoch + 1}"

@@ -14,9 +14,9 @@ from hvd_keras.compat.tensorflow_v1 import (
 from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
 from hvd_keras.gradients.missing_calls import join as join
 from hvd_keras.gradients.missing_calls import local_fit as local_fit
+from hvd_keras.hooks.broadcasting import broadcast_variables as broadcast_variables
 from hvd_keras.hooks.keras_classes import SyncBatchNormalization as SyncBatchNormalization
 from hvd_keras.hooks.preprocessing import broadcast_preprocessing as broadcast_preprocessing
-from hvd_keras.hooks.variables import broadcast_variables as broadcast_variables
 from hvd_keras.launch.run_function import run as run
 from hvd_keras.layers.model_files import load_model as load_model
 from hvd_keras.layers.model_files import save_model as save_model

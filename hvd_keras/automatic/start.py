@@ -22,7 +22,7 @@ import hvd_keras
 from hvd_keras import lifecycle
 from hvd_keras.automatic import distribution, noise, scale, steps, writes
 from hvd_keras.gradients import division
-from hvd_keras.hooks import variables
+from hvd_keras.hooks import broadcasting, variables
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, require
 from hvd_keras.runtime.process_sets import global_process_set
@@ -248,7 +248,7 @@ def _restore_from_first(begin: Callable[..., Any]) -> Callable[..., Any]:
     def restore(self: Any, logs: Any = None) -> None:
         agree.on_leader("BackupAndRestore", lambda: begin(self, logs), global_process_set)
         self.model._initial_epoch, *_ = agree.gather_json("epoch", self.model._initial_epoch)
-        variables.broadcast_variables(variables.of_training(self.model), 0)
+        broadcasting.broadcast_variables(variables.of_training(self.model), 0)
 
     return restore
 

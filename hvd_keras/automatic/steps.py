@@ -18,7 +18,7 @@ from hvd_keras import ops
 from hvd_keras.automatic import noise, probe
 from hvd_keras.gradients import division, model_ranks
 from hvd_keras.gradients.division import Part
-from hvd_keras.hooks import losses, metric_states, values, variables
+from hvd_keras.hooks import broadcasting, losses, metric_states, values
 from hvd_keras.optimizer import DistributedOptimizer, is_distributed
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import keras
@@ -52,7 +52,7 @@ def begin(model: Any) -> None:
         _equal.add(model)
         mine = [agree.crc(tf.convert_to_tensor(variable)) for variable in model.variables]
         if agree.gather_if_different("values of a model", mine):
-            variables.broadcast_variables(model.variables, 0)
+            broadcasting.broadcast_variables(model.variables, 0)
     model_ranks.register_training_ranks(model, global_process_set)
     for optimizer in model_ranks.optimizers_of(model):
         is_keras = isinstance(optimizer, keras.optimizers.Optimizer)

@@ -7,8 +7,9 @@ import tensorflow as tf
 
 from hvd_keras.data import arrays, datasets, file_sources, row_sources
 from hvd_keras.data.file_sources import files as files
-from hvd_keras.data.split import MODES, Passes, Source, Split
-from hvd_keras.runtime import agree, log
+from hvd_keras.rows import Split, agreement
+from hvd_keras.rows.passes import Passes, Source
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import PyDataset, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -100,45 +101,12 @@ def shard(
     source = file_sources.opened(source, process_set)
 
     def look() -> Source:
-        if min(seed, start_epoch) < 0:
-            raise ValueError(f"{seed=}, {start_epoch=}, expected 0 or more.")
-        if uneven not in (None, *MODES):
-            raise ValueError(f"{uneven=}, expected one of {', '.join(map(repr, MODES))}.")
+        agreement.check_arguments(batch_size, seed, start_epoch, uneven)
         return _open(source, batch_size, shuffle, seed, split)
 
     rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
-    description = f"{rows.length} rows of {rows.spec}, batch_size={rows.batch_size}, "
-    description += (
-        f"{rows.description}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    )
-    views = agree.gather_json("hvd.data.shard arguments", description, process_set)
-    if len(set(views)) > 1:
-        raise ValueError(
-            "hvd.data.shard: the ranks have different sources or arguments: "
-            f"{agree.by_rank(views, process_set)}. Give every rank the same whole source, in the "
-            "same order (with the same seeds, the global one too), and apply random maps after "
-            "shard(…). A dataset that shuffles itself has another order in each pass: look at its "
-            "rows on all ranks, or on none. If each rank has its own files, use "
-            "hvd.data.agree_on_steps."
-        )
-    if rows.steps == 0 or (rows.left_out and mode == "error"):
-        global_batch = split.size * rows.batch_size
-        raise ValueError(
-            f"hvd.data.shard: {rows.length} rows do not make whole steps of {global_batch} "
-            f"({split.size} ranks with batch_size={rows.batch_size}), uneven={mode!r}. Use another "
-            "batch_size, uneven='share' (needs a row for each rank) or 'pad' (needs y)."
-        )
-    if rows.left_out and (uneven or mode) != "trim" and shuffle is False and not split.rank:
-        log.logger.warning(
-            "hvd.data.shard leaves out %s of %s rows, so that all %s ranks get the same number. "
-            "uneven='pad' includes them, with sample weights.",
-            *(rows.left_out, rows.length, split.size),
-        )
-    if mode == "pad" and keras.utils.unpack_x_y_sample_weight(rows.spec)[1] is None:
-        raise ValueError(
-            "hvd.data.shard: uneven='pad' adds sample weights and so needs y, but the source has "
-            f"only x: {rows.spec}. Use 'share' or 'trim'."
-        )
+    given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+    agreement.check_source(rows, given, split, uneven, shuffle is False, process_set)
     spec = tf.TensorSpec([2], tf.int64)
     shuffling = source if datasets.shuffles_itself(source) else None
     # A dataset of one element, the pass and its first row: generated anew each time one begins.
@@ -180,38 +148,13 @@ def agree_on_steps(
         steps = hvd.data.agree_on_steps(sum(1 for _ in dataset))
         model.fit(dataset.repeat(), steps_per_epoch=steps)
     """
-    process_set.check_included("data.agree_on_steps")
 
-    def look() -> int | None:
-        if uneven not in ("trim", "error"):
-            raise ValueError(f"{uneven=}, expected 'trim' or 'error'.")
-        steps = source
+    def length(source: Any) -> Any:
         if isinstance(source, tf.data.Dataset):
-            steps = source.cardinality() if source.cardinality() >= 0 else None
-        elif isinstance(source, PyDataset):
-            steps = arrays.number_of_batches(source)
-        try:
-            return None if steps is None else int(steps)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"got {type(source).__name__}, expected a number of steps, a tf.data.Dataset or a "
-                "keras.utils.PyDataset."
-            ) from error
+            return source.cardinality() if source.cardinality() >= 0 else None
+        return source
 
-    mine = agree.on_all_ranks("hvd.data.agree_on_steps", look, process_set)
-    gathered = agree.gather_json("hvd.data.agree_on_steps numbers", mine, process_set)
-    known = [steps for steps in gathered if steps is not None]
-    if not known:
-        problem = "no length is known. Pass numbers of steps (count the batches once)."
-    elif min(known) < 1:
-        problem = "a rank has no data. Use fewer ranks, or smaller files or batches."
-    elif uneven == "error" and len(set(known)) > 1:
-        problem = "the ranks' numbers of steps differ. uneven='trim' takes the least."
-    else:
-        return int(min(known))
-    raise ValueError(
-        f"hvd.data.agree_on_steps: {problem} By rank: {agree.by_rank(gathered, process_set)}."
-    )
+    return agreement.steps(source, length, "a tf.data.Dataset", uneven, process_set)
 
 
 def passes_of(dataset: Any) -> list[Passes]:
@@ -232,20 +175,6 @@ def seekable(dataset: Any) -> Passes | None:
     return passes if passes is not None and passes.source.unit else None
 
 
-def check_passes(passes: list[Passes], process_set: ProcessSet) -> None:
-    """Raise ValueError on all ranks if they have begun different numbers of shuffled passes."""
-    begun = [one.begun for one in passes if one.source.is_shuffled]
-    if not begun:
-        return
-    gathered = agree.gather_json("fit passes", begun, process_set)
-    if any(theirs != gathered[0] for theirs in gathered):
-        raise ValueError(
-            "fit: the ranks have begun different numbers of passes over the shuffled data of "
-            f"hvd.data.shard ({agree.by_rank(gathered, process_set)}), so their orders differ. "
-            "Iterate over it on all ranks, or on none."
-        )
-
-
 def adapt_fit(arguments: dict[str, Any]) -> None:
     """Change arguments of ``fit`` whose defaults are for arrays, if x comes from ``shard``."""
     if not passes_of(arguments.get("x")):
@@ -262,8 +191,6 @@ def adapt_fit(arguments: dict[str, Any]) -> None:
 def _open(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"{batch_size=}, expected 1 or more rows per rank and step.")
     parts = tf.nest.flatten(source) if isinstance(source, tuple | list | dict) else [source]
     if any(isinstance(part, tf.RaggedTensor | tf.SparseTensor) for part in parts):
         source = tf.data.Dataset.from_tensor_slices(source)

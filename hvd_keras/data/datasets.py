@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras.data import arrays
-from hvd_keras.data.split import Source, Split
+from hvd_keras.rows import Split, reading
+from hvd_keras.rows.passes import Source
 from hvd_keras.runtime import log
 
 # Datasets that yield one element per element of their input, in the same order.
@@ -61,7 +62,7 @@ def of_dataset(
     if split.uneven == "pad" or split.size > 1 or seeds:
         first = _first(source if batched else source.batch(1))
     if first is not None:
-        description += f", first element {arrays.digest(arrays.y_of(first))}"
+        description += f", first element {reading.digest(reading.y_of(first, arrays.flatten))}"
     known = int(source.cardinality()) >= 0
     length, own_size, counts = _measure(source) if batched else (_length(source), None, None)
     if length == 0:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.data import arrays
 from hvd_keras.data.order import WINDOW, Order
 from hvd_keras.data.parquet import Tables
 from hvd_keras.data.records import Records
 from hvd_keras.data.row_sources import Rows
-from hvd_keras.data.split import Source, Split
+from hvd_keras.rows import Split, reading
+from hvd_keras.rows.passes import Source
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -168,7 +168,7 @@ def of_rows(
             weights = np.where(real, split.weight(rows, length, batch_size), 0)[None]
         else:
             if row and not number:
-                raise IndexError(arrays.beyond(row, length))
+                raise IndexError(reading.beyond(row, length))
             chosen = order.rows(epoch, begin, begin + number * global_batch)
             # Of a step's rows each rank takes those that lie together in the files.
             chosen = np.sort(chosen.reshape(number, global_batch))

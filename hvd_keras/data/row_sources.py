@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.data import arrays
+from hvd_keras.rows import reading
 from hvd_keras.runtime.keras import keras
 
 _BLOCK = 256  # rows that are likely to lie together
@@ -37,11 +37,11 @@ class Rows:
         if not self.length:
             return
         first = source[0] if self._columns is None else self._columns[0]
-        self._like = arrays.with_tuples(first)
+        self._like = reading.with_tuples(first)
         found = self._get(np.unique(np.linspace(0, self.length - 1, _CHECKED).astype(int)))
         self.specs = [tf.TensorSpec(part.shape[1:], part.dtype) for part in found]
         self.row_bytes = sum(part.nbytes for part in found) / len(found[0])
-        self.description = f"sample {arrays.digest(found)}"
+        self.description = f"sample {reading.digest(found)}"
 
     def keep(self, blocks: int) -> None:
         """Nothing is kept: the source may."""

@@ -4,9 +4,6 @@ import contextvars
 import dataclasses
 from typing import Any
 
-import tensorflow as tf
-
-from hvd_keras import ops
 from hvd_keras.runtime import rank_info
 
 #: Whether automatic mode is on: scripts are those of one process, and every rank has all rows.
@@ -56,12 +53,17 @@ class Part:
 
     def of_mine(self, rows: Any) -> Any:
         """Rows that this rank has computed, which may be more than one for each of the data."""
+        import tensorflow as tf
+
         if self.is_even:
             return rows
         return rows[: tf.where(tf.greater(self.count, 0), tf.shape(rows)[0], 0)]
 
     def gather(self, value: Any, name: str) -> Any:
         """All ranks' rows of tensors in a structure; of scalars their mean by rows."""
+        import tensorflow as tf
+
+        from hvd_keras import ops
 
         def of_all(part: Any) -> Any:
             part = tf.convert_to_tensor(part)

@@ -8,12 +8,10 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
-
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import process_sets
 from hvd_keras.runtime.keras import innermost as innermost
-from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.keras import keras, optimizer_classes
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
@@ -44,12 +42,9 @@ def optimizers_of(model: Any) -> list[Any]:
             values += value
         else:
             values.append(value)
-    classes: tuple[type, ...] = (keras.optimizers.Optimizer, tf.compat.v1.train.Optimizer)
-    if is_legacy:
-        classes += (keras.optimizers.legacy.Optimizer,)
     found: dict[int, Any] = {}
     several: Any = getattr(keras.optimizers, "MultiOptimizer", ())
-    optimizers: list[Any] = [value for value in values if isinstance(value, classes)]
+    optimizers: list[Any] = [value for value in values if isinstance(value, optimizer_classes)]
     for value in optimizers:
         found[id(value)] = value
         if isinstance(value, several):

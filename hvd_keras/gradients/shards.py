@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import tensorflow as tf
 
-from hvd_keras import ops
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, keras
 from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.runtime.reductions import Adasum, ReduceOp
 
 Kind = Literal["rows", "columns", "whole"]
 
@@ -148,7 +148,7 @@ def mark(variable: Any, shard: Shard) -> None:
     """Record that a variable is this rank's part of a table."""
     variable._hvd_shard = shard
     inner = inner_variable(variable)
-    if isinstance(inner, tf.Variable):  # otherwise its initial value, while Keras builds a graph
+    if hasattr(inner, "assign"):  # otherwise its initial value, while Keras builds a graph
         inner._hvd_shard = shard
 
 
@@ -162,7 +162,7 @@ def of(variable: Any) -> Shard | None:
 
 
 def sharded_indices(
-    variables: Sequence[Any], name: str, op: ops.ReduceOp, process_set: ProcessSet
+    variables: Sequence[Any], name: str, op: ReduceOp, process_set: ProcessSet
 ) -> set[int]:
     """Return the indices of the parts of tables among the variables of the optimizer ``name``.
 
@@ -180,7 +180,7 @@ def sharded_indices(
                 f"{name}: {path} is divided between {shard.process_set}, but {process_set} trains "
                 "it. Give both the same process_set."
             )
-        if op is ops.Adasum:
+        if op is Adasum:
             raise ValueError(
                 f"{name}: {path} is divided between ranks, so op=hvd.Adasum is not possible. Use "
                 "hvd.Average or hvd.Sum, or hvd.layers.Embedding(shard=None)."
@@ -201,7 +201,8 @@ def whole(variable: Any) -> Any:
     # Flat, because allgather wants equal columns, and parts by columns differ there.
     mine = np.asarray(variable)
     name = f"table {shard.layout.input_dim} x {shard.layout.output_dim}"
-    gathered = ops.allgather(mine.reshape(-1), name, process_set=shard.process_set).numpy()
+    call = {"name": name, "process_set": shard.process_set.id()}
+    (gathered,) = agree.run("allgather", [mine.reshape(-1)], **call)
     table = np.empty((shard.layout.input_dim, shard.layout.output_dim), mine.dtype)
     first = 0
     for rank in range(shard.layout.ranks):
@@ -221,7 +222,7 @@ def assign(variable: Any, whole: Any) -> None:
     rows, columns = shard.layout.input_dim, shard.layout.output_dim
     if isinstance(whole, np.ndarray):
         whole = whole.reshape(rows, columns)
-    dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+    dtype = agree.numpy_dtype(variable.dtype)
     values = shard.part.read(lambda first, last: np.asarray(whole[first:last]), columns, dtype)
     variable.assign(values.reshape(variable.shape))
 

@@ -16,27 +16,19 @@ import tensorflow as tf
 from hvd_keras import data, observe, ops
 from hvd_keras.gradients import agreement, compare, division, missing_calls, model_ranks
 from hvd_keras.hooks import (
+    broadcasting,
     keras_callbacks,
     keras_classes,
     losses,
-    preprocessing,
     progress,
     values,
-    variables,
 )
-from hvd_keras.hooks.keras_callbacks import Fit
+from hvd_keras.hooks.fits import Fit, current, running
+from hvd_keras.rows import agreement as agreement_of_rows
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import background
-
-_current: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
-
-
-def running(model: Any) -> Fit | None:
-    """The ``fit`` that trains a model now; None if there is none, or this rank trains it alone."""
-    own = _current.get()
-    return own if own is not None and own.model is model else None
 
 
 def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +52,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             given = bound.arguments.get("callbacks")
             callbacks = flat(given)
             own = _begun(self, callbacks, defaults | bound.arguments)
-            stack.enter_context(agree.within(_current, own))
+            stack.enter_context(agree.within(current, own))
             several = own is not None and own.process_set.size() > 1
             # From here on the stack undoes what this fit changes in the model and its callbacks.
             runs = callbacks
@@ -239,31 +231,6 @@ def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
     return set_params_of_rank
 
 
-def check_built(model: Any) -> None:
-    """Check, for a callback, that the model has its variables.
-
-    Raises:
-        ValueError: (on every rank) a rank could not create them before the first step.
-    """
-    if (own := running(model)) and own.unbuilt:
-        raise ValueError(
-            f"model {model.name!r} has no variables yet, and its training step cannot be traced to "
-            f"create them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
-            "before fit."
-        ) from own.problem
-
-
-def refresh_derived_values(model: Any) -> None:
-    """Recompute what layers have derived from their variables, which have changed."""
-    if not preprocessing.refresh_derived_values(model._flatten_layers()):
-        return
-    # Functions that were traced before hold the old values as constants.
-    model.test_function = model.predict_function = model.train_function = None
-    made = model.make_train_function()
-    if made is not None:  # tf_keras
-        model.train_function = made
-
-
 def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
     own.has_begun = True
     passes = data.passes_of(dataset)
@@ -275,20 +242,20 @@ def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
     model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
-    is_built = variables.is_built(model) and model_ranks.has_built_optimizers(model)
+    is_built = broadcasting.is_built(model) and model_ranks.has_built_optimizers(model)
     if isinstance(dataset, tf.data.Dataset) and not is_built:
-        own.problem = variables.build(model, dataset.element_spec)
+        own.problem = broadcasting.build(model, dataset.element_spec)
     if process_set.size() == 1:
         own.unbuilt = _why_unbuilt(own) or ""
         return
     if not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
     _agree(own, dataset, steps)
-    data.check_passes(passes, process_set)
+    agreement_of_rows.check_passes(passes, process_set)
 
 
 def _why_unbuilt(own: Fit) -> str | None:
-    if own.problem is None or not variables.unbuilt(own.model) - {id(own.model)}:
+    if own.problem is None or not broadcasting.unbuilt(own.model) - {id(own.model)}:
         return None
     return f"{type(own.problem).__name__}: {own.problem}"
 

@@ -6,18 +6,17 @@ gradients. The list of callbacks is edited; the classes stay as they are.
 """
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.data.split import Passes
 from hvd_keras.gradients import division, missing_calls, model_ranks
 from hvd_keras.hooks import variables
+from hvd_keras.hooks.fits import Fit, saving_on_leader
 from hvd_keras.hooks.values import Values, of_rows, pass_first_batch
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras
@@ -30,40 +29,6 @@ _WRITERS = tuple(
 )
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 _CHECKPOINT = keras.callbacks.ModelCheckpoint
-
-
-@dataclasses.dataclass
-class Fit:
-    """A running ``fit`` on the ranks of a process set, and what their callbacks have in common."""
-
-    model: Any
-    callbacks: list[Any]  # this rank's, as given
-    arguments: dict[str, Any]  # the others of ``fit``
-    process_set: ProcessSet
-    has_begun: bool = False  # the ranks have compared what must be equal
-    passes: Sequence[Passes] = ()  # over the sharded sources of its data, if they are its epochs
-    seekable: Passes | None = None  # the same, if they can continue at any row
-    problem: Exception | None = None  # of this rank's model, which could not be traced
-    unbuilt: str = ""  # which ranks' models have no variables, and why
-    monitored: Sequence[str] = ()  # what callbacks of any rank decide by
-    ends_on_nan: bool = False  # a rank has TerminateOnNaN
-    # All ranks have the same ModelCheckpoint, and so can wait for each other there.
-    waits_for_checkpoints: bool = False
-    looks_at_data: bool = False  # the first batch of each rank can be compared
-    validates: bool = False  # all ranks validate after the same epochs, and average their metrics
-    values: Values | None = None  # of the model, to be compared
-    restored: bool = False  # it began with a checkpoint, which nothing may overwrite
-
-    def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
-        """Learn from what ``describe`` returned on all ranks."""
-        self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
-        self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
-        self.waits_for_checkpoints = all(
-            theirs["checkpoints"] == gathered[0]["checkpoints"] for theirs in gathered
-        )
-        self.looks_at_data = all(theirs["looks at data"] for theirs in gathered)
-        every = gathered[0]["validates every"]
-        self.validates = bool(every) and all(t["validates every"] == every for t in gathered)
 
 
 def averages(callbacks: Sequence[Any]) -> bool:
@@ -101,35 +66,19 @@ def on_leader_alone(
     callbacks: Sequence[Any], process_set: ProcessSet, common: Fit | None = None
 ) -> Iterator[None]:
     """Silence the callbacks that write files, except on the first rank."""
-    # What a class that derives from one of Keras's adds to it runs on all ranks. All ranks wait
-    # until a ModelCheckpoint is written, and raise its error.
-    files = [c for c in callbacks if common is not None and isinstance(c, _CHECKPOINT)]
-    saving = [(c, c._save_model) for c in files]
-    for callback, save in saving:
-        callback._save_model = functools.partial(_save, common, save)
-    # An instance keeps its state and its own methods; only the hooks of Keras's class are empty.
+    # What a class that derives from one of Keras's adds to it runs on all ranks. An instance keeps
+    # its state and its own methods; only the hooks of Keras's class are empty.
     silenced: list[tuple[Any, Any]] = []
     if process_set.rank() != 0:
         silenced = [(c, type(c)) for c in callbacks if isinstance(c, _WRITERS)]
     for callback, cls in silenced:
         callback.__class__ = _silent(cls)
     try:
-        yield
+        with contextlib.nullcontext() if common is None else saving_on_leader(common):
+            yield
     finally:
         for callback, cls in silenced:
             callback.__class__ = cls
-        for callback, save in saving:
-            callback._save_model = save
-
-
-def _save(common: Any, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Replace ``ModelCheckpoint._save_model``."""
-    if division.is_on:
-        save(*args, **kwargs)  # in which the first rank saves the model
-    elif common.waits_for_checkpoints:
-        agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
-    elif common.process_set.rank() == 0:
-        save(*args, **kwargs)
 
 
 def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:

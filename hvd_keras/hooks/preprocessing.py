@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvd_keras.runtime import agree, objects, rank_info
-from hvd_keras.runtime.keras import keras, require
+from hvd_keras.runtime.keras import is_symbolic, keras, outside_graphs, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 # Arguments of preprocessing layers that a script may compute from its data.
@@ -38,13 +37,24 @@ def refresh_derived_values(layers: Iterable[Any]) -> bool:
     changed = False
     for layer in _flat(layers):
         before = _derived(layer)
-        with tf.init_scope():  # constants of a graph would be no values
+        with outside_graphs():  # constants of a graph would be no values
             if isinstance(layer, keras.layers.Normalization):
                 layer.finalize_state()
             elif hasattr(layer, "idf_weights"):
                 layer.idf_weights_const = layer.idf_weights.value()
         changed |= any(map(_differ, before, _derived(layer)))
     return changed
+
+
+def refresh(model: Any) -> None:
+    """Recompute what a model's layers have derived from their variables, which have changed."""
+    if not refresh_derived_values(model._flatten_layers()):
+        return
+    # Functions that were traced before hold the old values as constants.
+    model.test_function = model.predict_function = model.train_function = None
+    made = model.make_train_function()
+    if made is not None:  # tf_keras
+        model.train_function = made
 
 
 def check_equal_on_all_ranks(
@@ -160,7 +170,7 @@ def _derived(layer: Any) -> list[Any]:
 def _differ(before: Any, after: Any) -> bool:
     if before is None or after is None:
         return before is not after
-    return not (tf.is_symbolic_tensor(before) or np.array_equal(before, after))
+    return not (is_symbolic(before) or np.array_equal(before, after))
 
 
 def _state(layer: Any) -> list[tuple[str, Any]]:

@@ -1,11 +1,17 @@
-"""When the moving statistics of a training are averaged over the ranks, on every backend."""
+"""The moving statistics of a training are averaged over the ranks, on every backend of Keras."""
 
 from typing import Any
 
+from hvd_keras.gradients import model_ranks
+from hvd_keras.hooks import variables
+from hvd_keras.runtime.process_sets import ProcessSet
+
 
 class StatisticsAveraging:
-    """Mixed into a callback: calls ``_average_moving_statistics`` once per epoch."""
+    """Mixed into a callback that has a ``process_set``: averages once per epoch."""
 
+    model: Any
+    process_set: ProcessSet
     params: dict[str, Any]
     _epoch_runs = False
 
@@ -29,7 +35,5 @@ class StatisticsAveraging:
     def _average_once(self) -> None:
         if self._epoch_runs:
             self._epoch_runs = False
-            self._average_moving_statistics()
-
-    def _average_moving_statistics(self) -> None:
-        raise NotImplementedError
+            statistics = variables.moving_statistics(self.model._flatten_layers())
+            variables.average_variables(model_ranks.without_local(statistics), self.process_set)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.hooks.variables import broadcast_variables as _broadcast_variables
+from hvd_keras.hooks.broadcasting import broadcast_variables as _broadcast_variables
 from hvd_keras.ops import validate
 from hvd_keras.runtime import objects
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set

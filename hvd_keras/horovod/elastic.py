@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from hvd_keras.compat import tensorflow_v1
 from hvd_keras.gradients import model_ranks
-from hvd_keras.hooks.variables import broadcast_variables, of_training
+from hvd_keras.hooks.broadcasting import broadcast_variables
+from hvd_keras.hooks.variables import of_training
 from hvd_keras.runtime import log, objects, rank_info, settings
 from hvd_keras.runtime.keras import keras
 from hvd_keras.saving import storage

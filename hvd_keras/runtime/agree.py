@@ -224,6 +224,14 @@ def crc(values: Any, before: int = 0) -> int:
     return zlib.crc32(array.view(np.uint8).data, before)
 
 
+def numpy_dtype(dtype: Any) -> Any:
+    """Return NumPy's form of a dtype of a variable, or of its name, such as bfloat16."""
+    import ml_dtypes  # that of Keras
+
+    name = getattr(dtype, "name", dtype)
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
 def by_rank(values: Sequence[Any], process_set: "ProcessSet | None" = None) -> str:
     """Return a text of the ranks' values, for errors: ``rank 0: 3; rank 1: 4``; without None."""
     ranks = range(len(values)) if process_set is None else process_set.ranks

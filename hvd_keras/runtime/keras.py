@@ -3,21 +3,40 @@
 TensorFlow decides, so that scripts and hvd_keras use the same classes; unless Keras runs on torch.
 """
 
+import contextlib
 from typing import Any
+
+import numpy as np
 
 from hvd_keras.runtime import settings
 
 is_legacy: bool = False
+optimizer_classes: tuple[type, ...] = ()
+#: A block in which values are computed at once, although TensorFlow traces a function.
+outside_graphs: Any = contextlib.nullcontext
+is_symbolic: Any = lambda tensor: False  # noqa: E731
+#: Returns the array that a variable has now, even if it changes later.
+snapshot: Any = np.array
 if settings.keras_backend() == "torch":
     import keras
 else:
     import tensorflow as tf
 
+    outside_graphs, is_symbolic = tf.init_scope, tf.is_symbolic_tensor
+
+    def snapshot(variable: Any) -> Any:  # noqa: D103
+        # On a CPU without a copy: TensorFlow copies what is changed meanwhile.
+        return np.asarray(tf.convert_to_tensor(variable))
+
     is_legacy = tf.keras.Model.__module__.startswith("tf_keras")
     if is_legacy:
         import tf_keras as keras
+
+        optimizer_classes = (keras.optimizers.legacy.Optimizer,)
     else:
         import keras
+    optimizer_classes += (tf.compat.v1.train.Optimizer,)
+optimizer_classes += (keras.optimizers.Optimizer,)
 
 if not is_legacy and keras.backend.backend() != settings.keras_backend():
     raise RuntimeError(
@@ -32,7 +51,18 @@ PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset
 # variables are no keras.Variable, but of its base.
 Variable = () if is_legacy else keras.Variable.__bases__[0]
 
-__all__ = ["PyDataset", "Variable", "call_loss", "is_legacy", "keras", "require"]
+__all__ = [
+    "PyDataset",
+    "Variable",
+    "call_loss",
+    "is_legacy",
+    "is_symbolic",
+    "keras",
+    "optimizer_classes",
+    "outside_graphs",
+    "require",
+    "snapshot",
+]
 
 # Those whose private attributes are known, see hooks/patches.py. The newest that an older Python
 # can install is among them.

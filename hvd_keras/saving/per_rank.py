@@ -12,15 +12,15 @@ import random
 import re
 import secrets
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import h5py  # type: ignore[import-untyped]
 import numpy as np
-import tensorflow as tf
 
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import snapshot
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import storage
 
@@ -52,11 +52,8 @@ def names_of(
 
 
 def values_of(own: list[Any]) -> list[Any]:
-    """Return arrays of the values that variables have now, even if these change later.
-
-    On a CPU they share the variables' memory; TensorFlow copies what is changed meanwhile.
-    """
-    return [np.asarray(tf.convert_to_tensor(variable)) for variable in own]
+    """Return arrays of the values that variables have now, even if these change later."""
+    return list(map(snapshot, own))
 
 
 def parts_of(own: list[Any], values: list[Any]) -> list[storage.Variable]:
@@ -110,7 +107,7 @@ def restore(
         mine = shards.Part(range(before.input_dim), range(before.output_dim))
         if shard is not None:
             mine = shard.part
-        values = np.zeros(mine.shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
+        values = np.zeros(mine.shape, agree.numpy_dtype(variable.dtype))
         # A rank opens the files of those whose parts meet its own; on as many ranks, one file.
         for rank, name in enumerate(names):
             theirs = before.part(rank)
@@ -159,7 +156,7 @@ def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> 
     for variable in own:
         shard = shards.of(variable)
         how = list(variable.shape if shard is None else shard.shape)
-        here.append(f"{variable.path} {tf.as_dtype(variable.dtype).name}{how}")
+        here.append(f"{variable.path} {agree.numpy_dtype(variable.dtype).name}{how}")
     return [
         f"{theirs or 'nothing'} in the checkpoint, {mine or 'nothing'} in the model"
         for theirs, mine in itertools.zip_longest(there, here)
@@ -180,7 +177,7 @@ def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: P
     """Return the first rank's value on all ranks; others pass None. As bytes: any dtype works."""
     if value is not None and process_set.size() == 1:
         return value
-    received = np.empty(shape, tf.as_dtype(of_dtype).as_numpy_dtype) if value is None else value
+    received = np.empty(shape, agree.numpy_dtype(of_dtype)) if value is None else value
     data = np.ascontiguousarray(received).reshape(-1).view(np.uint8)
     # In blocks: a gather needs three times their memory, which a large table would not leave.
     for first in range(0, data.size, _BYTES):
@@ -231,11 +228,16 @@ def _digest(value: Any) -> bytes:
     return total.to_bytes(8, "little")
 
 
+#: Other global generators: functions that return and set their states, by name.
+generators: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
+
+
 def random_state() -> dict[str, Any]:
-    """The states of Python's and NumPy's global generators, in a form that JSON can represent."""
+    """The states of the global generators, in a form that JSON can represent."""
     version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
-    return {"python": [version, words, gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+    state = {"python": [version, words, gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}
+    return state | {name: get() for name, (get, _) in generators.items()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
@@ -243,3 +245,6 @@ def set_random_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(state["numpy"]))
+    for name, (_, set_state) in generators.items():
+        if name in state:  # a checkpoint may be of another backend
+            set_state(state[name])

@@ -25,6 +25,8 @@ from typing import Any
 import h5py  # type: ignore[import-untyped]
 import numpy as np
 
+from hvd_keras.runtime import agree
+
 _FIRST_LINE = b"hvd_keras checkpoint 2\n"
 _BLOCK = 512  # bytes; the smallest user block that HDF5 knows
 _NAME = re.compile(r"checkpoint-(\d{5,})-(\d{7,})\.h5")
@@ -216,10 +218,7 @@ def _storable(value: Any) -> Any:
 
 def restored(data: Any) -> Any:
     """Return the value of a dataset of ``write``, of the dtype that it had."""
-    import ml_dtypes  # that of Keras
-
-    name = data.attrs["dtype"]
-    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    dtype = agree.numpy_dtype(data.attrs["dtype"])
     value = np.asarray(data[()])
     if dtype.isbuiltin == 1:
         return value

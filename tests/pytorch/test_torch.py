@@ -15,8 +15,19 @@ TRAINING = pathlib.Path(__file__).parent / "training.py"
 # process computes something else.
 OWN = ("batch norm", "dropout")
 CASES = ["sgd", "adam", "adagrad", "decay", "clipped", "by variable", "accumulated", "passes"]
-CASES += ["own step", "branch", "no branch", "sum", "masked", "masked sgd", "bfloat16", *OWN]
-CASES += ["sum by batch", "masked sgd by batch"]
+CASES += [
+    "own step",
+    "branch",
+    "no branch",
+    "sum",
+    "masked",
+    "masked sgd",
+    "bfloat16",
+    "float16",
+    *OWN,
+]
+CASES += ["bfloat16", "float16", "sum by batch", "masked sgd by batch"]
+CASES += ["loader", "workers", "sampler", "dataset", "batches", "pad"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +62,7 @@ def test_ranks_train_as_one_process(trained, case, size) -> None:
     if case in OWN:
         assert not all(map(np.allclose, alone, ranks[0]))
         return
-    tolerance = 2e-2 if case == "bfloat16" else 1e-5
+    tolerance = 2e-2 if case in ("bfloat16", "float16") else 1e-5
     for one, several in zip(alone, ranks[0], strict=True):
         np.testing.assert_allclose(several, one, rtol=tolerance, atol=tolerance)
 
@@ -149,15 +160,24 @@ def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
     rates = [float(rate) for rate in re.findall(r" lr: ([0-9.e-]+)", job.stdout)]
     np.testing.assert_allclose(rates, [0.00133, 0.00167, 0.002, 0.002], atol=1e-4)
     sums = set()
+    # The optimizer's class is one of Keras's torch; the rest needs no torch on TensorFlow.
+    (hvdrun.folder / "alone").mkdir()
+    (hvdrun.folder / "alone" / "torch.py").write_text("raise ImportError")
+    paths = {"torch": "", "tensorflow": str(hvdrun.folder / "alone")}
     for backend in ("torch", "tensorflow"):
         script = (
-            "import keras, numpy as np; model = keras.models.load_model('checkpoints/mnist.keras');"
+            "import keras, numpy as np; path = 'checkpoints/mnist.keras';"
+            "model = keras.models.load_model(path, compile=False);"
             "print('sum', sum(float(np.abs(v.numpy()).sum(dtype='d')) for v in model.weights))"
         )
         loaded = subprocess.run(
             [sys.executable, "-c", script],
             cwd=hvdrun.folder,
-            env={**hvdrun.environment, "KERAS_BACKEND": backend},
+            env={
+                **hvdrun.environment,
+                "KERAS_BACKEND": backend,
+                "PYTHONPATH": paths[backend],
+            },
             capture_output=True,
             text=True,
             timeout=120,
@@ -198,18 +218,13 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
         needs = NotImplementedError
         refused(needs, "TerminateOnNaN", lambda: fit(callbacks.TerminateOnNaN()))
         refused(needs, "BackupAndRestore", lambda: fit(callbacks.BackupAndRestore("x")))
-        refused(needs, "torch.compile", lambda: fit(jit_compile=True))
-        one = model(jit_compile=True)
-        refused(needs, "torch.compile", lambda: one.train_on_batch(x, x[:, :1]))
         loss = keras.losses.MeanSquaredError(reduction="none")
         refused(needs, "reduction", lambda: fit(loss=loss))
         wrap, sgd = hvd.DistributedOptimizer, keras.optimizers.SGD
-        scaled = keras.optimizers.LossScaleOptimizer(sgd())
-        refused(needs, "mixed_bfloat16", lambda: wrap(scaled))
         refused(needs, "shard_state", lambda: wrap(sgd(), shard_state=True))
         refused(TypeError, "torch.optim", lambda: wrap(torch.optim.SGD([torch.zeros(1)])))
         refused(ValueError, "distributed already", lambda: wrap(wrap(sgd())))
-        refused(needs, "Checkpoint needs Keras on TensorFlow", lambda: hvd.callbacks.Checkpoint)
+        refused(needs, "StatsLogger needs Keras on TensorFlow", lambda: hvd.callbacks.StatsLogger)
         refused(needs, "files needs Keras on TensorFlow", lambda: hvd.data.files)
         names = ("layers", "DistributedGradientTape", "SyncBatchNormalization", "join", "spark")
         for name in (*names, "load_model", "auto", "PartialDistributedOptimizer"):
@@ -228,12 +243,161 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
             raise AssertionError
         different = (x, x[:, :1])
         refused(ValueError, "differ", lambda: hvd.data.shard(different, batch_size=4))
-        refused(needs, "DistributedSampler", lambda: hvd.data.shard(iter([]), batch_size=4))
-        refused(needs, "pad", lambda: hvd.data.shard((x * 0,), batch_size=4, uneven="pad"))
+        shard, loading = hvd.data.shard, torch.utils.data
+        refused(needs, "map-style", lambda: shard(iter([]), batch_size=4))
+        refused(ValueError, "needs y", lambda: shard((x * 0,), batch_size=4, uneven="pad"))
+        few = lambda: shard((x * 0, x * 0), batch_size=16, uneven="trim")
+        refused(ValueError, "do not make whole steps", few)
+        rows = loading.TensorDataset(torch.zeros(8, 4))
+        refused(ValueError, "expected none", lambda: shard(loading.DataLoader(rows), batch_size=4))
+        loader = loading.DataLoader(rows, 2, sampler=loading.DistributedSampler(rows, 2, 0))
+        refused(ValueError, "DistributedSampler", lambda: shard(loader))
+        numbers = loading.DataLoader(rows, batch_sampler=[[0, 1], [2]])
+        refused(needs, "batch_sampler", lambda: shard(numbers))
+
+        class Random(loading.Sampler):
+            def __len__(self):
+                return 8
+
+            def __iter__(self):
+                return iter(np.random.permutation(8).tolist())
+
+        loader = loading.DataLoader(rows, 2, sampler=Random())
+        refused(ValueError, "gives other rows each time", lambda: shard(loader))
         fit()
         print("done")
     """
     assert run(hvdrun, 2, script).count("done") == 2
+
+
+def test_buckets_travel_during_backward_with_the_same_bits(hvdrun) -> None:
+    script = """
+        import os, pathlib, sys
+        os.environ["HVD_BUCKET_BYTES"] = "4096"
+        import hvd_keras as hvd, keras, numpy as np, torch
+        from hvd_keras.backends.torch import optimizer as ours
+        hvd.init()
+        x = np.random.default_rng(hvd.rank()).normal(size=(64, 40)).astype("float32")
+        plain, ahead = ours.Ahead, []
+
+        class Never(ours.Ahead):
+            def _see(self, *_):
+                pass
+
+        class Changing(keras.Model):
+            kind = "ahead"
+
+            def train_step(self, data):
+                y = self.compute_loss(y=data[1], y_pred=self(data[0]))
+                weights = self.trainable_weights
+                self.zero_grad()
+                y.backward(retain_graph=True)
+                sent = self.optimizer._hvd_reducer._ahead
+                ahead.append(len(sent.sent) / len(sent._buckets) if sent else -1)
+                assert sent is None or len(sent._buckets) > 3
+                if self.kind == "again":  # gradients become twice as large after they were sent
+                    y.backward()
+                gradients = [v.value.grad for v in weights]
+                if self.kind == "in place" and hvd.rank() == 1:
+                    gradients[0].mul_(2)
+                if self.kind == "other":
+                    gradients = [g + 1 for g in gradients]
+                self.optimizer.apply(gradients, weights)
+                return {"loss": y.detach()}
+
+        def trained(kind, cls=plain):
+            ours.Ahead = cls
+            start = keras.initializers.GlorotUniform(seed=1)
+            inputs = keras.Input([40])
+            y = inputs
+            for _ in range(5):
+                y = keras.layers.Dense(40, "tanh", kernel_initializer=start)(y)
+            model = Changing(inputs, y)
+            model.kind = kind
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)), "mse")
+            ahead.clear()
+            for _ in range(4):
+                model.train_on_batch(x, x)
+            return [v.numpy() for v in model.weights], list(ahead)
+
+        for kind in ("ahead", "again", "in place", "other"):
+            one, sent = trained(kind)
+            two, none = trained(kind, Never)
+            assert all(map(np.array_equal, one, two)), kind
+            assert max(none) <= 0, none
+            # All buckets but in the first step; and not again, if they were in vain.
+            assert sent == ([-1, 1, 1, 1] if kind == "ahead" else [-1, 1, -1, -1]), (kind, sent)
+        print("done")
+    """
+    assert run(hvdrun, 2, script).count("done") == 2
+
+
+def test_losses_of_own_loops_that_are_not_weighed_are_told(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, torch
+        hvd.init()
+        x = torch.ones(4, 3) * (1 + hvd.rank())
+        for reduction in ("sum_over_batch_size", "sum"):
+            layer = keras.layers.Dense(1, kernel_initializer="ones")
+            layer.build([4, 3])
+            loss = keras.losses.MeanSquaredError(reduction, name=f"loss_of_{reduction}")
+            loss(x[:, :1], layer(x)).backward()
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            optimizer.apply([v.value.grad for v in layer.trainable_variables], layer.variables)
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    assert job.returncode == 0, job.stderr
+    assert "the loss loss_of_sum is summed, not averaged" in job.stderr
+    assert "loss_of_sum_over_batch_size" not in job.stderr
+    hvdrun.environment["HVD_STRICT"] = "1"
+    job = hvdrun.python(2, script)
+    assert job.returncode != 0
+    assert "ValueError: hvd_keras: the loss loss_of_sum is summed" in job.stderr
+
+
+def test_a_compiled_step(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, torch
+        hvd.init()
+        x = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
+        data = hvd.data.shard((x, x[:, :1]), batch_size=12)
+        found = []
+        for compiled in (False, True):
+            start = keras.initializers.GlorotUniform(seed=1)
+            layers = [keras.layers.Dense(n, "tanh", kernel_initializer=start) for n in (8, 1)]
+            model = keras.Sequential([keras.Input([6]), *layers])
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+            model.compile(optimizer, "mse", jit_compile=compiled)
+            data.passes.next = 0
+            model.fit(data, epochs=2, verbose=0)
+            found.append([v.numpy() for v in model.weights])
+        for one, two in zip(*found):
+            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+        print("done")
+    """
+    hvdrun.environment["TORCHINDUCTOR_CACHE_DIR"] = str(hvdrun.folder / "inductor")
+    assert run(hvdrun, 2, script).count("done") == 2
+
+
+def test_data_of_unequal_length_ends_with_an_error(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np
+        hvd.init()
+
+        def batches():
+            for _ in range(3 + hvd.rank()):
+                yield np.ones([2, 3]) * (1 + hvd.rank()), np.ones([2, 1])
+
+        layer = keras.layers.Dense(1, kernel_initializer="ones")
+        model = keras.Sequential([keras.Input([3]), layer])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        model.fit(batches(), epochs=1, verbose=0)
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    assert job.returncode != 0
+    assert "the ranks wait for different collectives" in job.stderr, job.stderr
 
 
 def test_ranks_that_train_separately_warn(hvdrun) -> None:

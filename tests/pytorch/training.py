@@ -10,6 +10,8 @@ import sys
 import keras
 import numpy as np
 import torch
+from torch.utils.data import DataLoader as Loader
+from torch.utils.data import TensorDataset, WeightedRandomSampler
 
 import hvd_keras as hvd
 
@@ -112,6 +114,11 @@ CASES = {
         lambda: perceptron(dense(8, dtype="mixed_bfloat16")),
         *(lambda: optimizers.Adam(0.01), "mse", ROWS, {}),
     ),
+    "float16": (
+        lambda: perceptron(dense(8, dtype="mixed_float16")),
+        lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=2.0**10),
+        *("mse", ROWS, {}),
+    ),
     "batch norm": (
         lambda: perceptron(keras.layers.BatchNormalization()),
         *(lambda: optimizers.SGD(0.1), "mse", ROWS, {}),
@@ -123,6 +130,39 @@ CASES = {
 }
 
 
+class Batches(keras.utils.PyDataset):
+    def __init__(self, rows):
+        super().__init__(workers=2)
+        self.rows = rows
+
+    def __len__(self):
+        return -(-len(X) // self.rows)
+
+    def __getitem__(self, index):
+        mine = slice(index * self.rows, (index + 1) * self.rows)
+        return X[mine], Y[mine]
+
+
+def loader(rows, **options):
+    options = {"shuffle": True, **options} if "sampler" not in options else options
+    return Loader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), rows, **options)
+
+
+def weighted(rows):
+    weights, random = np.linspace(1, 3, len(X)), torch.Generator()
+    return loader(rows, sampler=WeightedRandomSampler(weights, 150, generator=random))
+
+
+# What hvd.data.shard gets, by rows per rank and step.
+SOURCES = {
+    "loader": (loader, {}),
+    "workers": (lambda rows: loader(rows, num_workers=1, drop_last=True), {}),
+    "sampler": (weighted, {"seed": 5}),
+    "dataset": (lambda rows: loader(rows).dataset, {"batch_size": ...}),
+    "batches": (Batches, {"shuffle": False}),
+    "pad": (lambda rows: (X[:197], Y[:197]), {"batch_size": ..., "uneven": "pad"}),
+}
+CASES |= dict.fromkeys(SOURCES, CASES["adam"])
 CASES |= {f"{name} by batch": CASES[name] for name in ("sum", "masked sgd")}
 
 
@@ -138,7 +178,9 @@ def train(name):
             model.train_on_batch(*(part[mine] for part in data))
         return [np.array(v.numpy(), "float64") for v in model.weights], {}
     batch = 48 // hvd.size()  # of 198 rows: the last step has 6
-    sharded = hvd.data.shard(data, batch_size=batch)
+    source, how = SOURCES.get(name, (lambda rows: data, {"batch_size": ...}))
+    how = {key: batch if value is ... else value for key, value in how.items()}
+    sharded = hvd.data.shard(source(batch), **how)
     held_out = tuple(part[:96] for part in data)
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),

@@ -16,7 +16,7 @@ _MODULES = {
     "hvd_keras.ops.reduction": ("collectives", ("Compression",)),
     "hvd_keras.ops.without_data": ("collectives", ("barrier",)),
     "hvd_keras.optimizer": ("optimizer", ("DistributedOptimizer",)),
-    "hvd_keras.hooks.variables": ("variables", ("broadcast_variables",)),
+    "hvd_keras.hooks.broadcasting": ("variables", ("broadcast_variables",)),
 }
 
 # Modules that need no backend.
@@ -54,6 +54,13 @@ def pin(local_rank: int, local_size: int) -> None:
 
 def install() -> None:
     """Change Keras for several ranks."""
+    import torch
+
     from hvd_keras.backends.torch import fitting
+    from hvd_keras.saving import per_rank
 
     fitting.install()
+    per_rank.generators["torch"] = (
+        lambda: torch.get_rng_state().tolist(),
+        lambda state: torch.set_rng_state(torch.tensor(state, dtype=torch.uint8)),
+    )

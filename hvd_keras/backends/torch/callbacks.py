@@ -3,9 +3,14 @@
 from typing import Any
 
 import keras
+import numpy as np
+import torch
 
-from hvd_keras.backends.torch import fitting, variables
-from hvd_keras.backends.torch.optimizer import process_set_of
+from hvd_keras.backends.torch.variables import broadcast_variables
+from hvd_keras.gradients.model_ranks import process_set_of
+from hvd_keras.hooks import preprocessing, variables
+from hvd_keras.hooks.checkpoints import Checkpoints
+from hvd_keras.hooks.fits import running
 from hvd_keras.hooks.learning_rates import Schedule, Warmup
 from hvd_keras.hooks.metric_averaging import MetricAverage
 from hvd_keras.hooks.statistics_averaging import StatisticsAveraging
@@ -13,6 +18,7 @@ from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
+    "Checkpoint",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
@@ -60,13 +66,33 @@ class BroadcastGlobalVariablesCallback(StatisticsAveraging, _Callback):
         process_set = self.process_set
         process_set.check_root(self.root_rank)
         if process_set.size() > 1:
-            variables.mix_in_rank(fitting.global_seed_state(), process_set)
-            shared = variables.of_training(self.model)
-            variables.broadcast_variables(shared, self.root_rank, process_set)
+            _mix_in_rank(process_set)
+            fit = running(self.model)
+            if fit is None or not fit.restored:
+                layers = list(self.model._flatten_layers())
+                preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
+                shared = variables.of_training(self.model)
+                broadcast_variables(shared, self.root_rank, process_set)
+                preprocessing.refresh(self.model)
 
-    def _average_moving_statistics(self) -> None:
-        statistics = variables.moving_statistics(self.model)
-        variables.average_variables(statistics, self.process_set)
+
+def _mix_in_rank(process_set: ProcessSet) -> None:
+    """Give this rank its own random numbers outside of layers: Keras's and torch's."""
+    variables.give_each_rank_its_own_randomness(variables.global_seed_states(), process_set)
+    if process_set.rank():
+        seed = np.array([torch.initial_seed()], object)
+        torch.manual_seed(int(variables.of_this_rank(seed, process_set)[0]))
+
+
+class Checkpoint(Checkpoints, _Callback):
+    """Saves the whole state of the training, and restores the last intact checkpoint.
+
+    The files, the arguments, the errors and the place in the list are those of
+    ``hvd.callbacks.Checkpoint`` on TensorFlow, and a file of one backend restores on the other.
+    The state of torch's global generator is saved, too.
+    """
+
+    _reads_in_step = False
 
 
 class MetricAverageCallback(MetricAverage, _Callback):

@@ -1,21 +1,21 @@
-"""``hvd.data`` on PyTorch: this rank's batches of arrays that every rank has as a whole."""
+"""``hvd.data`` on PyTorch: this rank's batches of a source that every rank has as a whole."""
 
-import zlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from hvd_keras.backends.torch import fitting
-from hvd_keras.rows import Split, order
+from hvd_keras.rows import Split, agreement, order, reading
+from hvd_keras.rows.passes import Passes, Source
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
-__all__ = ["shard"]
-
-_MODES = ("share", "trim", "error")
+__all__ = ["agree_on_steps", "shard"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,134 +23,292 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(name)
     raise NotImplementedError(
         f"hvd.data.{name} needs Keras on TensorFlow, and KERAS_BACKEND is torch. On PyTorch there "
-        "is hvd.data.shard of arrays and tensors."
+        "is hvd.data.shard of arrays, PyDataset, DataLoader and Dataset."
     )
 
 
 def shard(
     source: Any,
     *,
-    batch_size: int,
-    shuffle: bool = True,
+    batch_size: int | None = None,
+    shuffle: bool | None = None,
     seed: int = 0,
     start_epoch: int = 0,
-    uneven: str = "share",
+    uneven: str | None = None,
+    evaluation: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> torch.utils.data.DataLoader:
+) -> Any:
     """Return this rank's batches of a source that every rank has as a whole.
 
     Rows and their order are those of ``hvd.data.shard`` on TensorFlow: N ranks train like one
     process with batches of N * batch_size rows.
 
     Args:
-        source: arrays or tensors ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, nested as for
-            ``fit``, the same on every rank. Floating-point ones become ``floatx()``.
-        batch_size: rows per rank and step.
-        shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch's number.
+        source: the same on every rank; one of
+
+            - arrays or tensors ``x``, ``(x, y)`` or ``(x, y, sample_weight)``, nested as for
+              ``fit``. Floating-point ones become ``floatx()``.
+            - a ``torch.utils.data.DataLoader`` with a batch_size: its batches are one rank's. Its
+              dataset, sampler, collate_fn and workers are used. A sampler of your own is run on
+              each rank, with torch's random generators seeded by ``seed`` and the epoch's number.
+            - a ``torch.utils.data.Dataset``, or another object with a length and rows by number.
+            - a ``keras.utils.PyDataset``, as on TensorFlow.
+        batch_size: rows per rank and step; not for a DataLoader and a PyDataset.
+        shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch's number. Default:
+            as a DataLoader's sampler does; else True.
         seed: a number, 0 or more.
-        start_epoch: the number of the first epoch.
-        uneven: what to do with an incomplete last step: "share" its rows equally among the ranks,
-            leaving out a remainder of fewer rows than ranks; "trim" drops it; "error" raises.
+        start_epoch, uneven, evaluation: as on TensorFlow. The default of ``uneven`` is "trim" for a
+            DataLoader with drop_last=True, and else "share".
         process_set: the ranks that train together.
 
     Returns:
         A ``torch.utils.data.DataLoader`` for ``fit``; each iteration is an epoch.
 
     Raises:
-        NotImplementedError: (on all ranks) ``source`` or ``uneven`` needs Keras on TensorFlow.
+        NotImplementedError: (on all ranks) the source cannot be read by row numbers.
         ValueError: (on all ranks) the ranks' sources or arguments differ, or cannot be used.
     """
     process_set.check_included("data.shard")
-    split = Split(process_set.rank(), process_set.size(), uneven, False)
+    mode = uneven or ("trim" if getattr(source, "drop_last", False) else "share")
+    split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
-    def look() -> _Steps:
-        if min(seed, start_epoch) < 0 or batch_size < 1:
-            raise ValueError(f"{batch_size=}, {seed=}, {start_epoch=}, expected 1, 0, 0 or more.")
-        if uneven not in _MODES:
-            kind = NotImplementedError if uneven == "pad" else ValueError
-            raise kind(f"{uneven=}, expected one of {', '.join(_MODES)} on PyTorch.")
-        return _Steps(_arrays(source), batch_size, bool(shuffle), seed, split)
+    def look() -> tuple[reading.Reader, Any, dict[str, Any]]:
+        agreement.check_arguments(batch_size, seed, start_epoch, uneven)
+        return _open(source, batch_size, shuffle, seed, split)
 
-    steps = agree.on_all_ranks("hvd.data.shard", look, process_set)
-    call = f"{steps.description}, {batch_size=}, {shuffle=}, {seed=}, {start_epoch=}, {uneven=}"
-    views = agree.gather_if_different("hvd.data.shard sources", call, process_set)
-    if views:
-        raise ValueError(
-            "hvd.data.shard: the ranks' sources or arguments differ. Give every rank the whole "
-            f"data, in the same order: {agree.by_rank(views, process_set)}."
+    reader, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
+    described = reader.description, reader.is_shuffled, None, reader.unit
+    rows = Source(spec, *reader.numbers(), *described)
+    given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
+    agreement.check_source(rows, given, split, uneven, shuffle is False, process_set)
+    return Loader(reader, Passes(start_epoch, None, rows, split), seed, **loading)
+
+
+def agree_on_steps(
+    source: Any, *, uneven: str = "trim", process_set: ProcessSet = global_process_set
+) -> int:
+    """Return the number of steps that every rank can make, if each rank has its own data.
+
+    As ``hvd.data.agree_on_steps`` on TensorFlow; ``source`` may be a
+    ``torch.utils.data.DataLoader``.
+    """
+
+    def length(source: Any) -> Any:
+        return len(source) if isinstance(source, DataLoader) else source
+
+    return agreement.steps(source, length, "a DataLoader", uneven, process_set)
+
+
+def _open(
+    source: Any, batch_size: int | None, shuffle: bool | None, seed: int, split: Split
+) -> tuple[reading.Reader, Any, dict[str, Any]]:
+    """Return what reads a source, the description of a row, and how a ``Loader`` loads it."""
+    everything = shuffle is None or shuffle
+    if isinstance(source, (keras.utils.PyDataset, DataLoader)) and batch_size is not None:
+        raise ValueError(f"{batch_size=}, expected none for a {type(source).__name__}.")
+    if isinstance(source, keras.utils.PyDataset):
+        first = reading.with_tuples(reading.first_batch(source))
+        flatten = keras.tree.flatten
+        reader = reading.of_batches(source, first, flatten, everything, seed, split)
+        parts = reading.parts_of(first, flatten)
+        return reader, _spec(first, parts), {"pack": functools.partial(_packed, first)}
+    if isinstance(source, DataLoader):
+        return _of_loader(source, shuffle, seed, split)
+    if batch_size is None:
+        raise ValueError("batch_size=None, expected rows per rank and step.")
+    is_nest = isinstance(source, (list, tuple, dict)) or hasattr(source, "__array__")
+    if not is_nest and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        kinds: Any = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
+        sampler = kinds[0 if everything else 1](source)
+        loader = DataLoader(source, batch_size, sampler=sampler)
+        return _of_loader(loader, shuffle, seed, split)
+    source = reading.with_tuples(source)
+    parts = [_array(part) for part in keras.tree.flatten(source)]
+    parts = reading.parts_of(parts, list)
+    floatx = keras.backend.floatx()
+    dtypes = [floatx if part.dtype.kind == "f" else part.dtype for part in parts]
+    reader = reading.of_arrays(parts, dtypes, batch_size, everything, seed, split)
+    return reader, _spec(source, parts), {"pack": functools.partial(_packed, source)}
+
+
+def _array(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        return keras.ops.convert_to_numpy(part)
+    if not hasattr(part, "__array__"):
+        raise NotImplementedError(
+            f"got a {type(part).__name__}, expected arrays, tensors, or a source with rows by "
+            "number. Make a map-style torch.utils.data.Dataset of it, or let each rank read its "
+            "own rows and give fit steps_per_epoch=hvd.data.agree_on_steps(steps)."
         )
-    left_out = split.left_out(steps.rows, batch_size)
-    if not len(steps) or (uneven == "error" and left_out):
-        raise ValueError(
-            f"hvd.data.shard: {steps.rows} rows do not fill steps of {split.size} ranks with "
-            f"{batch_size} rows each: {left_out} would be left out. Use another batch_size, or "
-            "uneven='share'."
+    return part
+
+
+def _spec(source: Any, parts: list[Any]) -> Any:
+    found = [f"{part.dtype}{[*part.shape[1:]]}" for part in parts]
+    return keras.tree.pack_sequence_as(source, found)
+
+
+def _packed(like: Any, parts: list[Any]) -> Any:
+    found = [p if p.dtype.kind in "OUS" else torch.from_numpy(p.copy(order="C")) for p in parts]
+    return keras.tree.pack_sequence_as(like, found)
+
+
+def _of_loader(
+    loader: DataLoader, shuffle: bool | None, seed: int, split: Split
+) -> tuple[reading.Reader, Any, dict[str, Any]]:
+    dataset, sampler = loader.dataset, loader.sampler
+    kinds = torch.utils.data
+    if isinstance(dataset, kinds.IterableDataset) or loader.batch_size is None:
+        raise NotImplementedError(
+            "got a DataLoader of an IterableDataset or with a batch_sampler, whose rows have no "
+            "numbers that ranks could share. Use a map-style dataset with batch_size, or let each "
+            "rank read its own rows and give fit "
+            "steps_per_epoch=hvd.data.agree_on_steps(steps)."
         )
-    return _Loader(steps, start_epoch)
+    if isinstance(sampler, kinds.DistributedSampler):
+        raise ValueError(
+            "the DataLoader's DistributedSampler gives each rank a part already, and "
+            "hvd.data.shard needs the whole: leave the sampler out, DataLoader(dataset, "
+            "batch_size, shuffle=True)."
+        )
+    shuffles = isinstance(sampler, kinds.RandomSampler)
+    has_all = not getattr(sampler, "replacement", False) and len(sampler) == len(dataset)
+    if has_all and (shuffles or isinstance(sampler, kinds.SequentialSampler)):
+        is_shuffled, length = shuffles if shuffle is None else shuffle, len(dataset)
+        order_of: Callable[[int], Any] = functools.partial(order, length, is_shuffled, seed)
+        drawn = ""
+    else:
+        if shuffle is not None:
+            raise ValueError(f"{shuffle=}, expected none: the DataLoader's sampler decides.")
+        is_shuffled, length = True, len(_drawn(sampler, seed, 0))
+        order_of = functools.lru_cache(2)(functools.partial(_drawn_again, sampler, length, seed))
+        drawn = f", order {reading.digest([order_of(0)])}"
+    if not length:
+        raise ValueError("the DataLoader has no rows.")
+    row = loader.collate_fn([dataset[int(order_of(0)[0])]])
+    parts = [np.asarray(_array(part)) for part in keras.tree.flatten(row)]
+    spec, size = _spec(row, parts), loader.batch_size
+    sample = f"sample {reading.digest(reading.y_of(row, _arrays))}{drawn}"
+    reader = reading.of_rows(lambda rows: rows, order_of, length, size, split, sample, is_shuffled)
+    names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    options = {name: getattr(loader, name) for name in names}
+    if loader.num_workers:
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["persistent_workers"] = loader.persistent_workers
+    return reader, spec, options | {"pack": _Fetch(dataset, loader.collate_fn)}
 
 
-def _arrays(source: Any) -> Any:
-    """Return NumPy arrays for the parts of a source."""
-
-    def array(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            part = part.detach().cpu().numpy()
-        if not hasattr(part, "__array__") or not getattr(part, "ndim", 0):
-            raise NotImplementedError(
-                f"got a {type(part).__name__}, expected arrays or tensors of rows. On PyTorch, "
-                "hvd.data.shard takes no other sources: convert it, np.asarray(x), or give each "
-                "rank a torch.utils.data.DataLoader with a DistributedSampler(dataset, hvd.size(), "
-                "hvd.rank())."
-            )
-        part = np.asarray(part)
-        return part.astype(keras.backend.floatx(), copy=False) if part.dtype.kind == "f" else part
-
-    return keras.tree.map_structure(array, source)
+def _arrays(nested: Any) -> list[Any]:
+    return [np.asarray(_array(part)) for part in keras.tree.flatten(nested)]
 
 
-class _Steps(torch.utils.data.Dataset):  # type: ignore[misc]
-    """This rank's batches, by epoch and step."""
+def _drawn(sampler: Any, seed: int, epoch: int) -> Any:
+    """Return the row numbers of a sampler in an epoch, which torch's generators decide."""
+    mixed = _mix(seed, epoch)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mixed)
+        if getattr(sampler, "generator", None) is not None:
+            sampler.generator.manual_seed(mixed)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        return np.fromiter(sampler, np.int64)
 
-    def __init__(
-        self, source: Any, batch_size: int, shuffle: bool, seed: int, split: Split
-    ) -> None:
-        self._source, self._parts = source, keras.tree.flatten(source)
-        lengths = {len(part) for part in self._parts}
-        if len(lengths) != 1:
-            raise ValueError(f"got arrays of {sorted(lengths)} rows, expected one length.")
-        (self.rows,) = lengths
-        self._batch_size, self._shuffle, self._seed, self._split = batch_size, shuffle, seed, split
-        crc = 0
-        sample = np.linspace(0, self.rows - 1, min(self.rows, 9)).astype(int)
-        for part in self._parts:
-            crc = zlib.crc32(np.ascontiguousarray(part[sample]).tobytes(), crc)
-        shapes = [f"{part.dtype}{list(part.shape)}" for part in self._parts]
-        self.description = f"{' '.join(shapes)}, sample {crc:08x}"
+
+def _drawn_again(sampler: Any, length: int, seed: int, epoch: int) -> Any:
+    found = _drawn(sampler, seed, epoch)
+    if len(found) != length or not np.array_equal(found, _drawn(sampler, seed, epoch)):
+        raise ValueError(
+            f"the sampler {type(sampler).__name__} gives other rows each time, so the ranks would "
+            "have different ones. Let it draw by torch's global generator or by its attribute "
+            "`generator`, which hvd.data.shard seeds, and always equally many."
+        )
+    return found
+
+
+def _mix(*numbers: int) -> int:
+    return int(np.random.default_rng(numbers).integers(2**31 - 1))
+
+
+class _Fetch:
+    """Makes a batch of row numbers; where a DataLoader's workers run."""
+
+    def __init__(self, dataset: Any, collate: Any) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __call__(self, numbers: Any) -> Any:
+        rows = list(map(int, numbers))
+        if hasattr(self._dataset, "__getitems__"):
+            return self._collate(self._dataset.__getitems__(rows))
+        return self._collate([self._dataset[row] for row in rows])
+
+
+class _Batches(torch.utils.data.Dataset):  # type: ignore[misc]
+    """Batches, by what a reader has read for them."""
+
+    def __init__(self, pack: Callable[[Any], Any], pads: bool, steps: int) -> None:
+        self._pack, self._pads, self._steps = pack, pads, steps
 
     def __len__(self) -> int:
-        return self._split.steps(self.rows, self._batch_size)
+        return self._steps
 
-    def __getitem__(self, place: tuple[int, int]) -> Any:
-        epoch, step = place
-        first = step * self._split.size * self._batch_size
-        rows = min(self._split.size * self._batch_size, self.rows - first)
-        places = self._split.places(first, rows, self._batch_size)
-        numbers = order(self.rows, self._shuffle, self._seed, epoch)[places]
-        parts = [torch.from_numpy(np.ascontiguousarray(part[numbers])) for part in self._parts]
-        return keras.tree.pack_sequence_as(self._source, parts)
+    def __getitem__(self, read: tuple[Any, Any]) -> Any:
+        parts, weights = read
+        data = self._pack(parts)
+        return _weighed(data, torch.from_numpy(weights)) if self._pads else data
 
 
-class _Loader(torch.utils.data.DataLoader):  # type: ignore[misc]
-    """What ``fit`` takes: it neither shuffles nor divides a DataLoader."""
+def _weighed(data: Any, factors: torch.Tensor) -> Any:
+    """Add sample weights: ``factors``, times the data's own weights."""
+    x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
 
-    def __init__(self, steps: _Steps, epoch: int) -> None:
-        super().__init__(steps, batch_size=None)
-        self.__dict__["_hvd_epoch"] = epoch
+    def weigh(own: torch.Tensor) -> torch.Tensor:
+        return own.to(factors.dtype) * factors.reshape([-1] + [1] * (own.dim() - 1))
+
+    return x, y, factors if weights is None else keras.tree.map_structure(weigh, weights)
+
+
+class _Steps(torch.utils.data.Sampler):  # type: ignore[misc]
+    """What a reader reads in the steps of a pass."""
+
+    def __init__(self, reader: reading.Reader, passes: Passes) -> None:
+        self._reader, self._passes = reader, passes
+
+    def __len__(self) -> int:
+        return self._passes.source.steps
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._hvd_epoch
         # Keras looks at a batch to build a model; that is no epoch.
+        is_look = fitting.is_building.get()
+        epoch, row = (self._passes.next, 0) if is_look else self._passes.begin()
+        yield from self._reader.steps(epoch, row)
+
+
+class Loader(DataLoader):  # type: ignore[misc]
+    """What ``fit`` takes: it neither shuffles nor divides a DataLoader."""
+
+    def __init__(
+        self, reader: reading.Reader, passes: Passes, seed: int, pack: Any, **options: Any
+    ) -> None:
+        batches = _Batches(pack, reader.split.uneven == "pad", passes.source.steps)
+        options |= {"sampler": _Steps(reader, passes), "generator": torch.Generator()}
+        super().__init__(batches, batch_size=None, collate_fn=_same, **options)
+        self.passes, self._seed, self._unread = passes, seed, 0
+
+    def seek(self, row: int) -> int:
+        """Let the next pass begin at ``row``; return the steps before, which yield nothing."""
+        self._unread = self.passes.seek(row)
+        return self._unread
+
+    def __iter__(self) -> Iterator[Any]:
+        unread = 0
         if not fitting.is_building.get():
-            self.__dict__["_hvd_epoch"] += 1
-        for step in range(len(self.dataset)):
-            yield self.dataset[epoch, step]
+            unread, self._unread = self._unread, 0
+        yield from [None] * unread
+        if unread < len(self):
+            # Of the workers, whose random numbers are this rank's, and the same in a rerun.
+            self.generator.manual_seed(_mix(self._seed, self.passes.next, self.passes.split.rank))
+            yield from super().__iter__()
+
+
+def _same(data: Any) -> Any:
+    return data

@@ -2,7 +2,6 @@
 
 import contextvars
 import functools
-import importlib
 import inspect
 import zlib
 from collections.abc import Callable
@@ -14,7 +13,9 @@ import numpy as np
 import torch
 
 from hvd_keras.backends.torch import losses, variables
-from hvd_keras.backends.torch.optimizer import _SCALED, process_set_of, reducers_of
+from hvd_keras.gradients.model_ranks import of_optimizer, process_set_of, reducers_of
+from hvd_keras.hooks.fits import Fit, current, running, saving_on_leader
+from hvd_keras.rows import agreement
 from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -25,17 +26,17 @@ is_building = contextvars.ContextVar("Keras builds a model", default=False)
 
 _WRITERS = tuple(
     getattr(keras.callbacks, name)
-    for name in ("CSVLogger", "ModelCheckpoint", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
+    for name in ("CSVLogger", "OrbaxCheckpoint", "RemoteMonitor", "TensorBoard")
     if hasattr(keras.callbacks, name)
 )
+_CHECKPOINT = keras.callbacks.ModelCheckpoint
 _DECIDERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 
 
 @functools.cache
 def install() -> None:
     """Wrap what is needed. Raises RuntimeError if this Keras lacks any of it."""
-    model, seeds = keras.Model, "to give each rank its own randomness"
-    require(importlib.import_module(_SEEDS), "global_seed_generator", seeds)
+    model = keras.Model
     for owner, attribute, wrap in (
         (model, "fit", _wrap_fit),
         (model, "train_on_batch", _wrap_train_on_batch),
@@ -45,17 +46,10 @@ def install() -> None:
         (model, "save_weights", storage.wrap_save),
         (keras.optimizers.Optimizer, "apply", _wrap_apply),
         (keras.losses.Loss, "__call__", losses.wrap_call),
+        (keras.optimizers.LossScaleOptimizer, "check_finite", _wrap_check_finite),
     ):
         require(owner, attribute, "to train on several ranks")
         setattr(owner, attribute, wrap(getattr(owner, attribute)))
-
-
-_SEEDS = "keras.src.random.seed_generator"
-
-
-def global_seed_state() -> Any:
-    """The state of the generator for ``keras.random`` without a seed, which is in no layer."""
-    return importlib.import_module(_SEEDS).global_seed_generator().state
 
 
 def _complain(text: str, process_set: ProcessSet) -> None:
@@ -70,7 +64,7 @@ def _wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply)
     def apply_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
         several = rank_info.is_initialized() and rank_info.size() > 1
-        if several and not hasattr(self, "_hvd_reducer"):
+        if several and of_optimizer(self) is None:
             _complain(
                 f"optimizer {type(self).__name__} applies gradients of this rank alone, so "
                 f"each of the {rank_info.size()} ranks trains a different model. Use "
@@ -82,26 +76,54 @@ def _wrap_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
     return apply_and_tell
 
 
+def _wrap_check_finite(check: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(check)
+    def check_on_all_ranks(self: Any, grads: Any) -> Any:
+        """All ranks skip a step, or none: only then do they exchange gradients."""
+        finite, reducer = check(self, grads), of_optimizer(self)
+        if reducer is None or reducer.process_set.size() == 1:
+            return finite
+        call: dict[str, Any] = {"process_set": reducer.process_set.id(), "reduction": "Min"}
+        mine = np.array([bool(finite)])
+        (everywhere,) = agree.run("allreduce", [mine], name="gradients are finite", **call)
+        return torch.tensor(bool(everywhere[0]))
+
+    return check_on_all_ranks
+
+
 def _wrap_build(build: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(build)
     def build_and_compare(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
-        process_set = _fits.get()
-        if process_set is not None and iterator is not None:
-            steps = agree.gather_json("numbers of steps", iterator.num_batches, process_set)
-            if len(set(steps)) > 1:
-                raise ValueError(
-                    "fit: the ranks have different numbers of batches per epoch, so some would "
-                    f"wait for ever ({agree.by_rank(list(map(str, steps)), process_set)}). Use "
-                    "hvd.data.shard, or steps_per_epoch."
-                )
+        own = running(self)
+        if own is not None and iterator is not None and not own.has_begun:
+            _begin(own, iterator)
         with agree.within(is_building, True):
             return build(self, iterator=iterator, data_batch=data_batch)
 
     return build_and_compare
 
 
-# The ranks of the fit that is about to build its model.
-_fits: contextvars.ContextVar[ProcessSet | None] = contextvars.ContextVar("fit", default=None)
+def _begin(own: Fit, iterator: Any) -> None:
+    """Compare what all ranks must have alike, before callbacks begin."""
+    own.has_begun = True
+    loader: Any = own.arguments.get("x")
+    if hasattr(loader, "passes"):  # of hvd.data.shard
+        own.passes = [loader.passes]
+        own.seekable = loader if own.arguments.get("steps_per_epoch") is None else None
+    if own.process_set.size() == 1:
+        return
+    saving = [c.save_freq for c in own.callbacks if isinstance(c, _CHECKPOINT)]
+    mine = [iterator.num_batches, saving]
+    gathered = agree.gather_json("fit", mine, own.process_set)
+    own.waits_for_checkpoints = all(saving == theirs for _, theirs in gathered)
+    steps = [steps for steps, _ in gathered]
+    if len(set(steps)) > 1:
+        raise ValueError(
+            "fit: the ranks have different numbers of batches per epoch, so some would wait for "
+            f"ever ({agree.by_rank(list(map(str, steps)), own.process_set)}). Use hvd.data.shard, "
+            "or steps_per_epoch=hvd.data.agree_on_steps(…)."
+        )
+    agreement.check_passes(list(own.passes), own.process_set)
 
 
 def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,16 +132,23 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fit)
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         process_set = process_set_of(self) if rank_info.is_initialized() else None
-        if process_set is None or process_set.size() == 1:
+        if process_set is None:
             return fit(self, *args, **kwargs)
         arguments = signature.bind(self, *args, **kwargs).arguments
-        given = _refused(self, arguments.get("callbacks"))
+        if hasattr(arguments.get("x"), "passes"):
+            arguments.setdefault("shuffle", False)  # Keras warns that it does not shuffle
+        given = keras.tree.flatten(arguments.get("callbacks") or [])
+        own = Fit(self, given, arguments, process_set, looks_at_data=True)
+        if process_set.size() == 1:
+            with agree.within(current, own):
+                return fit(**arguments)
+        _refuse(self, arguments.get("callbacks"))
         if process_set.rank():
             given = [c for c in given if not isinstance(c, _WRITERS)]
             if arguments.get("verbose", "auto") == "auto" and not settings.read().verbose_all:
                 arguments["verbose"] = 0
-        arguments["callbacks"] = [*given, _Together(process_set)]
-        with agree.within(_fits, process_set), _weighing(self, process_set):
+        arguments["callbacks"] = [*given, _Together(own)]
+        with agree.within(current, own), _weighing(self, process_set), saving_on_leader(own):
             history = fit(**arguments)
         # So files that one rank has written are there for all.
         agree.gather_json("fit has ended", None, process_set)
@@ -129,7 +158,8 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _weighing(model: Any, process_set: ProcessSet) -> AbstractContextManager[None]:
-    averages = all(reducer.averages for reducer in reducers_of(model))
+    reducers: list[Any] = reducers_of(model)
+    averages = all(reducer.averages for reducer in reducers)
     return agree.within(losses.weighing, losses.Weighing(process_set, averages))
 
 
@@ -139,33 +169,29 @@ def _wrap_train_on_batch(train: Callable[..., Any]) -> Callable[..., Any]:
         process_set = process_set_of(self) if rank_info.is_initialized() else None
         if process_set is None or process_set.size() == 1:
             return train(self, *args, **kwargs)
-        _refused(self, None)
+        _refuse(self, None)
         with _weighing(self, process_set):
             return train(self, *args, **kwargs)
 
     return train_together
 
 
-def _refused(model: Any, given: Any) -> list[Any]:
-    """Return a fit's callbacks as a list, after a look at what cannot work on several ranks."""
+def _refuse(model: Any, given: Any) -> None:
+    """Raise an error about what cannot work on several ranks."""
     if hasattr(given, "callbacks"):
         raise NotImplementedError("fit: got a CallbackList, expected a list of callbacks.")
-    found: list[Any] = keras.tree.flatten(given or [])
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-        raise NotImplementedError(_SCALED)
     if model.jit_compile:
-        raise NotImplementedError(
-            "fit: torch.compile (jit_compile=True) is not supported on several ranks. Compile the "
-            "model without it."
-        )
+        reducers: list[Any] = reducers_of(model)
+        for reducer in reducers:
+            reducer.leave_uncompiled()
     averages = False
-    for callback in found:
+    for callback in keras.tree.flatten(given or []):
         averages |= hasattr(callback, "_hvd_averages")
         name, kind = type(callback).__name__, type(callback)
         if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.TerminateOnNaN)):
             raise NotImplementedError(
                 f"fit: {name} decides for each rank by itself, so it is not supported on several "
-                "ranks on PyTorch. Leave it out."
+                "ranks on PyTorch. Leave it out; hvd.callbacks.Checkpoint restores all ranks."
             )
         if isinstance(callback, _DECIDERS) and not averages:
             raise ValueError(
@@ -177,15 +203,14 @@ def _refused(model: Any, given: Any) -> list[Any]:
                 f"fit: {name} derives from a callback that writes files. On PyTorch, give it to "
                 "one rank alone, without methods that change the training."
             )
-    return found
 
 
 class _Together(keras.callbacks.Callback):  # type: ignore[misc]
     """The last callback: compares weights and rows, and stops all ranks if one stops."""
 
-    def __init__(self, process_set: ProcessSet) -> None:
+    def __init__(self, common: Fit) -> None:
         super().__init__()
-        self._process_set = process_set
+        self._common, self._process_set = common, common.process_set
         self._begun = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -196,6 +221,8 @@ class _Together(keras.callbacks.Callback):  # type: ignore[misc]
             "begin with different weights, so they train different models. Give fit "
             "hvd.callbacks.BroadcastGlobalVariablesCallback(0) as its first callback"
         )
+        if not self._common.looks_at_data:
+            return
         train = self.model.train_function
 
         def with_a_look(data: Any) -> Any:
@@ -244,7 +271,7 @@ def _wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
         # Ranks may evaluate alone, or make different numbers of steps.
         own = losses.weighing.get()
         validates = own and losses.Weighing(own.process_set, own.averages, validates=True)
-        with agree.within(losses.weighing, validates), agree.within(_fits, None):
+        with agree.within(losses.weighing, validates), agree.within(current, None):
             return evaluate(self, *args, **kwargs)
 
     return evaluate_apart

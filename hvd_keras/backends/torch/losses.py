@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_keras.runtime import agree, log
+from hvd_keras.hooks import fits
+from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import call_loss
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -39,13 +40,58 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         own = weighing.get()
         # Keras computes shapes on a device without values.
-        if own is None or getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
+        if getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
             return loss_call(self, y_true, y_pred, sample_weight)
+        if own is None:
+            is_loop = fits.current.get() is None and rank_info.is_initialized()
+            if not is_loop or rank_info.size() == 1 or not torch.is_grad_enabled():
+                return loss_call(self, y_true, y_pred, sample_weight)
         with agree.within(weighing, None):  # a loss may compute others
             value, values = call_loss(self, loss_call, y_true, y_pred, sample_weight)
+        if own is None:
+            _note_unweighed(self, values, y_pred, sample_weight)
+            return value
         return _weigh(own, self, value, values, y_pred, sample_weight)
 
     return call
+
+
+_unweighed: list[str] = []  # the last loss of a loop of one's own that must not be averaged
+
+
+def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> None:
+    if loss.reduction in (None, "none", "sum"):
+        how = "is summed, not averaged, over the rows"
+    elif _weights(loss, values, y_pred, sample_weight):
+        how = "is divided by a number that differs by rank, such as that of entries behind a mask"
+    else:
+        return
+    _unweighed[:] = [
+        f"the loss {loss.name} {how}, so the mean of the ranks' gradients is not that of one "
+        "process. fit and train_on_batch weigh it; a loop of your own does not: use "
+        "reduction='sum_over_batch_size' without masks, or hvd.DistributedOptimizer(…, op=hvd.Sum) "
+        "and divide by numbers over all ranks."
+    ]
+
+
+def tell_unweighed(averages: bool) -> None:
+    """Warn, or with ``HVD_STRICT`` raise, about such a loss; its gradients are exchanged now."""
+    while _unweighed:
+        text = _unweighed.pop()
+        if averages and settings.read().strict:
+            raise ValueError(f"hvd_keras: {text}")
+        if averages:
+            log.warn_once(text)
+
+
+def _weights(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[torch.Tensor]:
+    """Return what Keras divides a loss by, if it is not the number of rows."""
+    if values is None or not values.dim():
+        return []
+    masks = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
+    if loss.reduction == "mean_with_sample_weight":
+        masks.append(sample_weight)
+    return [torch.as_tensor(mask).to(torch.float64) for mask in masks if mask is not None]
 
 
 def _weigh(
@@ -65,10 +111,7 @@ def _weigh(
             "rows, the mean of the ranks' losses is not the loss that one process has."
         )
         return value
-    masks = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
-    if reduction == "mean_with_sample_weight":
-        masks.append(sample_weight)
-    weights = [torch.as_tensor(mask).to(torch.float64) for mask in masks if mask is not None]
+    weights = _weights(loss, values, y_pred, sample_weight)
     if not weights:
         return value
     if own.validates:

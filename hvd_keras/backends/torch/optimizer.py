@@ -9,11 +9,12 @@ import keras
 import numpy as np
 import torch
 
-from hvd_keras.backends.torch import variables
+from hvd_keras.backends.torch import losses, variables
 from hvd_keras.backends.torch.collectives import Compression, check_compression
 from hvd_keras.backends.torch.tensors import Exchange, checked
 from hvd_keras.gradients import buckets
-from hvd_keras.runtime import agree, process_sets, rank_info, settings
+from hvd_keras.gradients.ahead import Ahead
+from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum
 
@@ -40,7 +41,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     its class, its configuration and its state stay what they were.
 
     Args:
-        optimizer: any ``keras.optimizers.Optimizer`` but a LossScaleOptimizer.
+        optimizer: any ``keras.optimizers.Optimizer``.
         name: identifies the optimizer on all ranks. Default: its number.
         compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
         gradient_predivide_factor: the part of the average's division that precedes the sum.
@@ -55,7 +56,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         The same optimizer.
 
     Raises:
-        NotImplementedError: an argument, or a LossScaleOptimizer, needs Keras on TensorFlow.
+        NotImplementedError: an argument needs Keras on TensorFlow.
         TypeError: ``optimizer`` is none of Keras, or ``compression`` of another type.
         ValueError: it is distributed already, or an argument is impossible; and in the first step,
             on every rank, if the ranks' models differ.
@@ -73,7 +74,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "such as keras.optimizers.Adam(); one of torch.optim trains no Keras model in fit."
         )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        raise NotImplementedError(_SCALED)
+        inner = optimizer.inner_optimizer
+        scaled = {"op": op, "compression": compression, "process_set": process_set, **others}
+        scaled["gradient_predivide_factor"] = gradient_predivide_factor
+        scaled["backward_passes_per_step"] = backward_passes_per_step
+        scaled["average_aggregated_gradients"] = average_aggregated_gradients
+        DistributedOptimizer(inner, name, **scaled)
+        return optimizer
     if hasattr(optimizer, "_hvd_reducer"):
         raise ValueError(
             f"hvd.DistributedOptimizer: this {type(optimizer).__name__} is distributed already. "
@@ -110,11 +117,6 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     return optimizer
 
 
-_SCALED = (
-    "a LossScaleOptimizer (mixed_float16) skips steps by the gradients of one rank, so hvd_keras "
-    "does not distribute it on PyTorch. Use the policy mixed_bfloat16, or Keras on TensorFlow."
-)
-
 # Of the arguments that TensorFlow's has besides.
 _DEFAULTS: dict[str, Any] = {
     **{"device_dense": "", "device_sparse": "", "sparse_as_dense": False, "num_groups": 0},
@@ -122,11 +124,35 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+class _Watched:
+    """What ``Ahead`` asks about a variable."""
+
+    def __init__(self, variable: Any) -> None:
+        self._value = variable.value
+        self.nbytes = self._value.nbytes
+        self.watch = self._value.register_post_accumulate_grad_hook
+
+    def zeros(self) -> torch.Tensor:
+        return torch.zeros_like(self._value)
+
+    def gradient(self) -> torch.Tensor:
+        return self._value.grad
+
+    @staticmethod
+    def state(gradient: torch.Tensor) -> tuple[int, int]:
+        return gradient.data_ptr(), gradient._version
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, Any]:
+    return tensor.shape, tensor.dtype
+
+
 class Reducer:
     """Exchanges the gradients of an optimizer; its attribute ``_hvd_reducer``.
 
-    In ``apply`` the ranks agree on which gradients there are. They are exchanged there, or, if the
-    optimizer accumulates local steps, in ``_clip_gradients``, once per update.
+    From the second step on, buckets travel while ``backward`` computes others. In ``apply`` the
+    ranks agree on which gradients there are, and exchange the rest; or, if the optimizer
+    accumulates local steps, all in ``_clip_gradients``, once per update.
 
     Args:
         optimizer: the one whose methods are replaced.
@@ -145,9 +171,12 @@ class Reducer:
         call: dict[str, Any],
     ) -> None:
         self.name, self.process_set = name, process_set
+        self.averages_rows, self.is_sharded = True, False
         self.averages = call["reduction"] == Average.value
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: set[tuple[int, ...]] = set()  # lists of variables
+        self._ahead: Ahead | None = None
+        self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
         optimizer._hvd_reducer = self
         optimizer.apply = self._apply
         optimizer._clip_gradients = self._clip_gradients
@@ -166,70 +195,77 @@ class Reducer:
             )
         if any(getattr(variable, "overwrite_with_gradient", False) for variable in shown):
             raise NotImplementedError(f"{self.name}: float8 scales are not exchanged on PyTorch.")
-        self._compare(shown)
-        mine = np.array([[gradient is not None for gradient in gradients]])
+        losses.tell_unweighed(self.averages)
+        is_new = self._compare(shown)
+        if self._ahead is not None and is_new:  # a second list of variables
+            self._ahead.drain()
+            self._ahead = None
+        ahead = self._ahead
+        changed = ahead is not None and ahead.differs(gradients)
+        # Which gradients each rank has, and whether any was sent that is not to be applied.
+        mine = np.array([[*(gradient is not None for gradient in gradients), changed]])
         call = {"name": f"{self.name}.kinds", "process_set": self.process_set.id()}
         (there,) = agree.run("allgather", [mine], **call)
-        for i in np.flatnonzero(there.any(0) & ~mine[0]):  # such as that of an unused branch
+        kinds: Any = there.any(0)
+        for i in np.flatnonzero(kinds[:-1] & ~mine[0, :-1]):  # such as that of an unused branch
             gradients[i] = torch.zeros_like(shown[i].value)
         if not optimizer.gradient_accumulation_steps:
-            gradients = self._exchange(gradients)
+            done = ahead.results(gradients, kinds[:-1]) if ahead is not None else {}
+            if kinds[-1] and ahead is not None:
+                # The script changes gradients, or computes them in several parts.
+                ahead.remove()
+                done, self._ahead = {}, None
+            gradients = self._exchange(gradients, done)
+            if is_new and len(self._compared) == 1:
+                self._ahead = Ahead(list(map(_Watched, shown)), self._send)
         type(optimizer).apply(optimizer, gradients, None if given is None else shown)
+
+    def leave_uncompiled(self) -> None:
+        """Let torch.compile break its graph at the exchange, which waits for other ranks."""
+        self._optimizer.apply = torch.compiler.disable(self._apply)
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""
         if self._optimizer.gradient_accumulation_steps:
-            grads = self._exchange(grads)
+            grads = self._exchange(grads, {})
             if self._local_sum > 1:  # Keras has taken the mean of the local steps
                 grads = [g if g is None else g * self._local_sum for g in grads]
         return type(self._optimizer)._clip_gradients(self._optimizer, grads)
 
-    def _compare(self, shown: Sequence[Any]) -> None:
+    def _compare(self, shown: Sequence[Any]) -> bool:
+        """Compare a list of variables when it is new, which all ranks see alike."""
         numbers = tuple(map(id, shown))
-        if numbers not in self._compared:  # once: the optimizer keeps its variables
-            view = {**variables.describe(shown), **variables.describe_optimizer(self._optimizer)}
-            variables.check_equal(f"{self.name}.variables", view, self.process_set)
-            self._compared.add(numbers)
+        if numbers in self._compared:  # once: the optimizer keeps its variables
+            return False
+        view = {**variables.describe(shown), **variables.describe_optimizer(self._optimizer)}
+        variables.check_equal(f"{self.name}.variables", view, self.process_set)
+        self._compared.add(numbers)
+        return True
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _exchange(self, grads: Sequence[Any]) -> list[Any]:
-        """Return the gradients over all ranks; None stays None."""
+    def _send(self, own: list[int], gradients: list[Any]) -> Exchange:
+        name = f"{self.name} gradients {own[-1]}-{own[0]}"
+        mine = [checked("DistributedOptimizer", gradient) for gradient in gradients]
+        # Memory that is new in each step costs as much as to add what it holds.
+        outputs = self._outputs.get(name)
+        if outputs is None or list(map(_kind, outputs)) != list(map(_kind, mine)):
+            outputs = self._outputs[name] = list(map(torch.empty_like, mine))
+        return Exchange("allreduce", mine, outputs, name=name, **self._call)
+
+    def _exchange(self, grads: Sequence[Any], done: dict[int, Any]) -> list[Any]:
+        """Return the gradients over all ranks, of which some are there; None stays None."""
         results = list(grads)
         if self.process_set.size() == 1:
             return results
-        # The last first, because backpropagation makes theirs first.
         present = [i for i in reversed(range(len(results))) if results[i] is not None]
-        mine = {i: checked("DistributedOptimizer", results[i]) for i in present}
-        sizes = [mine[i].nbytes for i in present]
+        present = [i for i in present if i not in done]
+        sizes = [results[i].nbytes for i in present]
         requests = []
         for bucket in buckets.fill(sizes, settings.read().bucket_bytes):
             own = [present[k] for k in bucket]
-            name = f"{self.name} gradients {own[-1]}-{own[0]}"
-            tensors = [mine[i] for i in own]
-            requests.append((own, Exchange("allreduce", tensors, name=name, **self._call)))
+            requests.append((own, self._send(own, [results[i] for i in own])))
         for own, request in requests:
-            for i, reduced in zip(own, request.results(), strict=True):
-                results[i] = reduced
+            done |= zip(own, request.results(), strict=True)
+        for i, reduced in done.items():
+            results[i] = reduced
         return results
-
-
-def reducers_of(model: Any) -> list[Reducer]:
-    """Return those of a model's optimizers: of ``compile``, and in its attributes."""
-    values: list[Any] = []
-    for value in (model.optimizer, *vars(model).values()):
-        if isinstance(value, dict):
-            values += value.values()
-        else:
-            values += value if isinstance(value, (list, tuple)) else [value]
-    found = [vars(value).get("_hvd_reducer") for value in values if hasattr(value, "__dict__")]
-    return list({id(reducer): reducer for reducer in found if reducer is not None}.values())
-
-
-def process_set_of(model: Any) -> ProcessSet | None:
-    """Return the ranks that train a model together; None if no optimizer of it is distributed.
-
-    Raises:
-        ValueError: its optimizers have different process sets.
-    """
-    sets = (reducer.process_set for reducer in reducers_of(model))
-    return process_sets.common_to_optimizers(model, sets)

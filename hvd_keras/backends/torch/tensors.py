@@ -50,21 +50,24 @@ class Exchange:
     Args:
         kind, call: as for ``agree.Request``.
         tensors: as ``checked`` returns them; unchanged until ``results`` returns.
-        in_place: the results replace the tensors. For collectives that keep shapes.
+        outputs: what the results are written into, of the same shapes; default: new tensors.
     """
 
     def __init__(
-        self, kind: str, tensors: Sequence[torch.Tensor], in_place: bool = False, **call: Any
+        self,
+        kind: str,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor] = (),
+        **call: Any,
     ) -> None:
-        self._inputs = [tensor.detach() for tensor in tensors]
-        self._outputs: list[torch.Tensor] = []
-        if kind in ("allreduce", "broadcast"):
-            self._outputs = self._inputs if in_place else list(map(torch.empty_like, self._inputs))
+        self._inputs, self._outputs = [tensor.detach() for tensor in tensors], list(outputs)
+        if kind in ("allreduce", "broadcast") and not outputs:
+            self._outputs = list(map(torch.empty_like, self._inputs))
         inputs = [
             agree.Memory.at(t.data_ptr(), name_of(t.dtype), tuple(t.shape)) for t in self._inputs
         ]
-        outputs = [tensor.data_ptr() for tensor in self._outputs] or None
-        self._request = agree.Request(kind, inputs, outputs, (self._inputs, self._outputs), **call)
+        there = [tensor.data_ptr() for tensor in self._outputs] or None
+        self._request = agree.Request(kind, inputs, there, (self._inputs, self._outputs), **call)
 
     def results(self) -> list[torch.Tensor]:
         """Return the results. Raises as ``agree.Request.wait``."""

@@ -1,19 +1,18 @@
-"""Compares, broadcasts and averages the variables of a training."""
+"""Compares and broadcasts the variables of a training."""
 
 import re
 import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import torch
 
-from hvd_keras.backends.torch.collectives import grouped_allreduce, grouped_broadcast
+from hvd_keras.backends.torch.collectives import grouped_broadcast
 from hvd_keras.gradients import buckets
+from hvd_keras.hooks.variables import give_each_rank_its_own_randomness
 from hvd_keras.runtime import agree, settings
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.runtime.reductions import Average, Max, Min
 
 
 def describe(variables: Iterable[Any]) -> dict[str, str]:
@@ -77,56 +76,14 @@ def broadcast_variables(
             bucket, grouped_broadcast(values, root_rank, name, process_set), strict=True
         ):
             variable.assign(value)
-    if process_set.rank():
-        for variable in variables:
-            if variable.path.endswith("seed_generator_state"):
-                mix_in_rank(variable, process_set)
-
-
-def mix_in_rank(state: Any, process_set: ProcessSet) -> None:
-    """Make equal states of random generators differ by rank, in the same way in each run."""
-    if process_set.rank():  # the first rank's stays
-        seed, *rest = state.numpy().tolist()
-        mixed = np.random.default_rng((seed, process_set.rank())).integers(2**31 - 1)
-        state.assign(np.array([mixed, *rest]))
+    seeds = [v for v in variables if v.path.endswith("seed_generator_state")]
+    give_each_rank_its_own_randomness(seeds, process_set)
 
 
 def _in_buckets(variables: Sequence[Any]) -> list[list[Any]]:
     sizes = [variable.value.nbytes for variable in variables]
     filled = buckets.fill(sizes, settings.read().bucket_bytes)
     return [[variables[i] for i in bucket] for bucket in filled]
-
-
-def average_variables(variables: Sequence[Any], process_set: ProcessSet) -> None:
-    """Assign to variables their mean over the ranks; equal ones keep every bit."""
-    if process_set.size() == 1 or not variables:
-        return
-    values = [variable.value.detach() for variable in variables]
-    # A mean of equal values may be rounded to another one; clipped to them it is not.
-    low, mean, high = (
-        grouped_allreduce(values, op=op, name=f"variables' {op.value}s", process_set=process_set)
-        for op in (Min, Average, Max)
-    )
-    for variable, *parts in zip(variables, mean, low, high, strict=True):
-        variable.assign(torch.clip(*parts))
-
-
-def of_training(model: Any) -> list[Any]:
-    """Return the variables of a model and its optimizers, in the same order on all ranks."""
-    found = [*model.variables]
-    for value in vars(model).values():
-        if isinstance(value, keras.optimizers.Optimizer):
-            found += value.variables
-    found += model.optimizer.variables if model.optimizer is not None else []
-    return list({id(variable): variable for variable in found}.values())
-
-
-def moving_statistics(model: Any) -> list[Any]:
-    """Return the moving statistics of batch normalisation, which cover this rank's batches."""
-    layers = [x for x in model._flatten_layers() if isinstance(x, keras.layers.BatchNormalization)]
-    return [
-        v for layer in layers if layer.built for v in (layer.moving_mean, layer.moving_variance)
-    ]
 
 
 def digest(model: Any) -> int:

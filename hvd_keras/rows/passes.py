@@ -1,13 +1,9 @@
 """The sources of ``hvd.data.shard``, and the passes over them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import tensorflow as tf
-
-from hvd_keras.rows import MODES as MODES
-from hvd_keras.rows import Split as Split
+from hvd_keras.rows import Split
 from hvd_keras.runtime import log
 
 
@@ -17,7 +13,7 @@ class Passes:
 
     next: int
     # The source, if it shuffles itself: then its order depends on how often it was begun.
-    shuffling: tf.data.Dataset | None
+    shuffling: Any
     source: "Source"
     split: Split
     begun: int = 0  # in this process, and in those that it continues
@@ -89,15 +85,17 @@ class Passes:
 class Source:
     """An opened source of ``hvd.data.shard``."""
 
-    spec: Any  # a type specification for each part of a row; lists are tuples
+    spec: Any  # a type specification for each part of a row, or an example; lists are tuples
     length: int  # rows over all ranks
     batch_size: int  # rows per rank and step
     steps: int  # in a pass
     left_out: int  # rows that no rank gets
     description: str  # what else must be equal on all ranks
     is_shuffled: bool
-    # Makes this rank's batches of the epoch of this number, from this row on, both scalar int64
-    # tensors; for "pad", pairs (batch, weights), where weights are float32 of shape [batch_size]
-    # and 0 for padding. It has as many elements as a whole epoch; those too many are errors.
-    batches: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset]
+    # Makes this rank's batches of the epoch of this number, from this row on. On TensorFlow a
+    # function of both, scalar int64 tensors, that returns a tf.data.Dataset of batches; for "pad",
+    # of pairs (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.
+    # It has as many elements as a whole epoch; those too many are errors. On PyTorch a dataset of
+    # batches by epoch, row and step.
+    batches: Any
     unit: int = 0  # an epoch can begin at each row that this divides, without reading those before

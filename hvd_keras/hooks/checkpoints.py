@@ -1,4 +1,4 @@
-"""``Checkpoint``: saves the whole state of a training, and restores it after a restart."""
+"""What ``Checkpoint`` does, on every backend of Keras."""
 
 import contextlib
 import functools
@@ -11,66 +11,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.data.split import Passes
 from hvd_keras.gradients import shards
-from hvd_keras.hooks import fitting, keras_callbacks, variables
+from hvd_keras.hooks import preprocessing, variables
+from hvd_keras.hooks.fits import Fit, check_built, running
+from hvd_keras.rows.passes import Passes
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import Variable, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, storage
 
 
-class Checkpoint(Callback):  # type: ignore[misc]
-    """Saves the whole state of the training, and restores the last intact checkpoint.
+class Checkpoints:
+    """See ``Checkpoint``. Mixed into a callback of Keras."""
 
-    After a crash, start the script again, unchanged: ``fit`` continues at the epoch and batch of
-    the last checkpoint, or returns at once if all epochs are done. On the same number of ranks the
-    final weights are, bit for bit, those of a run without the crash, if the order of an epoch's
-    data depends on its number only, as that of ``hvd.data.shard`` does.
-
-    Saved are weights, moving statistics, optimizer variables including the learning rate, epoch and
-    batch, and the states of random generators: those of layers (dropout) and the global ones of
-    Python and NumPy. Not saved is the Python state of other callbacks, such as the patience of
-    ``EarlyStopping``. docs/checkpoints.md describes other data, restarts on another number of
-    ranks, and the files.
-
-    The values are taken between two steps and written by a thread while training goes on. Until
-    that is done, rank 0 holds them twice, as far as training has changed them.
-
-    Rank 0 alone reads and writes, so the ranks need no shared file system, except for tables that
-    are divided between ranks (``hvd.layers``) and an optimizer's state in shares
-    (``shard_state=True``), of which all write and read their parts.
-
-    In ``fit``, put it after the callbacks that change the model or the optimizer. A script may pass
-    one instance to several ``fit``, one after the other: started again, it returns from those that
-    were complete without training, and continues in the one that was interrupted.
-
-    Args:
-        directory: the folder of the files, on rank 0; use it for one training only.
-        keep: the number of checkpoints to keep, 1 or more. With 2 or more, a damaged last one can
-            be replaced by the one before.
-        save_freq: "epoch", or the number of batches after which to save, besides the epoch's end.
-        restore: False trains from scratch; the first checkpoint then replaces all existing ones.
-        process_set: the ranks that train the model; the first of them reads and writes.
-
-    Raises:
-        ValueError: an argument is impossible, or tf_keras is in use. In ``fit``, on every rank: the
-            model has no variables and its step cannot be traced to create them; the checkpoint
-            belongs to another model; or the ranks' arguments differ.
-        RuntimeError: (in ``fit``, on every rank) all existing checkpoints are damaged.
-        OSError: (in ``fit``, on every rank, at the next save or the end at the latest) a checkpoint
-            cannot be written, for example because the disk is full. Earlier ones remain.
-
-    Example:
-        checkpoint = hvd.callbacks.Checkpoint("checkpoints", save_freq=100)
-        data = hvd.data.shard((x, y), batch_size=32)
-        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        model.fit(data, epochs=10, callbacks=[broadcast, checkpoint])
-    """
-
+    model: Any
+    params: dict[str, Any]
     _hvd_needs_variables = True
+    _reads_in_step = True  # the step of fit gets an iterator, not a batch
 
     def __init__(
         self,
@@ -119,7 +77,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restores the state, after Keras has built the model."""
         self._hvd_process_set.check_included("callbacks.Checkpoint")  # raises before init()
-        fit = fitting.running(self.model)
+        fit = running(self.model)
         assert fit is not None
         self._check(fit.process_set)
         # In case an earlier fit broke off.
@@ -188,7 +146,7 @@ class Checkpoint(Callback):  # type: ignore[misc]
             self._skipping = None
 
     def _check(self, of_fit: ProcessSet) -> None:
-        fitting.check_built(self.model)
+        check_built(self.model)
         own = self._hvd_process_set
         if of_fit.id() != own.id():
             raise ValueError(
@@ -283,12 +241,12 @@ class Checkpoint(Callback):  # type: ignore[misc]
                 variable.assign(value)
             else:
                 shards.assign(variable, value)
-        fitting.refresh_derived_values(self.model)
+        preprocessing.refresh(self.model)
         if ranks != process_set.size():
             seeds = variables.seed_states(self.model._flatten_layers())
             variables.give_each_rank_its_own_randomness(seeds, process_set)
 
-    def _go_on(self, found: "_Found", fit: keras_callbacks.Fit) -> None:
+    def _go_on(self, found: "_Found", fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
         states = found.metadata["passes"]
         if len(states) == len(self._passes):
@@ -308,7 +266,8 @@ class Checkpoint(Callback):  # type: ignore[misc]
             seeks, batches = False, self._batches_seen(found)
         if batches:
             own = variables.of_training(self.model)
-            self._skipping = _Skipping(self.model, own, batches, reads=not seeks)
+            reads = self._reads_in_step and not seeks
+            self._skipping = _Skipping(self.model, own, batches, reads)
 
     def _tell_cost(self) -> None:
         """Tell before training what a restart will cost, if data cannot be sought in."""

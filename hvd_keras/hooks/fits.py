@@ -1,0 +1,99 @@
+"""The ``fit`` that runs, on every backend of Keras."""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvd_keras.gradients import division
+from hvd_keras.rows.passes import Passes
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.process_sets import ProcessSet
+
+if TYPE_CHECKING:
+    from hvd_keras.hooks.values import Values
+
+
+@dataclasses.dataclass
+class Fit:
+    """A running ``fit`` on the ranks of a process set, and what their callbacks have in common."""
+
+    model: Any
+    callbacks: list[Any]  # this rank's, as given
+    arguments: dict[str, Any]  # the others of ``fit``
+    process_set: ProcessSet
+    has_begun: bool = False  # the ranks have compared what must be equal
+    passes: Sequence[Passes] = ()  # over the sharded sources of its data, if they are its epochs
+    seekable: Any = None  # the same, if they can continue at any row
+    problem: Exception | None = None  # of this rank's model, which could not be traced
+    unbuilt: str = ""  # which ranks' models have no variables, and why
+    monitored: Sequence[str] = ()  # what callbacks of any rank decide by
+    ends_on_nan: bool = False  # a rank has TerminateOnNaN
+    # All ranks have the same ModelCheckpoint, and so can wait for each other there.
+    waits_for_checkpoints: bool = False
+    looks_at_data: bool = False  # the first batch of each rank can be compared
+    validates: bool = False  # all ranks validate after the same epochs, and average their metrics
+    values: "Values | None" = None  # of the model, to be compared
+    restored: bool = False  # it began with a checkpoint, which nothing may overwrite
+
+    def agree(self, gathered: Sequence[dict[str, Any]]) -> None:
+        """Learn from what ``describe`` returned on all ranks."""
+        self.monitored = sorted({name for theirs in gathered for name in theirs["monitored"]})
+        self.ends_on_nan = any(theirs["ends on NaN"] for theirs in gathered)
+        self.waits_for_checkpoints = all(
+            theirs["checkpoints"] == gathered[0]["checkpoints"] for theirs in gathered
+        )
+        self.looks_at_data = all(theirs["looks at data"] for theirs in gathered)
+        every = gathered[0]["validates every"]
+        self.validates = bool(every) and all(t["validates every"] == every for t in gathered)
+
+
+#: The ``fit`` that runs.
+current: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
+
+
+def running(model: Any) -> Fit | None:
+    """The ``fit`` that trains a model now; None if there is none, or this rank trains it alone."""
+    own = current.get()
+    return own if own is not None and own.model is model else None
+
+
+def check_built(model: Any) -> None:
+    """Check, for a callback, that the model has its variables.
+
+    Raises:
+        ValueError: (on every rank) a rank could not create them before the first step.
+    """
+    if (own := running(model)) and own.unbuilt:
+        raise ValueError(
+            f"model {model.name!r} has no variables yet, and its training step cannot be traced to "
+            f"create them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
+            "before fit."
+        ) from own.problem
+
+
+@contextlib.contextmanager
+def saving_on_leader(common: Fit) -> Iterator[None]:
+    """Let ``ModelCheckpoint`` write on the first rank alone."""
+    kind = keras.callbacks.ModelCheckpoint
+    saving = [(c, c._save_model) for c in common.callbacks if isinstance(c, kind)]
+    for callback, save in saving:
+        callback._save_model = functools.partial(_save, common, save)
+    try:
+        yield
+    finally:
+        for callback, save in saving:
+            callback._save_model = save
+
+
+def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Replace ``ModelCheckpoint._save_model``: all ranks wait until it is written, or raise."""
+    if division.is_on:
+        save(*args, **kwargs)  # in which the first rank saves the model
+    elif common.waits_for_checkpoints:
+        agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
+    elif common.process_set.rank() == 0:
+        save(*args, **kwargs)
