@@ -208,7 +208,8 @@ def wrap_update_step(keras_update: Callable[..., None]) -> Callable[..., None]:
     def update_step(self: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
         # Without epsilon, Keras makes rows without gradients NaN where their accumulator is 0.
         is_sparse = isinstance(gradient, tf.IndexedSlices) and self.epsilon > 0
-        if not is_sparse or model_ranks.of_optimizer(self) is None:
+        own = model_ranks.of_optimizer(self)
+        if not is_sparse or own is None or own.process_set.size() == 1:
             return keras_update(self, gradient, variable, learning_rate)
         slot = self._accumulators[self._get_variable_index(variable)]
         slot, table = shards.inner_variable(slot), shards.inner_variable(variable)
