@@ -13,6 +13,7 @@ if __name__ != "hvd_keras.callbacks":
     )
 
 from hvd_keras.callbacks.broadcast import BroadcastGlobalVariablesCallback
+from hvd_keras.callbacks.checkpoint import Checkpoint
 from hvd_keras.callbacks.learning_rate import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
@@ -20,7 +21,6 @@ from hvd_keras.callbacks.learning_rate import (
 from hvd_keras.callbacks.metric_average import MetricAverageCallback
 from hvd_keras.callbacks.model_checkpoint import ModelCheckpoint
 from hvd_keras.callbacks.progress import ProgressLogger
-from hvd_keras.callbacks.restart import Checkpoint
 from hvd_keras.callbacks.stats import StatsLogger
 from hvd_keras.callbacks.verify_weights import VerifyWeights
 

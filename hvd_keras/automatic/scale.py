@@ -13,6 +13,7 @@ import hvd_keras
 from hvd_keras.gradients import model_ranks
 from hvd_keras.hooks import fitting
 from hvd_keras.runtime import rank_info
+from hvd_keras.runtime.keras import innermost
 
 # Of optimizers that fit has used: the rate that it has left. Another one is the script's.
 _left: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
@@ -31,7 +32,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
         optimizers = model_ranks.optimizers_of(self)
         if len(optimizers) != 1:
             _refuse(f"a model with {len(optimizers)} optimizers", "one optimizer")
-        optimizer = model_ranks.innermost(optimizers[0])
+        optimizer = innermost(optimizers[0])
         told = [_scale_batches(bound.arguments), _scale_rate(optimizer, bound.arguments)]
         print("hvdrun --auto --scale-batch:", "; ".join(told), flush=True)
         try:

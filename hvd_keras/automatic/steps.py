@@ -21,7 +21,7 @@ from hvd_keras.gradients.division import Part
 from hvd_keras.hooks import broadcasting, losses, metric_states, values
 from hvd_keras.optimizer import DistributedOptimizer, is_distributed
 from hvd_keras.runtime import agree, log, rank_info
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import innermost, keras
 from hvd_keras.runtime.process_sets import global_process_set
 
 METHODS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
@@ -56,7 +56,7 @@ def begin(model: Any) -> None:
     model_ranks.register_training_ranks(model, global_process_set)
     for optimizer in model_ranks.optimizers_of(model):
         is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
-        if is_keras and not is_distributed(model_ranks.innermost(optimizer)):
+        if is_keras and not is_distributed(innermost(optimizer)):
             # The ranks' gradients are parts of one sum, as large as those of one process: in half
             # precision they overflow when those do.
             DistributedOptimizer(optimizer, op=ops.Sum)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from hvd_keras.data import arrays, datasets, file_sources, row_sources
 from hvd_keras.data.file_sources import files as files
-from hvd_keras.rows import Split, agreement
+from hvd_keras.rows import Split, checks
 from hvd_keras.rows.passes import Passes, Source
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import PyDataset, keras
@@ -101,12 +101,12 @@ def shard(
     source = file_sources.opened(source, process_set)
 
     def look() -> Source:
-        agreement.check_arguments(batch_size, seed, start_epoch, uneven)
+        checks.check_arguments(batch_size, seed, start_epoch, uneven)
         return _open(source, batch_size, shuffle, seed, split)
 
     rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    agreement.check_source(rows, given, split, uneven, shuffle is False, process_set)
+    checks.check_source(rows, given, split, uneven, shuffle is False, process_set)
     spec = tf.TensorSpec([2], tf.int64)
     shuffling = source if datasets.shuffles_itself(source) else None
     # A dataset of one element, the pass and its first row: generated anew each time one begins.
@@ -154,7 +154,7 @@ def agree_on_steps(
             return source.cardinality() if source.cardinality() >= 0 else None
         return source
 
-    return agreement.steps(source, length, "a tf.data.Dataset", uneven, process_set)
+    return checks.steps(source, length, "a tf.data.Dataset", uneven, process_set)
 
 
 def passes_of(dataset: Any) -> list[Passes]:

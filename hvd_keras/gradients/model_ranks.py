@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_keras.gradients import shards
 from hvd_keras.runtime import process_sets
-from hvd_keras.runtime.keras import innermost as innermost
-from hvd_keras.runtime.keras import keras, optimizer_classes
+from hvd_keras.runtime.keras import innermost, keras, optimizer_classes
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from hvd_keras.hooks import (
     values,
 )
 from hvd_keras.hooks.fits import Fit, current, running
-from hvd_keras.rows import agreement as agreement_of_rows
+from hvd_keras.rows import checks
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -251,7 +251,7 @@ def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
     if not is_legacy:
         keras_classes.read_by_rows(model, model._flatten_layers())
     _agree(own, dataset, steps)
-    agreement_of_rows.check_passes(passes, process_set)
+    checks.check_passes(passes, process_set)
 
 
 def _why_unbuilt(own: Fit) -> str | None:

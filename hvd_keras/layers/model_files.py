@@ -21,7 +21,7 @@ from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.layers.embedding import Embedding
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import is_legacy, keras, require
+from hvd_keras.runtime.keras import innermost, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import storage
 
@@ -138,7 +138,7 @@ def load_model(
             "use keras.models.load_model(filepath, compile=False), then compile() with a "
             "hvd.DistributedOptimizer."
         )
-    if not optimizer.is_distributed(model_ranks.innermost(model.optimizer)):
+    if not optimizer.is_distributed(innermost(model.optimizer)):
         if shard_state:
             _take_shares(model, compression)
         else:
@@ -163,7 +163,7 @@ def _take_shares(model: Any, compression: type[Compressor]) -> None:
 
 def _knows_no_variables(of_model: Any) -> bool:
     """Whether it was built for an empty list of variables, as Keras's reader of HDF5 does."""
-    updates = model_ranks.innermost(of_model)
+    updates = innermost(of_model)
     return bool(updates.built) and not getattr(updates, "_trainable_variables", True)
 
 

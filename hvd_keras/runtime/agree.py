@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 
 from hvd_keras.runtime import libraries, rank_info
@@ -226,8 +227,6 @@ def crc(values: Any, before: int = 0) -> int:
 
 def numpy_dtype(dtype: Any) -> Any:
     """Return NumPy's form of a dtype of a variable, or of its name, such as bfloat16."""
-    import ml_dtypes  # that of Keras
-
     name = getattr(dtype, "name", dtype)
     return np.dtype(getattr(ml_dtypes, name, name))
 

@@ -55,6 +55,7 @@ __all__ = [
     "PyDataset",
     "Variable",
     "call_loss",
+    "innermost",
     "is_legacy",
     "is_symbolic",
     "keras",

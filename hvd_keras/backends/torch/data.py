@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hvd_keras.backends.torch import fitting
-from hvd_keras.rows import Split, agreement, order, reading
+from hvd_keras.rows import Split, checks, order, reading
 from hvd_keras.rows.passes import Passes, Source
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -73,14 +73,14 @@ def shard(
     split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
     def look() -> tuple[reading.Reader, Any, dict[str, Any]]:
-        agreement.check_arguments(batch_size, seed, start_epoch, uneven)
+        checks.check_arguments(batch_size, seed, start_epoch, uneven)
         return _open(source, batch_size, shuffle, seed, split)
 
     reader, spec, loading = agree.on_all_ranks("hvd.data.shard", look, process_set)
     described = reader.description, reader.is_shuffled, None, reader.unit
     rows = Source(spec, *reader.numbers(), *described)
     given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
-    agreement.check_source(rows, given, split, uneven, shuffle is False, process_set)
+    checks.check_source(rows, given, split, uneven, shuffle is False, process_set)
     return Loader(reader, Passes(start_epoch, None, rows, split), seed, **loading)
 
 
@@ -96,7 +96,7 @@ def agree_on_steps(
     def length(source: Any) -> Any:
         return len(source) if isinstance(source, DataLoader) else source
 
-    return agreement.steps(source, length, "a DataLoader", uneven, process_set)
+    return checks.steps(source, length, "a DataLoader", uneven, process_set)
 
 
 def _open(
@@ -149,7 +149,11 @@ def _spec(source: Any, parts: list[Any]) -> Any:
 
 
 def _packed(like: Any, parts: list[Any]) -> Any:
-    found = [p if p.dtype.kind in "OUS" else torch.from_numpy(p.copy(order="C")) for p in parts]
+    # They are this rank's: what a reader has taken or joined.
+    found = [
+        part if part.dtype.kind in "OUS" else torch.from_numpy(np.require(part, None, ["C", "W"]))
+        for part in parts
+    ]
     return keras.tree.pack_sequence_as(like, found)
 
 

@@ -15,7 +15,7 @@ import torch
 from hvd_keras.backends.torch import losses, variables
 from hvd_keras.gradients.model_ranks import of_optimizer, process_set_of, reducers_of
 from hvd_keras.hooks.fits import Fit, current, running, saving_on_leader
-from hvd_keras.rows import agreement
+from hvd_keras.rows import checks
 from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import require
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -123,7 +123,7 @@ def _begin(own: Fit, iterator: Any) -> None:
             f"ever ({agree.by_rank(list(map(str, steps)), own.process_set)}). Use hvd.data.shard, "
             "or steps_per_epoch=hvd.data.agree_on_steps(…)."
         )
-    agreement.check_passes(list(own.passes), own.process_set)
+    checks.check_passes(list(own.passes), own.process_set)
 
 
 def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
