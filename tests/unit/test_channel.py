@@ -205,7 +205,7 @@ async def test_too_many_open_files_end_the_job(tmp_path: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert ranks.check()
-        assert "more open files than allowed" in ranks.problem
+        assert "too many open files" in ranks.problem
         assert all(task.done() for task in ranks._accepting)
     await ranks.close()
 

@@ -29,7 +29,7 @@ from hvd_keras.launch.onhost.worker import FUNCTION, RESULT
 # be accepted.
 UNPROVEN = 64
 
-TOO_MANY_FILES = "this many ranks need more open files than allowed; raise the limit (`ulimit -n`)"
+TOO_MANY_FILES = "too many open files for this many ranks; raise the limit (`ulimit -n`)"
 
 SOCKET = "socket"  # in the job's directory, for a job on this host
 
