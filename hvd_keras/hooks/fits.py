@@ -12,6 +12,7 @@ from hvd_keras.rows.passes import Passes
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.saving import background
 
 if TYPE_CHECKING:
     from hvd_keras.hooks.values import Values
@@ -53,6 +54,16 @@ class Fit:
 
 #: The ``fit`` that runs.
 current: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
+
+
+@contextlib.contextmanager
+def during(own: Fit | None) -> Iterator[None]:
+    """Make it the ``fit`` that runs. At the end, also by an exception, files are written."""
+    with agree.within(current, own):
+        try:
+            yield
+        finally:
+            background.wait()
 
 
 def running(model: Any) -> Fit | None:

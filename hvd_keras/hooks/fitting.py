@@ -17,18 +17,18 @@ from hvd_keras import data, observe, ops
 from hvd_keras.gradients import agreement, compare, division, missing_calls, model_ranks
 from hvd_keras.hooks import (
     broadcasting,
+    fits,
     keras_callbacks,
     keras_classes,
     losses,
     progress,
     values,
 )
-from hvd_keras.hooks.fits import Fit, current, running
+from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.rows import checks
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
-from hvd_keras.saving import background
 
 
 def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +40,6 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     def fit_together(self: Any, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as stack:
             stack.enter_context(agree.within(missing_calls.in_fit, True))
-            stack.callback(background.wait)  # after an exception
             if not rank_info.is_initialized():
                 return fit(self, *args, **kwargs)
             try:
@@ -52,7 +51,7 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             given = bound.arguments.get("callbacks")
             callbacks = flat(given)
             own = _begun(self, callbacks, defaults | bound.arguments)
-            stack.enter_context(agree.within(current, own))
+            stack.enter_context(fits.during(own))
             several = own is not None and own.process_set.size() > 1
             # From here on the stack undoes what this fit changes in the model and its callbacks.
             runs = callbacks

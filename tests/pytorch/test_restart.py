@@ -84,3 +84,44 @@ def test_a_killed_rank_changes_nothing(hvdrun, where) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert all(map(np.array_equal, mine, theirs))
     assert (hvdrun.folder / "killed" / "best.keras").exists()
+
+
+def test_an_exception_in_fit_waits_for_the_file(hvdrun) -> None:
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    script = hvdrun.script("""
+        import pathlib, time
+        import keras, numpy as np
+        import hvd_keras as hvd
+        from hvd_keras.saving import storage
+        hvd.init()
+        write = storage.write
+
+        def write_slowly(*arguments):
+            time.sleep(1)
+            write(*arguments)
+
+        storage.write = write_slowly
+
+        class Interrupt(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 2:
+                    raise KeyboardInterrupt
+
+        model = keras.Sequential([keras.Input([6]), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+        x = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        checkpoint = hvd.callbacks.Checkpoint("states", save_freq=2)
+        try:
+            model.fit(
+                hvd.data.shard((x, x[:, :1]), batch_size=12), verbose=0,
+                callbacks=[broadcast, checkpoint, Interrupt()],
+            )
+        except KeyboardInterrupt:
+            if hvd.rank() == 0:  # which writes
+                print("files:", [path.name for path in pathlib.Path("states").glob("*")])
+        hvd.barrier()
+    """)
+    job = hvdrun.run("-np", "2", "--oversubscribe", sys.executable, script)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "files: ['checkpoint-00000-0000002.h5']" in job.stdout, job.stdout

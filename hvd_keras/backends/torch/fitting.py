@@ -14,6 +14,7 @@ import torch
 
 from hvd_keras.backends.torch import losses, variables
 from hvd_keras.gradients.model_ranks import of_optimizer, process_set_of, reducers_of
+from hvd_keras.hooks import fits
 from hvd_keras.hooks.fits import Fit, current, running, saving_on_leader
 from hvd_keras.rows import checks
 from hvd_keras.runtime import agree, log, rank_info, settings
@@ -140,7 +141,7 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
         given = keras.tree.flatten(arguments.get("callbacks") or [])
         own = Fit(self, given, arguments, process_set, looks_at_data=True)
         if process_set.size() == 1:
-            with agree.within(current, own):
+            with fits.during(own):
                 return fit(**arguments)
         _refuse(self, arguments.get("callbacks"))
         if process_set.rank():
@@ -148,7 +149,7 @@ def _wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             if arguments.get("verbose", "auto") == "auto" and not settings.read().verbose_all:
                 arguments["verbose"] = 0
         arguments["callbacks"] = [*given, _Together(own)]
-        with agree.within(current, own), _weighing(self, process_set), saving_on_leader(own):
+        with fits.during(own), _weighing(self, process_set), saving_on_leader(own):
             history = fit(**arguments)
         # So files that one rank has written are there for all.
         agree.gather_json("fit has ended", None, process_set)
