@@ -5,10 +5,10 @@ from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.gradients import agreement, model_ranks
-from hvd_keras.hooks import broadcasting, fits, preprocessing, variables
+import hvd_keras as hvd
+from hvd_keras.gradients import model_ranks, specs
+from hvd_keras.hooks import fits, preprocessing, variables
 from hvd_keras.hooks.statistics_averaging import StatisticsAveraging
-from hvd_keras.runtime import libraries, log, rank_info
 
 
 class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: ignore[misc]
@@ -33,9 +33,6 @@ class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: 
     At the end of each epoch, before validation and checkpoints, the moving statistics of batch
     normalisation are averaged over the ranks; during the epoch each rank's cover its own batches
     only. ``hvd.SyncBatchNormalization`` computes the statistics of one process.
-
-    If XLA cannot compile the collectives (``libhvd_xla.so`` is missing or does not load), the
-    callback turns the model's ``jit_compile`` off and warns. See docs/gpu.md for GPUs.
 
     A state that ``Checkpoint`` has restored is not overwritten, in whatever order the two callbacks
     are given.
@@ -63,13 +60,6 @@ class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: 
         model_ranks.local_variables.add(*(local_variables or ()))
         self._epoch_runs = False
 
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        if model.jit_compile and (problem := libraries.why_no_xla()):
-            model.jit_compile = False
-            if rank_info.local_rank() == 0:
-                log.warn_once(f"models train without XLA (jit_compile=False): {problem}")
-
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Broadcasts. The model has its variables by now."""
         process_set = self.process_set
@@ -80,15 +70,15 @@ class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: 
         if fit is not None and fit.restored:
             return
         if process_set.size() == 1:
-            if broadcasting.is_built(self.model):
+            if variables.is_built(self.model):
                 variables.of_training(self.model)  # builds the optimizer, as on several ranks
             return
         fits.check_built(self.model)
         layers = list(self.model._flatten_layers())
         preprocessing.check_equal_on_all_ranks(layers, process_set, self.root_rank)
         # Not the optimizer's variables: Keras's counters occur elsewhere in their names.
-        specs = map(agreement.spec_of, model_ranks.without_local(self.model.variables))
-        agreement.check_specs("broadcast", list(specs), process_set)
+        described = map(specs.spec_of, model_ranks.without_local(self.model.variables))
+        specs.check_specs("broadcast", list(described), process_set)
         shared = model_ranks.without_local(variables.of_training(self.model))
-        broadcasting.broadcast_variables(shared, self.root_rank, process_set)
+        hvd.broadcast_variables(shared, self.root_rank, process_set)
         preprocessing.refresh(self.model)

@@ -1,38 +1,11 @@
 """Learning-rate recipes for large batches (Goyal et al., 2017, https://arxiv.org/abs/1706.02677)."""
 
-from typing import Any
-
-import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.gradients import shards
 from hvd_keras.hooks.learning_rates import Schedule, Warmup
 
 
-class _Scaling:
-    """Scales momentum buffers by one function, because during warm-up each batch does."""
-
-    _scale: Any = None  # multiplies the momentum buffers with these ids
-    _scaled: tuple[int, ...] = ()
-
-    def _scale_buffers(self, buffers: list[Any], factor: float) -> None:
-        numbers = tuple(map(shards.variable_id, buffers))
-        if self._scaled != numbers:
-            self._scaled, self._scale = numbers, _scaling(buffers)
-        if buffers:
-            self._scale(tf.constant(factor))
-
-
-def _scaling(buffers: list[Any]) -> Any:
-    def scale(factor: tf.Tensor) -> None:
-        for buffer in buffers:
-            buffer.assign(buffer * tf.cast(factor, buffer.dtype))
-
-    # One call for all buffers: during warm-up the rate changes in every batch.
-    return tf.function(scale, autograph=False)
-
-
-class LearningRateScheduleCallback(_Scaling, Schedule, Callback):  # type: ignore[misc]
+class LearningRateScheduleCallback(Schedule, Callback):  # type: ignore[misc]
     """Sets the learning rate to ``initial_lr * multiplier(epoch)`` within a range of epochs.
 
     Writes the learning rate to ``logs["lr"]`` at the end of each epoch.
@@ -58,7 +31,7 @@ class LearningRateScheduleCallback(_Scaling, Schedule, Callback):  # type: ignor
     """
 
 
-class LearningRateWarmupCallback(_Scaling, Warmup, Callback):  # type: ignore[misc]
+class LearningRateWarmupCallback(Warmup, Callback):  # type: ignore[misc]
     """Raises the learning rate from ``initial_lr / size()`` to ``initial_lr`` as training begins.
 
     The rate grows linearly, batch by batch (Goyal et al.). In the first epochs a rate scaled by

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras import ops
 from hvd_keras.hooks import progress
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import is_legacy, keras
 
 
@@ -99,13 +99,9 @@ class ProgressLogger(Callback, keras.callbacks.ProgbarLogger):  # type: ignore[m
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._end_of_training()
-        (samples,) = ops.reduce_tensors(
-            [np.float64(self._samples)],
-            op=ops.Sum,
-            name="progress.samples",
-            process_set=self.process_set,
-        )
-        total = float(samples)  # NaN if a rank cannot count its own
+        mine, call = np.array([self._samples]), {"process_set": self.process_set.id()}
+        (samples,) = agree.run("allreduce", [mine], name="progress.samples", **call)
+        total = float(samples[0])  # NaN if a rank cannot count its own
         self._samples_per_step = None if np.isnan(total) else total / max(1, self.seen)
         if self._samples_per_step is None:
             self._show(self.seen / self._seconds, "steps")

@@ -3,10 +3,10 @@
 import os
 from typing import Any
 
-import tensorflow as tf
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras import observe
+from hvd_keras.runtime.keras import summary
 
 
 class StatsLogger(Callback):  # type: ignore[misc]
@@ -24,17 +24,25 @@ class StatsLogger(Callback):  # type: ignore[misc]
     Args:
         log_dir: the folder, such as that of ``keras.callbacks.TensorBoard``, whose run ``train``
             then has these plots beside the loss; only used on the rank that writes.
+
+    Raises:
+        NotImplementedError: Keras does not run on TensorFlow.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         super().__init__()
+        if summary is None:
+            raise NotImplementedError(
+                "hvd.callbacks.StatsLogger needs Keras on TensorFlow. hvd.stats() returns the "
+                "same numbers."
+            )
         self._log_dir = os.path.join(os.fspath(log_dir), "train")
         self._writer: Any = None
         self._before: dict[str, float] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.process_set.rank() == 0:
-            self._writer = tf.summary.create_file_writer(self._log_dir)
+            self._writer = summary.create_file_writer(self._log_dir)
             self._before = _numbers(observe.stats())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -49,7 +57,7 @@ class StatsLogger(Callback):  # type: ignore[misc]
             changes[straggler] = min(changes[name] / seconds, 1.0)
         with self._writer.as_default():
             for name, change in changes.items():
-                tf.summary.scalar(f"hvd/{name}", change, step=epoch)
+                summary.scalar(f"hvd/{name}", change, step=epoch)
         self._writer.flush()
         self._before = numbers
 

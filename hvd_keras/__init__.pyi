@@ -12,7 +12,7 @@ from hvd_keras.compat.tensorflow_v1 import (
     BroadcastGlobalVariablesHook as BroadcastGlobalVariablesHook,
 )
 from hvd_keras.compat.tensorflow_v1 import broadcast_global_variables as broadcast_global_variables
-from hvd_keras.gradients.missing_calls import join as join
+from hvd_keras.gradients.joining import join as join
 from hvd_keras.gradients.missing_calls import local_fit as local_fit
 from hvd_keras.hooks.broadcasting import broadcast_variables as broadcast_variables
 from hvd_keras.hooks.keras_classes import SyncBatchNormalization as SyncBatchNormalization

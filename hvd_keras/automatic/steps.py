@@ -18,7 +18,7 @@ from hvd_keras import ops
 from hvd_keras.automatic import noise, probe
 from hvd_keras.gradients import division, model_ranks
 from hvd_keras.gradients.division import Part
-from hvd_keras.hooks import broadcasting, losses, metric_states, values
+from hvd_keras.hooks import broadcasting, losses, metric_states, tensorflow_fits
 from hvd_keras.optimizer import DistributedOptimizer, is_distributed
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import innermost, keras
@@ -108,7 +108,7 @@ def _choose(model: Any, name: str, divided: Any, method: str) -> None:
         if not batches or isinstance(iterator, list):
             return function(iterator)
         if isinstance(iterator, tf.data.Iterator):
-            return function(values.again(batches, iterator.element_spec))
+            return function(tensorflow_fits.again(batches, iterator.element_spec))
         return function(iter(batches))
 
     return setattr(model, name, with_a_look)

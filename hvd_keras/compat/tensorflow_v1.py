@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, reducer
+from hvd_keras.gradients import agreement, reducer, specs
 from hvd_keras.runtime import rank_info
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
@@ -81,7 +81,7 @@ def broadcast_variables(
     """
     process_set.check_included("broadcast_variables")
     assignments: list[tf.Operation] = []
-    for bucket in agreement.in_buckets(variables):
+    for bucket in specs.in_buckets(variables):
         # One after the other, so that all ranks submit them in the same order.
         with tf.control_dependencies(assignments):
             mine = [tf.identity(v) for v in bucket]

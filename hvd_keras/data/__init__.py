@@ -175,19 +175,6 @@ def seekable(dataset: Any) -> Passes | None:
     return passes if passes is not None and passes.source.unit else None
 
 
-def adapt_fit(arguments: dict[str, Any]) -> None:
-    """Change arguments of ``fit`` whose defaults are for arrays, if x comes from ``shard``."""
-    if not passes_of(arguments.get("x")):
-        return
-    arguments.setdefault("shuffle", False)  # Keras warns that it does not shuffle a dataset
-    if arguments.get("validation_split"):
-        raise ValueError(
-            "fit: got validation_split with data of hvd.data.shard, from which Keras cannot take a "
-            "part. Split the source: hvd.data.shard((x[:n], y[:n]), …) for training, and "
-            "validation_data=hvd.data.shard((x[n:], y[n:]), …, shuffle=False)."
-        )
-
-
 def _open(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:

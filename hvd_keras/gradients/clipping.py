@@ -1,12 +1,11 @@
 """Clips gradients by norms, where each rank has the gradients of its parts of tables."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import shards
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -91,34 +90,3 @@ def clip(
 
 def _square(gradient: Any) -> Any:
     return keras.ops.sum(keras.ops.square(gradient))
-
-
-_ADVICE = (
-    "hvd.DistributedOptimizer computes norms over all ranks: use it instead of a tape, and not "
-    "around a MultiOptimizer. Or leave clipping out."
-)
-
-
-def check_alone(optimizer: Any, variables: Iterable[Any], local: Container[Any]) -> None:
-    """Refuse an optimizer, not distributed, that would clip by norms which this rank does not know.
-
-    Raises:
-        ValueError: it clips by norms and updates a part of a table, or clips by the norm of all
-            gradients and updates a variable of ``local``.
-    """
-    by_all = getattr(optimizer, "global_clipnorm", None)
-    if not (getattr(optimizer, "clipnorm", None) or by_all):
-        return
-    for variable in variables:
-        if by_all and variable in local:
-            raise ValueError(
-                f"{type(optimizer).__name__} clips by the norm of all gradients (global_clipnorm), "
-                f"but {getattr(variable, 'path', variable.name)} belongs to this rank alone, so "
-                f"each rank would scale the shared gradients differently. {_ADVICE}"
-            )
-        shard = shards.of(variable)
-        if shard is not None and shard.process_set.size() > 1:
-            raise ValueError(
-                f"{type(optimizer).__name__} clips by norms (clipnorm, global_clipnorm), but each "
-                f"rank has a part of {variable.path} only. {_ADVICE}"
-            )

@@ -5,11 +5,10 @@ import zlib
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from hvd_keras.gradients import agreement, model_ranks
+from hvd_keras.gradients import model_ranks, specs
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import keras, outside_graphs
 from hvd_keras.runtime.process_sets import ProcessSet
 
 # Entries of configurations that may differ: names have counters, seeds differ by rank on purpose,
@@ -28,7 +27,7 @@ def of_optimizer(optimizer: Any) -> Description:
     # A plain learning rate is a variable; it is broadcast, and compared later.
     name = type(optimizer).__name__
     # Flat, by path, so that an error names the option that differs and nothing else.
-    with tf.init_scope():  # learning rates are read
+    with outside_graphs():  # learning rates are read
         try:
             config = optimizer.get_config()
         except Exception:  # an optimizer of TensorFlow 1, or one that cannot be saved
@@ -45,6 +44,11 @@ _LOCAL = " of one rank"
 
 def of_training(model: Any) -> Description:
     """Describe what a step of ``fit`` depends on: optimizers, loss, options and layers."""
+    with outside_graphs():
+        return _of_training(model)
+
+
+def _of_training(model: Any) -> Description:
     found: Description = {}
     for i, optimizer in enumerate(model_ranks.optimizers_of(model)):
         prefix = f"{i + 1}. " if i else ""
@@ -124,7 +128,7 @@ def check(name: str, mine: Description, process_set: ProcessSet) -> None:
     }
     if all(view == views[process_set.ranks[0]] for view in views.values()):
         return
-    agreement.raise_difference(
+    specs.raise_difference(
         views,
         "Give all ranks the same optimizer, loss, layers and arguments. Only the learning rate is "
         "broadcast.",

@@ -13,12 +13,9 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import tensorflow as tf
-
-from hvd_keras import ops
-from hvd_keras.gradients import clipping, division, model_ranks, shards
-from hvd_keras.ops import without_data
+from hvd_keras.gradients import division, model_ranks, shards
 from hvd_keras.runtime import agree, libraries, log, rank_info, settings
+from hvd_keras.runtime.keras import graph, is_eager, outside_graphs, unconverted, values_of
 from hvd_keras.runtime.process_sets import ProcessSet
 
 if TYPE_CHECKING:
@@ -67,7 +64,7 @@ def wrap_apply(variables_of: Callable[..., Iterable[Any]]) -> Callable[[Any], An
                 check_optimizer(self, variables)
                 several = rank_info.is_initialized() and rank_info.size() > 1
                 local = model_ranks.local_variables if several else ()
-                clipping.check_alone(self, variables, local)
+                shards.check_clipping(self, variables, local)
             return method(self, grads, *args, **kwargs)
 
         apply.__doc__ = method.__doc__
@@ -76,7 +73,7 @@ def wrap_apply(variables_of: Callable[..., Iterable[Any]]) -> Callable[[Any], An
     return wrap
 
 
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+@unconverted  # type: ignore[untyped-decorator]
 def check_optimizer(optimizer: Any, variables: Collection[Any]) -> None:
     """Warn once if an optimizer, not distributed, applies gradients that were not exchanged.
 
@@ -127,10 +124,12 @@ _requests: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 def _averages_itself(optimizer: Any) -> bool:
     """Whether the script averages gradients with ``hvd.allreduce`` before it applies them."""
     # In eager code that is known from the second step on: nothing was exchanged since the first.
-    if tf.executing_eagerly():
+    if is_eager():
         # Whether this process has exchanged anything since the optimizer's last step.
-        before, _requests[optimizer] = _requests.get(optimizer), _count_requests()
+        before, _requests[optimizer] = _requests.get(optimizer), count_requests()
         return before != _requests[optimizer]
+    from hvd_keras import ops
+
     if ops.is_reducing():  # the graph of this step has an allreduce of the script's
         _by_hand.add(optimizer)
     return optimizer in _by_hand
@@ -152,49 +151,6 @@ def mark_alone(optimizer: Any) -> None:
         optimizer.inner_optimizer._hvd_alone = True
 
 
-#: Distributed optimizers that accumulate gradients before they are exchanged, and how many steps
-#: they had made when this rank last joined.
-accumulating: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
-def join() -> tf.Tensor:
-    """Declare that this rank has no more data, and wait until all ranks have done so.
-
-    Meanwhile this rank takes part in the collectives of the others. It contributes zeros to sums
-    and averages (which still divide by ``size()``), neutral values to other reductions, and no rows
-    to ``allgather``. ``broadcast`` from this rank, and ``alltoall``, fail on all ranks. What an
-    optimizer has accumulated (``gradient_accumulation_steps``) is lost if other ranks update later,
-    with a warning unless the call is in a graph.
-
-    Returns:
-        The last rank to join, an int32 scalar. In a TensorFlow 1 graph or a ``tf.function`` the
-        rank joins when the tensor is computed.
-
-    Raises:
-        ValueError: ``init()`` was not called.
-        NotImplementedError: the call is in a function that XLA compiles.
-        tf.errors.AbortedError: a rank has left the job without joining.
-        RuntimeError: accumulated gradients are lost, and ``HVD_STRICT`` is set.
-    """
-    if not accumulating or not tf.executing_eagerly():
-        return without_data.join()
-    before = _count_requests("allreduce")
-    last = without_data.join()
-    others_went_on = _count_requests("allreduce") != before
-    for optimizer, then in list(accumulating.items()):
-        made = accumulating[optimizer] = int(optimizer._iterations)  # local steps
-        every = optimizer.gradient_accumulation_steps
-        if others_went_on and made != then and (steps := made % every):
-            tell(
-                f"rank {rank_info.rank()} has joined (hvd.join) with the gradients of {steps} of "
-                f"{every} steps that its {type(optimizer).__name__} accumulates. They are lost, so "
-                "the last update is not that of one process. Let each rank make a multiple of "
-                f"{every} steps before hvd.join.",
-                kind=RuntimeError,
-            )
-    return last
-
-
 def mark_reduced(sources: Iterable[Any]) -> None:
     """Record that a reducer exchanges the gradients of these variables, and perhaps tensors."""
     division.has_exchanged = True
@@ -207,13 +163,13 @@ unaveraged: list[tuple[str, Any]] = []
 
 def warn_if_averaged(text: str) -> None:
     """Warn about a loss, if a reducer averages its gradients: in this graph, or in eager code."""
-    unaveraged[:] = [(text, tf.compat.v1.get_default_graph())]
+    unaveraged[:] = [(text, graph())]
 
 
 def check_average() -> None:
     """Tell what ``warn_if_averaged`` was given; a reducer averages gradients now."""
-    for text, graph in unaveraged[:]:
-        if graph is tf.compat.v1.get_default_graph() and model_ranks.averages_rows:
+    for text, there in unaveraged[:]:
+        if there is graph() and model_ranks.averages_rows:
             unaveraged.clear()
             tell(text)
 
@@ -270,11 +226,11 @@ def check_weights(
             log.warn_once(text)
         else:
             # In a graph, the requests of later steps can be counted, not the steps.
-            last = _count_requests() + requests * _STEPS_UNTIL_TOLD
+            last = count_requests() + requests * _STEPS_UNTIL_TOLD
             _warn_later(
                 text,
                 lambda: all(variable in synchronized for variable in variables),
-                lambda: _count_requests() >= last,
+                lambda: count_requests() >= last,
             )
     return True
 
@@ -363,20 +319,21 @@ _NO_VALUES = "no values"
 def _digest(variables: Sequence[Any]) -> int | str | None:
     """Hash the values that were not broadcast; None if none exist or they are unknown."""
     crc = 0
-    with tf.init_scope():
-        if not tf.executing_eagerly():
+    with outside_graphs():
+        if not is_eager():
             return None  # TensorFlow 1
         unknown = [v for v in variables if v not in synchronized]
         if not unknown or not all(hasattr(v, "assign") for v in unknown):
             return None
-        if not all(shards.inner_variable(v).is_initialized() for v in unknown):
+        inner = map(shards.inner_variable, unknown)
+        if not all(v.is_initialized() for v in inner if hasattr(v, "is_initialized")):
             return _NO_VALUES
         for variable in unknown:
-            crc = agree.crc(variable, crc)
+            crc = agree.crc(values_of(variable), crc)
     return crc
 
 
-def _count_requests(*kinds: str) -> int:
+def count_requests(*kinds: str) -> int:
     """How many requests of some kinds this process has served; by default, for gradients."""
     counters = json.loads(libraries.core().hvd_stats())["collectives"]
     kinds = kinds or ("allreduce", "allgather")

@@ -22,10 +22,12 @@ from hvd_keras.gradients import (
     buckets,
     clipping,
     compare,
+    joining,
     missing_calls,
     model_ranks,
     shards,
 )
+from hvd_keras.gradients.specs import VariableSpec, check_specs, spec_of
 from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import keras, require
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -54,13 +56,18 @@ class GradientReducer:
         self.averages_rows = True  # see model_ranks
         self._plans: dict[Any, Plan] = {}  # by what _plan has compared: one per trace, or kinds
         # The lists of variables that the ranks have compared.
-        self._agreed: dict[Any, tuple[agreement.VariableSpec, ...]] = {}
+        self._agreed: dict[Any, tuple[VariableSpec, ...]] = {}
         self.has_local = False  # any rank has local variables: all must clip alike
 
     @property
     def process_set(self) -> ProcessSet:
         """The ranks that train together."""
         return self.options.process_set
+
+    @property
+    def op(self) -> ops.ReduceOp:
+        """How the ranks' gradients are combined."""
+        return self.options.op
 
     def register_local(self, variable: Any) -> None:
         """Make a variable belong to this rank: no exchange of its gradient, no broadcast."""
@@ -126,10 +133,10 @@ class GradientReducer:
         return plan.exchange(gradients, self.options)
 
     def _plan(self, variables: list[Any], gradients: list[Any]) -> "Plan":
-        mine = tuple(agreement.spec_of(v) for v in variables)
+        mine = tuple(spec_of(v) for v in variables)
         specs = self._agreed.get(mine)
         if specs is None:  # some small allgathers, once for each list of variables
-            specs = agreement.check_specs(self.name, mine, self.process_set)
+            specs = check_specs(self.name, mine, self.process_set)
             optimizer = getattr(self, "optimizer", None)
             described = {} if optimizer is None else compare.of_optimizer(optimizer)
             compare.check(f"{self.name}.options", described, self.process_set)
@@ -236,7 +243,7 @@ class Plan:
     def __init__(
         self,
         name: str,
-        specs: Sequence[agreement.VariableSpec],
+        specs: Sequence[VariableSpec],
         kinds: Sequence[agreement.Kind | None],
         groups: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -330,7 +337,7 @@ class KerasReducer(GradientReducer):
         self._updates = 0  # that have begun
         optimizer._hvd_reducer = self  # found by model_ranks, and by is_distributed
         if optimizer.gradient_accumulation_steps and self.process_set.size() > 1:
-            missing_calls.accumulating[optimizer] = 0
+            joining.accumulating[optimizer] = 0
         outermost.register_local_var = self.register_local
         require(optimizer, "_trainable_variables", "to know what apply updates")
         for method, replacement in self.hooks().items():

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -259,3 +259,34 @@ _WHOLE_VARIABLES = {
 def inner_variable(variable: Any) -> Any:
     """Return the ``tf.Variable`` in a Keras variable; other objects unchanged."""
     return variable.value if isinstance(variable, Variable) else variable
+
+
+_ADVICE = (
+    "hvd.DistributedOptimizer computes norms over all ranks: use it instead of a tape, and not "
+    "around a MultiOptimizer. Or leave clipping out."
+)
+
+
+def check_clipping(optimizer: Any, variables: Iterable[Any], local: Container[Any]) -> None:
+    """Refuse an optimizer, not distributed, that would clip by norms which this rank does not know.
+
+    Raises:
+        ValueError: it clips by norms and updates a part of a table, or clips by the norm of all
+            gradients and updates a variable of ``local``.
+    """
+    by_all = getattr(optimizer, "global_clipnorm", None)
+    if not (getattr(optimizer, "clipnorm", None) or by_all):
+        return
+    for variable in variables:
+        if by_all and variable in local:
+            raise ValueError(
+                f"{type(optimizer).__name__} clips by the norm of all gradients (global_clipnorm), "
+                f"but {getattr(variable, 'path', variable.name)} belongs to this rank alone, so "
+                f"each rank would scale the shared gradients differently. {_ADVICE}"
+            )
+        shard = of(variable)
+        if shard is not None and shard.process_set.size() > 1:
+            raise ValueError(
+                f"{type(optimizer).__name__} clips by norms (clipnorm, global_clipnorm), but each "
+                f"rank has a part of {variable.path} only. {_ADVICE}"
+            )

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, buckets, clipping, model_ranks, reducer, shards
+from hvd_keras.gradients import buckets, clipping, model_ranks, reducer, shards, specs
 from hvd_keras.ops.reduction import Compression
 from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import keras
@@ -207,7 +207,7 @@ class ShardedReducer(reducer.KerasReducer):
         name = type(optimizer).__name__
         if not optimizer.built:
             self._variables = [v for v in variables if self._has_owner(v)]
-            sizes = [agreement.spec_of(v).bytes for v in self._variables]
+            sizes = [specs.spec_of(v).bytes for v in self._variables]
             # By size alone, so that all ranks choose alike without a message.
             owned_by = buckets.owners(sizes, self.process_set.size())
             ids = map(shards.variable_id, self._variables)

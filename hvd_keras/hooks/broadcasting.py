@@ -5,7 +5,6 @@ their first step. Broadcasting, restoring checkpoints and seeding need them earl
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,8 +12,8 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.compat import tensorflow_v1
-from hvd_keras.gradients import agreement, division, missing_calls, shards
-from hvd_keras.hooks.variables import of_this_rank
+from hvd_keras.gradients import division, missing_calls, shards, specs
+from hvd_keras.hooks.variables import of_this_rank, unbuilt, unused
 from hvd_keras.runtime import agree, log
 from hvd_keras.runtime.keras import is_legacy, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -55,33 +54,19 @@ def broadcast_variables(
     # In buckets like gradients: one request for many small variables.
     if not variables and process_set.size() > 1:
         missing_calls.warn_of_empty_broadcast(process_set)
-    for number, bucket in enumerate(agreement.in_buckets(variables)):
+    for number, bucket in enumerate(specs.in_buckets(variables)):
         mine, name = list(map(tf.convert_to_tensor, bucket)), f"variables {number}"
         values = ops.grouped_broadcast(mine, root_rank, name, process_set)
         for variable, value in zip(bucket, values, strict=True):
             variable.assign(value)
         missing_calls.synchronized.add(*bucket)
-    seeds = [v for v in variables if agreement.spec_of(v).path.endswith("seed_generator_state")]
+    seeds = [v for v in variables if specs.spec_of(v).path.endswith("seed_generator_state")]
     if process_set.rank() and not division.is_on:
         for state in seeds:  # in a tf.function, too
             value = tf.convert_to_tensor(state)
             mixed = tf.numpy_function(lambda x: of_this_rank(x, process_set), [value], value.dtype)
             state.assign(tf.ensure_shape(mixed, value.shape))
     return None
-
-
-# Layers that had no variables after a step of their model was traced: the model does not use them.
-_unused: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
-
-
-def is_built(model: Any) -> bool:
-    """Whether all layers that the model uses have their variables."""
-    return unbuilt(model) <= _unused.get(model, set())
-
-
-def unbuilt(model: Any) -> set[int]:
-    """Return the ids of the layers that are not built."""
-    return {id(layer) for layer in model._flatten_layers() if not layer.built}
 
 
 def build(model: Any, element_spec: Any) -> Exception | None:
@@ -123,7 +108,7 @@ def build(model: Any, element_spec: Any) -> Exception | None:
             )
             if has_own_step or not model.run_eagerly or not _call_on_zeros(model, element_spec):
                 return error
-    _unused[model] = unbuilt(model)
+    unused[model] = unbuilt(model)
     return None
 
 

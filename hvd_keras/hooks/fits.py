@@ -26,6 +26,7 @@ class Fit:
     callbacks: list[Any]  # this rank's, as given
     arguments: dict[str, Any]  # the others of ``fit``
     process_set: ProcessSet
+    backend: Any  # what depends on Keras's, see ``tensorflow_fits``
     has_begun: bool = False  # the ranks have compared what must be equal
     passes: Sequence[Passes] = ()  # over the sharded sources of its data, if they are its epochs
     seekable: Any = None  # the same, if they can continue at any row

@@ -1,38 +1,28 @@
-"""Wraps ``fit`` when several ranks train a model.
+"""Wraps ``fit`` when several ranks train a model, on every backend of Keras.
 
 Before the callbacks begin, the model's variables are created and the ranks compare what must be
 equal. When ``fit`` returns, the files that one rank has written are there for all.
 """
 
 import contextlib
-import contextvars
 import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
-
-from hvd_keras import data, observe, ops
-from hvd_keras.gradients import agreement, compare, division, missing_calls, model_ranks
-from hvd_keras.hooks import (
-    broadcasting,
-    fits,
-    keras_callbacks,
-    keras_classes,
-    losses,
-    progress,
-    values,
-)
+from hvd_keras import observe
+from hvd_keras.gradients import compare, division, missing_calls, model_ranks
+from hvd_keras.hooks import fits, keras_callbacks, progress, values, variables
 from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.rows import checks
 from hvd_keras.runtime import agree, rank_info, settings
-from hvd_keras.runtime.keras import KERAS_VERSIONS, is_legacy, keras, require
+from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras
 from hvd_keras.runtime.process_sets import ProcessSet
+from hvd_keras.runtime.reductions import Adasum, Average
 
 
-def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``keras.Model.fit``."""
+def wrap_fit(backend: Any, fit: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``keras.Model.fit``; ``backend`` has what depends on it, as ``tensorflow_fits``."""
     signature = inspect.signature(fit)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
 
@@ -46,11 +36,11 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
                 bound = signature.bind(self, *args, **kwargs)
             except TypeError:
                 return fit(self, *args, **kwargs)  # raises an error that says what is wrong
-            data.adapt_fit(bound.arguments)
+            _adapt(bound.arguments, backend)
             # A list, a list of lists, or a CallbackList, whose callbacks are replaced for this fit.
             given = bound.arguments.get("callbacks")
             callbacks = flat(given)
-            own = _begun(self, callbacks, defaults | bound.arguments)
+            own = _begun(backend, self, callbacks, defaults | bound.arguments)
             stack.enter_context(fits.during(own))
             several = own is not None and own.process_set.size() > 1
             # From here on the stack undoes what this fit changes in the model and its callbacks.
@@ -58,11 +48,11 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
             if own is not None and several:
                 runs = keras_callbacks.edited(own)
                 process_set = own.process_set
-                _weigh(stack, self, process_set, "train_step")
+                _weigh(stack, backend, self, process_set, "train_step")
                 leader = keras_callbacks.on_leader_alone(callbacks, process_set, own)
                 stack.enter_context(leader)
             if observe.is_publishing():  # hvdrun shows how far the training is
-                runs = [*runs, progress.Progress()]
+                runs = [*runs, progress.Progress(backend.gpu_bytes)]
             if given is not None and hasattr(given, "callbacks"):  # a CallbackList
                 stack.callback(setattr, given, "callbacks", given.callbacks)
                 given.callbacks = runs
@@ -78,17 +68,32 @@ def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
     return fit_together
 
 
-def _weigh(stack: contextlib.ExitStack, model: Any, process_set: ProcessSet, method: str) -> None:
+def _adapt(arguments: dict[str, Any], backend: Any) -> None:
+    """Change arguments of ``fit`` whose defaults are for arrays, if x is of ``hvd.data.shard``."""
+    if not backend.passes_of(arguments.get("x")):
+        return
+    arguments.setdefault("shuffle", False)  # Keras warns that it does not shuffle
+    if arguments.get("validation_split"):
+        raise ValueError(
+            "fit: got validation_split with data of hvd.data.shard, from which Keras cannot take a "
+            "part. Split the source: hvd.data.shard((x[:n], y[:n]), …) for training, and "
+            "validation_data=hvd.data.shard((x[n:], y[n:]), …, shuffle=False)."
+        )
+
+
+def _weigh(
+    stack: contextlib.ExitStack, backend: Any, model: Any, process_set: ProcessSet, method: str
+) -> None:
     """Weighs the losses of a model's steps, unless its ranks' gradients are no mean of losses."""
     if division.is_on:
         return  # automatic mode weighs them in its steps
-    reductions = {reducer.options.op for reducer in model_ranks.reducers_of(model)}
-    if ops.Adasum not in reductions and model_ranks.averages_rows_of(model):
-        averages = reductions == {ops.Average}  # a tape is not known yet
-        stack.enter_context(losses.weighed(model, process_set, averages, method))
+    reductions = {reducer.op for reducer in model_ranks.reducers_of(model)}
+    if Adasum not in reductions and model_ranks.averages_rows_of(model):
+        averages = reductions == {Average}  # a tape is not known yet
+        stack.enter_context(backend.weighed(model, process_set, averages, method))
 
 
-def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> Fit | None:
+def _begun(backend: Any, model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> Fit | None:
     """Return the ``fit`` that begins; None if this rank trains the model alone."""
     process_set = _process_set(model, callbacks)
     # On one rank, only a callback that restores a checkpoint needs the variables so early.
@@ -96,18 +101,17 @@ def _begun(model: Any, callbacks: list[Any], arguments: dict[str, Any]) -> Fit |
     if process_set is None or (process_set.size() == 1 and not early):
         return None
     if process_set.size() > 1:
-        with model.distribute_strategy.scope():  # in which the model was made
-            agreement.refuse_strategies()
+        backend.check(model)
         keras_callbacks.refuse(callbacks, model, process_set)
-    return Fit(model, callbacks, arguments, process_set)
+    return Fit(model, callbacks, arguments, process_set, backend)
 
 
 def _end(own: Fit) -> None:
     """Wait for the others, so that files that one rank has written are there for all."""
     if not own.has_begun:
         raise RuntimeError(
-            f"hvd_keras: fit of Keras {keras.__version__} does not call {_BUILDS}, so the ranks "
-            f'have compared nothing. Run: pip install "{KERAS_VERSIONS}"'
+            f"hvd_keras: fit of Keras {keras.__version__} does not build the model where it "
+            f'did, so the ranks have compared nothing. Run: pip install "{KERAS_VERSIONS}"'
         )
     if own.values is None:  # no epoch has begun
         agree.gather_json("fit has ended", None, own.process_set)
@@ -115,13 +119,7 @@ def _end(own: Fit) -> None:
         missing_calls.check_values(own.values, "ended")
 
 
-# The model that all ranks validate together, and these ranks, if any.
-_validating: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "validating", default=(None, None)
-)
-
-
-def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_evaluate(backend: Any, evaluate: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``keras.Model.evaluate``, whose losses are weighed, and ``predict``.
 
     Callbacks write on the first rank only.
@@ -145,72 +143,17 @@ def wrap_evaluate(evaluate: Callable[..., Any]) -> Callable[..., Any]:
             if callbacks and not fits:
                 keras_callbacks.refuse(callbacks, self, process_set)
                 stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
-            if is_predict or division.is_on or not tf.executing_eagerly():
+            if is_predict or division.is_on or not is_eager():
                 return evaluate(self, *args, **kwargs)
-            _weigh(stack, self, process_set, "test_step")
+            _weigh(stack, backend, self, process_set, "test_step")
             validates = keras_callbacks.averages(callbacks)
             if fits and (own := running(self)):
                 validates = own.validates
             if validates:
-                stack.callback(losses.validate_together, False)
-                stack.enter_context(agree.within(_validating, (self, process_set)))
-                stack.callback(losses.tell_of_validation, self)
-                handler = getattr(self, "_eval_data_handler", None)  # tf_keras made it in fit
-                if fits and handler is not None:
-                    _validate(process_set, handler.inferred_steps)
+                stack.enter_context(backend.validating(self, process_set, fits))
             return evaluate(self, *args, **kwargs)
 
     return evaluate_together
-
-
-def _validate(process_set: ProcessSet, steps: int | None) -> None:
-    """Weigh the ranks' losses in validation, if each of their steps is one of all."""
-    gathered = agree.gather_json("steps of validation", steps, process_set)
-    losses.validate_together(steps is not None and len(set(gathered)) == 1)
-
-
-# What fit calls before the callbacks begin.
-_BUILDS = "get_data_handler" if is_legacy else "_maybe_symbolic_build"
-
-
-def _before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
-    """What ``fit`` and ``evaluate`` of a model do first, on these data."""
-    if (own := running(model)) and not own.has_begun:
-        _begin(own, dataset, steps)
-    validated, process_set = _validating.get()
-    if validated is not None and validated is model:
-        _validate(process_set, steps)
-
-
-def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
-
-    def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
-        if iterator is not None:
-            require(iterator, "_distributed_dataset", "to make variables before the first step")
-            require(iterator, "num_batches", "to compare the numbers of steps")
-            _before_callbacks(self, iterator._distributed_dataset, iterator.num_batches)
-        symbolic_build(self, iterator=iterator, data_batch=data_batch)
-
-    return build
-
-
-def legacy_data_module() -> Any:
-    """The module of tf_keras whose ``get_data_handler`` fit calls before the callbacks begin."""
-    from tf_keras.src.engine import data_adapter
-
-    return data_adapter
-
-
-def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``legacy_data_module().get_data_handler``."""
-
-    def get(*args: Any, **kwargs: Any) -> Any:
-        handler = get_data_handler(*args, **kwargs)
-        _before_callbacks(kwargs.get("model"), handler._dataset, handler.inferred_steps)
-        return handler
-
-    return get
 
 
 def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
@@ -230,31 +173,19 @@ def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:
     return set_params_of_rank
 
 
-def _begin(own: Fit, dataset: Any, steps: int | None) -> None:
+def begin(own: Fit, dataset: Any, steps: int | None) -> None:
+    """Compare what all ranks must have alike, before callbacks begin."""
     own.has_begun = True
-    passes = data.passes_of(dataset)
-    # The passes of repeated data are not the epochs of fit, so a restart cannot continue them.
-    repeats = passes and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-    own.passes = [] if repeats else passes
-    if own.passes and own.arguments.get("steps_per_epoch") is None:
-        own.seekable = data.seekable(dataset)
-    model, process_set = own.model, own.process_set
-    keras_classes.synchronize_on(model._flatten_layers(), process_set)
-    # Before callbacks broadcast or restore, and before the ranks compare what they train.
-    is_built = broadcasting.is_built(model) and model_ranks.has_built_optimizers(model)
-    if isinstance(dataset, tf.data.Dataset) and not is_built:
-        own.problem = broadcasting.build(model, dataset.element_spec)
-    if process_set.size() == 1:
+    own.backend.prepare(own, dataset)
+    if own.process_set.size() == 1:
         own.unbuilt = _why_unbuilt(own) or ""
         return
-    if not is_legacy:
-        keras_classes.read_by_rows(model, model._flatten_layers())
     _agree(own, dataset, steps)
-    checks.check_passes(passes, process_set)
+    checks.check_passes(own.backend.passes_of(dataset), own.process_set)
 
 
 def _why_unbuilt(own: Fit) -> str | None:
-    if own.problem is None or not broadcasting.unbuilt(own.model) - {id(own.model)}:
+    if own.problem is None or not variables.unbuilt(own.model) - {id(own.model)}:
         return None
     return f"{type(own.problem).__name__}: {own.problem}"
 
@@ -271,7 +202,7 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
     x_and_y = given.get("x"), given.get("y")
     # In automatic mode each step compares its rows, which are those of all ranks.
     is_arrays = division.is_on or all(
-        hasattr(x, "dtype") for x in tf.nest.flatten(x_and_y) if x is not None
+        hasattr(x, "dtype") for x in flatten(x_and_y) if x is not None
     )
     # Scripts that average over ranks may give all rows to all of them, in different orders.
     if (
@@ -282,13 +213,11 @@ def _agree(own: Fit, dataset: Any, steps: int | None) -> None:
         rows = values.of_rows(x_and_y)
     validates = given["validation_data"] is not None or given["validation_split"]
     validates = validates and keras_callbacks.averages(own.callbacks)
-    spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
-    is_dense = all(isinstance(part, tf.TensorSpec) for part in spec)
     mine = {
         "unbuilt": _why_unbuilt(own),
         "steps": steps,
         "rows": rows,
-        "looks at data": not is_arrays and isinstance(dataset, tf.data.Dataset) and is_dense,
+        "looks at data": not is_arrays and own.backend.can_look_at(dataset),
         # After which epochs the ranks validate together.
         "validates every": repr(given["validation_freq"]) if validates else None,
         **keras_callbacks.describe(own.callbacks),

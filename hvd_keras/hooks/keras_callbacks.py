@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from hvd_keras import ops
 from hvd_keras.gradients import division, missing_calls, model_ranks
 from hvd_keras.hooks import variables
 from hvd_keras.hooks.fits import Fit, saving_on_leader
-from hvd_keras.hooks.values import Values, of_rows, pass_first_batch
+from hvd_keras.hooks.values import Values, of_rows
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import keras, summary
 from hvd_keras.runtime.process_sets import ProcessSet
 
 _WRITERS = tuple(
@@ -112,7 +110,7 @@ def _silent(cls: Any) -> Any:
     changed["set_model"] = keras.callbacks.Callback.set_model
     if writer is keras.callbacks.TensorBoard:  # which derived classes use
         for name in ("_train_writer", "_val_writer"):
-            changed[name] = property(lambda self: tf.summary.create_noop_writer())
+            changed[name] = property(lambda self: summary.create_noop_writer())
     silent = type(writer.__name__, (writer,), changed)
     return silent if cls is writer else type(cls.__name__, (cls, silent), {})
 
@@ -139,14 +137,10 @@ class _Agree(_Internal):
         if not self.common.ends_on_nan:
             return
         logs = {} if logs is None else logs
-        mine = float(logs.get("loss") or 0.0)
+        mine = np.array([float(logs.get("loss") or 0.0)])
+        call: dict[str, Any] = {"process_set": self.common.process_set.id(), "reduction": "Average"}
         # The mean is finite only if all values are.
-        (mean,) = ops.reduce_tensors(
-            [np.float64(mine)],
-            op=ops.Average,
-            name="TerminateOnNaN.loss",
-            process_set=self.common.process_set,
-        )
+        ((mean,),) = agree.run("allreduce", [mine], name="TerminateOnNaN.loss", **call)
         if not np.isfinite(mean):
             # For the deciders alone; put_back restores what this rank has logged.
             self.own = {"loss": logs.get("loss")}
@@ -199,7 +193,7 @@ class _AtTheEnd(_Internal):
         self.common.values = Values(common, self.common.process_set)
         missing_calls.check_values(self.common.values, "begun")
         if self.common.looks_at_data:
-            pass_first_batch(self.model, self._check_rows)
+            self.common.backend.pass_first_batch(self.model, self._check_rows)
 
     def _check_rows(self, batch: Any) -> None:
         gathered = agree.gather_json("first rows", of_rows(batch), self.common.process_set)

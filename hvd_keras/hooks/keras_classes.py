@@ -12,6 +12,7 @@ Classes are patched, so that objects that others make are included, such as the 
 ``compile`` creates.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, division, model_ranks, shards
+from hvd_keras.gradients import division, model_ranks, shards, specs
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import innermost, keras
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -66,7 +67,7 @@ def wrap_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]:
             return local_moments(self, inputs, mask)
         if mask is not None:
             raise _no_mask(self.name)
-        path = agreement.common_path(self.path)
+        path = specs.common_path(self.path)
         return _global_moments(inputs, self._reduction_axes, path, process_set)
 
     return moments
@@ -93,7 +94,7 @@ def wrap_legacy_moments(local_moments: Callable[..., Any]) -> Callable[..., Any]
         # As Keras 3 does: half precision is too coarse for variances.
         half = x.dtype in (tf.float16, tf.bfloat16)
         values = tf.cast(x, tf.float32) if half else x
-        both = _global_moments(values, list(axes), agreement.common_path(self.name), process_set)
+        both = _global_moments(values, list(axes), specs.common_path(self.name), process_set)
         if keep_dims:
             sizes = [1 if axis in axes else x.shape[axis] for axis in range(x.shape.rank)]
             both = tf.reshape(both[0], sizes), tf.reshape(both[1], sizes)
@@ -153,6 +154,17 @@ def _global_moments(
     total_mean = tf.reduce_sum(weights * means, axis=0)
     deviations = tf.math.squared_difference(means, total_mean)
     return total_mean, tf.reduce_sum(weights * (variances + deviations), axis=0)
+
+
+def scaling(buffers: list[Any]) -> Callable[[float], None]:
+    """Return what ``learning_rates.scaling`` does, compiled."""
+
+    @functools.partial(tf.function, autograph=False)
+    def scale(factor: tf.Tensor) -> None:
+        for buffer in buffers:
+            buffer.assign(buffer * tf.cast(factor, buffer.dtype))
+
+    return lambda factor: scale(tf.constant(factor))
 
 
 _tables = shards.VariableSet()

@@ -9,12 +9,27 @@ from hvd_keras.runtime.process_sets import ProcessSet
 _STEPS_AT_ONCE = "_steps_per_execution" if is_legacy else "steps_per_execution"
 
 
+def scaling(buffers: list[Any]) -> Callable[[float], None]:
+    """Return a function that multiplies variables by a number, as during warm-up each batch does.
+
+    A backend with graphs has one of its own.
+    """
+
+    def scale(factor: float) -> None:
+        for buffer in buffers:
+            buffer.assign(buffer * factor)
+
+    return scale
+
+
 class LearningRate:
     """Shared by both callbacks: the position in training, and how the rate is set and logged."""
 
     model: Any
     params: dict[str, Any]
     process_set: ProcessSet
+    _scale: Any = None  # multiplies the momentum buffers with these ids
+    _scaled: tuple[int, ...] = ()
 
     def __init__(self, momentum_correction: bool, steps_per_epoch: int | None) -> None:
         super().__init__()
@@ -56,8 +71,11 @@ class LearningRate:
             self._scale_buffers(_momentum_buffers(innermost(optimizer)), new / old)
 
     def _scale_buffers(self, buffers: list[Any], factor: float) -> None:
-        for buffer in buffers:
-            buffer.assign(buffer * factor)
+        numbers = tuple(map(id, buffers))
+        if self._scaled != numbers:
+            self._scaled, self._scale = numbers, scaling(buffers)
+        if buffers:
+            self._scale(factor)
 
 
 class Schedule(LearningRate):

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_keras import ops
-from hvd_keras.gradients import agreement, division, missing_calls
+from hvd_keras.gradients import division, missing_calls, specs
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import call_loss, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -169,7 +169,7 @@ def _weigh(
         return value
     if own.is_together is not None:
         _validated.add(own.model)
-    calls, path = own.calls, agreement.common_path(loss.name)
+    calls, path = own.calls, specs.common_path(loss.name)
 
     def factor() -> Any:
         # What Keras divides by: the sum of the mask times the weights, a number per rank.

@@ -16,7 +16,13 @@ import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
 from hvd_keras.gradients import missing_calls, shards, zero
-from hvd_keras.hooks import fitting, keras_classes, losses
+from hvd_keras.hooks import (
+    fitting,
+    keras_classes,
+    learning_rates,
+    losses,
+    tensorflow_fits,
+)
 from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.saving import storage
@@ -50,6 +56,7 @@ def install() -> None:
     for row in rows:
         old = None if row.is_new else getattr(row.owner, row.attribute)
         setattr(row.owner, row.attribute, row.wrap(old))
+    learning_rates.scaling = keras_classes.scaling
     log.logger.debug("%d attributes of Keras were changed", len(rows))
 
 
@@ -76,7 +83,7 @@ def _rows() -> list[Patch]:
     adagrad = keras.optimizers.Adagrad
     bar, files = keras.callbacks.ProgbarLogger, zero.wrap_files
     return [
-        Patch(model, "_maybe_symbolic_build", _VARIABLES, fitting.wrap_symbolic_build),
+        Patch(model, "_maybe_symbolic_build", _VARIABLES, tensorflow_fits.wrap_symbolic_build),
         Patch(bar, "set_params", "to show one rank's progress bar by default", fitting.wrap_bar),
         Patch(optimizer, "apply", _NOT_DISTRIBUTED, missing_calls.wrap_apply(_updated)),
         Patch(optimizer, "add_variable_from_reference", "to divide slots", shards.wrap_add_slot),
@@ -94,13 +101,13 @@ def _rows() -> list[Patch]:
 def _legacy_rows() -> list[Patch]:
     new, old = keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer
     batch_norm, moments = keras_classes.legacy_class(), keras_classes.LEGACY_METHOD
-    data = fitting.legacy_data_module()
+    data = tensorflow_fits.legacy_data_module()
 
     def of_pairs(optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
         return [variable for _, variable in grads_and_vars]
 
     return [
-        Patch(data, "get_data_handler", _VARIABLES, fitting.wrap_get_data_handler),
+        Patch(data, "get_data_handler", _VARIABLES, tensorflow_fits.wrap_get_data_handler),
         Patch(new, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.wrap_apply(of_pairs)),
         Patch(old, "apply_gradients", _NOT_DISTRIBUTED, missing_calls.wrap_apply(of_pairs)),
         Patch(old, "build", _VARIABLES, legacy_keras.add_build, is_new=True),
@@ -119,16 +126,18 @@ _ONE_WRITER = "to write files on one rank alone"
 def _common_rows() -> list[Patch]:
     model = keras.Model
     wrap_folder = functools.partial(storage.wrap_save, folders=True)
+    wrap_fit = functools.partial(fitting.wrap_fit, tensorflow_fits)
+    wrap_evaluate = functools.partial(fitting.wrap_evaluate, tensorflow_fits)
     return [
-        Patch(model, "fit", "to wait for files and to find what differs", fitting.wrap_fit),
+        Patch(model, "fit", "to wait for files and to find what differs", wrap_fit),
         Patch(model, "save", _WHOLE_FILES, storage.wrap_save),
         Patch(model, "save_weights", _WHOLE_FILES, storage.wrap_save),
         Patch(model, "export", _WHOLE_FILES, wrap_folder),
         # Keras's export imports tensorflow.saved_model, a new module in the place of TensorFlow's
         # own one: so this file has imported it before.
         Patch(tensorflow.saved_model, "save", _WHOLE_FILES, wrap_folder),
-        Patch(model, "evaluate", _ONE_WRITER, fitting.wrap_evaluate),
-        Patch(model, "predict", _ONE_WRITER, fitting.wrap_evaluate),
+        Patch(model, "evaluate", _ONE_WRITER, wrap_evaluate),
+        Patch(model, "predict", _ONE_WRITER, wrap_evaluate),
         Patch(keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.wrap_call),
     ]
 

@@ -1,10 +1,10 @@
 """Keeps how far a ``fit`` is, for hvdrun."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvd_keras import observe
 from hvd_keras.runtime.keras import keras
@@ -24,19 +24,21 @@ class Progress(keras.callbacks.Callback):  # type: ignore[misc]
     """Keeps how far a ``fit`` is, for ``hvdrun --stats`` and ``--metrics``.
 
     It looks at the loss and the number of samples once per second, because that waits for a GPU.
+
+    Args:
+        gpu_bytes: returns how much memory of its GPU this process uses, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu_bytes: Callable[[], int | None]) -> None:
         super().__init__()
+        self._gpu_bytes = gpu_bytes
         self._next = 0.0
         self._tested = False  # metrics have been reset since the last training step
         self._steps = 0  # of this epoch
         self._before: dict[str, float] = {"steps": 0, "samples": 0}  # this epoch
-        self._gpu = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         observe.training.clear()
-        self._gpu = bool(tf.config.list_logical_devices("GPU"))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         samples = observe.training.get("samples", 0)
@@ -64,7 +66,7 @@ class Progress(keras.callbacks.Callback):  # type: ignore[misc]
             now["samples"] = None if np.isnan(samples) else samples
         if logs and "loss" in logs:
             now["loss"] = float(logs["loss"])
-        if self._gpu:
-            now["gpu_bytes"] = tf.config.experimental.get_memory_info("GPU:0")["current"]
+        if (gpu_bytes := self._gpu_bytes()) is not None:
+            now["gpu_bytes"] = gpu_bytes
         observe.training.update(now)
         self._next = time.monotonic() + observe.PERIOD

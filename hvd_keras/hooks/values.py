@@ -1,19 +1,17 @@
 """Compares the rows and the values of the variables that the ranks have while ``fit`` runs."""
 
 import collections
-import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from hvd_keras.gradients import agreement
+from hvd_keras.gradients import specs
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import is_legacy
+from hvd_keras.runtime.keras import flatten, values_of
 from hvd_keras.runtime.process_sets import ProcessSet
 
 # A check of a part of the values reads at most _BYTES and _MOST_PIECES variables, takes _SHARE of
@@ -29,7 +27,7 @@ _ROWS = 64  # of which the rows of all ranks are compared
 def of_rows(data: Any) -> list[int] | None:
     """Describe rows by their number and a hash of the first ones; None if they say nothing."""
     crc, differ, rows = 0, False, 0
-    for part in tf.nest.flatten(data):
+    for part in flatten(data):
         if part is None:
             continue
         if not getattr(part, "shape", ()) or not hasattr(part, "dtype"):
@@ -39,43 +37,6 @@ def of_rows(data: Any) -> list[int] | None:
         crc = agree.crc(head, crc)
         differ |= bool((head != head[:1]).any())
     return [rows, crc] if differ else None
-
-
-def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
-    """Let a function see the first batch that the next step gets, or None at the end of the data.
-
-    No batch is read twice, so generators and shuffled data go on as without it. Ragged and sparse
-    tensors cannot be passed.
-    """
-    train_function = model.train_function
-    # A variable in tf_keras.
-    name = "_steps_per_execution" if is_legacy else "steps_per_execution"
-    steps = int(getattr(model, name, None) or 1)
-
-    def with_a_look(iterator: Any) -> Any:
-        model.train_function = train_function  # for all later steps
-        batches = list(itertools.islice(iterator, steps))
-        look(batches[0] if batches else None)
-        return train_function(again(batches, iterator.element_spec) if batches else iterator)
-
-    model.train_function = with_a_look
-
-
-def again(batches: Sequence[Any], element_spec: Any) -> Any:
-    """An iterator over these batches that a compiled step cannot tell from the one they are of."""
-    specs = tf.nest.flatten(element_spec)
-
-    def loosen(*batch: Any) -> Any:  # tensors have static shapes otherwise
-        parts = [
-            tf.raw_ops.PlaceholderWithDefault(input=part, shape=spec.shape)
-            for part, spec in zip(tf.nest.flatten(batch), specs, strict=True)
-        ]
-        return tf.nest.pack_sequence_as(element_spec, parts)
-
-    again: Any = tf.data.Dataset.from_tensors(batches[0]).map(loosen)
-    for batch in batches[1:]:
-        again = again.concatenate(tf.data.Dataset.from_tensors(batch).map(loosen))
-    return iter(again)
 
 
 class Values:
@@ -99,7 +60,7 @@ class Values:
         pieces = []
         for variable in self.variables:
             if tuple(variable.shape):
-                size = agreement.spec_of(variable).bytes
+                size = specs.spec_of(variable).bytes
                 rows = int(variable.shape[0])
                 step = max(1, rows * _BYTES // max(1, size))  # rows of about _BYTES
                 parts = [slice(row, row + step) for row in range(0, rows, step)]
@@ -113,7 +74,7 @@ class Values:
         that differ from most others, which are equal; no ranks without such a majority.
         """
         # A number for each variable; they travel only if a hash of all differs.
-        mine = [agree.crc(tf.convert_to_tensor(variable)) for variable in self.variables]
+        mine = [agree.crc(values_of(variable)) for variable in self.variables]
         by_rank = agree.gather_if_different(name, mine, self.process_set)
         if by_rank is None:
             return None
@@ -168,13 +129,11 @@ class Values:
         if self._place == 0:
             self._round = self.steps
         for variable in self._scalars:
-            crc = agree.crc(tf.convert_to_tensor(variable), crc)
+            crc = agree.crc(values_of(variable), crc)
         for variable, part in self._pieces[self._place : self._place + _MOST_PIECES]:
-            piece = tf.convert_to_tensor(variable)
-            if part is not None:
-                piece = piece[part]
+            piece = values_of(variable, part)
             crc = agree.crc(piece, crc)
-            done += piece.dtype.size * math.prod(piece.shape)
+            done += piece.nbytes
             self._place += 1
             if done >= _BYTES:
                 break

@@ -1,6 +1,7 @@
 """Lists and averages the variables of a training, on every backend of Keras."""
 
 import importlib
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,20 @@ def of_training(model: Any) -> list[Any]:
             optimizer.build(model.trainable_variables)  # tf_keras skips this if it is built
         found += optimizer.variables
     return list({shards.variable_id(v): v for v in found}.values())
+
+
+#: Layers that had no variables after a step of their model was traced: the model does not use them.
+unused: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+
+
+def is_built(model: Any) -> bool:
+    """Whether all layers that the model uses have their variables."""
+    return unbuilt(model) <= unused.get(model, set())
+
+
+def unbuilt(model: Any) -> set[int]:
+    """Return the ids of the layers that are not built."""
+    return {id(layer) for layer in model._flatten_layers() if not layer.built}
 
 
 def average_variables(variables: list[Any], process_set: ProcessSet) -> None:
@@ -114,4 +129,8 @@ def global_seed_states() -> list[Any]:
         return []
     home = importlib.import_module("keras.src.random.seed_generator")
     require(home, "global_seed_generator", "to give each rank its own randomness")
-    return [home.global_seed_generator().state]
+    return [home.global_seed_generator().state, *own_generators]
+
+
+#: The states of a backend's own generators, which ``keras.random`` does not use.
+own_generators: list[Any] = []

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvd_keras.gradients import agreement, shards
+from hvd_keras.gradients import shards, specs
 from hvd_keras.layers import plan
 from hvd_keras.layers.initializers import Initializer
 from hvd_keras.layers.lookup import Table, lookup
@@ -203,7 +203,7 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         return self.shaped(inputs, rows)
 
     def request_name(self) -> str:
-        return f"embedding {agreement.common_path(self.embeddings.path)}"
+        return f"embedding {specs.common_path(self.embeddings.path)}"
 
     def as_table(self) -> Table:
         layout = self.layout or shards.Layout("whole", self.input_dim, self.output_dim, 1)

@@ -4,6 +4,8 @@ TensorFlow decides, so that scripts and hvd_keras use the same classes; unless K
 """
 
 import contextlib
+import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +14,54 @@ from hvd_keras.runtime import settings
 
 is_legacy: bool = False
 optimizer_classes: tuple[type, ...] = ()
-#: A block in which values are computed at once, although TensorFlow traces a function.
-outside_graphs: Any = contextlib.nullcontext
+#: A block in which values are computed at once, although TensorFlow traces a function; and in which
+#: TensorFlow is not imported.
+outside_graphs: Any
 is_symbolic: Any = lambda tensor: False  # noqa: E731
+#: Whether operations are computed at once, and the graph in which they are.
+is_eager: Any = lambda: True  # noqa: E731
+graph: Any = lambda: None  # noqa: E731
+#: Decorates a function of which a framework must not make another one.
+unconverted: Any = lambda function: function  # noqa: E731
 #: Returns the array that a variable has now, even if it changes later.
 snapshot: Any = np.array
+#: Writes summaries for TensorBoard, if there is a framework for it.
+summary: Any = None
 if settings.keras_backend() == "torch":
     import keras
+    import torch
+
+    flatten: Any = keras.tree.flatten
+
+    @contextlib.contextmanager
+    def outside_graphs() -> Iterator[None]:  # noqa: D103
+        # For a configuration Keras imports TensorFlow, to find out whether it is there.
+        lazy = importlib.import_module("keras.src.utils.module_utils").tensorflow
+        if lazy._available is not None:
+            yield
+            return
+        lazy._available = False
+        try:
+            yield
+        finally:
+            lazy._available = None
+
+    def values_of(variable: Any, rows: slice | None = None) -> Any:
+        """Return an array of the values in some rows, or all, of a variable; here, their bytes."""
+        values = getattr(variable, "value", variable).detach()
+        values = values if rows is None else values[rows]
+        return values.contiguous().reshape(-1).view(torch.uint8).numpy()  # NumPy has no bfloat16
 else:
     import tensorflow as tf
 
     outside_graphs, is_symbolic = tf.init_scope, tf.is_symbolic_tensor
+    is_eager, graph = tf.executing_eagerly, tf.compat.v1.get_default_graph
+    unconverted, flatten = tf.autograph.experimental.do_not_convert, tf.nest.flatten
+    summary = tf.summary
+
+    def values_of(variable: Any, rows: slice | None = None) -> Any:  # noqa: D103
+        values = tf.convert_to_tensor(variable)
+        return np.asarray(values if rows is None else values[rows])
 
     def snapshot(variable: Any) -> Any:  # noqa: D103
         # On a CPU without a copy: TensorFlow copies what is changed meanwhile.
@@ -55,7 +94,10 @@ __all__ = [
     "PyDataset",
     "Variable",
     "call_loss",
+    "flatten",
+    "graph",
     "innermost",
+    "is_eager",
     "is_legacy",
     "is_symbolic",
     "keras",
@@ -63,6 +105,9 @@ __all__ = [
     "outside_graphs",
     "require",
     "snapshot",
+    "summary",
+    "unconverted",
+    "values_of",
 ]
 
 # Those whose private attributes are known, see hooks/patches.py. The newest that an older Python

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.gradients import agreement
+from hvd_keras.gradients import specs
 from hvd_keras.runtime import log
 from tests.harness import training
 
@@ -308,12 +308,12 @@ def test_paths_may_lack_the_name_of_the_model() -> None:
     """As on the rank that has loaded the model; but two names are two models."""
     everyone = hvd.global_process_set
     path = "dense/kernel" if RANK == 0 else "model/dense/kernel"
-    mine = agreement.VariableSpec(path, (2, 3), "float32")
-    (agreed,) = agreement.check_specs("one model", [mine], everyone)
+    mine = specs.VariableSpec(path, (2, 3), "float32")
+    (agreed,) = specs.check_specs("one model", [mine], everyone)
     assert agreed.path == ("dense/kernel" if SIZE == 1 else "model/dense/kernel")
     for short in range(SIZE if SIZE > 2 else 0):  # the rank with the short path
         part = "partb/" if (short + 1) % SIZE == RANK else "parta/"
         path = ("" if short == RANK else part) + "dense/kernel"
-        mine = agreement.VariableSpec(path, (2, 3), "float32")
+        mine = specs.VariableSpec(path, (2, 3), "float32")
         with pytest.raises(ValueError, match="parta/dense/kernel"):
-            agreement.check_specs(f"two models {short}", [mine], everyone)
+            specs.check_specs(f"two models {short}", [mine], everyone)

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import hvd_keras as hvd
-from hvd_keras.hooks import broadcasting, patches
+from hvd_keras.hooks import patches, variables
 from hvd_keras.runtime.keras import require
 from tests.harness import training
 
@@ -309,7 +309,7 @@ def test_a_second_fit_traces_nothing_anew() -> None:
     )
     x, _ = data()
     model.fit(share(x), batch_size=BATCH, verbose=0)
-    assert broadcasting.is_built(model)
+    assert variables.is_built(model)
 
 
 def test_the_documentation_lists_every_patch() -> None:

@@ -214,17 +214,16 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
                 raise AssertionError(f"{text} was not raised")
 
         refused(ValueError, "different numbers of batches", lambda: fit(rows=8 + 8 * hvd.rank()))
-        refused(ValueError, "MetricAverageCallback", lambda: fit(callbacks.EarlyStopping("loss")))
-        needs = NotImplementedError
-        refused(needs, "TerminateOnNaN", lambda: fit(callbacks.TerminateOnNaN()))
-        refused(needs, "BackupAndRestore", lambda: fit(callbacks.BackupAndRestore("x")))
+        needs, backup = NotImplementedError, callbacks.BackupAndRestore("x")
+        refused(ValueError, "Use hvd.callbacks.Checkpoint('x')", lambda: fit(backup))
         loss = keras.losses.MeanSquaredError(reduction="none")
         refused(needs, "reduction", lambda: fit(loss=loss))
         wrap, sgd = hvd.DistributedOptimizer, keras.optimizers.SGD
         refused(needs, "shard_state", lambda: wrap(sgd(), shard_state=True))
         refused(TypeError, "torch.optim", lambda: wrap(torch.optim.SGD([torch.zeros(1)])))
         refused(ValueError, "distributed already", lambda: wrap(wrap(sgd())))
-        refused(needs, "StatsLogger needs Keras on TensorFlow", lambda: hvd.callbacks.StatsLogger)
+        stats = hvd.callbacks.StatsLogger
+        refused(needs, "StatsLogger needs Keras on TensorFlow", lambda: stats("x"))
         refused(needs, "files needs Keras on TensorFlow", lambda: hvd.data.files)
         names = ("layers", "DistributedGradientTape", "SyncBatchNormalization", "join", "spark")
         for name in (*names, "load_model", "auto", "PartialDistributedOptimizer"):
@@ -235,12 +234,6 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
             "The ranks train different models",
             lambda: fit(optimizer=wrap(sgd(rate, momentum=0.5 * hvd.rank()))),
         )
-        try:
-            import hvd_keras.callbacks
-        except RuntimeError as error:
-            assert "hvd.callbacks" in str(error)
-        else:
-            raise AssertionError
         different = (x, x[:, :1])
         refused(ValueError, "differ", lambda: hvd.data.shard(different, batch_size=4))
         shard, loading = hvd.data.shard, torch.utils.data
@@ -416,9 +409,82 @@ def test_ranks_that_train_separately_warn(hvdrun) -> None:
     hvdrun.environment["KERAS_BACKEND"] = "torch"
     job = hvdrun.python(2, script)
     assert job.returncode == 0
-    assert "the ranks begin with different weights" in job.stderr
-    assert "all ranks train on the same rows" in job.stderr
+    assert "the 2 ranks began to train with different weights" in job.stderr
+    assert "all 2 ranks train on the same rows" in job.stderr
     assert "optimizer SGD applies gradients of this rank alone" in job.stderr
+
+
+def test_callbacks_decide_alike(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, pathlib, torch
+        hvd.init()
+        r = hvd.rank()
+        x = np.random.default_rng(r).normal(size=(32, 4)).astype("float32")
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+
+        class Seen(keras.callbacks.Callback):
+            def on_train_begin(self, logs=None):
+                self.losses, self.epochs = [], 0
+            def on_train_batch_end(self, batch, logs=None):
+                self.losses.append(logs["loss"])
+            def on_epoch_end(self, epoch, logs=None):
+                self.epochs += 1
+
+        def fit(*callbacks, data=x, epochs=1):
+            seen = Seen()
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), "mse")
+            model.fit(data, data[:, :1], 8, epochs, callbacks=[broadcast, *callbacks, seen],
+                      shuffle=False, verbose=0)
+            return seen
+
+        # The second batch of rank 1 is not finite.
+        bad = x.copy()
+        bad[9:10] = np.nan if r == 1 else 1
+        mine = keras.callbacks.TerminateOnNaN() if r == 1 else Seen()
+        for callback in (keras.callbacks.TerminateOnNaN(), mine):
+            seen = fit(callback, data=bad)
+            assert len(seen.losses) == 2, seen.losses
+            assert np.isnan(seen.losses[1]) == (r == 1)
+        # Each rank's loss would stop it elsewhere.
+        stop = keras.callbacks.EarlyStopping("loss", patience=0, mode="max" if r else "min")
+        assert len(set(hvd.allgather_object(fit(stop, epochs=6).epochs))) == 1
+
+        class Stop(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                self.model.stop_training = r == 1 and epoch == 1
+
+        assert fit(Stop(), epochs=4).epochs == 2
+
+        class Mine(keras.callbacks.CSVLogger):
+            steps = 0
+            def on_train_batch_end(self, batch, logs=None):
+                self.steps += 1
+
+        files = [Mine(f"derived {r}.csv"), keras.callbacks.CSVLogger(f"plain {r}.csv")]
+        fit(keras.callbacks.CallbackList([]), *files)
+        assert files[0].steps == 4
+        assert all(pathlib.Path(name).exists() == (r == 0) for name in (f"derived {r}.csv", f"plain {r}.csv"))
+
+        class Flip(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if r == 2 and batch == 1:
+                    bits = self.model.trainable_variables[0].value.detach().view(torch.int32)
+                    bits[0, 0] ^= 1
+
+        try:
+            fit(Flip(), hvd.callbacks.VerifyWeights(2))
+        except RuntimeError as error:
+            text = str(error)
+            assert "after batch 2 of epoch 1 the values of" in text and "on rank 2 on " in text, text
+        else:
+            raise AssertionError
+        fit(hvd.callbacks.VerifyWeights(1), hvd.callbacks.ProgressLogger())
+        print("done")
+    """
+    output = run(hvdrun, 3, script)
+    assert output.count("done") == 3
+    assert "samples/s" in output
 
 
 def test_a_rank_that_leaves_ends_the_job(hvdrun) -> None:

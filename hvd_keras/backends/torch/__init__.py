@@ -20,7 +20,10 @@ _MODULES = {
 }
 
 # Modules that need no backend.
-_NEUTRAL = ("hvd_keras.runtime.", "hvd_keras.lifecycle", "hvd_keras.observe")
+_NEUTRAL = (
+    *("hvd_keras.runtime.", "hvd_keras.lifecycle", "hvd_keras.observe"),
+    *("hvd_keras.gradients.missing_calls", "hvd_keras.hooks.preprocessing"),
+)
 _OF_TENSORFLOW = ("cuda_built", "rocm_built")
 
 
@@ -31,7 +34,7 @@ def home(module: str, name: str) -> tuple[str, str]:
         NotImplementedError: there is none on PyTorch.
     """
     if not module and name in ("callbacks", "data"):
-        return "", f"backends.torch.{name}"
+        return "", "callbacks" if name == "callbacks" else "backends.torch.data"
     if module.startswith(_NEUTRAL) and name not in _OF_TENSORFLOW:
         return module, name
     there, names = _MODULES.get(module, ("", ()))
@@ -57,9 +60,11 @@ def install() -> None:
     import torch
 
     from hvd_keras.backends.torch import fitting
+    from hvd_keras.hooks import variables
     from hvd_keras.saving import per_rank
 
-    fitting.install()
+    fitting.install(fitting)
+    variables.own_generators[:] = [fitting.Seed()]
     per_rank.generators["torch"] = (
         lambda: torch.get_rng_state().tolist(),
         lambda state: torch.set_rng_state(torch.tensor(state, dtype=torch.uint8)),

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from hvd_keras.backends.torch import fitting
 from hvd_keras.rows import Split, checks, order, reading
 from hvd_keras.rows.passes import Passes, Source
 from hvd_keras.runtime import agree
@@ -282,7 +281,7 @@ class _Steps(torch.utils.data.Sampler):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         # Keras looks at a batch to build a model; that is no epoch.
-        is_look = fitting.is_building.get()
+        is_look = agree.is_building.get()
         epoch, row = (self._passes.next, 0) if is_look else self._passes.begin()
         yield from self._reader.steps(epoch, row)
 
@@ -305,7 +304,7 @@ class Loader(DataLoader):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         unread = 0
-        if not fitting.is_building.get():
+        if not agree.is_building.get():
             unread, self._unread = self._unread, 0
         yield from [None] * unread
         if unread < len(self):

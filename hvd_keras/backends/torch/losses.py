@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_keras.hooks import fits
-from hvd_keras.runtime import agree, log, rank_info, settings
+from hvd_keras.gradients import missing_calls
+from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import call_loss
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -43,7 +43,7 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
             return loss_call(self, y_true, y_pred, sample_weight)
         if own is None:
-            is_loop = fits.current.get() is None and rank_info.is_initialized()
+            is_loop = rank_info.is_initialized() and not missing_calls.in_fit.get()
             if not is_loop or rank_info.size() == 1 or not torch.is_grad_enabled():
                 return loss_call(self, y_true, y_pred, sample_weight)
         with agree.within(weighing, None):  # a loss may compute others
@@ -56,9 +56,6 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_unweighed: list[str] = []  # the last loss of a loop of one's own that must not be averaged
-
-
 def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> None:
     if loss.reduction in (None, "none", "sum"):
         how = "is summed, not averaged, over the rows"
@@ -66,22 +63,12 @@ def _note_unweighed(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> 
         how = "is divided by a number that differs by rank, such as that of entries behind a mask"
     else:
         return
-    _unweighed[:] = [
+    missing_calls.warn_if_averaged(
         f"the loss {loss.name} {how}, so the mean of the ranks' gradients is not that of one "
         "process. fit and train_on_batch weigh it; a loop of your own does not: use "
         "reduction='sum_over_batch_size' without masks, or hvd.DistributedOptimizer(…, op=hvd.Sum) "
         "and divide by numbers over all ranks."
-    ]
-
-
-def tell_unweighed(averages: bool) -> None:
-    """Warn, or with ``HVD_STRICT`` raise, about such a loss; its gradients are exchanged now."""
-    while _unweighed:
-        text = _unweighed.pop()
-        if averages and settings.read().strict:
-            raise ValueError(f"hvd_keras: {text}")
-        if averages:
-            log.warn_once(text)
+    )
 
 
 def _weights(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[torch.Tensor]:

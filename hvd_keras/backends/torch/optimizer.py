@@ -9,10 +9,9 @@ import keras
 import numpy as np
 import torch
 
-from hvd_keras.backends.torch import losses, variables
 from hvd_keras.backends.torch.collectives import Compression, check_compression
 from hvd_keras.backends.torch.tensors import Exchange, checked
-from hvd_keras.gradients import buckets
+from hvd_keras.gradients import buckets, compare, missing_calls, specs
 from hvd_keras.gradients.ahead import Ahead
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -113,7 +112,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     }
     call |= {"prescale": 1 / factor, "postscale": factor}
     name = name or f"optimizer {next(_numbers[process_set.id()])}"
-    Reducer(optimizer, name, process_set, 1 if average_aggregated_gradients else passes, call)
+    local_sum = 1 if average_aggregated_gradients else passes
+    Reducer(optimizer, name, process_set, local_sum, op, call)
     return optimizer
 
 
@@ -159,6 +159,7 @@ class Reducer:
         name: identifies it on all ranks.
         process_set: the ranks that train together.
         local_sum: the factor for Keras's mean over local steps.
+        op: how the ranks' gradients are combined.
         call: the arguments of the requests.
     """
 
@@ -168,11 +169,12 @@ class Reducer:
         name: str,
         process_set: ProcessSet,
         local_sum: int,
+        op: ReduceOp,
         call: dict[str, Any],
     ) -> None:
         self.name, self.process_set = name, process_set
         self.averages_rows, self.is_sharded = True, False
-        self.averages = call["reduction"] == Average.value
+        self.op = op
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: set[tuple[int, ...]] = set()  # lists of variables
         self._ahead: Ahead | None = None
@@ -195,7 +197,9 @@ class Reducer:
             )
         if any(getattr(variable, "overwrite_with_gradient", False) for variable in shown):
             raise NotImplementedError(f"{self.name}: float8 scales are not exchanged on PyTorch.")
-        losses.tell_unweighed(self.averages)
+        if self.op is Average:
+            missing_calls.check_average()
+        missing_calls.unaveraged.clear()
         is_new = self._compare(shown)
         if self._ahead is not None and is_new:  # a second list of variables
             self._ahead.drain()
@@ -237,8 +241,12 @@ class Reducer:
         numbers = tuple(map(id, shown))
         if numbers in self._compared:  # once: the optimizer keeps its variables
             return False
-        view = {**variables.describe(shown), **variables.describe_optimizer(self._optimizer)}
-        variables.check_equal(f"{self.name}.variables", view, self.process_set)
+        specs.check_specs(self.name, list(map(specs.spec_of, shown)), self.process_set)
+        described = compare.of_optimizer(self._optimizer)
+        compare.check(f"{self.name}.options", described, self.process_set)
+        requests = 1 + len(specs.in_buckets(shown))
+        missing_calls.check_weights(self.name, shown, requests, self.process_set)
+        missing_calls.mark_reduced(shown)
         self._compared.add(numbers)
         return True
 

@@ -1,0 +1,167 @@
+"""What ``fitting`` needs to know about ``fit`` and ``evaluate`` on TensorFlow."""
+
+import contextlib
+import contextvars
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvd_keras import data
+from hvd_keras.data import passes_of as passes_of
+from hvd_keras.gradients import agreement, model_ranks
+from hvd_keras.hooks import broadcasting, fitting, keras_classes, losses, variables
+from hvd_keras.hooks.fits import Fit, running
+from hvd_keras.hooks.losses import weighed as weighed
+from hvd_keras.runtime import agree, libraries, log, rank_info
+from hvd_keras.runtime.keras import is_legacy, require
+from hvd_keras.runtime.process_sets import ProcessSet
+
+
+def check(model: Any) -> None:
+    """Raise ValueError if a ``tf.distribute.Strategy`` distributes the model, too.
+
+    If XLA cannot compile the collectives, warn, and turn the model's ``jit_compile`` off.
+    """
+    with model.distribute_strategy.scope():  # in which the model was made
+        agreement.refuse_strategies()
+    if getattr(model, "jit_compile", False) and (problem := libraries.why_no_xla()):
+        model.jit_compile = False
+        if rank_info.local_rank() == 0:
+            log.warn_once(f"models train without XLA (jit_compile=False): {problem}")
+
+
+def prepare(own: Fit, dataset: Any) -> None:
+    """Create the variables of a model, and find the passes over its data."""
+    passes = passes_of(dataset)
+    # The passes of repeated data are not the epochs of fit, so a restart cannot continue them.
+    repeats = passes and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
+    own.passes = [] if repeats else passes
+    if own.passes and own.arguments.get("steps_per_epoch") is None:
+        own.seekable = data.seekable(dataset)
+    model, process_set = own.model, own.process_set
+    keras_classes.synchronize_on(model._flatten_layers(), process_set)
+    # Before callbacks broadcast or restore, and before the ranks compare what they train.
+    is_built = variables.is_built(model) and model_ranks.has_built_optimizers(model)
+    if isinstance(dataset, tf.data.Dataset) and not is_built:
+        own.problem = broadcasting.build(model, dataset.element_spec)
+    if process_set.size() > 1 and not is_legacy:
+        keras_classes.read_by_rows(model, model._flatten_layers())
+
+
+def can_look_at(dataset: Any) -> bool:
+    """Whether ``pass_first_batch`` can pass the batches of a dataset."""
+    spec = tf.nest.flatten(getattr(dataset, "element_spec", ()))
+    is_dense = all(isinstance(part, tf.TensorSpec) for part in spec)
+    return isinstance(dataset, tf.data.Dataset) and is_dense
+
+
+def gpu_bytes() -> int | None:
+    """Return how much memory of its GPU this process uses; None without a GPU."""
+    if not tf.config.list_logical_devices("GPU"):
+        return None
+    return int(tf.config.experimental.get_memory_info("GPU:0")["current"])
+
+
+@contextlib.contextmanager
+def validating(model: Any, process_set: ProcessSet, fits: bool) -> Iterator[None]:
+    """Weigh the ranks' losses in an ``evaluate`` that all call, perhaps in ``fit``."""
+    with agree.within(_validating, (model, process_set)):
+        handler = getattr(model, "_eval_data_handler", None)  # tf_keras made it in fit
+        if fits and handler is not None:
+            _validate(process_set, handler.inferred_steps)
+        try:
+            yield
+        finally:
+            losses.tell_of_validation(model)
+            losses.validate_together(False)
+
+
+# The model that all ranks validate together, and these ranks, if any.
+_validating: contextvars.ContextVar[Any] = contextvars.ContextVar(
+    "validating", default=(None, None)
+)
+
+
+def _validate(process_set: ProcessSet, steps: int | None) -> None:
+    """Weigh the ranks' losses in validation, if each of their steps is one of all."""
+    gathered = agree.gather_json("steps of validation", steps, process_set)
+    losses.validate_together(steps is not None and len(set(gathered)) == 1)
+
+
+def _before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
+    """What ``fit`` and ``evaluate`` of a model do first, on these data."""
+    if (own := running(model)) and not own.has_begun:
+        fitting.begin(own, dataset, steps)
+    validated, process_set = _validating.get()
+    if validated is not None and validated is model:
+        _validate(process_set, steps)
+
+
+def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
+
+    def build(self: Any, iterator: Any = None, data_batch: Any = None) -> None:
+        if iterator is not None:
+            require(iterator, "_distributed_dataset", "to make variables before the first step")
+            require(iterator, "num_batches", "to compare the numbers of steps")
+            _before_callbacks(self, iterator._distributed_dataset, iterator.num_batches)
+        symbolic_build(self, iterator=iterator, data_batch=data_batch)
+
+    return build
+
+
+def legacy_data_module() -> Any:
+    """The module of tf_keras whose ``get_data_handler`` fit calls before the callbacks begin."""
+    from tf_keras.src.engine import data_adapter
+
+    return data_adapter
+
+
+def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``legacy_data_module().get_data_handler``."""
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        handler = get_data_handler(*args, **kwargs)
+        _before_callbacks(kwargs.get("model"), handler._dataset, handler.inferred_steps)
+        return handler
+
+    return get
+
+
+def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
+    """Let a function see the first batch that the next step gets, or None at the end of the data.
+
+    No batch is read twice, so generators and shuffled data go on as without it. Ragged and sparse
+    tensors cannot be passed.
+    """
+    train_function = model.train_function
+    # A variable in tf_keras.
+    name = "_steps_per_execution" if is_legacy else "steps_per_execution"
+    steps = int(getattr(model, name, None) or 1)
+
+    def with_a_look(iterator: Any) -> Any:
+        model.train_function = train_function  # for all later steps
+        batches = list(itertools.islice(iterator, steps))
+        look(batches[0] if batches else None)
+        return train_function(again(batches, iterator.element_spec) if batches else iterator)
+
+    model.train_function = with_a_look
+
+
+def again(batches: Sequence[Any], element_spec: Any) -> Any:
+    """An iterator over these batches that a compiled step cannot tell from the one they are of."""
+    specs = tf.nest.flatten(element_spec)
+
+    def loosen(*batch: Any) -> Any:  # tensors have static shapes otherwise
+        parts = [
+            tf.raw_ops.PlaceholderWithDefault(input=part, shape=spec.shape)
+            for part, spec in zip(tf.nest.flatten(batch), specs, strict=True)
+        ]
+        return tf.nest.pack_sequence_as(element_spec, parts)
+
+    again: Any = tf.data.Dataset.from_tensors(batches[0]).map(loosen)
+    for batch in batches[1:]:
+        again = again.concatenate(tf.data.Dataset.from_tensors(batch).map(loosen))
+    return iter(again)
