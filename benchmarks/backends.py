@@ -202,7 +202,7 @@ def main() -> None:
                     [job.measure(case) for job in jobs.values()] for _ in range(options.repeats + 1)
                 ]
                 ours, *others = zip(*times[1:], strict=True)
-                what = f"a step of fit, {case}, {RANKS} x {keras_models.BATCH}"
+                what = f"a step of fit, {case}, {RANKS} x {keras_models.rows(case)}"
                 of_case = [
                     report.compare(what, RANKS, names[side], ours, theirs)
                     for side, theirs in zip(sides[1:], others, strict=True)

@@ -52,15 +52,17 @@ def loss() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
+def rows(case: str) -> int:
+    """Returns the rows of a batch; few for ResNet-50, of 102 MB: so the exchange counts."""
+    return BATCH // 16 if (CASES | MORE)[case][0] is resnet else BATCH
+
+
 def batch(case: str, rank: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(rank)
     build = (CASES | MORE)[case][0]
-    if build is resnet:  # of 102 MB of gradients, and few rows: the exchange counts
-        rows = BATCH // 16
-        x = random.normal(size=(rows, 32, 32, 3)).astype("float32")
-        return x, random.integers(0, 10, rows)
     if build is embedding:
         x = random.integers(0, ROWS, (BATCH, LENGTH)).astype("int32")
     else:
-        x = random.normal(size=(BATCH, 28, 28, 1)).astype("float32")
-    return x, random.integers(0, 10, BATCH)
+        shape = (32, 32, 3) if build is resnet else (28, 28, 1)
+        x = random.normal(size=(rows(case), *shape)).astype("float32")
+    return x, random.integers(0, 10, rows(case))
