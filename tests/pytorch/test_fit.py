@@ -1,0 +1,184 @@
+"""Steps, callbacks and warnings of Keras on PyTorch."""
+
+from tests.pytorch.jobs import run
+
+
+def test_losses_of_own_loops_that_are_not_weighed_are_told(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, torch
+        hvd.init()
+        x = torch.ones(4, 3) * (1 + hvd.rank())
+        for reduction in ("sum_over_batch_size", "sum"):
+            layer = keras.layers.Dense(1, kernel_initializer="ones")
+            layer.build([4, 3])
+            loss = keras.losses.MeanSquaredError(reduction, name=f"loss_of_{reduction}")
+            loss(x[:, :1], layer(x)).backward()
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            optimizer.apply([v.value.grad for v in layer.trainable_variables], layer.variables)
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    assert job.returncode == 0, job.stderr
+    assert "the loss loss_of_sum is summed, not averaged" in job.stderr
+    assert "loss_of_sum_over_batch_size" not in job.stderr
+    hvdrun.environment["HVD_STRICT"] = "1"
+    job = hvdrun.python(2, script)
+    assert job.returncode != 0
+    assert "ValueError: hvd_keras: the loss loss_of_sum is summed" in job.stderr
+
+
+def test_a_compiled_step(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, torch
+        hvd.init()
+        x = np.random.default_rng(0).normal(size=(48, 6)).astype("float32")
+        data = hvd.data.shard((x, x[:, :1]), batch_size=12)
+        found = []
+        for compiled in (False, True):
+            start = keras.initializers.GlorotUniform(seed=1)
+            layers = [keras.layers.Dense(n, "tanh", kernel_initializer=start) for n in (8, 1)]
+            model = keras.Sequential([keras.Input([6]), *layers])
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01))
+            model.compile(optimizer, "mse", jit_compile=compiled)
+            data.passes.next = 0
+            model.fit(data, epochs=2, verbose=0)
+            found.append([v.numpy() for v in model.weights])
+        for one, two in zip(*found):
+            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+        print("done")
+    """
+    hvdrun.environment["TORCHINDUCTOR_CACHE_DIR"] = str(hvdrun.folder / "inductor")
+    assert run(hvdrun, 2, script).count("done") == 2
+
+
+def test_data_of_unequal_length_ends_with_an_error(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np
+        hvd.init()
+
+        def batches():
+            for _ in range(3 + hvd.rank()):
+                yield np.ones([2, 3]) * (1 + hvd.rank()), np.ones([2, 1])
+
+        layer = keras.layers.Dense(1, kernel_initializer="ones")
+        model = keras.Sequential([keras.Input([3]), layer])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        model.fit(batches(), epochs=1, verbose=0)
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    assert job.returncode != 0
+    assert "the ranks wait for different collectives" in job.stderr, job.stderr
+
+
+def test_ranks_that_train_separately_warn(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np
+        hvd.init()
+        x = np.arange(64.0).reshape(16, 4) / 64
+        start = keras.initializers.Constant(0.1 * hvd.rank())
+        for distributed in (True, False):
+            layer = keras.layers.Dense(1, kernel_initializer=start)
+            model = keras.Sequential([keras.Input([4]), layer])
+            optimizer = keras.optimizers.SGD(0.1)
+            model.compile(hvd.DistributedOptimizer(optimizer) if distributed else optimizer, "mse")
+            model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    assert job.returncode == 0
+    assert "the 2 ranks began to train with different weights" in job.stderr
+    assert "all 2 ranks train on the same rows" in job.stderr
+    assert "optimizer SGD applies gradients of this rank alone" in job.stderr
+
+
+def test_callbacks_decide_alike(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, pathlib, torch
+        hvd.init()
+        r = hvd.rank()
+        x = np.random.default_rng(r).normal(size=(32, 4)).astype("float32")
+        broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+
+        class Seen(keras.callbacks.Callback):
+            def on_train_begin(self, logs=None):
+                self.losses, self.epochs = [], 0
+            def on_train_batch_end(self, batch, logs=None):
+                self.losses.append(logs["loss"])
+            def on_epoch_end(self, epoch, logs=None):
+                self.epochs += 1
+
+        def fit(*callbacks, data=x, epochs=1):
+            seen = Seen()
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)), "mse")
+            model.fit(data, data[:, :1], 8, epochs, callbacks=[broadcast, *callbacks, seen],
+                      shuffle=False, verbose=0)
+            return seen
+
+        # The second batch of rank 1 is not finite.
+        bad = x.copy()
+        bad[9:10] = np.nan if r == 1 else 1
+        mine = keras.callbacks.TerminateOnNaN() if r == 1 else Seen()
+        for callback in (keras.callbacks.TerminateOnNaN(), mine):
+            seen = fit(callback, data=bad)
+            assert len(seen.losses) == 2, seen.losses
+            assert np.isnan(seen.losses[1]) == (r == 1)
+        # Each rank's loss would stop it elsewhere.
+        stop = keras.callbacks.EarlyStopping("loss", patience=0, mode="max" if r else "min")
+        assert len(set(hvd.allgather_object(fit(stop, epochs=6).epochs))) == 1
+
+        class Stop(keras.callbacks.Callback):
+            def on_epoch_end(self, epoch, logs=None):
+                self.model.stop_training = r == 1 and epoch == 1
+
+        assert fit(Stop(), epochs=4).epochs == 2
+
+        class Mine(keras.callbacks.CSVLogger):
+            steps = 0
+            def on_train_batch_end(self, batch, logs=None):
+                self.steps += 1
+
+        names = f"derived {r}.csv", f"plain {r}.csv"
+        writers = [Mine(names[0]), keras.callbacks.CSVLogger(names[1])]
+        fit(keras.callbacks.CallbackList([]), *writers)
+        assert writers[0].steps == 4
+        assert all(pathlib.Path(name).exists() == (r == 0) for name in names)
+
+        class Flip(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if r == 2 and batch == 1:
+                    bits = self.model.trainable_variables[0].value.detach().view(torch.int32)
+                    bits[0, 0] ^= 1
+
+        try:
+            fit(Flip(), hvd.callbacks.VerifyWeights(2))
+        except RuntimeError as error:
+            text = str(error)
+            assert "after batch 2 of epoch 1 the values of" in text, text
+            assert "on rank 2 on " in text, text
+        else:
+            raise AssertionError
+        fit(hvd.callbacks.VerifyWeights(1), hvd.callbacks.ProgressLogger())
+        print("done")
+    """
+    output = run(hvdrun, 3, script)
+    assert output.count("done") == 3
+    assert "samples/s" in output
+
+
+def test_a_rank_that_leaves_ends_the_job(hvdrun) -> None:
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(
+        2,
+        """
+        import hvd_keras as hvd, torch
+        hvd.init()
+        if hvd.rank() == 1:
+            raise KeyError("the reason")
+        hvd.allreduce(torch.zeros(2))
+        """,
+    )
+    assert job.returncode != 0
+    assert "rank 1" in job.stderr
+    assert "the reason" in job.stderr
