@@ -107,14 +107,15 @@ def shard(
     rows = agree.on_all_ranks("hvd.data.shard", look, process_set)
     given = f"{shuffle=}, {seed=}, {start_epoch=}, {uneven=}, {evaluation=}"
     checks.check_source(rows, given, split, uneven, shuffle is False, process_set)
-    spec = tf.TensorSpec([2], tf.int64)
     shuffling = source if datasets.shuffles_itself(source) else None
-    # A dataset of one element, the pass and its first row: generated anew each time one begins.
+    # A dataset of one element, the pass and its first row: made anew each time one begins.
     passes = Passes(start_epoch, shuffling, rows, split)
-    epoch = tf.data.Dataset.from_generator(lambda: iter([passes.begin()]), output_signature=spec)
+    epoch = tf.data.Dataset.range(1).map(
+        lambda _: tf.ensure_shape(tf.numpy_function(passes.begin, [], tf.int64), [2])
+    )
     epoch._hvd_passes = passes
     batches = epoch.flat_map(lambda begin: rows.batches(begin[0], begin[1]))
-    batches._hvd_pass = passes  # one epoch in each pass
+    batches._hvd_pass, batches._hvd_source = passes, source  # one epoch in each pass
     if mode == "pad":
         batches = batches.map(_weigh)
     batches = batches.apply(tf.data.experimental.assert_cardinality(rows.steps))

@@ -42,6 +42,11 @@ def is_elementwise(node: Any) -> bool:
     return _kind(node) in _ELEMENTWISE - {"Cache"}
 
 
+def repeats(node: Any) -> bool:
+    """Whether a dataset repeats its input."""
+    return _kind(node) == "Repeat"
+
+
 def of_dataset(
     source: Any, batch_size: int | None, shuffle: bool | int | None, seed: int, split: Split
 ) -> Source:

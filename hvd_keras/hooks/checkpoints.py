@@ -15,8 +15,9 @@ import numpy as np
 from hvd_keras.gradients import shards
 from hvd_keras.hooks import preprocessing, variables
 from hvd_keras.hooks.fits import Fit, check_built, running
+from hvd_keras.hooks.positions import NAME, Positions
 from hvd_keras.rows.passes import Passes
-from hvd_keras.runtime import agree, log
+from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import Variable, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, storage
@@ -63,6 +64,7 @@ class Checkpoints:
         self._rate: float | None = None  # the learning rate that the script sets
         self._fits: list[int] = []  # the epochs of each fit with this instance
         self._passes: Sequence[Passes] = ()  # of this fit's data
+        self._positions: Positions | None = None  # in data that cannot be sought in
         self._writing = background.Background(process_set)
 
     @property
@@ -87,8 +89,10 @@ class Checkpoints:
         epochs = self.params["epochs"]
         self._rate = _rate(self.model.optimizer)
         self._passes = fit.passes
+        self._positions = None
         if fit.seekable is None:
-            self._tell_cost()
+            again = "" if self.save_freq == "epoch" else self.params.get("steps") or "all"
+            self._positions = Positions(fit, self._hvd_process_set, again)
         self._fits.append(epochs)
         if found is None:
             return
@@ -189,7 +193,8 @@ class Checkpoints:
             )
         self._initial_epoch = metadata.get("epoch", 0)
         if path is not None:
-            self._found = _Found(path, metadata, stored, content)
+            position = stored.pop() if stored and stored[-1][0] == NAME else None
+            self._found = _Found(path, metadata, stored, position, content)
         if damaged and own.rank() == 0:
             warnings.warn(f"Checkpoint: damaged: {reasons}. Restoring {path}.", stacklevel=3)
         return self._found
@@ -248,8 +253,12 @@ class Checkpoints:
 
     def _go_on(self, found: "_Found", fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
+        value = found.content.variables[-1].value if found.content and found.position else None
+        has_position = self._positions is not None and self._positions.restore(
+            found.metadata["ranks"], found.position, value
+        )
         states = found.metadata["passes"]
-        if len(states) == len(self._passes):
+        if len(states) == len(self._passes) and not has_position:
             for passes, state_then in zip(self._passes, states, strict=True):
                 passes.restore(state_then)
         if found.metadata["batch"] == 0:
@@ -261,24 +270,14 @@ class Checkpoints:
         if seeks and len(states) == 1:
             assert fit.seekable is not None
             batches = fit.seekable.seek(states[0][2])
-            fit.looks_at_data = False  # the first batch is that after those skipped
         else:
-            seeks, batches = False, self._batches_seen(found)
+            seeks, batches = has_position, self._batches_seen(found)
+        if seeks:
+            fit.looks_at_data = False  # the first batch is that after those skipped
         if batches:
             own = variables.of_training(self.model)
             reads = self._reads_in_step and not seeks
             self._skipping = _Skipping(self.model, own, batches, reads)
-
-    def _tell_cost(self) -> None:
-        """Tell before training what a restart will cost, if data cannot be sought in."""
-        if self.save_freq != "epoch" and self._hvd_process_set.rank() == 0:
-            log.logger.warning(
-                "Checkpoint: a restart within an epoch will read the epoch's batches before that, "
-                "up to %s, again, without training on them: the data can only be read from the "
-                "beginning. Data of hvd.data.shard can begin anywhere if made of arrays, a "
-                "PyDataset or hvd.data.files. With save_freq='epoch' nothing is read twice.",
-                self.params.get("steps") or "all",
-            )
 
     def _batches_seen(self, found: "_Found") -> int:
         then, batch = found.metadata["ranks"], found.metadata["batch"]
@@ -337,6 +336,7 @@ class Checkpoints:
         random_states = agree.gather_if_different(
             "checkpoint random states", random_state, process_set
         )
+        positions = self._positions.save(batch) if self._positions else []
         path = storage.path_of(self.directory, epoch, batch)
         tables, parts = per_rank.describe(own), per_rank.parts_of(own, values)
         files = per_rank.names_of(path, tables, process_set)
@@ -359,6 +359,7 @@ class Checkpoints:
                 value = values[i].reshape(-1)[:0] if str(i) in tables else values[i]
                 value = differing.get(i, value)
                 stored.append(storage.Variable(variable.path, i in differing, value))
+            stored += positions
 
         def write() -> None:
             if stored:
@@ -385,6 +386,7 @@ class _Found:
     path: str
     metadata: dict[str, Any]
     stored: list[Any]  # (path, shape, dtype, whether by rank) of each variable
+    position: Any  # the same of the ranks' positions in the data; None without
     content: storage.Content | None  # only on rank 0
 
     @property

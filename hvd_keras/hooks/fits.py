@@ -30,6 +30,7 @@ class Fit:
     has_begun: bool = False  # the ranks have compared what must be equal
     passes: Sequence[Passes] = ()  # over the sharded sources of its data, if they are its epochs
     seekable: Any = None  # the same, if they can continue at any row
+    position: Any = None  # in data that cannot, if it can be saved
     problem: Exception | None = None  # of this rank's model, which could not be traced
     unbuilt: str = ""  # which ranks' models have no variables, and why
     monitored: Sequence[str] = ()  # what callbacks of any rank decide by

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from hvd_keras import data
 from hvd_keras.data import passes_of as passes_of
+from hvd_keras.data import positions
 from hvd_keras.gradients import agreement, model_ranks
 from hvd_keras.hooks import broadcasting, fitting, keras_classes, losses, variables
 from hvd_keras.hooks.fits import Fit, running
@@ -38,8 +39,11 @@ def prepare(own: Fit, dataset: Any) -> None:
     # The passes of repeated data are not the epochs of fit, so a restart cannot continue them.
     repeats = passes and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
     own.passes = [] if repeats else passes
-    if own.passes and own.arguments.get("steps_per_epoch") is None:
+    in_epochs = own.arguments.get("steps_per_epoch") is None
+    if own.passes and in_epochs:
         own.seekable = data.seekable(dataset)
+    if passes and own.seekable is None:
+        own.position = positions.of(dataset, not in_epochs)
     model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.
@@ -107,6 +111,9 @@ def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., No
             require(iterator, "_distributed_dataset", "to make variables before the first step")
             require(iterator, "num_batches", "to compare the numbers of steps")
             _before_callbacks(self, iterator._distributed_dataset, iterator.num_batches)
+            if (own := running(self)) and own.position is not None:
+                require(iterator, "_get_iterator", "to save where fit is in its data")
+                iterator._get_iterator = own.position.open
         symbolic_build(self, iterator=iterator, data_batch=data_batch)
 
     return build

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from hvd_keras.rows import Split
 from hvd_keras.runtime import log
 
@@ -21,12 +23,12 @@ class Passes:
     unread: int = 0  # steps before that row
     resume: tuple[int, int] = (0, 0)  # both, of the pass that begins next
 
-    def begin(self) -> list[int]:
-        """Return the number of a pass that begins, and the row at which it does."""
+    def begin(self) -> Any:
+        """Return the number of a pass that begins, and the row at which it does: int64 [2]."""
         self._count()
         self.start, self.unread = self.resume
         self.resume = (0, 0)
-        return [self.next - 1, self.start]
+        return np.array([self.next - 1, self.start])
 
     def _count(self) -> None:
         self.next += 1

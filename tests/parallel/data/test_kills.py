@@ -4,6 +4,8 @@ import collections
 import itertools
 import pathlib
 import random
+import shutil
+import warnings
 
 import keras
 import numpy as np
@@ -12,7 +14,7 @@ import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras import data
-from hvd_keras.runtime import agree
+from hvd_keras.runtime import agree, log
 from tests.harness.shards import Batches
 
 pytestmark = pytest.mark.ranks(3)
@@ -70,6 +72,10 @@ def source(kind: str, directory: pathlib.Path):
         return (x, x)
     if kind == "batches":
         return Batches(x, x)
+    if kind in ("dataset", "repeated"):
+        rows = tf.data.Dataset.from_tensor_slices(x).filter(lambda x: x >= 0)
+        rows = rows.interleave(tf.data.Dataset.from_tensors, 3, 2, 2, deterministic=True)
+        return rows.shuffle(9, seed=3).map(lambda x: (x, x), tf.data.AUTOTUNE)
     for number, rows in enumerate(np.split(x, [3, 20, 21])):
         path = directory / f"part-{number}"
         if hvd.rank() == 0 and not path.exists():
@@ -85,7 +91,9 @@ def source(kind: str, directory: pathlib.Path):
     return data.files(str(directory / "part-*"), map=parse)
 
 
-def live(rows, directory: pathlib.Path, ranks, epochs: int, kill: int | None) -> list:
+def live(
+    rows, directory: pathlib.Path, ranks, epochs: int, kill: int | None, repeats: bool = False
+) -> list:
     """Trains on some ranks, until it is killed; returns what the checkpoints have of it."""
     keras.utils.set_random_seed(1)  # the same on all ranks
     model = Model()
@@ -94,16 +102,18 @@ def live(rows, directory: pathlib.Path, ranks, epochs: int, kill: int | None) ->
     model.compile(optimizer, "mse", run_eagerly=True)
     size = {} if isinstance(rows, Batches) else {"batch_size": BATCH}
     batches = data.shard(rows, **size, uneven="pad", shuffle=20, process_set=ranks)
+    steps = {"steps_per_epoch": len(batches)} if repeats else {}
+    batches = batches.repeat().prefetch(3) if repeats else batches
     checkpoint = Checkpoint(directory / "checkpoints", save_freq=2, process_set=ranks)
     killed = Killed(kill)
     try:
-        model.fit(batches, epochs=epochs, verbose=0, callbacks=[checkpoint, killed])
+        model.fit(batches, epochs=epochs, verbose=0, callbacks=[checkpoint, killed], **steps)
     except KeyboardInterrupt:
         assert kill is not None
     return [(epoch, seen) for epoch, batch, seen in killed.seen if (epoch, batch) < checkpoint.last]
 
 
-CASES = [("files", 8), ("arrays", 4), ("batches", 4)]
+CASES = [("files", 8), ("arrays", 4), ("batches", 4), ("dataset", 6), ("repeated", 6)]
 
 
 @pytest.mark.parametrize(("kind", "kills"), [*CASES, pytest.param("files", 50, marks=SLOW)])
@@ -111,13 +121,55 @@ def test_each_row_once_in_each_epoch(kind: str, kills: int, directory: pathlib.P
     generator, seen = random.Random(1), collections.defaultdict(list)
     sets = [hvd.add_process_set([0, 1]), hvd.global_process_set, hvd.add_process_set([0])]
     epochs = kills // 2
-    rows = source(kind, directory)
     for life in range(kills + 1):
-        ranks = sets[life % 3]
+        keras.utils.set_random_seed(1)
+        rows = source(kind, directory)  # with the shuffle of a new process
+        # The position of tf.data is that of as many ranks.
+        ranks = sets[0 if kind in ("dataset", "repeated") else life % 3]
         kill = generator.randint(1, 7) if life < kills else None
-        mine = live(rows, directory, ranks, epochs, kill) if ranks.included() else []
+        repeats = kind == "repeated"
+        mine = live(rows, directory, ranks, epochs, kill, repeats) if ranks.included() else []
         for epoch, numbers in itertools.chain(*agree.gather_json("kills", mine)):
             seen[epoch] += numbers
     for one in (sets[0], sets[2]):
         hvd.remove_process_set(one)
     assert [sorted(numbers) for _, numbers in sorted(seen.items())] == [[*range(ROWS)]] * epochs
+
+
+@pytest.mark.parametrize("kind", ["seeks", "PyFunc", "CacheDataset"])
+def test_the_position_of_a_dataset(kind: str, directory: pathlib.Path, caplog) -> None:
+    """A restart reads the rest of an epoch only, or tells before training that it reads more."""
+    read = tf.Variable(0)
+
+    def rows():
+        rows = tf.data.Dataset.range(ROWS)
+        if kind == "PyFunc":
+            rows = rows.map(lambda x: tf.numpy_function(lambda x: x, [x], tf.int64))
+            rows = rows.map(lambda x: tf.ensure_shape(x, ()))
+        elif kind == "CacheDataset":
+            rows = rows.cache()
+        return rows.map(lambda x: (x + 0 * tf.cast(read.assign_add(1), tf.int64), x))
+
+    log.logger.addHandler(caplog.handler)
+    everyone, two = hvd.global_process_set, hvd.add_process_set([0, 1])
+    live(rows(), directory, everyone, 1, 3)
+    told = [line for line in caplog.messages if "the epoch's batches before that" in line]
+    assert len(told) == (kind != "seeks" and hvd.rank() == 0)
+    assert all("up to 6, again" in line and f"position in {kind}. " in line for line in told)
+    if two.included() and kind == "seeks":
+        changed = directory / "of two"
+        if hvd.rank() == 0:
+            shutil.copytree(directory / "checkpoints", changed / "checkpoints")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            live(rows(), changed, two, 1, None)
+        assert sum("position of 3 ranks" in str(one.message) for one in found) == (hvd.rank() == 0)
+    hvd.barrier()
+    read.assign(0)
+    mine = live(rows(), directory, everyone, 1, None)
+    again = 2 * 3 * BATCH  # the rows of the batches that the checkpoint has
+    assert len(mine) == 4
+    # Each rank reads all rows; one is looked at before.
+    assert (read.numpy() <= 1 + ROWS - again) == (kind == "seeks")
+    log.logger.removeHandler(caplog.handler)
+    hvd.remove_process_set(two)
