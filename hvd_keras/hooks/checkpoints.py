@@ -29,7 +29,6 @@ class Checkpoints:
     model: Any
     params: dict[str, Any]
     _hvd_needs_variables = True
-    _reads_in_step = True  # the step of fit gets an iterator, not a batch
 
     def __init__(
         self,
@@ -276,8 +275,7 @@ class Checkpoints:
             fit.looks_at_data = False  # the first batch is that after those skipped
         if batches:
             own = variables.of_training(self.model)
-            reads = self._reads_in_step and not seeks
-            self._skipping = _Skipping(self.model, own, batches, reads)
+            self._skipping = _Skipping(self.model, own, batches, reads=not seeks)
 
     def _batches_seen(self, found: "_Found") -> int:
         then, batch = found.metadata["ranks"], found.metadata["batch"]
@@ -420,7 +418,7 @@ class _Skipping:
         if self._passed >= self.batches:  # an earlier fit broke off before stop()
             return self._train_function(iterator)
         self._passed += self._model.steps_per_execution
-        if not self._reads:
+        if not self._reads or isinstance(iterator, list):  # batches that fit has read, on PyTorch
             return {}
         next(iterator)  # raises at the end of the data, as Keras's function does
         for _ in range(1, self._model.steps_per_execution):
