@@ -5,7 +5,6 @@ divided in the steps. This takes the place of the backend's module, whose functi
 ``keras.distribution`` calls.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +18,7 @@ class Devices:
 
     @staticmethod
     def initialize(
-        job_addresses: str | None = None,
-        num_processes: int | None = None,
-        process_id: int | None = None,
+        job_addresses: Any = None, num_processes: Any = None, process_id: Any = None
     ) -> None:
         """Check that the script asks for the ranks that hvdrun has started; they are connected."""
         size = rank_info.size()
@@ -52,31 +49,21 @@ class Devices:
     _to_backend_mesh = _to_backend_layout = staticmethod(lambda of_keras: of_keras)
 
 
-def wrap_data_parallel(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``DataParallel.__init__``: its devices must be those of all ranks."""
-
-    @functools.wraps(make)
-    def make_of_all(self: Any, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if self.device_mesh.devices.size != rank_info.size():
-            raise ValueError(
-                f"keras.distribution.DataParallel: got {self.device_mesh.devices.size} as number "
-                f"of devices, expected those of all {rank_info.size()} ranks, each one device. "
-                "Leave the devices out, or start as many ranks: hvdrun -np N."
-            )
-
-    return make_of_all
-
-
-def refuse_model_parallel(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``ModelParallel.__init__``."""
-
-    @functools.wraps(make)
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
+def make_data_parallel(make: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``DataParallel.__init__``: its devices must be those of all ranks."""
+    make(self, *args, **kwargs)
+    if self.device_mesh.devices.size != rank_info.size():
         raise ValueError(
-            "keras.distribution.ModelParallel divides variables, and hvdrun --auto divides batches "
-            "only: each rank has all variables. Use keras.distribution.DataParallel(); for large "
-            "tables without --auto, hvd.layers.Embedding."
+            f"keras.distribution.DataParallel: got {self.device_mesh.devices.size} as number of "
+            f"devices, expected those of all {rank_info.size()} ranks, each one device. Leave the "
+            "devices out, or start as many ranks: hvdrun -np N."
         )
 
-    return refuse
+
+def refuse_model_parallel(*args: Any, **kwargs: Any) -> None:
+    """Replace ``ModelParallel.__init__``."""
+    raise ValueError(
+        "keras.distribution.ModelParallel divides variables, and hvdrun --auto divides batches "
+        "only: each rank has all variables. Use keras.distribution.DataParallel(); for large "
+        "tables without --auto, hvd.layers.Embedding."
+    )

@@ -16,17 +16,15 @@ def extended(other: Extension) -> Extension:
     """Add the option ``--auto`` to those of another extension."""
 
     def add_to(parser: argparse.ArgumentParser) -> None:
-        text = (
-            "the script is one for one process: its batches are divided among the ranks, and its "
-            "results stay the same (default: off)"
-        )
+        texts = {
+            "--auto": "the script is one for one process: its batches are divided among the ranks, "
+            "and its results stay the same (default: off)",
+            SCALE_BATCH: "with --auto: batches N times larger, a learning rate N times larger, and "
+            "a warm-up; the results differ from those of one process (default: off)",
+        }
         group = parser.add_argument_group("scripts without hvd_keras")
-        group.add_argument("--auto", action="store_true", help=text)
-        text = (
-            "with --auto: batches N times larger, a learning rate N times larger, and a warm-up; "
-            "the results differ from those of one process (default: off)"
-        )
-        group.add_argument(SCALE_BATCH, action="store_true", help=text)
+        for name, text in texts.items():
+            group.add_argument(name, action="store_true", help=text)
         other.add_to(parser)
 
     def complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None:

@@ -1,6 +1,5 @@
 """``hvdrun --auto --scale-batch``: batches N times larger, and the rate that goes with them."""
 
-import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -18,39 +17,26 @@ from hvd_keras.runtime.keras import innermost
 # Of optimizers that fit has used: the rate that it has left. Another one is the script's.
 _left: weakref.WeakKeyDictionary[Any, float] = weakref.WeakKeyDictionary()
 
-_WARMUP = 5  # epochs, or a tenth of a short training
+
+def fit(fit_as_given: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace ``keras.Model.fit``: larger batches, a larger rate, and a warm-up."""
+    bound = inspect.signature(fit_as_given).bind(*args, **kwargs)
+    bound.apply_defaults()
+    optimizers = model_ranks.optimizers_of(args[0])
+    if len(optimizers) != 1:
+        _refuse(f"a model with {len(optimizers)} optimizers", "one optimizer")
+    optimizer = innermost(optimizers[0])
+    told = [_scale_batches(bound.arguments), _scale_rate(optimizer, bound.arguments)]
+    print("hvdrun --auto --scale-batch:", "; ".join(told), flush=True)
+    try:
+        return fit_as_given(*bound.args, **bound.kwargs)
+    finally:
+        _left[optimizer] = float(optimizer.learning_rate)
 
 
-def wrap_fit(fit: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``keras.Model.fit``: larger batches, a larger rate, and a warm-up."""
-    signature = inspect.signature(fit)
-
-    @functools.wraps(fit)
-    def fit_scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        optimizers = model_ranks.optimizers_of(self)
-        if len(optimizers) != 1:
-            _refuse(f"a model with {len(optimizers)} optimizers", "one optimizer")
-        optimizer = innermost(optimizers[0])
-        told = [_scale_batches(bound.arguments), _scale_rate(optimizer, bound.arguments)]
-        print("hvdrun --auto --scale-batch:", "; ".join(told), flush=True)
-        try:
-            return fit(*bound.args, **bound.kwargs)
-        finally:
-            _left[optimizer] = float(optimizer.learning_rate)
-
-    return fit_scaled
-
-
-def refuse_batch(train_on_batch: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``keras.Model.train_on_batch``, whose batches are the script's."""
-
-    @functools.wraps(train_on_batch)
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse("a call of train_on_batch", "model.fit, which makes the batches")
-
-    return refuse
+def refuse_batch(*args: Any, **kwargs: Any) -> NoReturn:
+    """Replace ``keras.Model.train_on_batch``, whose batches are the script's."""
+    _refuse("a call of train_on_batch", "model.fit, which makes the batches")
 
 
 def _refuse(got: str, expected: str) -> NoReturn:
@@ -85,9 +71,8 @@ def _joined(data: tf.data.Dataset, count: int) -> tf.data.Dataset:
     length = int(data.cardinality())
     joined = data.window(count).flat_map(one)
     known = -(-length // count) if length > 0 else length
-    if known == tf.data.UNKNOWN_CARDINALITY:
-        return joined
-    return joined.apply(tf.data.experimental.assert_cardinality(known))
+    is_known = known != tf.data.UNKNOWN_CARDINALITY
+    return joined.apply(tf.data.experimental.assert_cardinality(known)) if is_known else joined
 
 
 def _scale_rate(optimizer: Any, given: dict[str, Any]) -> str:
@@ -106,9 +91,7 @@ def _scale_rate(optimizer: Any, given: dict[str, Any]) -> str:
     told = f"the learning rate {rate:.6g} becomes {size * rate:.6g}"
     if given["initial_epoch"] > 0:
         return f"{told}, without a warm-up, as initial_epoch is not 0"
-    epochs = max(1, min(_WARMUP, given["epochs"] // 10))
+    epochs = max(1, min(5, given["epochs"] // 10))
     warmup = hvd_keras.callbacks.LearningRateWarmupCallback(size * rate, epochs)
-    if hasattr(given["callbacks"], "callbacks"):
-        _refuse("callbacks as a CallbackList", "a list of callbacks")
     given["callbacks"] = [warmup, *callbacks]
     return f"{told}, after a warm-up of {epochs} epoch{'s' * (epochs > 1)}"

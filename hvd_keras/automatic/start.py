@@ -1,7 +1,6 @@
 """Turns automatic mode on: seeds, patches of Keras, output and files on the first rank alone."""
 
 import atexit
-import functools
 import importlib
 import inspect
 import os
@@ -20,22 +19,18 @@ import tensorflow as tf
 
 import hvd_keras
 from hvd_keras import lifecycle
-from hvd_keras.automatic import distribution, noise, scale, steps, writes
+from hvd_keras.automatic import distribution, generators, noise, replace, scale, steps, writes
 from hvd_keras.gradients import division
-from hvd_keras.hooks import broadcasting, variables
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import is_legacy, require
-from hvd_keras.runtime.process_sets import global_process_set
 
 
 def auto(scale_batch: bool = False) -> None:
     """Let all ranks do the work of this script of one process together.
 
     To be called as a script's first line; ``hvdrun --auto`` does so. Every rank runs the whole
-    script, and computes its part of each batch in ``fit``, ``train_on_batch``, ``evaluate``,
-    ``test_on_batch`` and ``predict``. Batch size and learning rate stay what they are, and so do,
-    to rounding, the results. The first rank alone prints to stdout, and saves models. See
-    docs/auto.md.
+    script, and computes its part of each batch. Batch size and learning rate stay what they are,
+    and so do, to rounding, the results. See docs/auto.md.
 
     Args:
         scale_batch: train by another recipe, as ``hvdrun --auto --scale-batch``: ``fit`` makes
@@ -48,28 +43,29 @@ def auto(scale_batch: bool = False) -> None:
     if division.is_on:
         return
     if rank_info.is_initialized():
-        raise RuntimeError(_CALLS_HVD)
+        _refuse_init()
     if is_legacy:
         raise RuntimeError(
             "hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it, or add "
             "hvd_keras's lines to the script, see docs/guide.md, and leave --auto out."
         )
     settings.be_strict()
-    sys.excepthook = _tell_briefly(sys.excepthook)
+    replace(sys, "excepthook", _tell_briefly)
     lifecycle.init()
-    hvd_keras.init = _refuse_init
+    replace(hvd_keras, "init", _refuse_init)
     if rank_info.size() == 1:
         return
     division.is_on = True
     _seed()
-    _patch(scale_batch)
+    _replace_all(scale_batch)
     atexit.register(_check_exchange)
+    atexit.register(generators.check)
     if rank_info.rank() > 0:
         sys.stdout.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         # The first rank's are enough, but for errors.
         sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-        writes.watch()
+        writes.divert()
 
 
 def prepare(model: Any) -> Any:
@@ -90,176 +86,108 @@ def prepare(model: Any) -> Any:
     return model
 
 
-def _tell_briefly(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``sys.excepthook``: of what is refused, show the line of the script, not all calls."""
+def _tell_briefly(hook: Callable[..., Any], kind: Any, value: Any, trace: Any) -> None:
+    """Replace ``sys.excepthook``: of what is refused, show the script's line, not all calls."""
+    sys.stderr = sys.__stderr__
+    found = re.search("hvdrun --auto.*", str(value))
+    if found is None or settings.read().all_tracebacks:
+        hook(kind, value, trace)
+        return
     packages = os.path.dirname(os.path.dirname(str(keras.__file__)))
     libraries = packages, *(os.path.dirname(str(home.__file__)) for home in (hvd_keras, runpy)), "<"
-
-    def tell(kind: type[BaseException], value: BaseException, trace: Any) -> None:
-        if division.is_on and rank_info.rank() > 0:
-            sys.stderr = sys.__stderr__
-        found = re.search("hvdrun --auto.*", str(value))
-        if found is None or settings.read().all_tracebacks:
-            hook(kind, value, trace)
-            return
-        for frame in reversed(traceback.extract_tb(trace)):
-            if not frame.filename.startswith(libraries):
-                print(
-                    f'File "{frame.filename}", line {frame.lineno}, {frame.line}', file=sys.stderr
-                )
-                break
-        print(f"{kind.__name__}: {found[0]}", file=sys.stderr)
-
-    return tell
-
-
-# For which a rank that fails at its end waits for the others.
-_SECONDS = 2.0
-
-_CALLS_HVD = (
-    "hvdrun --auto is for scripts of one process, and this one calls hvd.init(). Leave out --auto: "
-    "hvdrun -np N train.py."
-)
-
-
-def _refuse_init(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError(_CALLS_HVD)
+    own = [f for f in traceback.extract_tb(trace) if not f.filename.startswith(libraries)][-1:]
+    places = [f'File "{frame.filename}", line {frame.lineno}, {frame.line}' for frame in own]
+    print(*places, f"{kind.__name__}: {found[0]}", sep="\n", file=sys.stderr)
 
 
 def _seed() -> None:
     """Give all ranks the first one's seeds, so that unseeded random numbers are equal."""
     (seed, *_) = agree.gather_json("seed", secrets.randbelow(2**31))
     keras.utils.set_random_seed(seed)
-    generator = random.Random(seed)
-    default_rng = np.random.default_rng
+    seeds = random.Random(seed)
 
-    @functools.wraps(default_rng)
-    def seeded(seed: Any = None) -> Any:
-        return default_rng(generator.randrange(2**63) if seed is None else seed)
+    def default_rng(of_numpy: Callable[..., Any], seed: Any = None) -> Any:
+        return of_numpy(seeds.randrange(2**63) if seed is None else seed)
 
-    np.random.default_rng = seeded
+    replace(np.random, "default_rng", default_rng)
 
 
-def _patch(scale_batch: bool) -> None:
+def _replace_all(scale_batch: bool) -> None:
     model, backup = keras.Model, keras.callbacks.BackupAndRestore
     # Its functions call a module of the backend, by this name.
     parallel = importlib.import_module("keras.src.distribution.distribution_lib")
-    generators = importlib.import_module("keras.src.trainers.data_adapters.generator_data_adapter")
-    rows: list[tuple[Any, str, Callable[[Any], Any]]] = [
-        (model, "fit", _begin_first),
-        *((model, f"make_{kind}_function", steps.wrap_make(kind)) for kind in steps.METHODS),
-        *((model, name, _on_first) for name in ("save", "save_weights", "export")),
-        *((home, "save_model", _on_first) for home in (keras.saving, keras.models)),
-        *((backup, name, _on_first) for name in ("_save_model", "on_train_end")),
-        (backup, "on_train_begin", _restore_from_first),
-        *((model, name, steps.wrap_set) for name in ("load_weights", "set_weights")),
-        (tf.data.Dataset, "map", _in_order),
-        (keras.metrics.Mean, "update_state", steps.wrap_mean),
-        *noise.patches(),
-        (tf.GradientTape, "gradient", steps.wrap_gradient),
-        (generators.GeneratorDataAdapter, "get_tf_dataset", _without_prefetch),
-        (parallel, "distribution_lib", lambda of_tensorflow: distribution.Devices),
-        (parallel.DataParallel, "__init__", distribution.wrap_data_parallel),
+    of_keras = importlib.import_module("keras.src.trainers.data_adapters.generator_data_adapter")
+    rows: list[tuple[Any, str, Callable[..., Any]]] = [
+        (model, "fit", _begin_and_fit),
+        *((model, f"make_{kind}_function", steps.make) for kind in ("train", "test", "predict")),
+        *((model, name, _save_on_first) for name in ("save", "save_weights", "export")),
+        *((home, "save_model", _save_on_first) for home in (keras.saving, keras.models)),
+        *((backup, name, _save_on_first) for name in ("_save_model", "on_train_end")),
+        *((model, name, steps.set_values) for name in ("load_weights", "set_weights")),
+        (tf.data.Dataset, "map", _map_in_order),
+        (keras.metrics.Mean, "update_state", steps.update_mean),
+        *noise.replaced(),
+        (tf.GradientTape, "gradient", steps.gradient),
+        (of_keras, "peek_and_restore", generators.peek),
+        (of_keras.GeneratorDataAdapter, "get_tf_dataset", generators.without_prefetch),
+        (parallel.DataParallel, "__init__", distribution.make_data_parallel),
         (parallel.ModelParallel, "__init__", distribution.refuse_model_parallel),
-        *(
-            (tf.compat.v1, name, _refuse_v1)
-            for name in ("disable_eager_execution", "disable_v2_behavior")
-        ),
+        (tf.compat.v1, "disable_eager_execution", _refuse_graphs),
+        (tf.compat.v1, "disable_v2_behavior", _refuse_graphs),
     ]
     if scale_batch:
-        rows += [(model, "fit", scale.wrap_fit), (model, "train_on_batch", scale.refuse_batch)]
+        rows += [(model, "fit", scale.fit), (model, "train_on_batch", scale.refuse_batch)]
     own = {id(value): name for name, value in vars(sys.modules["__main__"]).items()}
-    for owner, attribute, wrap in rows:
+    for owner, attribute, new in rows:
         require(owner, attribute, "for automatic mode")
-        old = getattr(owner, attribute)
-        if id(old) in own:
+        if name := own.get(id(getattr(owner, attribute))):
             raise RuntimeError(
-                f"hvd.auto() changes {attribute}, which the script has imported as {own[id(old)]}. "
+                f"hvd.auto() changes {attribute}, which the script has imported as {name}. "
                 "Call hvd.auto() before that import."
             )
-        setattr(owner, attribute, wrap(old))
+        replace(owner, attribute, new)
+    vars(parallel)["distribution_lib"] = distribution.Devices
 
 
-def _begin_first(fit: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fit)
-    def fit_divided(self: Any, *args: Any, **kwargs: Any) -> Any:
-        steps.begin(self)
-        return fit(self, *args, **kwargs)
-
-    return fit_divided
+def _begin_and_fit(fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    steps.begin(model)
+    return fit(model, *args, **kwargs)
 
 
-def _in_order(to_map: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``tf.data.Dataset.map``: calls beside each other draw random numbers in any order."""
-
-    @functools.wraps(to_map)
-    def in_order(self: Any, map_func: Any, *args: Any, **kwargs: Any) -> Any:
-        mapped = to_map(self, map_func, *args, **kwargs)
-        if kwargs.get("num_parallel_calls", args[0] if args else None) is not None:
-            text = str(mapped._map_func.function.graph.as_graph_def())
-            if re.search('op: "(Random|StatefulUniform|Multinomial|Assign|Rng|EagerPyFunc)', text):
-                return to_map(self, map_func, name=kwargs.get("name"))
-        return mapped
-
-    return in_order
+def _map_in_order(to_map: Any, data: Any, map_func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``tf.data.Dataset.map``: calls beside each other draw random numbers in any order."""
+    mapped = to_map(data, map_func, *args, **kwargs)
+    if kwargs.get("num_parallel_calls", args[0] if args else None) is not None:
+        text = str(mapped._map_func.function.graph.as_graph_def())
+        if re.search('op: "(Random|StatefulUniform|Multinomial|Assign|Rng|EagerPyFunc)', text):
+            return to_map(data, map_func, name=kwargs.get("name"))
+    return mapped
 
 
-def _without_prefetch(get: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what makes a dataset of a generator, of which each rank must read as much."""
+def _save_on_first(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replace a function that writes a model, which the others wait for."""
+    if agree.is_leading.get():
+        return save(*args, **kwargs)
+    path = str(inspect.signature(save).bind(*args, **kwargs).arguments.get("filepath"))
+    first, *_ = agree.gather_json("path", path)
 
-    @functools.wraps(get)
-    def get_plain(self: Any) -> Any:
-        # When validation ends, what was read ahead is lost: it differs by rank, and in each run.
-        (dataset,) = get(self)._inputs()
-        options = tf.data.Options()
-        options.experimental_optimization.inject_prefetch = False
-        return dataset.with_options(options)
+    def save_own() -> None:
+        if rank_info.rank() == 0 or path != first:  # it has a time, or a temporary folder
+            with agree.within(agree.is_leading, True):
+                save(*args, **kwargs)
 
-    return get_plain
-
-
-def _on_first(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that writes a model, which the others wait for."""
-    signature = inspect.signature(save)
-
-    @functools.wraps(save)
-    def save_once(*args: Any, **kwargs: Any) -> Any:
-        if agree.is_leading.get():
-            return save(*args, **kwargs)
-        path = signature.bind(*args, **kwargs).arguments.get("filepath")
-        first, *_ = agree.gather_json("path", str(path))
-
-        def save_unless_saved() -> Any:
-            if rank_info.rank() > 0 and str(path) != first:  # it has a time, or a temporary folder
-                with agree.within(agree.is_leading, True):
-                    return save(*args, **kwargs)
-            return None
-
-        agree.on_leader(save.__name__, lambda: save(*args, **kwargs), global_process_set)
-        agree.on_all_ranks(save.__name__, save_unless_saved)
-
-    return save_once
+    return agree.on_all_ranks(save.__name__, save_own)
 
 
-def _restore_from_first(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``BackupAndRestore.on_train_begin``."""
-
-    @functools.wraps(begin)
-    def restore(self: Any, logs: Any = None) -> None:
-        agree.on_leader("BackupAndRestore", lambda: begin(self, logs), global_process_set)
-        self.model._initial_epoch, *_ = agree.gather_json("epoch", self.model._initial_epoch)
-        broadcasting.broadcast_variables(variables.of_training(self.model), 0)
-
-    return restore
+def _refuse_init(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "hvdrun --auto is for scripts of one process, and this one calls hvd.init(). Leave out "
+        "--auto: hvdrun -np N train.py."
+    )
 
 
-def _refuse_v1(disable: Callable[[], None]) -> Callable[[], None]:
-    def refuse() -> None:
-        raise RuntimeError(
-            division.OWN_LOOP.format(f"in graphs of TensorFlow 1 ({disable.__name__})")
-        )
-
-    return refuse
+def _refuse_graphs(disable: Callable[[], None]) -> None:
+    raise RuntimeError(division.OWN_LOOP.format(f"in graphs of TensorFlow 1 ({disable.__name__})"))
 
 
 def _check_exchange() -> None:
@@ -268,5 +196,5 @@ def _check_exchange() -> None:
         return
     error = division.OWN_LOOP.format("by tf.GradientTape.gradient in a loop")
     print(f"hvd_keras: {error}", file=sys.stderr, flush=True)
-    lifecycle.end(error, _SECONDS)
+    lifecycle.end(error, 2.0)  # seconds, for which it waits for the others
     os._exit(1)

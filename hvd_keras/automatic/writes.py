@@ -1,103 +1,104 @@
-"""What ranks besides the first do to files in the working directory.
+"""What ranks besides the first do to files in the working directory, in which the first's remain.
 
-They wait for the first rank to make, move or remove them, and notice which of them they write;
-what they would append is lost.
+They wait for the first rank to make, move or remove them. What they write themselves goes into
+files of their own, which they read in place of those.
 """
 
 import atexit
 import builtins
+import collections
 import functools
 import io
 import os
 import shutil
-import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hvd_keras.automatic import replace
 from hvd_keras.runtime import agree, log, rank_info
 
-_SHOWN = 5
 
-# For which a rank waits for the first one, and how often in vain: it may use other names.
-_SECONDS, _TIMES = 5.0, 3
-
-
-def watch() -> None:
-    """Begin to notice them; what was written is told at the end of the script."""
+def divert() -> None:
+    """Begin to do so; files that the first rank has not written get their names at the end."""
     here = os.path.join(os.path.realpath(os.curdir), "")
     # Which may be in the working directory; code that is generated there is no one's result.
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
-    found: dict[str, None] = {}
-    in_vain = 0
+    folder = tempfile.mkdtemp(prefix="hvd_keras-")
+    own: dict[str, str] = {}  # this rank's files, by their names in the working directory
+    in_vain: collections.Counter[str] = collections.Counter()
 
-    def wait_until(is_done: Callable[[Any], bool], path: Any) -> bool:
-        nonlocal in_vain
-        end = time.monotonic() + _SECONDS
-        while not is_done(path) and in_vain < _TIMES:
-            if time.monotonic() > end:
-                in_vain += 1
-                break
+    def wait_until(is_done: Callable[[], bool], what: str) -> bool:
+        # Three times 5 s in vain, as the first rank may use other names.
+        end = time.monotonic() + 5.0 * (in_vain[what] < 3)
+        while not (done := is_done()) and time.monotonic() < end:
             time.sleep(0.01)
-        return is_done(path)
+        in_vain[what] += not done
+        return done
 
-    def is_result(path: Any) -> bool:
-        path = os.path.realpath(path)
-        own = f"{path}/".startswith(temporary) or "__pycache__" in path
-        return path.startswith(here) and not own
+    def result(path: Any) -> str:
+        """The full name of a file in the working directory; "" of others."""
+        if agree.is_leading.get() or not isinstance(path, str | os.PathLike):
+            return ""
+        path = os.path.realpath(os.fsdecode(path))
+        is_other = f"{path}/".startswith(temporary) or "__pycache__" in path
+        return path if path.startswith(here) and not is_other else ""
 
-    def after_first(change: Callable[..., Any], is_done: Callable[[Any], bool]) -> Any:
-        @functools.wraps(change)
-        def wait(path: Any, *args: Any, **kwargs: Any) -> Any:
-            is_own = isinstance(path, int) or kwargs.get("dir_fd") is not None
-            if is_own or agree.is_leading.get() or not is_result(path):
-                return change(path, *args, **kwargs)
-            # What is still there to be removed may be what the first rank has made since.
-            if wait_until(is_done, path) or is_done is not os.path.isdir:
-                return None
-            return change(path, *args, **kwargs)
+    def make(mkdir: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+        if not result(path) or not wait_until(lambda: os.path.isdir(path), "make"):
+            mkdir(path, *args, **kwargs)
 
-        return wait
+    def change(of_python: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        name = "" if "dir_fd" in kwargs else result(path)
+        if not name:
+            return of_python(path, *args, **kwargs)
+        # What is still there may be what the first rank has made since.
+        wait_until(lambda: not os.path.lexists(path), "change")
+        for one in [one for one in own if f"{one}/".startswith(f"{name}/")]:
+            file = own.pop(one)
+            if args and isinstance(args[0], str | os.PathLike):  # it is moved
+                own[os.path.realpath(args[0]) + one.removeprefix(name)] = file
+        return None
 
-    to_open = builtins.open
+    def open_own(of_python: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        name = "" if "opener" in kwargs else result(file)
+        if not name or (name not in own and {*"wxa+"}.isdisjoint(mode)):
+            return of_python(file, mode, *args, **kwargs)
+        if "a" in mode and name not in own:
+            return of_python(os.devnull, mode, *args, **kwargs)
+        if name not in own:
+            new = os.path.join(folder, str(len(os.listdir(folder))))
+            if "r" in mode:
+                shutil.copyfile(name, new)
+            own[name] = new
+        opened = of_python(own[name], mode, *args, **kwargs)
+        opened.close = functools.partial(close, weakref.ref(opened), name)
+        return opened
 
-    @functools.wraps(to_open)
-    def open_other(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        is_path = isinstance(file, str | os.PathLike) and not {*"ax"}.isdisjoint(mode)
-        if is_path and is_result(file):
-            file = os.devnull if "a" in mode else file
-            if wait_until(os.path.lexists, file):
-                mode = mode.replace("x", "w")
-        return to_open(file, mode, *args, **kwargs)
+    def close(opened: Any, name: str) -> None:
+        type(opened()).close(opened())
+        if name in own:  # other code than Python's may read the first rank's file
+            size = os.path.getsize(own[name])
+            wait_until(lambda: os.path.exists(name) and os.path.getsize(name) >= size, "write")
 
-    builtins.open = io.open = open_other
-    os.mkdir = after_first(os.mkdir, os.path.isdir)
-    names = (os, ("remove", "unlink", "rmdir", "rename", "replace")), (shutil, ("rmtree", "move"))
-    for home, functions in names:
-        for name in functions:
-            change = after_first(getattr(home, name), lambda path: not os.path.lexists(path))
-            setattr(home, name, change)
-
-    def notice(event: str, arguments: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(arguments[0], str):
-            return
-        path, mode, flags = arguments
-        writes = any(c in mode for c in "wax+") if mode else flags & (os.O_WRONLY | os.O_RDWR)
-        if writes and is_result(path):
-            # The first rank must not find a file that one process would not find.
-            wait_until(os.path.lexists, path)
-            found[os.path.realpath(path).removeprefix(here)] = None
-
-    def tell() -> None:
+    def end() -> None:
+        found = [n for n in own if not os.path.exists(n) and os.path.isdir(os.path.dirname(n))]
+        with agree.within(agree.is_leading, True):
+            for name in found:
+                shutil.copyfile(own[name], name)
+        shutil.rmtree(folder)
         if found:
-            names = ", ".join(list(found)[:_SHOWN]) + (", …" if len(found) > _SHOWN else "")
-            log.logger.warning(
-                "rank %s, too, has written %s: with --auto each rank runs the whole script. To "
-                "write on the first rank alone: import hvd_keras as hvd, and if hvd.rank() == 0: "
-                "...",
-                *(rank_info.rank(), names),
-            )
+            text = ", ".join(name.removeprefix(here) for name in found[:5])
+            text += ", …" * (len(found) > 5)
+            log.logger.warning("rank %s, too, has written %s", rank_info.rank(), text)
 
-    sys.addaudithook(notice)
-    atexit.register(tell)
+    replace(builtins, "open", open_own)
+    io.open = builtins.open
+    replace(os, "mkdir", make)
+    for name in ("remove", "unlink", "rmdir", "rename", "replace"):
+        replace(os, name, change)
+    for name in ("rmtree", "move"):
+        replace(shutil, name, change)
+    atexit.register(end)

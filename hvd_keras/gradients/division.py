@@ -65,20 +65,22 @@ class Part:
 
         from hvd_keras import ops
 
-        def of_all(part: Any) -> Any:
+        def of_all(part: Any, name: str) -> Any:
             part = tf.convert_to_tensor(part)
             if part.shape.rank == 0:
-                (total,) = ops.reduce_tensors(
-                    [tf.cast(self.share, part.dtype) * part], op=ops.Sum, name=f"{name} mean"
-                )
+                share = tf.cast(self.share, part.dtype)
+                (total,) = ops.reduce_tensors([share * part], op=ops.Sum, name=name)
                 return total
             mask = getattr(part, "_keras_mask", None)
-            gathered = ops.allgather(self.of_mine(part), name=f"{name} rows")
+            gathered = ops.allgather(self.of_mine(part), name=name)
             if mask is not None:
                 gathered._keras_mask = ops.allgather(self.of_mine(mask), name=f"{name} mask")
             return gathered
 
-        return tf.nest.map_structure(lambda part: part if part is None else of_all(part), value)
+        parts = enumerate(tf.nest.flatten(value))
+        return tf.nest.pack_sequence_as(
+            value, [part if part is None else of_all(part, f"{name} {i}") for i, part in parts]
+        )
 
 
 #: The part of the batch that the present step of a model gets.

@@ -159,14 +159,16 @@ def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
 
 def again(batches: Sequence[Any], element_spec: Any) -> Any:
     """An iterator over these batches that a compiled step cannot tell from the one they are of."""
-    specs = tf.nest.flatten(element_spec)
+    specs = tf.nest.flatten(element_spec, expand_composites=True)
 
     def loosen(*batch: Any) -> Any:  # tensors have static shapes otherwise
         parts = [
             tf.raw_ops.PlaceholderWithDefault(input=part, shape=spec.shape)
-            for part, spec in zip(tf.nest.flatten(batch), specs, strict=True)
+            for part, spec in zip(
+                tf.nest.flatten(batch, expand_composites=True), specs, strict=True
+            )
         ]
-        return tf.nest.pack_sequence_as(element_spec, parts)
+        return tf.nest.pack_sequence_as(element_spec, parts, expand_composites=True)
 
     again: Any = tf.data.Dataset.from_tensors(batches[0]).map(loosen)
     for batch in batches[1:]:

@@ -1,5 +1,6 @@
 """``hvdrun --auto``: the results of one process, and errors for what cannot have them."""
 
+import json
 import pathlib
 import re
 import signal
@@ -101,8 +102,8 @@ TOLD = {
     "model_parallel": "Use keras.distribution.DataParallel()",
     "too_few": "got 1 as number of devices, expected those of all 2 ranks",
     "too_many": "got num_processes=8",
-    "_refuse_init": "this one calls hvd.init(). Leave out --auto",
-    "refuse": "in graphs of TensorFlow 1 (disable_eager_execution)",
+    "init": "this one calls hvd.init(). Leave out --auto",
+    "disable_eager_execution": "in graphs of TensorFlow 1 (disable_eager_execution)",
 }
 
 
@@ -167,7 +168,7 @@ def test_what_cannot_be_divided_is_computed_whole(launcher: Launcher, size: int)
     told = re.findall(r"does not divide the \w+ of model '\w+', as (.*)", job.stderr)
     reasons = (
         *("its gradient is not the mean over the rows of the batch", "its change of variable"),
-        *("its result is not", "it fails with a part", "draws random numbers for 12 rows"),
+        *("its result is not", "it fails with a part"),
         *("run_eagerly=True", "layer 'lstm' is stateful", "cannot divide random_shuffle"),
         "have parts of the shapes",
     )
@@ -182,6 +183,7 @@ def test_files_are_those_of_one_process(launcher: Launcher, size: int) -> None:
     assert job.stdout.count("interrupted") == 2
     assert job.stderr.count("to stderr") == 1
     assert (launcher.folder / "results" / "lines").read_text() == "line\n"
+    assert json.loads((launcher.folder / "results" / "state.json").read_text()) == list(range(9))
 
 
 def test_what_is_refused(launcher: Launcher) -> None:
@@ -231,6 +233,52 @@ def test_module_arguments_and_command(launcher: Launcher) -> None:
     job = auto(launcher, 2, "makes.py")
     assert job.returncode == 0, job.stderr
     assert job.stderr.count("UserWarning: odd") == 1
+
+
+GENERATORS = """
+import random, sys, keras, numpy as np
+keras.utils.set_random_seed(1)
+net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+net.compile("sgd", "mse")
+def batches(count, source):
+    for _ in range(count):
+        x = np.full((4, 2), source())
+        yield x, x[:, :1]
+def fit(batches, **options):
+    net.fit(batches, steps_per_epoch=3, verbose=0, **options)
+case = sys.argv[1]
+if case == "silent":
+    own = np.random.default_rng(1)
+    fit(batches(9, own.random))
+    np.random.rand()
+    net.fit(batches(3, np.random.rand), verbose=0)  # to its end
+    fit(batches(9, np.random.rand))
+elif case == "then":
+    fit(batches(9, np.random.rand))
+    np.random.rand()
+elif case == "two":
+    fit(batches(9, random.random), validation_data=batches(9, random.random), validation_steps=2)
+else:
+    data = batches(99, lambda: 0.5)
+    fit(data)
+    fit(data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ("silent", ""),
+        ("then", "it is not alone in drawing from np.random"),
+        pytest.param("two", "it is not alone in drawing from random", marks=pytest.mark.slow),
+        pytest.param("again", "it is read again", marks=pytest.mark.slow),
+    ],
+)
+def test_generators_that_differ_alone(launcher: Launcher, case: str, told: str) -> None:
+    job = auto(launcher, 2, launcher.script(GENERATORS), case)
+    assert job.returncode == 0, job.stderr
+    assert job.stderr.count("one process reads ahead of a generator") == bool(told)
+    assert told in job.stderr
 
 
 RESTARTED = """

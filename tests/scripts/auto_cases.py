@@ -1,5 +1,6 @@
 """Ways to train of scripts of one process; prints what each of them logs, and its weights."""
 
+import json
 import os
 import shutil
 import sys
@@ -304,6 +305,12 @@ def files():
         os.rename("results/net.weights.h5", "results/moved.weights.h5")
         net.load_weights("results/moved.weights.h5")
         print(sorted(os.listdir("results")), net.predict(x, 20, verbose=0).sum())
+        for number in range(1, 10):  # whole at every moment
+            with open("results/state.part", "w") as file:
+                json.dump([*range(number)], file)
+            os.replace("results/state.part", "results/state.json")
+            with open("results/state.json") as file:
+                assert len(json.load(file)) == number
         with open("results/lines", "a") as file:
             file.write("line\n")
     print("to stderr", file=sys.stderr)
