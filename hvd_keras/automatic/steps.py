@@ -17,8 +17,7 @@ from hvd_keras import ops
 from hvd_keras.automatic import noise, probe
 from hvd_keras.gradients import division, model_ranks
 from hvd_keras.gradients.division import Part
-from hvd_keras.hooks import broadcasting, losses, metric_states
-from hvd_keras.hooks.tensorflow_fits import again
+from hvd_keras.hooks import broadcasting, losses, metric_states, tensorflow_fits
 from hvd_keras.optimizer import DistributedOptimizer, is_distributed
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import innermost, keras
@@ -44,8 +43,7 @@ def begin(model: Any) -> None:
         broadcasting.broadcast_variables(model.variables, 0)
     model_ranks.register_training_ranks(model, global_process_set)
     for optimizer in model_ranks.optimizers_of(model):
-        is_keras = isinstance(optimizer, keras.optimizers.Optimizer)
-        if is_keras and not is_distributed(innermost(optimizer)):
+        if hasattr(optimizer, "apply") and not is_distributed(innermost(optimizer)):
             # The ranks' gradients are parts of one sum, as large as those of one process: in half
             # precision they overflow when those do.
             DistributedOptimizer(optimizer, op=ops.Sum)
@@ -87,9 +85,9 @@ def _choose(model: Any, name: str, divided: Any, method: str) -> None:
         batches = list(itertools.islice(iterator, model.steps_per_execution))
         if batches and (why := probe.compare(model, divided, batches[0])):
             _compute_whole(model, divided, why)
-        if isinstance(iterator, tf.data.Iterator):
-            return function(again(batches, iterator.element_spec) if batches else iterator)
-        return function(batches if isinstance(iterator, list) else iter(batches))
+        if batches and isinstance(iterator, tf.data.Iterator):
+            return function(tensorflow_fits.again(batches, iterator.element_spec))
+        return function(iter(batches) if batches and not isinstance(iterator, list) else iterator)
 
     return setattr(model, name, with_a_look)
 
@@ -142,7 +140,7 @@ def _logs_of_all(logs: Any, part: Part) -> Any:
     """Numbers that a step of the script's returns: the means by rows, also of what is equal."""
     leaves = tf.nest.flatten(logs)
     for i, leaf in enumerate(leaves):
-        if tf.is_tensor(leaf) and leaf.dtype.is_floating and leaf.shape.rank == 0:
+        if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating and leaf.shape.rank == 0:
             # In float64, or equal numbers could change.
             mean = part.gather(tf.cast(leaf, tf.float64), f"log {i} of a step")
             leaves[i] = tf.cast(mean, leaf.dtype)

@@ -179,6 +179,17 @@ def custom():
     look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: found.append(logs))
     history = net.fit(x, y, batch_size=23, epochs=2, verbose=0, callbacks=[look]).history
     show("custom", net, {"error": history["error"], "loss": [float(one["loss"]) for one in found]})
+    bags = tf.RaggedTensor.from_row_lengths(x, [1, 2, 3, 4] * 7)
+    net = model()
+    net = keras.Sequential([Bag(), *net.layers])
+    net.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensor_slices((bags, y[:28])).batch(5)
+    show("ragged", net, net.fit(data, verbose=0).history)
+
+
+class Bag(keras.layers.Layer):
+    def call(self, x):
+        return tf.reduce_mean(x, 1)
 
 
 class Own(keras.Model):
