@@ -1,5 +1,7 @@
 #pragma once
 
+#include <time.h>
+
 #include <chrono>
 
 namespace hvd {
@@ -9,6 +11,13 @@ using Seconds = std::chrono::duration<double>;
 
 inline double seconds_since(Clock::time_point start) {
   return Seconds(Clock::now() - start).count();
+}
+
+// That this thread has had a core.
+inline double cpu_seconds() {
+  timespec used;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + static_cast<double>(used.tv_nsec) * 1e-9;
 }
 
 }  // namespace hvd

@@ -100,6 +100,38 @@ class Direct : public InterHostExchange {
   bool gathering_ = false;
 };
 
+class SmallAllgather : public InterHostExchange {
+ public:
+  SmallAllgather(MPI_Comm ranks, void* blocks, int64_t bytes, int tag)
+      : InterHostExchange(ranks), blocks_(static_cast<char*>(blocks)), bytes_(bytes), tag_(tag) {
+    HVD_MPI(MPI_Comm_rank(ranks, &rank_));
+    HVD_MPI(MPI_Comm_size(ranks, &size_));
+    step();
+  }
+
+  bool advance() override {
+    if (done_ || !all_complete()) return false;
+    step();
+    return true;
+  }
+
+ private:
+  // Each step doubles the blocks that a rank has.
+  void step() {
+    done_ = have_ == size_;
+    const int64_t bytes = bytes_ * std::min(have_, size_ - have_);
+    receive(blocks_ + have_ * bytes_, bytes, (rank_ + have_) % size_, tag_);
+    send(blocks_, bytes, (rank_ + size_ - have_) % size_, tag_);
+    have_ = std::min(2 * have_, size_);
+  }
+
+  char* const blocks_;
+  const int64_t bytes_;
+  const int tag_;
+  int rank_ = 0, size_ = 0;
+  int have_ = 1;
+};
+
 std::vector<int> range(int first, int end) {
   std::vector<int> numbers(end - first);
   std::iota(numbers.begin(), numbers.end(), first);
@@ -139,6 +171,11 @@ std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm,
   for (int g = 0; g < groups.count; ++g) beyond.push_back(groups.first(g) + host - first);
   return std::make_unique<Direct>(hosts, range(first, groups.first(group + 1)), slice, tag,
                                   groups.columns, std::move(beyond));
+}
+
+std::unique_ptr<InterHostExchange> new_small_allgather(MPI_Comm ranks, void* blocks, int64_t bytes,
+                                                       int tag) {
+  return std::make_unique<SmallAllgather>(ranks, blocks, bytes, tag);
 }
 
 int most_rounded(Allreduce algorithm, int hosts) {

@@ -42,6 +42,12 @@ class InterHostExchange : protected Messages {
 std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                             const Slice& slice, int tag);
 
+// Allgather of small blocks in ceil(log2 N) steps for N ranks, each of one message from each rank (Bruck
+// et al., 1997, https://doi.org/10.1109/71.642949). `blocks` has room for N, of `bytes` each: this
+// rank's comes first, and those of the ranks after it follow, and then of rank 0 and the next ones.
+std::unique_ptr<InterHostExchange> new_small_allgather(MPI_Comm ranks, void* blocks, int64_t bytes,
+                                                       int tag);
+
 // How many hosts' sums an intermediate sum may hold that is rounded to the slice's dtype.
 int most_rounded(Allreduce algorithm, int hosts);
 

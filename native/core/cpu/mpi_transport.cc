@@ -1,6 +1,7 @@
 #include "core/cpu/mpi_transport.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -20,8 +21,19 @@ constexpr int64_t kChunkBytes = 4 << 20;
 // although it moves more bytes.
 constexpr int64_t kSmallBytes = 16 << 10;
 
-// How long a thread that submits waits for the other ranks: some latencies of a network.
-constexpr double kBriefSeconds = 100e-6;
+// How long a thread that submits waits for the other ranks, per step of the exchange of proposals:
+// some latencies of a network. While other threads use its core, the time does not count: ranks that
+// share a core need longer.
+constexpr double kBriefSeconds = 200e-6;
+
+// MPI itself yields to other ranks where it knows that they share a core, so this is for others.
+constexpr int kPollsPerYield = 16;
+
+// A rank can have given up what the others complete only if it waited for the last of them.
+constexpr double kLateSeconds = 10e-3;
+
+// Of proposals; other messages of this communicator have other tags.
+constexpr int kTag = 2;
 
 constexpr int64_t kPieceBytes = Messages::kPieceBytes;
 
@@ -58,6 +70,12 @@ void MpiTransport::wait(MPI_Request request) {
   waiter_->wait(one, waiting_);
 }
 
+void MpiTransport::wait(InterHostExchange& exchange) {
+  MpiWaiter::Wait wait(*waiter_, waiting_);
+  wait.check();
+  while (!exchange.done()) wait.turn(exchange.advance());
+}
+
 std::vector<Proposal> MpiTransport::agree(const Proposal& mine, const Request* next,
                                           const Waiting& waiting) {
   if (!waiting && !sums_all(*next)) return {};
@@ -67,7 +85,7 @@ std::vector<Proposal> MpiTransport::agree(const Proposal& mine, const Request* n
     waiter_->next_step();
     return reduce_proposals(mine);
   }
-  if (agreeing_ == MPI_REQUEST_NULL) {
+  if (!agreeing_) {
     waiter_->next_step();
     propose(mine, next);
   }
@@ -103,7 +121,7 @@ std::vector<Proposal> MpiTransport::reduce_proposals(const Proposal& mine) {
   HVD_MPI(
       MPI_Iallreduce(&my_summary_, &summary_, 1, summary_type_, combine_, communicator_, &request));
   wait(request);
-  waiter_->check_aborted();  // as in read_proposals()
+  check_left();
   if (summary_.flags & Proposal::wants_times) {
     propose(mine, nullptr);
     return read_proposals();
@@ -116,32 +134,39 @@ std::vector<Proposal> MpiTransport::reduce_proposals(const Proposal& mine) {
 }
 
 void MpiTransport::propose(const Proposal& mine, const Request* next) {
-  my_message_.proposal = mine;
-  along_ = next ? small_group(*next, kMostAlong) : std::nullopt;
-  if (along_) along_->in.copy_to(my_message_.along, along_->in.left());
   messages_.resize(size());
-  constexpr int kBytes = sizeof(Message);
-  HVD_MPI(MPI_Iallgather(&my_message_, kBytes, MPI_BYTE, messages_.data(), kBytes, MPI_BYTE,
-                         communicator_, &agreeing_));
+  messages_[0].proposal = mine;
+  along_ = next ? small_group(*next, kMostAlong) : std::nullopt;
+  if (along_) along_->in.copy_to(messages_[0].along, along_->in.left());
+  agreeing_ = new_small_allgather(communicator_, messages_.data(), sizeof(Message), kTag);
 }
 
 bool MpiTransport::agreed_briefly() {
-  const auto start = Clock::now();
-  int done = 0;
-  while (true) {
-    HVD_MPI(MPI_Testall(1, &agreeing_, &done, MPI_STATUSES_IGNORE));
-    if (done || seconds_since(start) > kBriefSeconds) return done;
+  double end = 0;
+  for (int polls = 1; !agreeing_->done(); ++polls) {
+    if (agreeing_->advance() || polls % kPollsPerYield != 0) continue;
+    const double now = cpu_seconds();
+    if (end == 0) end = now + kBriefSeconds * std::log2(size());
+    if (now > end) return false;
     std::this_thread::yield();
   }
+  return true;
+}
+
+// For ranks that have come, but no longer wait.
+void MpiTransport::check_left() {
+  if (seconds_since(agreed_) > kLateSeconds) waiter_->check_aborted();
+  agreed_ = Clock::now();
 }
 
 std::vector<Proposal> MpiTransport::read_proposals() {
-  if (agreeing_ != MPI_REQUEST_NULL) wait(std::exchange(agreeing_, MPI_REQUEST_NULL));
-  waiter_->check_aborted();  // by a rank that had come, but no longer waits
+  wait(*agreeing_);
+  agreeing_.reset();
+  check_left();
   std::vector<Proposal> proposals;
-  for (const Message& message : messages_) {
-    proposals.push_back(message.proposal);
-    if (message.proposal.fingerprint != my_message_.proposal.fingerprint) along_.reset();
+  for (int r = 0; r < size(); ++r) {
+    proposals.push_back(message_of(r).proposal);
+    if (proposals.back().fingerprint != messages_[0].proposal.fingerprint) along_.reset();
   }
   return proposals;
 }
@@ -149,7 +174,7 @@ std::vector<Proposal> MpiTransport::read_proposals() {
 // Of the tensors that came with the proposals.
 void MpiTransport::sum_messages(const Request& request, DTypeGroup group) {
   std::vector<const void*> sources;
-  for (const Message& message : messages_) sources.push_back(message.along);
+  for (int r = 0; r < size(); ++r) sources.push_back(message_of(r).along);
   const int64_t bytes = group.out.left();
   chunk_.resize(bytes);
   loops().reduce(group.dtype, request.reduction, factors_of(request, size()), sources.data(),
@@ -174,9 +199,7 @@ void MpiTransport::allreduce(Request& request) {
             Allreduce::direct, communicator_,
             {chunk_.data(), bytes / size_of(group.dtype), group.dtype, request.reduction, factors},
             0);
-        MpiWaiter::Wait wait(*waiter_, waiting_);
-        wait.check();
-        while (!exchange_->done()) wait.turn(exchange_->advance());
+        wait(*exchange_);
       }
       group.out.copy_from(chunk_.data(), bytes);
     }

@@ -34,7 +34,7 @@ class MpiTransport : public KindTransport {
  public:
   // Up to so many ranks send each other their proposals, in one step: a reduction has several, each
   // of which may wait for a rank that is asleep.
-  static constexpr int kFewRanks = 16;
+  static constexpr int kFewRanks = 64;
 
   // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job. More than
   // `few` agree by a reduction; the same on all ranks.
@@ -87,7 +87,10 @@ class MpiTransport : public KindTransport {
   std::vector<Proposal> reduce_proposals(const Proposal& mine);
   void propose(const Proposal& mine, const Request* next);
   bool agreed_briefly();
+  void check_left();
   std::vector<Proposal> read_proposals();
+  const Message& message_of(int rank) const { return messages_[(rank + size() - rank_) % size()]; }
+  void wait(InterHostExchange& exchange);
 
   void sum_messages(const Request& request, DTypeGroup group);
   void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
@@ -103,10 +106,10 @@ class MpiTransport : public KindTransport {
   std::unique_ptr<MpiWaiter> waiter_;
   MPI_Datatype summary_type_;
   MPI_Op combine_;
-  Message my_message_{};  // these outlive an aborted agreement, since MPI still uses them
-  std::vector<Message> messages_;
+  std::vector<Message> messages_;  // from this rank's on; outlive an aborted agreement, for MPI
   Summary my_summary_, summary_;
-  MPI_Request agreeing_ = MPI_REQUEST_NULL;  // an exchange of messages
+  Clock::time_point agreed_ = Clock::now();      // when the last agreement was complete
+  std::unique_ptr<InterHostExchange> agreeing_;  // an exchange of messages
   std::optional<DTypeGroup> along_;          // sent with the last proposal, to be summed by run()
   std::vector<char> chunk_;                  // this rank's part of an allreduce, then its result
   std::vector<char> received_;               // what the other ranks sent of it, in rank order

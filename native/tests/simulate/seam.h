@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -135,6 +136,10 @@ struct steady_clock {
 inline int pthread_setname_np(pthread_t, const char*) { return 0; }
 inline int sched_yield() {
   std::this_thread::yield();
+  return 0;
+}
+inline int clock_gettime(clockid_t, timespec* time) {
+  *time = {0, std::chrono::steady_clock::now().time_since_epoch().count()};
   return 0;
 }
 inline ssize_t getrandom(void* bytes, size_t size, unsigned) {
