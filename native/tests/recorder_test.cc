@@ -110,9 +110,17 @@ Served served(const std::string& name, uint64_t bytes = 100) {
   return {"allreduce", name, bytes, now - milliseconds(51), now - milliseconds(1), now};
 }
 
+Agreement agreement(const std::vector<WaitTimes>& all_times) {
+  Agreement agreement;
+  for (size_t r = 0; r < all_times.size(); ++r)
+    agreement.add(Summary({0, 0, all_times[r]}, static_cast<int>(r)));
+  agreement.all_times = all_times;
+  return agreement;
+}
+
 void agreed(Recorder& recorder, const std::vector<Served>& requests,
             const std::vector<WaitTimes>& all_times = kPasts) {
-  recorder.agreed(0, {0, 1, 2}, {"a", "b", "c"}, requests, all_times);
+  recorder.agreed(0, {0, 1, 2}, {"a", "b", "c"}, requests, agreement(all_times));
 }
 
 void who_waits_least_came_last() {
@@ -136,7 +144,7 @@ void ranks_that_come_together_are_not_late() {
   Recorder recorder(0, 3);
   agreed(recorder, {served("x")}, {{1000, 0, 0}, {90'000, 0, 0}, {50'000, 0, 0}});
   Recorder alone(0, 1);
-  alone.agreed(0, {0}, {"a"}, {served("x")}, {{1'000'000, 0, 0}});
+  alone.agreed(0, {0}, {"a"}, {served("x")}, agreement({{1'000'000, 0, 0}}));
   CHECK_EQ(count(recorder.stats(), "\"last\": 0"), size_t{3});
   CHECK_EQ(count(alone.stats(), "\"last\": 0"), size_t{1});
 }

@@ -17,13 +17,13 @@ PROGRAM = "tests/simulate_test"
 CPU, ENGINE = "native/core/cpu", "native/core/engine"
 # File, text that is there once, and what takes its place.
 MUTANTS = (
-    (f"{ENGINE}/engine.cc", "if (!equal(proposals, head)) return negotiate();", ""),
+    (f"{ENGINE}/engine.cc", "if (!agreement->all_propose(head)) return negotiate();", ""),
     (
         f"{ENGINE}/engine.cc",
-        "!proposals.empty() && equal(proposals, head.fingerprint)",
-        "!proposals.empty()",
+        "agreement && agreement->all_propose(head.fingerprint)",
+        "agreement",
     ),
-    (f"{ENGINE}/engine.cc", "agreed_ = std::move(proposals);", ""),
+    (f"{ENGINE}/engine.cc", "agreed_ = std::move(agreement);", ""),
     (f"{ENGINE}/negotiation.cc", "    if (row.reduces)\n", "    if (row.has_root)\n"),
     (
         f"{ENGINE}/agreement.cc",
@@ -39,12 +39,17 @@ MUTANTS = (
         "while (!notice.complete()) {}",
     ),
     (f"{CPU}/mpi_wait.cc", "waits_in_[r] < step_", "waits_in_[r] > step_"),
-    (f"{CPU}/mpi_transport.cc", "waiter_->check_aborted();  // by", "// by"),
+    (f"{CPU}/mpi_transport.cc", "> kLateSeconds) waiter_->check_aborted();", "< 0);"),
+    (f"{CPU}/mpi_transport.cc", "if (all.least != all.most) along_.reset();", ""),
+    (f"{CPU}/cluster_transport.cc", "if (all.least != all.most) along_.reset();", ""),
     (
-        f"{CPU}/mpi_transport.cc",
-        "!= my_message_.proposal.fingerprint) along_.reset()",
-        "== 0) along_.reset()",
+        f"{CPU}/cluster_transport.cc",
+        "if (counters.least(HostCounters::arrived) < published - 1) return false;",
+        "",
     ),
+    (f"{CPU}/cluster_transport.cc", "sums_all(request) ? Allreduce::direct :", ""),
+    (f"{CPU}/inter_host.cc", "if (has_received) all_.add(received_);", ""),
+    (f"{CPU}/inter_host.cc", "std::min(have, size_ - have)", "std::max(1, have / 2)"),
     (
         f"{CPU}/kind_transport.cc",
         "std::count(failed.begin(), failed.end(), 0) == size()",

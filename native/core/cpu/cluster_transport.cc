@@ -32,6 +32,9 @@ constexpr int kManyRanks = 256;
 // Differs from the tag of MpiTransport's messages.
 constexpr int kTag = 1;
 
+// Differs from those of chunks.
+constexpr int kAgreementTag = 1000;
+
 // The messages of one chunk between this rank and its partners on other hosts. Each pair of ranks
 // has one message per chunk at most, in the order of the chunks, so that one tag is enough.
 class ChunkMessages : public InterHostExchange {
@@ -74,8 +77,9 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   std::string why;
   try {
     const SharedMemory::Area slot = {full_chunk_bytes_ + kGapBytes, kSmallBytes};
-    memory_ = std::make_unique<SharedMemory>(host, neighbours,
-                                             std::vector<SharedMemory::Area>(kWindow, slot));
+    std::vector<SharedMemory::Area> areas(kWindow, slot);
+    areas.push_back({kSmallBytes, kSmallBytes});
+    memory_ = std::make_unique<SharedMemory>(host, neighbours, areas);
   } catch (const std::runtime_error& error) {
     why = error.what();
   }
@@ -85,6 +89,8 @@ ClusterTransport::ClusterTransport(std::unique_ptr<MpiTransport>* mpi, MPI_Comm 
   // By the number of the host, so that all slices are summed in the same order.
   HVD_MPI(
       MPI_Comm_split(all, local_rank_ < leaders_ ? local_rank_ : MPI_UNDEFINED, host_, &across_));
+  if (local_rank_ == 0)
+    proposals_ = std::make_unique<ProposalExchange>(across_, (*mpi)->few(), kAgreementTag);
   mpi_ = std::move(*mpi);
 }
 
@@ -113,6 +119,91 @@ void ClusterTransport::number_hosts(const MpiTransport& mpi, MPI_Comm host) {
 
 ClusterTransport::~ClusterTransport() {
   if (across_ != MPI_COMM_NULL) HVD_MPI(MPI_Comm_free(&across_));
+}
+
+// What a rank gives to the first one of its host, and what that gives to all.
+struct ClusterTransport::Shared {
+  ProposalExchange::Message mine, all;
+};
+
+ClusterTransport::Shared& ClusterTransport::shared(int local_rank) const {
+  static_assert(sizeof(Shared) <= kSmallBytes);
+  return *reinterpret_cast<Shared*>(memory_->area(local_rank, kWindow));
+}
+
+// Whether the tensors of a request may travel with the proposals.
+bool ClusterTransport::sums_all(const Request& request) const {
+  return hosts_ <= mpi_->few() && small_group(request, ProposalExchange::kMostAlong);
+}
+
+std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Request* next,
+                                                 const Waiting& waiting) {
+  if (!waiting && !MpiTransport::is_brief(*next)) return {};
+  if (!proposed_) {
+    begin(waiting);
+    propose(mine, next);
+  }
+  waiting_ = waiting;
+  const auto poll = [&] { return has_agreed(next); };
+  if (!waiting && !done_briefly(size(), poll)) return {};
+  if (waiting) {
+    MpiWaiter::Wait wait(mpi_->waiter(), waiting_);
+    wait.check();
+    while (!poll()) wait.turn(false);
+  }
+  const Summary all = shared(0).all.summary;
+  if (!waiting && all.flags & Proposal::wants_times) return {};
+  proposed_ = false;
+  if (all.least != all.most) along_.reset();
+  return mpi_->agreed(all, mine, waiting);
+}
+
+void ClusterTransport::propose(const Proposal& mine, const Request* next) {
+  ProposalExchange::Message& message = shared(local_rank_).mine;
+  message.summary = Summary(mine, rank());
+  along_ = next && sums_all(*next) ? small_group(*next, ProposalExchange::kMostAlong)
+                                   : std::nullopt;
+  if (along_) along_->in.copy_to(message.along, along_->in.left());
+  memory_->counters().advance(HostCounters::arrived, 2 * agreements_++ + 1);
+  proposed_ = true;
+}
+
+// Each rank's counter of arrivals is odd from its proposal on; that of the first rank is even again
+// when it has published what all propose. Nobody writes anything new before all have read it.
+bool ClusterTransport::has_agreed(const Request* next) {
+  HostCounters& counters = memory_->counters();
+  const uint64_t published = 2 * agreements_;
+  if (counters.least(HostCounters::arrived, 1) >= published) return true;
+  if (local_rank_ != 0) return false;
+  std::pair<Factors, Factors> factors;
+  if (along_) factors = factors_of_stages(*next, along_->dtype, Allreduce::direct);
+  std::vector<const void*> terms;
+  const auto sum = [&](const Factors& scaled, char* out) {
+    if (along_)
+      loops().reduce(along_->dtype, next->reduction, scaled, terms.data(),
+                     static_cast<int>(terms.size()), along_->out.left() / size_of(along_->dtype),
+                     out);
+  };
+  if (!proposals_->started()) {
+    if (counters.least(HostCounters::arrived) < published - 1) return false;
+    ProposalExchange::Message& host = proposals_->mine();
+    host.summary = Summary();
+    for (int r = 0; r < local_size_; ++r) {
+      host.summary.add(shared(r).mine.summary);
+      terms.push_back(shared(r).mine.along);
+    }
+    sum(factors.first, host.along);
+    proposals_->start();
+  }
+  proposals_->advance();
+  if (!proposals_->done()) return false;
+  terms.clear();
+  for (int h = 0; h < hosts_ && along_; ++h) terms.push_back(proposals_->along(h));
+  sum(factors.second, shared(0).all.along);
+  shared(0).all.summary = proposals_->all();
+  proposals_->end();
+  counters.advance(HostCounters::arrived, published);
+  return true;
 }
 
 char* ClusterTransport::slot(int local_rank, uint64_t chunk) const {
@@ -160,8 +251,11 @@ void ClusterTransport::in_chunks(int64_t count, int leaders, const Pack& pack, c
 }
 
 void ClusterTransport::allreduce(Request& request) {
-  // Whether or not its tensors came with the proposals: the bits must not depend on that.
-  if (mpi_->sums_all(request)) return mpi_->allreduce(request);
+  if (along_) {
+    along_->out.copy_from(shared(0).all.along, along_->out.left());
+    along_.reset();
+    return;
+  }
   for (DTypeGroup& group : by_dtype(request)) {
     const int64_t width = size_of(group.dtype), total = group.in.left();
     make_room(total);
@@ -212,10 +306,12 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
   std::vector<const void*> sources;
   for (int r = 0; r < local_size_; ++r) sources.push_back(slot(r, chunk) + begin * size_of(dtype));
   char* sum = slot(local_rank_, chunk) + begin * size_of(dtype);
-  const auto [within, between] = factors_of_stages(request, dtype, algorithm_);
+  // The bits must not depend on whether tensors travel with the proposals.
+  const Allreduce algorithm = sums_all(request) ? Allreduce::direct : algorithm_;
+  const auto [within, between] = factors_of_stages(request, dtype, algorithm);
   loops().reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
   in_flight_.push_back(new_inter_host_allreduce(
-      algorithm_, across_, {sum, end - begin, dtype, request.reduction, between},
+      algorithm, across_, {sum, end - begin, dtype, request.reduction, between},
       static_cast<int>(2 * (chunk % kWindow))));
 }
 

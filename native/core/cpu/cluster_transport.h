@@ -12,13 +12,15 @@
 // the next is packed and the previous one unpacked. The bytes between hosts do not grow with the
 // ranks of a host. Counters in shared memory show each rank's progress.
 //
-// Reducescatter and allgather work likewise: each rank has a partner on
+// Agreements, with tiny sums, go the same way: through shared memory to the first rank of each host,
+// between these, and back. Reducescatter and allgather work likewise, too: each rank has a partner on
 // each other host, and each host sends its sum of a piece, or a piece, once. All other collectives
-// go over MPI, from rank to rank, and tiny allreduces with the proposals (mpi_transport.h).
+// go over MPI, from rank to rank.
 #pragma once
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -42,10 +44,8 @@ class ClusterTransport : public KindTransport {
   const std::vector<int>& ranks() const override { return mpi_->ranks(); }
   int rank() const override { return mpi_->rank(); }
   const std::string& host(int rank) const override { return mpi_->host(rank); }
-  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
-                              const Waiting& waiting) override {
-    return mpi_->agree(mine, next, waiting);
-  }
+  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
+                                 const Waiting& waiting) override;
   Transport* mpi() override { return mpi_.get(); }
   void abort(const std::string& why) override { mpi_->abort(why); }
   void check_aborted() override { mpi_->check_aborted(); }
@@ -71,6 +71,11 @@ class ClusterTransport : public KindTransport {
   void gather_tensor(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
 
  private:
+  struct Shared;
+  Shared& shared(int local_rank) const;
+  bool sums_all(const Request& request) const;
+  void propose(const Proposal& mine, const Request* next);
+  bool has_agreed(const Request* next);
   void number_hosts(const MpiTransport& mpi, MPI_Comm host);
   char* slot(int local_rank, uint64_t chunk) const;
   int partner(int rank, int host) const;
@@ -97,6 +102,10 @@ class ClusterTransport : public KindTransport {
   int64_t chunk_bytes_ = 0;                // of each slot, committed on all ranks
   int64_t full_chunk_bytes_ = 0;           // of a slot
   uint64_t chunks_ = 0;                    // of all requests so far
+  uint64_t agreements_ = 0;
+  bool proposed_ = false;                  // and has not read what all have
+  std::optional<DTypeGroup> along_;        // sent with the last proposal, to be summed by run()
+  std::unique_ptr<ProposalExchange> proposals_;  // of this host, by its first rank
   std::unique_ptr<SharedMemory> memory_;
   std::unique_ptr<MpiTransport> mpi_;
   // Outlives an aborted request, since MPI still uses its memory.

@@ -106,26 +106,28 @@ char* HostTransport::sent_along(int rank, bool in_slots) const {
   return slot(rank, place / kPlacesPerSlot) + place % kPlacesPerSlot * kMostAlong;
 }
 
-std::vector<Proposal> HostTransport::read_proposals() {
-  std::vector<Proposal> all(size());
+Agreement HostTransport::read_proposals() {
+  Agreement all;
   sources_.resize(size());
   for (int r = 0; r < size(); ++r) {
     Head head;
     std::memcpy(&head, small_slot(r, proposal_step_), sizeof head);
-    all[r] = head.proposal;
+    all.add(Summary(head.proposal, r));
     sources_[r] = sent_along(r, head.in_slots);
+  }
+  for (int r = 0; r < size() && all.flags & Proposal::wants_times; ++r) {
+    Head head;
+    std::memcpy(&head, small_slot(r, proposal_step_), sizeof head);
+    all.all_times.push_back(head.proposal.wait_times);
   }
   proposed_ = false;
   slot_use_ = SlotUse::none;
-  const bool equal = std::all_of(all.begin(), all.end(), [&](const Proposal& other) {
-    return other.fingerprint == all[0].fingerprint;
-  });
-  if (!equal) along_.reset();
+  if (all.least != all.most) along_.reset();
   return all;
 }
 
-std::vector<Proposal> HostTransport::agree(const Proposal& mine, const Request* next,
-                                           const Waiting& waiting) {
+std::optional<Agreement> HostTransport::agree(const Proposal& mine, const Request* next,
+                                              const Waiting& waiting) {
   const bool at_once = !waiting;
   if (at_once && (next->kind != Kind::allreduce || next->device != kOnHost ||
                   input_bytes(*next) > kMostAtOnce))

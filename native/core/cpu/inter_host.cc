@@ -100,38 +100,6 @@ class Direct : public InterHostExchange {
   bool gathering_ = false;
 };
 
-class SmallAllgather : public InterHostExchange {
- public:
-  SmallAllgather(MPI_Comm ranks, void* blocks, int64_t bytes, int tag)
-      : InterHostExchange(ranks), blocks_(static_cast<char*>(blocks)), bytes_(bytes), tag_(tag) {
-    HVD_MPI(MPI_Comm_rank(ranks, &rank_));
-    HVD_MPI(MPI_Comm_size(ranks, &size_));
-    step();
-  }
-
-  bool advance() override {
-    if (done_ || !all_complete()) return false;
-    step();
-    return true;
-  }
-
- private:
-  // Each step doubles the blocks that a rank has.
-  void step() {
-    done_ = have_ == size_;
-    const int64_t bytes = bytes_ * std::min(have_, size_ - have_);
-    receive(blocks_ + have_ * bytes_, bytes, (rank_ + have_) % size_, tag_);
-    send(blocks_, bytes, (rank_ + size_ - have_) % size_, tag_);
-    have_ = std::min(2 * have_, size_);
-  }
-
-  char* const blocks_;
-  const int64_t bytes_;
-  const int tag_;
-  int rank_ = 0, size_ = 0;
-  int have_ = 1;
-};
-
 std::vector<int> range(int first, int end) {
   std::vector<int> numbers(end - first);
   std::iota(numbers.begin(), numbers.end(), first);
@@ -154,6 +122,69 @@ struct Groups {
 
 }  // namespace
 
+ProposalExchange::ProposalExchange(MPI_Comm hosts, int few, int tag)
+    : Messages(hosts), few_(few), tag_(tag) {
+  HVD_MPI(MPI_Comm_rank(hosts, &host_));
+  HVD_MPI(MPI_Comm_size(hosts, &size_));
+  messages_.resize(is_few() ? size_ : 1);
+}
+
+void ProposalExchange::start() {
+  started_ = true;
+  done_ = false;
+  step_ = 0;
+  is_few() ? step_of_few() : step_of_many();
+}
+
+bool ProposalExchange::advance() {
+  if (done_ || !all_complete()) return false;
+  is_few() ? step_of_few() : step_of_many();
+  return true;
+}
+
+Summary ProposalExchange::all() const {
+  if (!is_few()) return all_;
+  Summary all;
+  for (const Message& message : messages_) all.add(message.summary);
+  return all;
+}
+
+// Each step doubles the messages that a host has.
+void ProposalExchange::step_of_few() {
+  const int have = 1 << step_++;
+  if (have >= size_) {
+    done_ = true;
+    return;
+  }
+  const int64_t bytes = std::min(have, size_ - have) * static_cast<int64_t>(sizeof(Message));
+  receive(&messages_[have], bytes, (host_ + have) % size_, tag_);
+  send(messages_.data(), bytes, (host_ + size_ - have) % size_, tag_);
+}
+
+// Hosts beyond a power of two give their summary to others, and get that of all in the end.
+void ProposalExchange::step_of_many() {
+  const int levels = std::ilogb(size_), power = 1 << levels, beyond = size_ - power;
+  const auto exchange = [this](bool sends, bool receives, int other) {
+    sent_ = all_;
+    if (receives) receive(&received_, sizeof received_, other, tag_);
+    if (sends) send(&sent_, sizeof sent_, other, tag_);
+  };
+  const int step = step_++;
+  if (step == 0) all_ = mine().summary;
+  if (host_ >= power) {
+    if (step == 0) return exchange(true, true, host_ - power);
+    all_ = received_;
+    done_ = true;
+    return;
+  }
+  const bool has_received = step == 1 ? host_ < beyond : step > 1 && step <= levels + 1;
+  if (has_received) all_.add(received_);
+  if (step == 0 && host_ < beyond) exchange(false, true, host_ + power);
+  if (step > 0 && step <= levels) exchange(true, true, host_ ^ (1 << (step - 1)));
+  if (step == levels + 1 && host_ < beyond) exchange(true, false, host_ + power);
+  done_ = step == levels + 2;
+}
+
 // A grid is the direct exchange within groups of hosts, and of their sums between groups: four
 // latencies, and some 4 sqrt(H) messages to as many hosts in place of 2(H - 1). Where groups differ
 // in size, their leaders move up to (1 + 1/(2 sqrt(H))) times the least bytes.
@@ -171,11 +202,6 @@ std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm,
   for (int g = 0; g < groups.count; ++g) beyond.push_back(groups.first(g) + host - first);
   return std::make_unique<Direct>(hosts, range(first, groups.first(group + 1)), slice, tag,
                                   groups.columns, std::move(beyond));
-}
-
-std::unique_ptr<InterHostExchange> new_small_allgather(MPI_Comm ranks, void* blocks, int64_t bytes,
-                                                       int tag) {
-  return std::make_unique<SmallAllgather>(ranks, blocks, bytes, tag);
 }
 
 int most_rounded(Allreduce algorithm, int hosts) {

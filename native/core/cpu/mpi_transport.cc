@@ -21,14 +21,6 @@ constexpr int64_t kChunkBytes = 4 << 20;
 // although it moves more bytes.
 constexpr int64_t kSmallBytes = 16 << 10;
 
-// How long a thread that submits waits for the other ranks, per step of the exchange of proposals:
-// some latencies of a network. While other threads use its core, the time does not count: ranks that
-// share a core need longer.
-constexpr double kBriefSeconds = 200e-6;
-
-// MPI itself yields to other ranks where it knows that they share a core, so this is for others.
-constexpr int kPollsPerYield = 16;
-
 // A rank can have given up what the others complete only if it waited for the last of them.
 constexpr double kLateSeconds = 10e-3;
 
@@ -36,6 +28,12 @@ constexpr double kLateSeconds = 10e-3;
 constexpr int kTag = 2;
 
 constexpr int64_t kPieceBytes = Messages::kPieceBytes;
+
+MPI_Comm duplicate(MPI_Comm communicator) {
+  MPI_Comm own;
+  HVD_MPI(MPI_Comm_dup(communicator, &own));
+  return own;
+}
 
 std::string host_name() {
   char name[MPI_MAX_PROCESSOR_NAME];
@@ -47,21 +45,18 @@ std::string host_name() {
 }  // namespace
 
 MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int few)
-    : ranks_(std::move(ranks)), few_(few) {
-  HVD_MPI(MPI_Comm_dup(communicator, &communicator_));
+    : ranks_(std::move(ranks)),
+      few_(few),
+      communicator_(duplicate(communicator)),
+      proposals_(communicator_, few, kTag) {
   HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
   others_ = others(rank_, size());
-  HVD_MPI(MPI_Type_contiguous(sizeof(Summary) / sizeof(uint64_t), MPI_UINT64_T, &summary_type_));
-  HVD_MPI(MPI_Type_commit(&summary_type_));
-  HVD_MPI(MPI_Op_create(combine, 1, &combine_));
   waiter_ = std::make_unique<MpiWaiter>(communicator_, ranks_);
   hosts_ = gather(host_name(), [](double, const std::vector<int>&) { return std::string(); });
 }
 
 MpiTransport::~MpiTransport() {
   waiter_.reset();
-  HVD_MPI(MPI_Op_free(&combine_));
-  HVD_MPI(MPI_Type_free(&summary_type_));
   HVD_MPI(MPI_Comm_free(&communicator_));
 }
 
@@ -70,111 +65,60 @@ void MpiTransport::wait(MPI_Request request) {
   waiter_->wait(one, waiting_);
 }
 
-void MpiTransport::wait(InterHostExchange& exchange) {
+template <typename Exchange>
+void MpiTransport::wait(Exchange& exchange) {
   MpiWaiter::Wait wait(*waiter_, waiting_);
   wait.check();
   while (!exchange.done()) wait.turn(exchange.advance());
 }
 
-std::vector<Proposal> MpiTransport::agree(const Proposal& mine, const Request* next,
-                                          const Waiting& waiting) {
-  if (!waiting && !sums_all(*next)) return {};
-  if (size() == 1) return {mine};
+std::optional<Agreement> MpiTransport::agree(const Proposal& mine, const Request* next,
+                                             const Waiting& waiting) {
+  if (!waiting && !is_brief(*next)) return {};
   waiting_ = waiting;
-  if (size() > few_) {
-    waiter_->next_step();
-    return reduce_proposals(mine);
-  }
-  if (!agreeing_) {
-    waiter_->next_step();
-    propose(mine, next);
-  }
-  if (!waiting && !agreed_briefly()) return {};
-  return read_proposals();
+  if (!proposals_.started()) propose(mine, next);
+  const auto poll = [this] { return proposals_.done() || (proposals_.advance(), proposals_.done()); };
+  if (!waiting && !done_briefly(size(), poll)) return {};
+  if (waiting) wait(proposals_);
+  const Summary all = proposals_.all();
+  if (!waiting && all.flags & Proposal::wants_times) return {};
+  proposals_.end();
+  if (all.least != all.most) along_.reset();
+  return agreed(all, mine, waiting);
 }
 
-bool MpiTransport::sums_all(const Request& request) const {
-  return size() > 1 && size() <= few_ && small_group(request, kMostAlong);
-}
-
-void MpiTransport::combine(void* in, void* inout, int* count, MPI_Datatype*) {
-  const Summary* const other = static_cast<const Summary*>(in);
-  Summary* const summary = static_cast<Summary*>(inout);
-  for (int i = 0; i < *count; ++i) {
-    Summary& into = summary[i];
-    const Summary& from = other[i];
-    into.least = std::min(into.least, from.least);
-    into.most = std::max(into.most, from.most);
-    into.flags |= from.flags;
-    const auto earlier = std::min(std::pair(into.waited_least, into.first),
-                                  std::pair(from.waited_least, from.first));
-    into.waited_least = earlier.first;
-    into.first = earlier.second;
-    into.waited += from.waited;
-  }
-}
-
-std::vector<Proposal> MpiTransport::reduce_proposals(const Proposal& mine) {
-  const uint64_t print = mine.fingerprint, waited = mine.wait_times.waited_ns;
-  my_summary_ = {print, print, mine.flags, waited, static_cast<uint64_t>(rank_), waited};
-  MPI_Request request;
-  HVD_MPI(
-      MPI_Iallreduce(&my_summary_, &summary_, 1, summary_type_, combine_, communicator_, &request));
-  wait(request);
-  check_left();
-  if (summary_.flags & Proposal::wants_times) {
-    propose(mine, nullptr);
-    return read_proposals();
-  }
-  const uint64_t mean = (summary_.waited - summary_.waited_least) / (size() - 1);
-  const uint64_t others = summary_.least != print ? summary_.least : summary_.most;
-  std::vector<Proposal> proposals(size(), {others, summary_.flags, {mean, 0, 0}});
-  proposals[summary_.first].wait_times.waited_ns = summary_.waited_least;
-  return proposals;
+// Whether a request takes little longer than to wake the engine's thread and to be woken by it.
+bool MpiTransport::is_brief(const Request& request) {
+  return request.kind == Kind::allreduce && request.device == kOnHost &&
+         input_bytes(request) <= kSmallBytes;
 }
 
 void MpiTransport::propose(const Proposal& mine, const Request* next) {
-  messages_.resize(size());
-  messages_[0].proposal = mine;
-  along_ = next ? small_group(*next, kMostAlong) : std::nullopt;
-  if (along_) along_->in.copy_to(messages_[0].along, along_->in.left());
-  agreeing_ = new_small_allgather(communicator_, messages_.data(), sizeof(Message), kTag);
+  waiter_->next_step();
+  ProposalExchange::Message& message = proposals_.mine();
+  message.summary = Summary(mine, rank_);
+  along_ = next && proposals_.is_few() ? small_group(*next, ProposalExchange::kMostAlong)
+                                       : std::nullopt;
+  if (along_) along_->in.copy_to(message.along, along_->in.left());
+  proposals_.start();
 }
 
-bool MpiTransport::agreed_briefly() {
-  double end = 0;
-  for (int polls = 1; !agreeing_->done(); ++polls) {
-    if (agreeing_->advance() || polls % kPollsPerYield != 0) continue;
-    const double now = cpu_seconds();
-    if (end == 0) end = now + kBriefSeconds * std::log2(size());
-    if (now > end) return false;
-    std::this_thread::yield();
-  }
-  return true;
-}
-
-// For ranks that have come, but no longer wait.
-void MpiTransport::check_left() {
+Agreement MpiTransport::agreed(const Summary& all, const Proposal& mine, const Waiting& waiting) {
+  // Some may have come, but no longer wait.
   if (seconds_since(agreed_) > kLateSeconds) waiter_->check_aborted();
   agreed_ = Clock::now();
-}
-
-std::vector<Proposal> MpiTransport::read_proposals() {
-  wait(*agreeing_);
-  agreeing_.reset();
-  check_left();
-  std::vector<Proposal> proposals;
-  for (int r = 0; r < size(); ++r) {
-    proposals.push_back(message_of(r).proposal);
-    if (proposals.back().fingerprint != messages_[0].proposal.fingerprint) along_.reset();
+  Agreement agreement{all, {}};
+  if (all.flags & Proposal::wants_times) {
+    begin(waiting);
+    agreement.all_times = share_numbers<WaitTimes>({mine.wait_times});
   }
-  return proposals;
+  return agreement;
 }
 
 // Of the tensors that came with the proposals.
 void MpiTransport::sum_messages(const Request& request, DTypeGroup group) {
   std::vector<const void*> sources;
-  for (int r = 0; r < size(); ++r) sources.push_back(message_of(r).along);
+  for (int r = 0; r < size(); ++r) sources.push_back(proposals_.along(r));
   const int64_t bytes = group.out.left();
   chunk_.resize(bytes);
   loops().reduce(group.dtype, request.reduction, factors_of(request, size()), sources.data(),

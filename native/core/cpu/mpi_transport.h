@@ -10,8 +10,7 @@
 // repeats them, whatever algorithms MPI picks.
 //
 // The tensors of a tiny allreduce travel with the proposals of few ranks, and every rank sums all
-// of them. Many ranks agree by one reduction, whose steps grow with the logarithm of their number;
-// only if a rank wants all times, all get all proposals.
+// of them. The steps of an agreement grow with the logarithm of the ranks' number.
 //
 // Nothing blocks in MPI: each wait can end with an error that names who is missing.
 #pragma once
@@ -32,12 +31,11 @@ namespace hvd {
 
 class MpiTransport : public KindTransport {
  public:
-  // Up to so many ranks send each other their proposals, in one step: a reduction has several, each
-  // of which may wait for a rank that is asleep.
+  // Up to so many ranks, or hosts, get the tiny tensors of all.
   static constexpr int kFewRanks = 64;
 
-  // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job. More than
-  // `few` agree by a reduction; the same on all ranks.
+  // Duplicates the communicator, collectively. `ranks` are its members' ranks in the job; `few` is
+  // the same on all ranks.
   MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int few = kFewRanks);
   ~MpiTransport() override;
 
@@ -46,8 +44,11 @@ class MpiTransport : public KindTransport {
   const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
   const std::string& host(int rank) const override { return hosts_[rank]; }
-  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
-                              const Waiting& waiting) override;
+  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
+                                 const Waiting& waiting) override;
+  // The end of an agreement, once this is known of all.
+  Agreement agreed(const Summary& all, const Proposal& mine, const Waiting& waiting);
+
   Transport* mpi() override { return this; }
   void abort(const std::string& why) override { waiter_->abort(why); }
   void check_aborted() override { waiter_->check_aborted(); }
@@ -57,8 +58,8 @@ class MpiTransport : public KindTransport {
     waiting_ = waiting;
   }
   void allreduce(Request& request) override;
-  // Whether every rank sums all of an allreduce, in rank order.
-  bool sums_all(const Request& request) const;
+  int few() const { return few_; }
+  static bool is_brief(const Request& request);
   void broadcast(Request& request) override;
   void reducescatter(const Request& request, size_t i) override;
   void gather_bytes(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
@@ -67,35 +68,14 @@ class MpiTransport : public KindTransport {
                                         const Waiting& waiting) override;
 
  private:
-  // What a reduction makes of proposals.
-  struct Summary {
-    uint64_t least, most;   // fingerprint
-    uint64_t flags;         // of any
-    uint64_t waited_least;  // nanoseconds
-    uint64_t first;         // rank of the set that waited so long
-    uint64_t waited;        // by all together
-  };
-  static void combine(void* in, void* inout, int* count, MPI_Datatype* type);
-
-  // What travels with proposals, at most: larger requests pay for these bytes, too.
-  static constexpr int64_t kMostAlong = 128;
-  struct Message {
-    Proposal proposal;
-    alignas(8) char along[kMostAlong];
-  };
-
-  std::vector<Proposal> reduce_proposals(const Proposal& mine);
   void propose(const Proposal& mine, const Request* next);
-  bool agreed_briefly();
-  void check_left();
-  std::vector<Proposal> read_proposals();
-  const Message& message_of(int rank) const { return messages_[(rank + size() - rank_) % size()]; }
-  void wait(InterHostExchange& exchange);
 
   void sum_messages(const Request& request, DTypeGroup group);
   void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
                       char* out);
   void wait(MPI_Request request);
+  template <typename Exchange>
+  void wait(Exchange& exchange);
 
   const std::vector<int> ranks_;
   const int few_;
@@ -104,12 +84,8 @@ class MpiTransport : public KindTransport {
   std::vector<int> others_;
   std::vector<std::string> hosts_;
   std::unique_ptr<MpiWaiter> waiter_;
-  MPI_Datatype summary_type_;
-  MPI_Op combine_;
-  std::vector<Message> messages_;  // from this rank's on; outlive an aborted agreement, for MPI
-  Summary my_summary_, summary_;
-  Clock::time_point agreed_ = Clock::now();      // when the last agreement was complete
-  std::unique_ptr<InterHostExchange> agreeing_;  // an exchange of messages
+  Clock::time_point agreed_ = Clock::now();  // when the last agreement was complete
+  ProposalExchange proposals_;
   std::optional<DTypeGroup> along_;          // sent with the last proposal, to be summed by run()
   std::vector<char> chunk_;                  // this rank's part of an allreduce, then its result
   std::vector<char> received_;               // what the other ranks sent of it, in rank order

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -25,6 +26,14 @@ constexpr double kLongSeconds = 1.0;
 
 // How long a rank that aborts lets MPI send the reason.
 constexpr double kSendReasonSeconds = 0.1;
+
+// How long a thread that submits waits for the other ranks, per step of an exchange: some latencies
+// of a network. While other threads use its core, the time does not count: ranks that share a core
+// need longer.
+constexpr double kBriefSeconds = 200e-6;
+
+// MPI itself yields to other ranks where it knows that they share a core, so this is for others.
+constexpr int kPollsPerYield = 16;
 
 constexpr int kWaits = 1;    // the step's number
 constexpr int kAborted = 2;  // the reason
@@ -89,6 +98,18 @@ bool Messages::all_complete() {
                       MPI_STATUSES_IGNORE));
   if (complete) requests_.clear();
   return complete != 0;
+}
+
+bool done_briefly(int ranks, const std::function<bool()>& poll) {
+  double end = 0;
+  for (int polls = 1; !poll(); ++polls) {
+    if (polls % kPollsPerYield != 0) continue;
+    const double now = cpu_seconds();
+    if (end == 0) end = now + kBriefSeconds * std::log2(ranks);
+    if (now > end) return false;
+    std::this_thread::yield();
+  }
+  return true;
 }
 
 std::vector<int> others(int rank, int size) {

@@ -56,6 +56,9 @@ class Messages {
   std::vector<MPI_Request> requests_;
 };
 
+// Polls for some latencies of a network, for an exchange of so many ranks. False: it is not done.
+bool done_briefly(int ranks, const std::function<bool()>& poll);
+
 // The other ones of some ranks. Each starts with a different one, so that none receives from all at
 // once.
 std::vector<int> others(int rank, int size);

@@ -81,28 +81,23 @@ void Engine::submit(Request request) {
   finish(late, status);
 }
 
-bool Engine::equal(const std::vector<Proposal>& proposals, uint64_t fingerprint) const {
-  return std::all_of(proposals.begin(), proposals.end(),
-                     [&](const Proposal& proposal) { return proposal.fingerprint == fingerprint; });
-}
-
 // On a thread that submits. What is not done at once is left to the engine's thread.
 void Engine::serve_at_once(const Entry& head) {
   std::optional<Entry> entry;
   Status status;
   try {
     const StandardArithmetic as_in_the_engines_thread;
-    std::vector<Proposal> proposals;
+    std::optional<Agreement> agreement;
     all_or_abort([&] {
       check_other_sets();
-      proposals = transport_->agree(history_.proposal(head.fingerprint), &head.request, {});
+      agreement = transport_->agree(history_.proposal(head.fingerprint), &head.request, {});
     });
-    if (!proposals.empty() && equal(proposals, head.fingerprint)) {
-      history_.agreed(proposals);
+    if (agreement && agreement->all_propose(head.fingerprint)) {
+      history_.agreed(*agreement);
       entry = take_head();
       status = run(*entry);
     } else {
-      agreed_ = std::move(proposals);
+      agreed_ = std::move(agreement);
     }
   } catch (const Aborted& why) {  // which the engine's thread will get from its next call, too
     if (entry) status = aborted(*entry, why);
@@ -132,8 +127,8 @@ void Engine::loop() try {
 bool Engine::serve_next() {
   const Entry* const entry = wait_for_head();
   const uint64_t head = entry ? entry->fingerprint : kLeaving;
-  std::vector<Proposal> proposals = std::exchange(agreed_, {});
-  if (proposals.empty()) {
+  std::optional<Agreement> agreement = std::exchange(agreed_, {});
+  if (!agreement) {
     check_other_sets();
     const Proposal mine = history_.proposal(head);
     const auto waiting = [&](double seconds, const std::vector<int>& missing) -> std::string {
@@ -141,10 +136,10 @@ bool Engine::serve_next() {
       return watch(seconds, [&] { return head_waits_for(missing); });
     };
     const bool runs = entry && entry->problem.empty();
-    proposals = transport_->agree(mine, runs ? &entry->request : nullptr, waiting);
+    agreement = transport_->agree(mine, runs ? &entry->request : nullptr, waiting);
   }
-  history_.agreed(proposals);
-  if (!equal(proposals, head)) return negotiate();
+  history_.agreed(*agreement);
+  if (!agreement->all_propose(head)) return negotiate();
   if (head != kLeaving) {
     serve(take_head());
     return true;

@@ -79,7 +79,6 @@ class Engine {
   bool serve_next();
   const Entry* wait_for_head();
   Entry take_head();
-  bool equal(const std::vector<Proposal>& proposals, uint64_t fingerprint) const;
   void serve_at_once(const Entry& head);
   void serve(Entry entry);
   Status run(Entry& entry);
@@ -129,7 +128,7 @@ class Engine {
   std::string why_stopped_;
 
   // Used by the thread that has set in_use_: the engine's, or one that submits.
-  std::vector<Proposal> agreed_;  // by a thread that submits, for the engine's
+  std::optional<Agreement> agreed_;  // by a thread that submits, for the engine's
   uint64_t served_ = 0;
   History history_;
   Clock::time_point last_progress_ = Clock::now();

@@ -136,23 +136,19 @@ void Recorder::served(const Served& request) {
 
 void Recorder::agreed(int process_set, const std::vector<int>& ranks,
                       const std::vector<std::string>& hosts, const std::vector<Served>& requests,
-                      const std::vector<WaitTimes>& all_times) {
-  // The rank that waited least arrived last; the others waited for it, on average this much longer.
-  const auto shortest = std::min_element(
-      all_times.begin(), all_times.end(),
-      [](const WaitTimes& a, const WaitTimes& b) { return a.waited_ns < b.waited_ns; });
-  uint64_t longer = 0;
-  for (const WaitTimes& wait_times : all_times)
-    longer += wait_times.waited_ns - shortest->waited_ns;
-  if (all_times.size() > 1) longer /= all_times.size() - 1;
-  const int last = longer < kTogetherNanoseconds ? -1 : ranks[shortest - all_times.begin()];
+                      const Agreement& agreement) {
+  // The others waited for the last rank, on average this much longer.
+  uint64_t longer = agreement.waited - agreement.waited_least * ranks.size();
+  if (ranks.size() > 1) longer /= ranks.size() - 1;
+  const int last = longer < kTogetherNanoseconds ? -1 : ranks[agreement.last];
 
   std::lock_guard<std::mutex> lock(mutex_);
   if (last >= 0) {
     ++ranks_[last].times;
     ranks_[last].ns += longer;
   }
-  if (file_.is_open()) draw(process_set, ranks, hosts, requests, all_times, last);
+  if (file_.is_open() && !agreement.all_times.empty())
+    draw(process_set, ranks, hosts, requests, agreement.all_times, last);
 }
 
 void Recorder::draw(int process_set, const std::vector<int>& ranks,
@@ -238,12 +234,9 @@ void History::served(const std::string& kind, const std::string& name, uint64_t 
   since_.push_back(request);
 }
 
-void History::agreed(const std::vector<Proposal>& proposals) {
-  if (!since_.empty()) {
-    std::vector<WaitTimes> all_times;
-    for (const Proposal& proposal : proposals) all_times.push_back(proposal.wait_times);
-    recorder_->agreed(process_set_, transport_.ranks(), hosts_, since_, all_times);
-  }
+void History::agreed(const Agreement& agreement) {
+  if (!since_.empty())
+    recorder_->agreed(process_set_, transport_.ranks(), hosts_, since_, agreement);
   past_ = {};
   since_.clear();
 }

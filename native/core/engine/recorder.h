@@ -63,9 +63,9 @@ class Recorder {
 
   void served(const Served& request);
   // The requests that the ranks (of the job) of a process set have served between two agreements,
-  // with each rank's wait times.
+  // with what the ranks tell of them in the second one.
   void agreed(int process_set, const std::vector<int>& ranks, const std::vector<std::string>& hosts,
-              const std::vector<Served>& requests, const std::vector<WaitTimes>& all_times);
+              const std::vector<Served>& requests, const Agreement& agreement);
 
  private:
   struct Counters {
@@ -120,8 +120,7 @@ class History {
   Proposal proposal(uint64_t fingerprint) const {
     return {fingerprint, recorder_->draws() ? Proposal::wants_times : uint64_t{0}, past_};
   }
-  // With the proposals of that agreement.
-  void agreed(const std::vector<Proposal>& proposals);
+  void agreed(const Agreement& agreement);
 
  private:
   const std::shared_ptr<Recorder> recorder_;

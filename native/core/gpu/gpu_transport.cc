@@ -115,8 +115,8 @@ auto GpuTransport::noting_aborts(const Call& call) {
 
 // Tensors of GPUs do not travel with proposals; those of the host may. Who submits those again and
 // again at once must still hear that a GPU has failed: the call with `waiting` says so.
-std::vector<Proposal> GpuTransport::agree(const Proposal& mine, const Request* next,
-                                          const Waiting& waiting) {
+std::optional<Agreement> GpuTransport::agree(const Proposal& mine, const Request* next,
+                                             const Waiting& waiting) {
   if (next && next->device != kOnHost) next = nullptr;
   if (!waiting && !next) return {};
   const std::string why = failure();
@@ -132,11 +132,9 @@ std::vector<Proposal> GpuTransport::agree(const Proposal& mine, const Request* n
     };
   }
   return noting_aborts([&] {
-    std::vector<Proposal> proposals = host_->agree(marked, next, watching);
-    if (!proposals.empty()) in_turns_ = false;
-    for (const Proposal& proposal : proposals)
-      in_turns_ = in_turns_ || (proposal.flags & Proposal::several_sets);
-    return proposals;
+    std::optional<Agreement> agreement = host_->agree(marked, next, watching);
+    if (agreement) in_turns_ = agreement->flags & Proposal::several_sets;
+    return agreement;
   });
 }
 

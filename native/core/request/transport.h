@@ -7,7 +7,9 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -51,6 +53,43 @@ struct Proposal {
   WaitTimes wait_times;
 };
 
+// What some ranks propose, in a size that does not depend on their number.
+struct Summary {
+  Summary() = default;
+  // Of one, by its number in the set.
+  Summary(const Proposal& mine, int rank)
+      : least(mine.fingerprint),
+        most(mine.fingerprint),
+        flags(mine.flags),
+        waited(mine.wait_times.waited_ns),
+        waited_least(mine.wait_times.waited_ns),
+        last(rank) {}
+
+  void add(const Summary& other) {
+    least = std::min(least, other.least);
+    most = std::max(most, other.most);
+    flags |= other.flags;
+    waited += other.waited;
+    if (std::tie(other.waited_least, other.last) < std::tie(waited_least, last)) {
+      waited_least = other.waited_least;
+      last = other.last;
+    }
+  }
+  bool all_propose(uint64_t fingerprint) const {
+    return least == fingerprint && most == fingerprint;
+  }
+
+  uint64_t least = UINT64_MAX, most = 0;      // fingerprint
+  uint64_t flags = 0;                         // of any
+  uint64_t waited = 0;                        // by all together, in nanoseconds
+  uint64_t waited_least = UINT64_MAX;         // by the rank that came last,
+  uint64_t last = 0;                          // the first of those that waited so long
+};
+
+struct Agreement : Summary {
+  std::vector<WaitTimes> all_times;  // by rank of the set, if a rank wants them
+};
+
 class Transport {
  public:
   virtual ~Transport() = default;
@@ -73,18 +112,16 @@ class Transport {
   // The error for tensors on GPUs.
   void set_why_no_gpu(std::string why) { why_no_gpu_ = std::move(why); }
 
-  // Every rank's proposal, by rank of the set. Waits for the slowest without burning a core. If no
-  // rank wants all times, only the least time waited, its rank, the mean of the others and the
-  // flags of all together need be right; if fingerprints differ, only that they do, and the flags.
+  // What all ranks propose. Waits for the slowest without burning a core.
   //
   // `next`: what this rank proposes to run; null: nothing that it could. Small tensors may travel
-  // with the proposals; so if all are equal, the next call must be run() of that request.
+  // with the proposals; so if all propose it, the next call must be run() of that request.
   //
   // Without `waiting`, only if the others come within microseconds and run() takes little longer
-  // than a change of threads. Otherwise empty; then the next call must be agree() with the same
+  // than a change of threads. Otherwise nothing; then the next call must be agree() with the same
   // arguments and `waiting`, which goes on with it.
-  virtual std::vector<Proposal> agree(const Proposal& mine, const Request* next,
-                                      const Waiting& waiting) = 0;
+  virtual std::optional<Agreement> agree(const Proposal& mine, const Request* next,
+                                         const Waiting& waiting) = 0;
 
   // Every rank's bytes, by rank of the set.
   virtual std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) = 0;

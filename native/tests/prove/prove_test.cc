@@ -203,7 +203,7 @@ class NoMpi : public Transport {
   const std::vector<int>& ranks() const override { return ranks_; }
   int rank() const override { return rank_; }
   const std::string& host(int) const override { return host_; }
-  std::vector<Proposal> agree(const Proposal&, const Request*, const Waiting&) override {
+  std::optional<Agreement> agree(const Proposal&, const Request*, const Waiting&) override {
     return {};
   }
   std::vector<std::string> gather(const std::string&, const Waiting&) override { return {}; }
@@ -244,8 +244,8 @@ struct Rank {
     Proposal mine;
     mine.fingerprint = 7 + sizes[0];
     auto all = transport->agree(mine, &request, {});
-    if (all.empty()) all = transport->agree(mine, &request, waiting);
-    for (const Proposal& proposal : all) RL_ASSERT(proposal.fingerprint == mine.fingerprint);
+    if (!all) all = transport->agree(mine, &request, waiting);
+    RL_ASSERT(all->all_propose(mine.fingerprint));
     transport->run(request, waiting);
     const int sum = kind == Kind::broadcast ? ranks : ranks * (ranks + 1) / 2;
     for (size_t i = 0; i < out.size(); ++i) {

@@ -107,15 +107,15 @@ class ThreadTransport : public Transport {
   int rank() const override { return rank_; }
   const std::string& host(int) const override { return host_; }
 
-  std::vector<Proposal> agree(const Proposal& mine, const Request* next,
-                              const Waiting& waiting) override {
+  std::optional<Agreement> agree(const Proposal& mine, const Request* next,
+                                 const Waiting& waiting) override {
     if (!waiting) return at_once(mine, *next);
     if (!proposed_) sent_ = {mine, next ? copies(*next) : std::vector<std::vector<char>>()};
     proposed_ = false;
     return received(of_all(sent_, waiting));
   }
 
-  std::vector<Proposal> at_once(const Proposal& mine, const Request& next) {
+  std::optional<Agreement> at_once(const Proposal& mine, const Request& next) {
     for (const Input& input : next.inputs) {
       if (input.bytes() > kMostAtOnce) return {};
     }
@@ -123,9 +123,10 @@ class ThreadTransport : public Transport {
     sent_ = {mine, copies(next)};
     const Waiting nothing = [](double, const std::vector<int>&) { return std::string(); };
     try {
-      std::vector<Proposal> all = received(of_all(sent_, nothing, hub_->patience));
+      std::vector<Sent> all = of_all(sent_, nothing, hub_->patience);
       proposed_ = all.empty();
-      return all;
+      if (proposed_) return {};
+      return received(std::move(all));
     } catch (const Aborted&) {
       return {};  // the next call will throw it
     }
@@ -212,15 +213,18 @@ class ThreadTransport : public Transport {
     return all;
   }
 
-  std::vector<Proposal> received(std::vector<Sent> all) {
-    std::vector<Proposal> proposals;
-    for (const Sent& sent : all) proposals.push_back(sent.proposal);
+  Agreement received(std::vector<Sent> all) {
+    Agreement agreement;
+    for (const Sent& sent : all) {
+      agreement.add(Summary(sent.proposal, static_cast<int>(agreement.all_times.size())));
+      agreement.all_times.push_back(sent.proposal.wait_times);
+    }
     const auto differs = [&](const Sent& sent) {
       return sent.proposal.fingerprint != all[0].proposal.fingerprint || sent.inputs.empty();
     };
     along_.clear();
     if (std::none_of(all.begin(), all.end(), differs)) along_ = std::move(all);
-    return proposals;
+    return agreement;
   }
 
   template <typename T>
