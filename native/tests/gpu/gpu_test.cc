@@ -48,7 +48,7 @@ void what_is_expected_of_process_sets_ends() {
   const Waiting patient = [](double, const std::vector<int>&) { return std::string(); };
   for (const int more : {0, 1, -1}) {
     expect_process_sets(more);
-    const auto flags = transport->agree({}, nullptr, patient)[0].flags;
+    const auto flags = transport->agree({}, nullptr, patient)->flags;
     CHECK_EQ((flags & Proposal::several_sets) != 0, more > 0);
   }
 }
