@@ -161,8 +161,8 @@ std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Req
 void ClusterTransport::propose(const Proposal& mine, const Request* next) {
   ProposalExchange::Message& message = shared(local_rank_).mine;
   message.summary = Summary(mine, rank());
-  along_ = next && sums_all(*next) ? small_group(*next, ProposalExchange::kMostAlong)
-                                   : std::nullopt;
+  along_ =
+      next && sums_all(*next) ? small_group(*next, ProposalExchange::kMostAlong) : std::nullopt;
   if (along_) along_->in.copy_to(message.along, along_->in.left());
   memory_->counters().advance(HostCounters::arrived, 2 * agreements_++ + 1);
   proposed_ = true;

@@ -12,10 +12,10 @@
 // the next is packed and the previous one unpacked. The bytes between hosts do not grow with the
 // ranks of a host. Counters in shared memory show each rank's progress.
 //
-// Agreements, with tiny sums, go the same way: through shared memory to the first rank of each host,
-// between these, and back. Reducescatter and allgather work likewise, too: each rank has a partner on
-// each other host, and each host sends its sum of a piece, or a piece, once. All other collectives
-// go over MPI, from rank to rank.
+// Agreements, with tiny sums, go the same way: through shared memory to the first rank of each
+// host, between these, and back. Reducescatter and allgather work likewise, too: each rank has a
+// partner on each other host, and each host sends its sum of a piece, or a piece, once. All other
+// collectives go over MPI, from rank to rank.
 #pragma once
 
 #include <deque>
@@ -103,8 +103,8 @@ class ClusterTransport : public KindTransport {
   int64_t full_chunk_bytes_ = 0;           // of a slot
   uint64_t chunks_ = 0;                    // of all requests so far
   uint64_t agreements_ = 0;
-  bool proposed_ = false;                  // and has not read what all have
-  std::optional<DTypeGroup> along_;        // sent with the last proposal, to be summed by run()
+  bool proposed_ = false;            // and has not read what all have
+  std::optional<DTypeGroup> along_;  // sent with the last proposal, to be summed by run()
   std::unique_ptr<ProposalExchange> proposals_;  // of this host, by its first rank
   std::unique_ptr<SharedMemory> memory_;
   std::unique_ptr<MpiTransport> mpi_;

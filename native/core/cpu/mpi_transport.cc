@@ -77,7 +77,9 @@ std::optional<Agreement> MpiTransport::agree(const Proposal& mine, const Request
   if (!waiting && !is_brief(*next)) return {};
   waiting_ = waiting;
   if (!proposals_.started()) propose(mine, next);
-  const auto poll = [this] { return proposals_.done() || (proposals_.advance(), proposals_.done()); };
+  const auto poll = [this] {
+    return proposals_.done() || (proposals_.advance(), proposals_.done());
+  };
   if (!waiting && !done_briefly(size(), poll)) return {};
   if (waiting) wait(proposals_);
   const Summary all = proposals_.all();
@@ -97,8 +99,8 @@ void MpiTransport::propose(const Proposal& mine, const Request* next) {
   waiter_->next_step();
   ProposalExchange::Message& message = proposals_.mine();
   message.summary = Summary(mine, rank_);
-  along_ = next && proposals_.is_few() ? small_group(*next, ProposalExchange::kMostAlong)
-                                       : std::nullopt;
+  along_ =
+      next && proposals_.is_few() ? small_group(*next, ProposalExchange::kMostAlong) : std::nullopt;
   if (along_) along_->in.copy_to(message.along, along_->in.left());
   proposals_.start();
 }

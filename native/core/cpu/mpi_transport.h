@@ -86,9 +86,9 @@ class MpiTransport : public KindTransport {
   std::unique_ptr<MpiWaiter> waiter_;
   Clock::time_point agreed_ = Clock::now();  // when the last agreement was complete
   ProposalExchange proposals_;
-  std::optional<DTypeGroup> along_;          // sent with the last proposal, to be summed by run()
-  std::vector<char> chunk_;                  // this rank's part of an allreduce, then its result
-  std::vector<char> received_;               // what the other ranks sent of it, in rank order
+  std::optional<DTypeGroup> along_;  // sent with the last proposal, to be summed by run()
+  std::vector<char> chunk_;          // this rank's part of an allreduce, then its result
+  std::vector<char> received_;       // what the other ranks sent of it, in rank order
   std::unique_ptr<InterHostExchange> exchange_;
 };
 

@@ -79,11 +79,11 @@ struct Summary {
     return least == fingerprint && most == fingerprint;
   }
 
-  uint64_t least = UINT64_MAX, most = 0;      // fingerprint
-  uint64_t flags = 0;                         // of any
-  uint64_t waited = 0;                        // by all together, in nanoseconds
-  uint64_t waited_least = UINT64_MAX;         // by the rank that came last,
-  uint64_t last = 0;                          // the first of those that waited so long
+  uint64_t least = UINT64_MAX, most = 0;  // fingerprint
+  uint64_t flags = 0;                     // of any
+  uint64_t waited = 0;                    // by all together, in nanoseconds
+  uint64_t waited_least = UINT64_MAX;     // by the rank that came last,
+  uint64_t last = 0;                      // the first of those that waited so long
 };
 
 struct Agreement : Summary {
