@@ -41,7 +41,7 @@ FULL = {
     "hosts": [None],
 }
 PEERS = ("--peers", "mpich", "impi", "oneccl")  # of core, besides Open MPI
-SMOKE = FULL | {"core": [2], "gradients": [2], "growth": [4]}
+SMOKE = FULL | {"core": [2], "gradients": [2], "growth": [4], "keras_models": [None]}
 
 
 def measured(name: str, ranks: int | None, smoke: bool, *more: str) -> list[report.Row]:

@@ -38,7 +38,7 @@ def set_values(load: Callable[..., None], model: Any, *args: Any, **kwargs: Any)
 
 def begin(model: Any) -> None:
     """Let all ranks train a compiled model together."""
-    if model.built and model not in _equal:
+    if model.built and model.variables and model not in _equal:
         _equal.add(model)
         broadcasting.broadcast_variables(model.variables, 0)
     model_ranks.register_training_ranks(model, global_process_set)
@@ -217,7 +217,7 @@ def _gathered(step: Any, data: Any, mine: Any, part: Part) -> Any:
     leaves = tf.nest.flatten(outputs)
     if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
         return outputs if part.is_whole else step(data)  # ragged: each rank predicts all rows
-    text = "hvdrun --auto: predict returns {} rows for a part of a batch; expected one for each row"
+    text = "hvdrun --auto: predict returns another number of rows than its part of a batch has: "
     rows = _rows((leaves if part.is_whole else tf.nest.flatten(mine))[0])
     checks = [tf.debugging.Assert(tf.equal(_rows(x), rows), [text, _rows(x), rows]) for x in leaves]
     with tf.control_dependencies(checks):

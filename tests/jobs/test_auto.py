@@ -78,8 +78,15 @@ def weights():
 def strategy():
     with tf.distribute.MirroredStrategy(["cpu:0"]).scope():
         model().fit(x, x[:, :1], verbose=0)
+def lengths():
+    specs = [tf.TensorSpec([None, n], tf.float32) for n in (2, 1)]
+    parts = tf.data.Dataset.from_generator(lambda: [(x, x[:6, :1])], output_signature=tuple(specs))
+    model().fit(parts, verbose=0)
+def predicts():
+    first = keras.layers.Lambda(lambda x: x[:1])
+    keras.Sequential([keras.Input((2,)), first]).predict(x, verbose=0)
 for case in (
-    *(model_parallel, too_few, too_many),
+    *(model_parallel, too_few, too_many, lengths, predicts),
     *(own_loop, differs, order_differs, strategy, endless, prepare, parallel, weights, hvd.init),
     tf.compat.v1.disable_eager_execution,
 ):
@@ -100,6 +107,8 @@ TOLD = {
     "weights": "went on",
     "strategy": "a MirroredStrategy is in force",
     "model_parallel": "Use keras.distribution.DataParallel()",
+    "lengths": "the parts of a batch have different numbers of rows",
+    "predicts": "predict returns another number of rows than its part of a batch has",
     "too_few": "got 1 as number of devices, expected those of all 2 ranks",
     "too_many": "got num_processes=8",
     "init": "this one calls hvd.init(). Leave out --auto",
@@ -225,6 +234,13 @@ def test_module_arguments_and_command(launcher: Launcher) -> None:
         r'^File ".*calls.py", line \d+, hvd.init\(\)\nRuntimeError: hvdrun --auto is', job.stderr
     )
     assert "Traceback" not in job.stderr
+    environment = launcher.environment | {"TF_USE_LEGACY_KERAS": "1"}
+    job = launcher.run("--auto", "-np", "2", "--oversubscribe", "told.py", env=environment)
+    assert job.returncode == 1
+    assert "hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set" in job.stderr
+    job = auto(launcher, 2, "--horovod", "told.py")
+    assert job.returncode == 2
+    assert "got --auto and --horovod; expected one of them" in job.stderr
     launcher.script("from tensorflow.random import normal as n; import hvd_keras; hvd_keras.auto()")
     job = launcher.run("-np", "2", "--oversubscribe", "script.py")
     assert job.returncode == 1
