@@ -306,13 +306,14 @@ void ClusterTransport::start_inter_host(const Request& request, DType dtype, int
   std::vector<const void*> sources;
   for (int r = 0; r < local_size_; ++r) sources.push_back(slot(r, chunk) + begin * size_of(dtype));
   char* sum = slot(local_rank_, chunk) + begin * size_of(dtype);
-  // The bits must not depend on whether tensors travel with the proposals.
-  const Allreduce algorithm = sums_all(request) ? Allreduce::direct : algorithm_;
-  const auto [within, between] = factors_of_stages(request, dtype, algorithm);
+  // As of sums that travel with the proposals: the bits must not depend on that.
+  Slice slice = {sum, end - begin, dtype, request.reduction, {}};
+  const auto [within, between] = factors_of_stages(
+      request, dtype, is_gathered(slice, hosts_) ? Allreduce::direct : algorithm_);
+  slice.factors = between;
   loops().reduce(dtype, request.reduction, within, sources.data(), local_size_, end - begin, sum);
-  in_flight_.push_back(new_inter_host_allreduce(
-      algorithm, across_, {sum, end - begin, dtype, request.reduction, between},
-      static_cast<int>(2 * (chunk % kWindow))));
+  in_flight_.push_back(new_inter_host_allreduce(algorithm_, across_, slice,
+                                                static_cast<int>(2 * (chunk % kWindow))));
 }
 
 // The rank of a host that exchanges with a rank; on its own host that rank itself.

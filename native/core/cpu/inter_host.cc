@@ -16,6 +16,10 @@ namespace {
 // Measured with up to 64 hosts (benchmarks/data/NOTES.md): the times are equal at 32.
 constexpr int kManyHosts = 32;
 
+// What is less, from all hosts, goes to all: that takes fewer messages, and less time than their
+// latencies.
+constexpr int64_t kGatheredBytes = 64 << 10;
+
 // Reduce-scatter, then allgather, each by direct messages between all pairs of some hosts: two
 // latencies, whatever their number. Terms are added in the order of these hosts.
 class Direct : public InterHostExchange {
@@ -100,6 +104,75 @@ class Direct : public InterHostExchange {
   bool gathering_ = false;
 };
 
+class SmallAllgather : public InterHostExchange {
+ public:
+  SmallAllgather(MPI_Comm ranks, void* blocks, int64_t bytes, int tag)
+      : InterHostExchange(ranks), blocks_(static_cast<char*>(blocks)), bytes_(bytes), tag_(tag) {
+    HVD_MPI(MPI_Comm_rank(ranks, &rank_));
+    HVD_MPI(MPI_Comm_size(ranks, &size_));
+    step();
+  }
+
+  bool advance() override {
+    if (done_ || !all_complete()) return false;
+    step();
+    return true;
+  }
+
+ private:
+  // Doubles the blocks that a rank has.
+  void step() {
+    const int have = have_;
+    have_ = std::min(2 * have, size_);
+    done_ = have == size_;
+    receive(blocks_ + have * bytes_, (have_ - have) * bytes_, (rank_ + have) % size_, tag_);
+    send(blocks_, (have_ - have) * bytes_, (rank_ + size_ - have) % size_, tag_);
+  }
+
+  char* const blocks_;
+  const int64_t bytes_;
+  const int tag_;
+  int rank_ = 0, size_ = 0;
+  int have_ = 1;
+};
+
+// By an allgather, after which each host adds all terms, in the hosts' order.
+class Gathered : public InterHostExchange {
+ public:
+  Gathered(MPI_Comm hosts, const Slice& slice, int tag)
+      : InterHostExchange(hosts), slice_(slice), bytes_(slice.elements * size_of(slice.dtype)) {
+    HVD_MPI(MPI_Comm_rank(hosts, &host_));
+    HVD_MPI(MPI_Comm_size(hosts, &size_));
+    terms_.resize(size_ * bytes_);
+    std::copy_n(slice.data, bytes_, terms_.data());
+    gathering_ = new_small_allgather(hosts, terms_.data(), bytes_, tag);
+    end();
+  }
+
+  bool advance() override {
+    if (done_ || !gathering_->advance()) return false;
+    end();
+    return true;
+  }
+
+ private:
+  void end() {
+    if (!gathering_->done()) return;
+    std::vector<const void*> sources;
+    for (int h = 0; h < size_; ++h)
+      sources.push_back(terms_.data() + (h + size_ - host_) % size_ * bytes_);
+    loops().reduce(slice_.dtype, slice_.reduction, slice_.factors, sources.data(), size_,
+                   slice_.elements, slice_.data);
+    done_ = true;
+  }
+
+  const Slice slice_;
+  const int64_t bytes_;
+  int host_ = 0, size_ = 0;
+  std::vector<char> terms_;  // of new_small_allgather()
+  std::unique_ptr<InterHostExchange> gathering_;
+};
+
 std::vector<int> range(int first, int end) {
   std::vector<int> numbers(end - first);
   std::iota(numbers.begin(), numbers.end(), first);
@@ -122,8 +195,13 @@ struct Groups {
 
 }  // namespace
 
+std::unique_ptr<InterHostExchange> new_small_allgather(MPI_Comm ranks, void* blocks, int64_t bytes,
+                                                       int tag) {
+  return std::make_unique<SmallAllgather>(ranks, blocks, bytes, tag);
+}
+
 ProposalExchange::ProposalExchange(MPI_Comm hosts, int few, int tag)
-    : Messages(hosts), few_(few), tag_(tag) {
+    : Messages(hosts), comm_(hosts), few_(few), tag_(tag) {
   HVD_MPI(MPI_Comm_rank(hosts, &host_));
   HVD_MPI(MPI_Comm_size(hosts, &size_));
   messages_.resize(is_few() ? size_ : 1);
@@ -133,12 +211,17 @@ void ProposalExchange::start() {
   started_ = true;
   done_ = false;
   step_ = 0;
-  is_few() ? step_of_few() : step_of_many();
+  if (!is_few()) return step_of_many();
+  gathering_ = new_small_allgather(comm_, messages_.data(), sizeof(Message), tag_);
+  done_ = gathering_->done();
 }
 
 bool ProposalExchange::advance() {
-  if (done_ || !all_complete()) return false;
-  is_few() ? step_of_few() : step_of_many();
+  if (done_ || !(is_few() ? gathering_->advance() : all_complete())) return false;
+  if (is_few())
+    done_ = gathering_->done();
+  else
+    step_of_many();
   return true;
 }
 
@@ -147,18 +230,6 @@ Summary ProposalExchange::all() const {
   Summary all;
   for (const Message& message : messages_) all.add(message.summary);
   return all;
-}
-
-// Each step doubles the messages that a host has.
-void ProposalExchange::step_of_few() {
-  const int have = 1 << step_++;
-  if (have >= size_) {
-    done_ = true;
-    return;
-  }
-  const int64_t bytes = std::min(have, size_ - have) * static_cast<int64_t>(sizeof(Message));
-  receive(&messages_[have], bytes, (host_ + have) % size_, tag_);
-  send(messages_.data(), bytes, (host_ + size_ - have) % size_, tag_);
 }
 
 // Hosts beyond a power of two give their summary to others, and get that of all in the end.
@@ -193,6 +264,7 @@ std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm,
   int host = 0, count = 0, group = 0;
   HVD_MPI(MPI_Comm_rank(hosts, &host));
   HVD_MPI(MPI_Comm_size(hosts, &count));
+  if (is_gathered(slice, count)) return std::make_unique<Gathered>(hosts, slice, tag);
   if (algorithm != Allreduce::grid)
     return std::make_unique<Direct>(hosts, range(0, count), slice, tag);
   const Groups groups(count);
@@ -202,6 +274,10 @@ std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm,
   for (int g = 0; g < groups.count; ++g) beyond.push_back(groups.first(g) + host - first);
   return std::make_unique<Direct>(hosts, range(first, groups.first(group + 1)), slice, tag,
                                   groups.columns, std::move(beyond));
+}
+
+bool is_gathered(const Slice& slice, int hosts) {
+  return slice.elements * size_of(slice.dtype) * hosts <= kGatheredBytes;
 }
 
 int most_rounded(Allreduce algorithm, int hosts) {

@@ -44,11 +44,17 @@ class InterHostExchange : protected Messages {
 std::unique_ptr<InterHostExchange> new_inter_host_allreduce(Allreduce algorithm, MPI_Comm hosts,
                                                             const Slice& slice, int tag);
 
+// Allgather of small blocks in ceil(log2 N) steps for N ranks, each of one message from each rank
+// (Bruck et al., 1997, https://doi.org/10.1109/71.642949). `blocks` has room for N, of `bytes`
+// each: this rank's comes first, and those of the ranks after it follow, and then of rank 0 and the
+// next.
+std::unique_ptr<InterHostExchange> new_small_allgather(MPI_Comm ranks, void* blocks, int64_t bytes,
+                                                       int tag);
+
 // What the hosts (or ranks) of a communicator propose, and their terms of tiny sums, which travel
 // along. Each step takes one message of each host, to one other: few hosts gather the messages of
-// all in ceil(log2 H) steps (Bruck et al., 1997, https://doi.org/10.1109/71.642949), many reduce
-// the summaries by recursive doubling, in up to two more (Thakur et al., 2005,
-// https://doi.org/10.1177/1094342005051521). Used again and again.
+// all, many reduce the summaries by recursive doubling, in up to two steps more (Thakur et al.,
+// 2005, https://doi.org/10.1177/1094342005051521). Used again and again.
 class ProposalExchange : protected Messages {
  public:
   // What travels along, at most: larger requests pay for these bytes, too.
@@ -79,16 +85,20 @@ class ProposalExchange : protected Messages {
   const char* along(int host) const { return messages_[(host + size_ - host_) % size_].along; }
 
  private:
-  void step_of_few();
   void step_of_many();
 
+  const MPI_Comm comm_;
   const int few_, tag_;
   int host_ = 0, size_ = 0;
-  std::vector<Message> messages_;  // of few: from this host's on, and then of host 0 and the next
+  std::vector<Message> messages_;  // of few: of new_small_allgather()
+  std::unique_ptr<InterHostExchange> gathering_;
   Summary all_, sent_, received_;  // of many
   int step_ = 0;
   bool started_ = false, done_ = false;
 };
+
+// Whether all hosts add all terms, in the hosts' order, whatever the algorithm.
+bool is_gathered(const Slice& slice, int hosts);
 
 // How many hosts' sums an intermediate sum may hold that is rounded to the slice's dtype.
 int most_rounded(Allreduce algorithm, int hosts);

@@ -17,9 +17,9 @@ namespace {
 // MiB.
 constexpr int64_t kChunkBytes = 4 << 20;
 
-// Below this, one MPI_Iallgather of everything is faster than scatter and gather of slices,
-// although it moves more bytes.
-constexpr int64_t kSmallBytes = 16 << 10;
+// An allreduce of at most so many bytes takes little longer than to wake the engine's thread and to
+// be woken by it.
+constexpr int64_t kBriefBytes = 16 << 10;
 
 // A rank can have given up what the others complete only if it waited for the last of them.
 constexpr double kLateSeconds = 10e-3;
@@ -89,10 +89,9 @@ std::optional<Agreement> MpiTransport::agree(const Proposal& mine, const Request
   return agreed(all, mine, waiting);
 }
 
-// Whether a request takes little longer than to wake the engine's thread and to be woken by it.
 bool MpiTransport::is_brief(const Request& request) {
   return request.kind == Kind::allreduce && request.device == kOnHost &&
-         input_bytes(request) <= kSmallBytes;
+         input_bytes(request) <= kBriefBytes;
 }
 
 void MpiTransport::propose(const Proposal& mine, const Request* next) {
@@ -117,56 +116,40 @@ Agreement MpiTransport::agreed(const Summary& all, const Proposal& mine, const W
   return agreement;
 }
 
-// Of the tensors that came with the proposals.
-void MpiTransport::sum_messages(const Request& request, DTypeGroup group) {
-  std::vector<const void*> sources;
-  for (int r = 0; r < size(); ++r) sources.push_back(proposals_.along(r));
-  const int64_t bytes = group.out.left();
-  chunk_.resize(bytes);
-  loops().reduce(group.dtype, request.reduction, factors_of(request, size()), sources.data(),
-                 size(), bytes / size_of(group.dtype), chunk_.data());
-  group.out.copy_from(chunk_.data(), bytes);
-}
-
 void MpiTransport::allreduce(Request& request) {
-  if (along_) return sum_messages(request, *std::exchange(along_, std::nullopt));
   const Factors factors = factors_of(request, size());
+  if (along_) {
+    std::vector<const void*> sources;
+    for (int r = 0; r < size(); ++r) sources.push_back(proposals_.along(r));
+    const int64_t bytes = along_->out.left();
+    chunk_.resize(bytes);
+    loops().reduce(along_->dtype, request.reduction, factors, sources.data(), size(),
+                   bytes / size_of(along_->dtype), chunk_.data());
+    along_->out.copy_from(chunk_.data(), bytes);
+    along_.reset();
+    return;
+  }
   for (DTypeGroup& group : by_dtype(request)) {
     while (group.in.left() > 0) {
       const int64_t bytes = std::min(kChunkBytes, group.in.left());
       chunk_.resize(bytes);
       group.in.copy_to(chunk_.data(), bytes);
-      if (bytes <= kSmallBytes) {
-        received_.resize(bytes * size());
-        gather_bytes(chunk_.data(), std::vector<int64_t>(size(), bytes), received_.data());
-        combine_slices(request, group.dtype, nullptr, bytes, chunk_.data());
-      } else {
-        exchange_ = new_inter_host_allreduce(
-            Allreduce::direct, communicator_,
-            {chunk_.data(), bytes / size_of(group.dtype), group.dtype, request.reduction, factors},
-            0);
-        wait(*exchange_);
-      }
+      exchange_ = new_inter_host_allreduce(
+          Allreduce::direct, communicator_,
+          {chunk_.data(), bytes / size_of(group.dtype), group.dtype, request.reduction, factors},
+          0);
+      wait(*exchange_);
       group.out.copy_from(chunk_.data(), bytes);
     }
   }
 }
 
-// Reduces the slices of all ranks, which are contiguous in received_; this rank's own is at `own`
-// if that is not null.
-void MpiTransport::combine_slices(const Request& request, DType dtype, const char* own,
-                                  int64_t bytes, char* out) {
-  std::vector<const void*> sources(size());
-  for (int r = 0; r < size(); ++r)
-    sources[r] = own && r == rank_ ? own : received_.data() + r * bytes;
-  loops().reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
-                 bytes / size_of(dtype), out);
-}
-
 void MpiTransport::reducescatter(const Request& request, size_t i) {
   const std::vector<int64_t> begin = scattered(request.inputs[i], size());
   const char* in = static_cast<const char*>(request.inputs[i].data);
+  const DType dtype = request.inputs[i].dtype;
   const int64_t step = kChunkBytes / size() / kWidest * kWidest;
+  std::vector<const void*> sources(size());
   // Rank 0 has the longest slice, and all make as many steps as it needs.
   for (int64_t start = 0; start < begin[1]; start += step) {
     const auto slice = [&](int r) { return in + begin[r] + start; };
@@ -179,9 +162,11 @@ void MpiTransport::reducescatter(const Request& request, size_t i) {
     for (int r : others_) messages.receive(received_.data() + r * mine, mine, r);
     for (int r : others_) messages.send(slice(r), length(r), r);
     waiter_->wait(messages, waiting_);
-    if (mine > 0)
-      combine_slices(request, request.inputs[i].dtype, slice(rank_), mine,
-                     static_cast<char*>(request.outputs[i]) + start);
+    if (mine == 0) continue;
+    for (int r = 0; r < size(); ++r)
+      sources[r] = r == rank_ ? slice(r) : received_.data() + r * mine;
+    loops().reduce(dtype, request.reduction, factors_of(request, size()), sources.data(), size(),
+                   mine / size_of(dtype), static_cast<char*>(request.outputs[i]) + start);
   }
 }
 

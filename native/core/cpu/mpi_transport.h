@@ -70,9 +70,6 @@ class MpiTransport : public KindTransport {
  private:
   void propose(const Proposal& mine, const Request* next);
 
-  void sum_messages(const Request& request, DTypeGroup group);
-  void combine_slices(const Request& request, DType dtype, const char* own, int64_t bytes,
-                      char* out);
   void wait(MPI_Request request);
   template <typename Exchange>
   void wait(Exchange& exchange);
@@ -88,7 +85,7 @@ class MpiTransport : public KindTransport {
   ProposalExchange proposals_;
   std::optional<DTypeGroup> along_;  // sent with the last proposal, to be summed by run()
   std::vector<char> chunk_;          // this rank's part of an allreduce, then its result
-  std::vector<char> received_;       // what the other ranks sent of it, in rank order
+  std::vector<char> received_;       // what the other ranks sent of a slice, in rank order
   std::unique_ptr<InterHostExchange> exchange_;
 };
 
