@@ -178,9 +178,10 @@ def fares(alone: Run, together: Run, text: str) -> str:
     pairs.append((np.array(alone.numbers()), np.array(together.numbers())))
     # Each rank rounds the gradients of its rows to half precision. One process that computes those
     # of the same halves of its batches ends with the bits of 2 ranks, in mixed_bfloat16 up to 0.018
-    # from where it ends with whole batches; with rows in another order, up to 0.012.
+    # from where it ends with whole batches; with rows in another order, up to 0.012. float16 rounds
+    # eight times as finely.
     rough = (
-        (0.05, 0.02) if "bfloat16" in text else (0.01, 1e-3) if "mixed_" in text else (1e-3, 1e-4)
+        (0.05, 0.02) if "bfloat16" in text else (0.01, 5e-3) if "mixed_" in text else (1e-3, 1e-4)
     )
     for number, (mine, theirs) in enumerate(pairs):
         is_close = mine.shape == theirs.shape
