@@ -36,11 +36,11 @@ class Positions:
         self._position: Any = fit.position if all(is_saved for is_saved, _ in gathered) else None
         if self._position is None and steps and process_set.rank() == 0:
             kinds = ", ".join(sorted({problem for _, problem in gathered if problem}))
-            why = f"TensorFlow cannot save the position in {kinds}" if kinds else "it cannot seek"
+            why = f", because TensorFlow cannot save the position in {kinds}" * bool(kinds)
             log.logger.warning(
                 "Checkpoint: a restart within an epoch will read the epoch's batches before that, "
                 "up to %s, again, without training on them: the data can only be read from the "
-                "beginning, because %s. Data of hvd.data.shard can begin anywhere if made of "
+                "beginning%s. Data of hvd.data.shard can begin anywhere if made of "
                 "arrays, a PyDataset, hvd.data.files, or a tf.data.Dataset without Python "
                 "functions, generators and cache. With save_freq='epoch' nothing is read twice.",
                 *(steps, why),
