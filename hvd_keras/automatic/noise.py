@@ -29,8 +29,7 @@ def draw(of_shape: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if "shape" in kwargs:
         shape = kwargs.pop("shape")
         return _rows(lambda whole: of_shape(*args, shape=whole, **kwargs), shape, part)
-    # A method has its object before.
-    place = int(isinstance(args[0], tf.random.Generator))
+    place = int(isinstance(args[0], tf.random.Generator))  # a method has its object before
     before, after = args[:place], args[place + 1 :]
     return _rows(lambda whole: of_shape(*before, whole, *after, **kwargs), args[place], part)
 

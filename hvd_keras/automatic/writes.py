@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from numpy.lib import _datasource
+
 from hvd_keras.automatic import replace
 from hvd_keras.runtime import agree, log, rank_info
 
@@ -26,7 +28,7 @@ def divert() -> None:
     here = os.path.join(os.path.realpath(os.curdir), "")
     # Which may be in the working directory; code that is generated there is no one's result.
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
-    folder = tempfile.mkdtemp(prefix="hvd_keras-")
+    folder = tempfile.TemporaryDirectory(prefix="hvd_keras-")
     own: dict[str, str] = {}  # this rank's files, by their names in the working directory
     in_vain: collections.Counter[str] = collections.Counter()
 
@@ -69,7 +71,7 @@ def divert() -> None:
         if "a" in mode and name not in own:
             return of_python(os.devnull, mode, *args, **kwargs)
         if name not in own:
-            new = os.path.join(folder, str(len(os.listdir(folder))))
+            new = os.path.join(folder.name, str(len(os.listdir(folder.name))))
             if "r" in mode:
                 shutil.copyfile(name, new)
             own[name] = new
@@ -78,7 +80,8 @@ def divert() -> None:
         return opened
 
     def close(opened: Any, name: str) -> None:
-        type(opened()).close(opened())
+        if (file := opened()) is not None:  # not yet closed, as it is in open(...).close()
+            type(file).close(file)
         if name in own:  # other code than Python's may read the first rank's file
             size = os.path.getsize(own[name])
             wait_until(lambda: os.path.exists(name) and os.path.getsize(name) >= size, "write")
@@ -88,14 +91,12 @@ def divert() -> None:
         with agree.within(agree.is_leading, True):
             for name in found:
                 shutil.copyfile(own[name], name)
-        shutil.rmtree(folder)
         if found:
             text = ", ".join(name.removeprefix(here) for name in found[:5])
-            text += ", …" * (len(found) > 5)
             log.logger.warning("rank %s, too, has written %s", rank_info.rank(), text)
 
     replace(builtins, "open", open_own)
-    io.open = builtins.open
+    io.open = vars(_datasource)["_file_openers"]._file_openers[None] = builtins.open
     replace(os, "mkdir", make)
     for name in ("remove", "unlink", "rmdir", "rename", "replace"):
         replace(os, name, change)

@@ -325,6 +325,8 @@ def files():
             os.replace("results/state.part", "results/state.json")
             with open("results/state.json") as file:
                 assert len(json.load(file)) == number
+        np.savetxt("results/text", [number])
+        assert np.loadtxt("results/text") == number
         with open("results/lines", "a") as file:
             file.write("line\n")
     print("to stderr", file=sys.stderr)
