@@ -33,8 +33,8 @@ def divert() -> None:
     in_vain: collections.Counter[str] = collections.Counter()
 
     def wait_until(is_done: Callable[[], bool], what: str) -> bool:
-        # Three times 5 s in vain, as the first rank may use other names.
-        end = time.monotonic() + 5.0 * (in_vain[what] < 3)
+        # Seconds; not as long after three times in vain, as the first rank may use other names.
+        end = time.monotonic() + (5.0 if in_vain[what] < 3 else 0.3)
         while not (done := is_done()) and time.monotonic() < end:
             time.sleep(0.01)
         in_vain[what] += not done
