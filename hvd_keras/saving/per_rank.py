@@ -152,16 +152,21 @@ def differences(stored: list[Any], metadata: dict[str, Any], own: list[Any]) -> 
         table = tables.get(str(i))
         how = table["shape"] if table else list(shape)
         is_part = i < len(own) and shards.of(own[i]) is not None
-        there.append(f"{path} {dtype}{how}" + " of each rank" * (by_rank and is_part))
+        there.append(f"{path} {_kind(dtype)}{how}" + " of each rank" * (by_rank and is_part))
     for variable in own:
         shard = shards.of(variable)
         how = list(variable.shape if shard is None else shard.shape)
-        here.append(f"{variable.path} {agree.numpy_dtype(variable.dtype).name}{how}")
+        here.append(f"{variable.path} {_kind(agree.numpy_dtype(variable.dtype).name)}{how}")
     return [
         f"{theirs or 'nothing'} in the checkpoint, {mine or 'nothing'} in the model"
         for theirs, mine in itertools.zip_longest(there, here)
         if not theirs or not mine or _without_numbers(theirs) != _without_numbers(mine)
     ]
+
+
+def _kind(dtype: str) -> str:
+    # Counters and seeds are of other dtypes on another backend of Keras.
+    return "integer" if dtype in ("int32", "int64", "uint32") else dtype
 
 
 # Of the digests: words that are added up, and the factor by which sums are shifted.

@@ -167,6 +167,47 @@ def test_callbacks_decide_alike(hvdrun) -> None:
     assert "samples/s" in output
 
 
+def test_an_overflow_on_one_rank_skips_the_step_on_all(hvdrun) -> None:
+    script = """
+        import os
+        os.environ["HVD_BUCKET_BYTES"] = "256"
+        import hvd_keras as hvd, keras, numpy as np
+        hvd.init()
+        rng = np.random.default_rng(hvd.rank())
+        x = rng.normal(size=(48, 6)).astype("float32")
+        if hvd.rank() == 1:
+            x[16:24] *= 1e4  # the third step
+        start = keras.initializers.GlorotUniform(seed=1)
+        keras.config.set_dtype_policy("mixed_float16")
+        layers = [keras.layers.Dense(n, kernel_initializer=start) for n in (16, 1)]
+        model = keras.Sequential([keras.Input([6]), *layers])
+        inner = keras.optimizers.SGD(0.01, momentum=0.9)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, 2.0**6, dynamic_growth_steps=2)
+        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+        seen = []
+
+        class Look(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                scale, updates = float(optimizer.dynamic_scale), int(inner.iterations)
+                values = [*model.weights, *inner.variables]
+                digest = [float(np.abs(v.numpy()).sum(dtype="d")) for v in values]
+                ahead = inner._hvd_reducer._ahead
+                seen.append([scale, updates, digest, ahead is not None])
+
+        model.fit(x, x[:, :1], 8, shuffle=False, callbacks=[Look()], verbose=0)
+        theirs = hvd.allgather_object(seen)
+        assert all(one == theirs[0] for one in theirs), theirs
+        scales, updates, digests, ahead = zip(*seen)
+        assert scales == (64, 128, 64, 64, 128, 128), scales
+        assert updates == (1, 2, 2, 3, 4, 5), updates
+        assert digests[1] == digests[2] != digests[3]
+        assert np.isfinite(digests[-1]).all()
+        assert all(ahead)  # buckets travel early after that, too
+        print("done")
+    """
+    assert run(hvdrun, 2, script).count("done") == 2
+
+
 def test_a_rank_that_leaves_ends_the_job(hvdrun) -> None:
     hvdrun.environment["KERAS_BACKEND"] = "torch"
     job = hvdrun.python(

@@ -125,3 +125,57 @@ def test_an_exception_in_fit_waits_for_the_file(hvdrun) -> None:
     job = hvdrun.run("-np", "2", "--oversubscribe", sys.executable, script)
     assert job.returncode == 0, job.stdout + job.stderr
     assert "files: ['checkpoint-00000-0000002.h5']" in job.stdout, job.stdout
+
+
+OTHER = """
+    import pathlib, sys
+    import keras, numpy as np
+    import hvd_keras as hvd
+    hvd.init()
+    folder, epochs = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+    x = np.random.default_rng(0).normal(size=(96, 6)).astype("float32")
+    for name, optimizer in {
+        "adam": keras.optimizers.Adam(0.01),
+        "momentum": keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True),
+    }.items():
+        layers = [keras.layers.Dense(n, "tanh") for n in (8, 1)]
+        model = keras.Sequential([keras.Input([6]), *layers])
+        start = np.random.default_rng(3 + hvd.rank())  # not the backend's
+        model.set_weights([0.5 * start.normal(size=w.shape) for w in model.get_weights()])
+        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+        model.fit(
+            hvd.data.shard((x, x[:, :1] * x[:, 1:2]), batch_size=24 // hvd.size()),
+            epochs=epochs, verbose=0,
+            callbacks=[
+                hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+                hvd.callbacks.LearningRateScheduleCallback(0.01, lambda epoch: 0.9**epoch),
+                hvd.callbacks.Checkpoint(folder / name),
+            ],
+        )
+        values = [v.numpy() for v in [*model.variables, *optimizer.variables]]
+        np.savez(folder / f"{name} {hvd.rank()}.npz", *values)
+"""
+
+
+def test_checkpoints_continue_on_the_other_backend(hvdrun) -> None:
+    def trained(folder, *parts):
+        for backend, size, epochs in parts:
+            hvdrun.environment["KERAS_BACKEND"] = backend
+            (hvdrun.folder / folder).mkdir(exist_ok=True)
+            script = hvdrun.script(OTHER), folder, str(epochs)
+            job = hvdrun.run("-np", str(size), "--oversubscribe", sys.executable, *script)
+            assert job.returncode == 0, job.stdout + job.stderr
+            text = job.stdout + job.stderr
+            assert (epochs == 2 or len(parts) == 1) == ("continuing from" not in text), text
+        paths = sorted((hvdrun.folder / folder).glob("*.npz"))
+        return {path.name: list(np.load(path).values()) for path in paths}
+
+    alone = trained("alone", ("torch", 1, 4))
+    for one, other in (("torch", "tensorflow"), ("tensorflow", "torch")):
+        found = trained(one, (one, 2, 2), (other, 2, 4))
+        assert len(found) == 4
+        for name, values in found.items():
+            expected = alone[f"{name.split()[0]} 0.npz"]
+            assert len(values) == len(expected) > 8
+            for mine, theirs in zip(values, expected, strict=True):
+                np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)

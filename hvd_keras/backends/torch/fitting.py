@@ -37,6 +37,7 @@ def install(backend: Any) -> None:
         (model, "save_weights", storage.wrap_save),
         (keras.callbacks.ProgbarLogger, "set_params", fitting.wrap_bar),
         (optimizers.Optimizer, "apply", missing_calls.wrap_apply(_updated)),
+        (optimizers.LossScaleOptimizer, "apply", _wrap_scaled_apply),
         (optimizers.LossScaleOptimizer, "check_finite", _wrap_check_finite),
         (keras.losses.Loss, "__call__", losses.wrap_call),
     ):
@@ -48,12 +49,29 @@ def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any
     return optimizer._trainable_variables if trainable_variables is None else trainable_variables
 
 
+def _wrap_scaled_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(apply)
+    def apply_reduced(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        reducer: Any = of_optimizer(self)
+        several = reducer is not None and reducer.process_set.size() > 1
+        # Accumulated gradients are exchanged once per update.
+        if several and not self.inner_optimizer.gradient_accumulation_steps:
+            if not self.built:
+                self.build(trainable_variables)
+            reducer.apply_scaled(functools.partial(apply, self), grads, trainable_variables)
+        else:
+            apply(self, grads, trainable_variables)
+
+    return apply_reduced
+
+
 def _wrap_check_finite(check: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(check)
     def check_on_all_ranks(self: Any, grads: Any) -> Any:
-        """All ranks skip a step, or none: only then do they exchange gradients."""
+        """All ranks skip a step, or none, also where they accumulate gradients."""
         finite, reducer = check(self, grads), of_optimizer(self)
-        if reducer is None or reducer.process_set.size() == 1:
+        accumulates = self.inner_optimizer.gradient_accumulation_steps
+        if reducer is None or reducer.process_set.size() == 1 or not accumulates:
             return finite
         call: dict[str, Any] = {"process_set": reducer.process_set.id(), "reduction": "Min"}
         mine = np.array([bool(finite)])

@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -178,6 +178,7 @@ class Reducer:
         self._optimizer, self._local_sum, self._call = optimizer, local_sum, call
         self._compared: set[tuple[int, ...]] = set()  # lists of variables
         self._ahead: Ahead | None = None
+        self._is_reduced = False  # what ``_apply`` gets is of all ranks
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of earlier requests
         optimizer._hvd_reducer = self
         optimizer.apply = self._apply
@@ -185,11 +186,28 @@ class Reducer:
 
     def _apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Replace ``Optimizer.apply``, which every step calls."""
-        optimizer, given = self._optimizer, trainable_variables
-        if self.process_set.size() == 1:
-            type(optimizer).apply(optimizer, grads, given)
-            return
-        shown = optimizer._trainable_variables if given is None else list(given)
+        if self.process_set.size() > 1 and not self._is_reduced:
+            grads = self._reduced(grads, trainable_variables)
+        type(self._optimizer).apply(self._optimizer, grads, trainable_variables)
+
+    def apply_scaled(
+        self, apply: Callable[..., None], grads: Sequence[Any], variables: Any = None
+    ) -> None:
+        """Call ``LossScaleOptimizer.apply`` with the gradients of all ranks.
+
+        An infinite one of any rank is one of all, so all ranks skip the step.
+        """
+        grads = self._reduced(grads, variables)
+        self._is_reduced = True
+        try:
+            apply(grads, variables)
+        finally:
+            self._is_reduced = False
+
+    def _reduced(self, grads: Sequence[Any], given: Sequence[Any] | None) -> list[Any]:
+        """Exchange the gradients of a step, unless the optimizer accumulates them."""
+        optimizer = self._optimizer
+        shown: Any = optimizer._trainable_variables if given is None else given
         gradients = list(grads)
         if len(gradients) != len(shown):
             raise ValueError(
@@ -222,11 +240,12 @@ class Reducer:
             gradients = self._exchange(gradients, done)
             if is_new and len(self._compared) == 1:
                 self._ahead = Ahead(list(map(_Watched, shown)), self._send)
-        type(optimizer).apply(optimizer, gradients, None if given is None else shown)
+        return gradients
 
     def leave_uncompiled(self) -> None:
         """Let torch.compile break its graph at the exchange, which waits for other ranks."""
         self._optimizer.apply = torch.compiler.disable(self._apply)
+        self._reduced = torch.compiler.disable(self._reduced)  # type: ignore[method-assign]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
         """Replace ``_clip_gradients``: called once per update, with the accumulated gradients."""
