@@ -3,13 +3,14 @@
     python benchmarks/backends.py --jax-python /path/to/other/environment/bin/python
     python benchmarks/backends.py --torch [--keras-nightly /path/to/packages]
 
-Each job trains the same model on two batches of BATCH per step: two ranks of hvd_keras; two in
+Each job trains the same model on two batches per step: two ranks of hvd_keras; two in
 automatic mode; two processes that exchange nothing; one process with all cores and both batches;
 and, with --jax-python, keras.distribution.DataParallel on JAX over two processes. Of the jobs, one
 measures while the processes of the others are stopped. The time is that of the second epoch of a
 fit. With --torch all jobs run Keras on PyTorch: two ranks of hvd_keras; two processes whose
-train_step calls torch's DistributedDataParallel over gloo; and, with --keras-nightly,
-keras.distribution.DataParallel over gloo. To create the other environments:
+train_step calls torch's DistributedDataParallel over gloo; two that exchange nothing; and, with
+--keras-nightly, which all of them then use, keras.distribution.DataParallel over gloo. To create
+the other environments:
 
     pip install keras jax numpy
     pip install --no-deps --pre --target /path/to/packages keras-nightly
@@ -191,7 +192,7 @@ def main() -> None:
                     backend = ["KERAS_BACKEND=jax"] if side == "jax" else []
                     if options.torch:
                         backend = ["KERAS_BACKEND=torch", "OMP_NUM_THREADS=1"]
-                    if side == "parallel":
+                    if options.keras_nightly:  # all have the same Keras
                         backend.append(f"PYTHONPATH={options.keras_nightly.absolute()}")
                     command = [*start, "-np", str(RANKS), "env", *backend, *command]
                 jobs[side] = peer.Job(command, 1 if side == "one" else RANKS, listener)
