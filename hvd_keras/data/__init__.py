@@ -5,9 +5,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.data import arrays, datasets, file_sources, row_sources
-from hvd_keras.data.file_sources import files as files
-from hvd_keras.rows import Split, checks
+from hvd_keras.data import arrays, datasets, file_sources
+from hvd_keras.data.records import Records
+from hvd_keras.rows import Split, by_number, checks
+from hvd_keras.rows.files import Opened, opened
+from hvd_keras.rows.files import files as files
 from hvd_keras.rows.passes import Passes, Source
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import PyDataset, keras
@@ -98,7 +100,7 @@ def shard(
     mode = uneven or ("trim" if keeps_size else "share")
     split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
-    source = file_sources.opened(source, process_set)
+    source = opened(source, Records, process_set)
 
     def look() -> Source:
         checks.check_arguments(batch_size, seed, start_epoch, uneven)
@@ -198,11 +200,11 @@ def _open(
         )
     if batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step.")
-    if isinstance(source, file_sources.Opened):
+    if isinstance(source, Opened):
         return file_sources.of_rows(source, batch_size, shuffle, seed, split)
-    if row_sources.is_row_source(source):
-        opened = file_sources.Opened(row_sources.Rows(source))
-        return file_sources.of_rows(opened, batch_size, shuffle, seed, split)
+    if by_number.is_row_source(source):
+        rows = Opened(by_number.Rows(source))
+        return file_sources.of_rows(rows, batch_size, shuffle, seed, split)
     return arrays.of_arrays(source, batch_size, everything, seed, split)
 
 

@@ -12,9 +12,8 @@ import struct
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from hvd_keras.data.counting import look_into_some
+from hvd_keras.rows.counting import look_into_some
 from hvd_keras.runtime import agree, libraries
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -50,7 +49,7 @@ class Records:
         self.description = f"{len(paths)} files {digest:08x}"
 
         # What look_up returns of each row.
-        self.specs, self.row_bytes = [tf.TensorSpec((), tf.int64)] * 3, 24.0
+        self.specs, self.row_bytes = [np.empty(0, np.int64)] * 3, 24.0
         # What read reads of one.
         size = sum(int(self._offsets(number)[-1]) for number in range(len(paths)))
         self.read_bytes = size / max(1, self.length)

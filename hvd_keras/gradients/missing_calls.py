@@ -50,7 +50,14 @@ def local_fit() -> Iterator[None]:
         yield
 
 
-def wrap_apply(variables_of: Callable[..., Iterable[Any]]) -> Callable[[Any], Any]:
+def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Return what ``apply`` updates: by default, what the optimizer was built for."""
+    if trainable_variables is None:
+        return getattr(optimizer, "_trainable_variables", ())
+    return trainable_variables
+
+
+def wrap_apply(variables_of: Callable[..., Iterable[Any]] = _updated) -> Callable[[Any], Any]:
     """Return a wrapper of an optimizer's method that applies gradients to ``variables_of`` it.
 
     It warns if they were not exchanged, and refuses what would clip by norms unknown here.

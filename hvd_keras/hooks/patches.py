@@ -85,7 +85,7 @@ def _rows() -> list[Patch]:
     return [
         Patch(model, "_maybe_symbolic_build", _VARIABLES, tensorflow_fits.wrap_symbolic_build),
         Patch(bar, "set_params", "to show one rank's progress bar by default", fitting.wrap_bar),
-        Patch(optimizer, "apply", _NOT_DISTRIBUTED, missing_calls.wrap_apply(_updated)),
+        Patch(optimizer, "apply", _NOT_DISTRIBUTED, missing_calls.wrap_apply()),
         Patch(optimizer, "add_variable_from_reference", "to divide slots", shards.wrap_add_slot),
         Patch(adagrad, "update_step", "to update rows alone", keras_classes.wrap_update_step),
         Patch(scaled, "apply", "to exchange gradients early", keras_classes.wrap_apply),
@@ -140,10 +140,3 @@ def _common_rows() -> list[Patch]:
         Patch(model, "predict", _ONE_WRITER, wrap_evaluate),
         Patch(keras.losses.Loss, "__call__", "to weigh the ranks' losses", losses.wrap_call),
     ]
-
-
-def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    """The variables that ``apply`` updates: by default, those that the optimizer was built for."""
-    if trainable_variables is None:
-        return getattr(optimizer, "_trainable_variables", ())
-    return trainable_variables

@@ -198,6 +198,17 @@ def parts_of(source: Any, flatten: Any) -> list[Any]:
     return parts
 
 
+def like(array: Any) -> Any:
+    """Return an array without rows, of the dtype and shape of an array's rows."""
+    return np.empty((0, *array.shape[1:]), object if array.dtype.kind in "OUS" else array.dtype)
+
+
+def as_fit_casts(array: Any) -> Any:
+    """Return the array with the dtype to which Keras's ``fit`` casts it."""
+    floatx = agree.numpy_dtype(keras.backend.floatx())
+    return array.astype(floatx, copy=False) if array.dtype.kind == "f" else array
+
+
 def with_tuples(source: Any) -> Any:
     """Nested arrays with tuples for lists, as specifications have them."""
     if isinstance(source, dict):

@@ -32,6 +32,7 @@ if settings.keras_backend() == "torch":
     import torch
 
     flatten: Any = keras.tree.flatten
+    pack: Any = keras.tree.pack_sequence_as
 
     @contextlib.contextmanager
     def outside_graphs() -> Iterator[None]:  # noqa: D103
@@ -56,7 +57,8 @@ else:
 
     outside_graphs, is_symbolic = tf.init_scope, tf.is_symbolic_tensor
     is_eager, graph = tf.executing_eagerly, tf.compat.v1.get_default_graph
-    unconverted, flatten = tf.autograph.experimental.do_not_convert, tf.nest.flatten
+    unconverted = tf.autograph.experimental.do_not_convert
+    flatten, pack = tf.nest.flatten, tf.nest.pack_sequence_as
     summary = tf.summary
 
     def values_of(variable: Any, rows: slice | None = None) -> Any:  # noqa: D103
@@ -103,6 +105,7 @@ __all__ = [
     "keras",
     "optimizer_classes",
     "outside_graphs",
+    "pack",
     "require",
     "snapshot",
     "summary",

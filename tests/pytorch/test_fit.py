@@ -1,6 +1,70 @@
-"""Steps, callbacks and warnings of Keras on PyTorch."""
+"""Data, steps, callbacks and warnings of Keras on PyTorch."""
+
+import sys
+
+import numpy as np
+import pyarrow
+from pyarrow import parquet
 
 from tests.pytorch.jobs import run
+
+
+def test_files_and_datasets_have_the_rows_of_tensorflow(hvdrun) -> None:
+    script = """
+        import sys
+        import keras, numpy as np
+        import hvd_keras as hvd
+        hvd.init()
+        kind, name = sys.argv[1:]
+        if kind == "files":
+            def double(columns, seeds=None):
+                assert type(columns["x"]).__module__.split(".")[0] in ("torch", "tensorflow")
+                rows = keras.ops.cast(seeds[:, 1:], "float32")
+                return columns["x"] * 2, rows + columns["y"][:, None] / 1000
+
+            source = hvd.data.files("rows-*.parquet", map=double, seeds=True)
+            data = hvd.data.shard(source, batch_size=8, shuffle=16, uneven="pad")
+        else:
+            import tensorflow as tf
+            rows = np.arange(100.0, dtype="float32").reshape(50, 2)
+            source = tf.data.Dataset.from_tensor_slices((rows, rows[:, :1])).shuffle(9, seed=3)
+            data = hvd.data.shard(source.batch(8), uneven="share")
+        assert hvd.data.shard.__module__.endswith("torch.data") == (name == "torch")
+        layer = keras.layers.Dense(1, kernel_initializer="ones")
+        model = keras.Sequential([keras.Input([2]), layer])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(1e-6, momentum=0.5)), "mse")
+        saved = hvd.callbacks.Checkpoint(f"{kind} {name}")
+        model.fit(data, epochs=2, callbacks=[saved], verbose=0)
+        seen = [[np.asarray(part) for part in batch] for batch in data]  # the third pass
+        values = {f"{i} {j}": p for i, parts in enumerate(seen) for j, p in enumerate(parts)}
+        np.savez(f"{name} {hvd.rank()}.npz", *model.get_weights(), **values)
+        on_torch = keras.backend.backend() == "torch"
+        if on_torch and kind == "files":
+            assert "tensorflow" not in sys.modules
+            try:
+                hvd.data.shard(hvd.data.files(["a.tfrecord"]), batch_size=2)
+            except NotImplementedError as error:
+                assert "expected .parquet files" in str(error)
+            else:
+                raise AssertionError
+    """
+    script = hvdrun.script(script)
+    for number, first in enumerate((0, 37, 40)):
+        numbers = np.arange(first, (37, 40, 75)[number], dtype="float32")
+        columns = {"x": list(np.stack([numbers, -numbers], 1)), "y": numbers}
+        parquet.write_table(pyarrow.table(columns), hvdrun.folder / f"rows-{number}.parquet")
+    for kind in ("files", "dataset"):
+        for backend in ("tensorflow", "torch"):
+            hvdrun.environment["KERAS_BACKEND"] = backend
+            job = hvdrun.run("-np", "2", "--oversubscribe", sys.executable, script, kind, backend)
+            assert job.returncode == 0, job.stdout + job.stderr
+        for rank in range(2):
+            paths = (hvdrun.folder / f"{name} {rank}.npz" for name in ("torch", "tensorflow"))
+            ours, theirs = map(np.load, paths)
+            assert ours.files == theirs.files
+            assert len(ours.files) > 8
+            for name in ours.files:
+                np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5)
 
 
 def test_losses_of_own_loops_that_are_not_weighed_are_told(hvdrun) -> None:

@@ -219,7 +219,6 @@ def test_what_is_not_there_is_refused(hvdrun) -> None:
         refused(ValueError, "distributed already", lambda: wrap(wrap(sgd())))
         stats = hvd.callbacks.StatsLogger
         refused(needs, "StatsLogger needs Keras on TensorFlow", lambda: stats("x"))
-        refused(needs, "files needs Keras on TensorFlow", lambda: hvd.data.files)
         names = ("layers", "DistributedGradientTape", "SyncBatchNormalization", "join", "spark")
         for name in (*names, "load_model", "auto", "PartialDistributedOptimizer"):
             refused(needs, f"hvd.{name} needs Keras on TensorFlow", lambda: getattr(hvd, name))

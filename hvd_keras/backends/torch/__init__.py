@@ -3,20 +3,12 @@
 from hvd_keras.backends.torch import errors
 from hvd_keras.runtime import libraries
 
-_HERE = "hvd_keras.backends.torch"
-
-# The modules of names whose own module is for TensorFlow.
-_MODULES = {
-    "hvd_keras.ops.allreduce": ("collectives", ("allreduce", "grouped_allreduce")),
-    "hvd_keras.ops.movement": (
-        "collectives",
-        ("allgather", "alltoall", "broadcast", "grouped_allgather"),
-    ),
-    "hvd_keras.ops.reducescatter": ("collectives", ("reducescatter", "grouped_reducescatter")),
-    "hvd_keras.ops.reduction": ("collectives", ("Compression",)),
-    "hvd_keras.ops.without_data": ("collectives", ("barrier",)),
-    "hvd_keras.optimizer": ("optimizer", ("DistributedOptimizer",)),
-    "hvd_keras.hooks.broadcasting": ("variables", ("broadcast_variables",)),
+# The modules here of names whose own module is for TensorFlow.
+_HERE = {
+    "allgather allreduce alltoall barrier broadcast Compression reducescatter": "collectives",
+    "grouped_allgather grouped_allreduce grouped_reducescatter": "collectives",
+    "DistributedOptimizer": "optimizer",
+    "broadcast_variables": "variables",
 }
 
 # Modules that need no backend.
@@ -37,9 +29,9 @@ def home(module: str, name: str) -> tuple[str, str]:
         return "", "callbacks" if name == "callbacks" else "backends.torch.data"
     if module.startswith(_NEUTRAL) and name not in _OF_TENSORFLOW:
         return module, name
-    there, names = _MODULES.get(module, ("", ()))
-    if name in names:
-        return f"{_HERE}.{there}", name
+    for names, there in _HERE.items():
+        if module and name in names.split():
+            return f"{__name__}.{there}", name
     raise NotImplementedError(
         f"hvd.{name} needs Keras on TensorFlow, and KERAS_BACKEND is torch. docs/using/torch.md "
         "lists what there is on PyTorch."

@@ -164,29 +164,12 @@ def _with_rows(kind: str, tensor: Any) -> torch.Tensor:
     return tensor
 
 
-def allreduce(
-    tensor: Any,
-    *,
-    average: bool | None = None,
-    compression: str = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Combine the ranks' tensors; all ranks get the result, bit for bit the same.
+def allreduce(tensor: Any, **options: Any) -> torch.Tensor:
+    """Combine the tensors of all ranks, element by element, as on TensorFlow.
 
     Args:
-        tensor: a tensor in the host's memory, or what ``torch.as_tensor`` accepts, of the same
-            dtype and shape on all ranks.
-        average: Horovod's older form of ``op``.
-        compression: ``hvd.Compression.none``, ``.fp16`` or ``.bf16``.
-        op: ``hvd.Average`` (default; floating-point tensors only), ``Sum``, ``Min``, ``Max``,
-            ``Product`` or ``Adasum``. The first two have gradients.
-        prescale_factor, postscale_factor: multiply every rank's tensor, and the result.
-        name: identifies the call on all ranks; only needed if calls have no fixed order.
-        process_set: the ranks that take part.
+        tensor: of any shape, the same on all ranks.
+        options: as of ``grouped_allreduce``.
 
     Returns:
         A new tensor of the same dtype and shape.
@@ -197,16 +180,7 @@ def allreduce(
         FailedPreconditionError: (on every rank) the ranks' tensors or arguments differ.
         AbortedError: a rank has left the job.
     """
-    return grouped_allreduce(
-        [tensor],
-        average=average,
-        compression=compression,
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        name=name,
-        process_set=process_set,
-    )[0]
+    return grouped_allreduce([tensor], **options)[0]
 
 
 def grouped_allreduce(
@@ -220,7 +194,17 @@ def grouped_allreduce(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """``allreduce`` of several tensors as one request."""
+    """``allreduce`` of several tensors as one request.
+
+    Args:
+        tensors: the same number on all ranks.
+        average, op: ``hvd.Average`` (default; floating-point tensors only), ``Sum``, ``Min``,
+            ``Max``, ``Product`` or ``Adasum``. The first two have gradients.
+        compression: ``hvd.Compression.none``, ``fp16`` or ``bf16``.
+        prescale_factor, postscale_factor: multiply every rank's tensor, and the result.
+        name: identifies the call on all ranks; only needed if calls have no fixed order.
+        process_set: the ranks that take part.
+    """
     with _on_all_ranks("allreduce", name, process_set) as call:
         reduction = chosen(average, op)
         check_compression(compression)
@@ -231,14 +215,12 @@ def grouped_allreduce(
     return list(_Allreduce.apply(call, *mine)) if mine else []
 
 
-def allgather(
-    tensor: Any, *, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+def allgather(tensor: Any, **options: Any) -> torch.Tensor:
     """Concatenate all ranks' tensors along the first dimension, which may differ by rank.
 
-    Args and errors as in ``allreduce``; a scalar is a ValueError.
+    Args (``name`` and ``process_set``) and errors as in ``allreduce``; a scalar is a ValueError.
     """
-    return grouped_allgather([tensor], name=name, process_set=process_set)[0]
+    return grouped_allgather([tensor], **options)[0]
 
 
 def grouped_allgather(
@@ -286,18 +268,12 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send rows of the tensor to each rank, and get rows from each.
+    """Send rows of the tensor to each rank, by ``splits`` or equally many, and get rows from each.
 
-    Args:
-        tensor: of at least one dimension, the first of which may differ by rank.
-        splits: the number of rows for each rank; default: the same for each.
-        name, process_set: as in ``allreduce``.
+    Args and errors as in ``allreduce``; InvalidArgumentError (on every rank) if splits do not fit.
 
     Returns:
         The received rows; with ``splits``, and the number of rows from each rank (int32).
-
-    Raises:
-        As ``allreduce``; InvalidArgumentError (on every rank) if splits do not fit the tensor.
     """
     size = process_set.size()
     with _on_all_ranks("alltoall", name, process_set, np.zeros(size, np.int64)) as call:

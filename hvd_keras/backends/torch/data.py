@@ -1,6 +1,8 @@
 """``hvd.data`` on PyTorch: this rank's batches of a source that every rank has as a whole."""
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,28 +11,22 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+import hvd_keras
 from hvd_keras.rows import Split, checks, order, reading
+from hvd_keras.rows import files as of_files
+from hvd_keras.rows.files import files as files
 from hvd_keras.rows.passes import Passes, Source
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
-__all__ = ["agree_on_steps", "shard"]
-
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("_"):
-        raise AttributeError(name)
-    raise NotImplementedError(
-        f"hvd.data.{name} needs Keras on TensorFlow, and KERAS_BACKEND is torch. On PyTorch there "
-        "is hvd.data.shard of arrays, PyDataset, DataLoader and Dataset."
-    )
+__all__ = ["agree_on_steps", "files", "shard"]
 
 
 def shard(
     source: Any,
     *,
     batch_size: int | None = None,
-    shuffle: bool | None = None,
+    shuffle: bool | int | None = None,
     seed: int = 0,
     start_epoch: int = 0,
     uneven: str | None = None,
@@ -51,7 +47,8 @@ def shard(
               dataset, sampler, collate_fn and workers are used. A sampler of your own is run on
               each rank, with torch's random generators seeded by ``seed`` and the epoch's number.
             - a ``torch.utils.data.Dataset``, or another object with a length and rows by number.
-            - a ``keras.utils.PyDataset``, as on TensorFlow.
+            - a ``keras.utils.PyDataset``, a ``tf.data.Dataset``, and Parquet files from
+              ``hvd.data.files``, as on TensorFlow.
         batch_size: rows per rank and step; not for a DataLoader and a PyDataset.
         shuffle: whether to shuffle each epoch anew, by ``seed`` and the epoch's number. Default:
             as a DataLoader's sampler does; else True.
@@ -67,7 +64,15 @@ def shard(
         NotImplementedError: (on all ranks) the source cannot be read by row numbers.
         ValueError: (on all ranks) the ranks' sources or arguments differ, or cannot be used.
     """
+    options = {name: value for name, value in locals().items() if name != "source"}
     process_set.check_included("data.shard")
+    source = of_files.opened(source, _refuse_records, process_set)
+    tf: Any = sys.modules.get("tensorflow")
+    if tf is not None and isinstance(source, tf.data.Dataset):
+        stream = _Stream(source, options)
+        loader = DataLoader(stream, batch_size=None, collate_fn=_same)
+        loader.passes = stream.passes
+        return loader
     mode = uneven or ("trim" if getattr(source, "drop_last", False) else "share")
     split = Split(process_set.rank(), process_set.size(), mode, evaluation)
 
@@ -83,14 +88,17 @@ def shard(
     return Loader(reader, Passes(start_epoch, None, rows, split), seed, **loading)
 
 
+def _refuse_records(paths: list[str], *_: Any) -> Any:
+    raise NotImplementedError(
+        f"hvd.data.files: got {paths[0]}, expected .parquet files: TFRecord files need Keras on "
+        "TensorFlow. Write the rows with pyarrow.parquet, or give hvd.data.shard a Dataset of them."
+    )
+
+
 def agree_on_steps(
     source: Any, *, uneven: str = "trim", process_set: ProcessSet = global_process_set
 ) -> int:
-    """Return the number of steps that every rank can make, if each rank has its own data.
-
-    As ``hvd.data.agree_on_steps`` on TensorFlow; ``source`` may be a
-    ``torch.utils.data.DataLoader``.
-    """
+    """Do what it does on TensorFlow; ``source`` may be a ``torch.utils.data.DataLoader``."""
 
     def length(source: Any) -> Any:
         return len(source) if isinstance(source, DataLoader) else source
@@ -99,22 +107,26 @@ def agree_on_steps(
 
 
 def _open(
-    source: Any, batch_size: int | None, shuffle: bool | None, seed: int, split: Split
+    source: Any, batch_size: int | None, shuffle: Any, seed: int, split: Split
 ) -> tuple[reading.Reader, Any, dict[str, Any]]:
     """Return what reads a source, the description of a row, and how a ``Loader`` loads it."""
-    everything = shuffle is None or shuffle
+    everything = shuffle is None or bool(shuffle)
     if isinstance(source, (keras.utils.PyDataset, DataLoader)) and batch_size is not None:
         raise ValueError(f"{batch_size=}, expected none for a {type(source).__name__}.")
     if isinstance(source, keras.utils.PyDataset):
         first = reading.with_tuples(reading.first_batch(source))
         flatten = keras.tree.flatten
         reader = reading.of_batches(source, first, flatten, everything, seed, split)
-        parts = reading.parts_of(first, flatten)
-        return reader, _spec(first, parts), {"pack": functools.partial(_packed, first)}
+        return reader, _spec(first), {"pack": functools.partial(_packed, first)}
     if isinstance(source, DataLoader):
         return _of_loader(source, shuffle, seed, split)
     if batch_size is None:
         raise ValueError("batch_size=None, expected rows per rank and step.")
+    if isinstance(source, of_files.Opened):
+        reader = of_files.reader(source, batch_size, shuffle, seed, split)
+        pack = functools.partial(_mapped, source)
+        sample = pack(reader.read(0, 0)[0])
+        return reader, _spec(sample), {"pack": pack}
     is_nest = isinstance(source, (list, tuple, dict)) or hasattr(source, "__array__")
     if not is_nest and hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         kinds: Any = torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler
@@ -122,12 +134,14 @@ def _open(
         loader = DataLoader(source, batch_size, sampler=sampler)
         return _of_loader(loader, shuffle, seed, split)
     source = reading.with_tuples(source)
-    parts = [_array(part) for part in keras.tree.flatten(source)]
-    parts = reading.parts_of(parts, list)
+    parts = reading.parts_of(_arrays(source), list)
     floatx = keras.backend.floatx()
     dtypes = [floatx if part.dtype.kind == "f" else part.dtype for part in parts]
     reader = reading.of_arrays(parts, dtypes, batch_size, everything, seed, split)
-    return reader, _spec(source, parts), {"pack": functools.partial(_packed, source)}
+    return reader, _spec(source), {"pack": functools.partial(_packed, source)}
+
+
+_OR_EACH_ITS_OWN = "or give each rank its own rows, and fit hvd.data.agree_on_steps(steps)."
 
 
 def _array(part: Any) -> Any:
@@ -136,24 +150,36 @@ def _array(part: Any) -> Any:
     if not hasattr(part, "__array__"):
         raise NotImplementedError(
             f"got a {type(part).__name__}, expected arrays, tensors, or a source with rows by "
-            "number. Make a map-style torch.utils.data.Dataset of it, or let each rank read its "
-            "own rows and give fit steps_per_epoch=hvd.data.agree_on_steps(steps)."
+            f"number. Make a map-style torch.utils.data.Dataset of it, {_OR_EACH_ITS_OWN}"
         )
-    return part
+    return np.asarray(part)
 
 
-def _spec(source: Any, parts: list[Any]) -> Any:
-    found = [f"{part.dtype}{[*part.shape[1:]]}" for part in parts]
+def _arrays(nested: Any) -> list[Any]:
+    return list(map(_array, keras.tree.flatten(nested)))
+
+
+def _spec(source: Any) -> Any:
+    found = [f"{part.dtype}{[*part.shape[1:]]}" for part in _arrays(source)]
     return keras.tree.pack_sequence_as(source, found)
 
 
+def _tensor(part: Any) -> Any:
+    part = np.asarray(part)
+    if part.dtype.kind in "OUS":  # text
+        return part
+    return torch.from_numpy(np.require(part, None, ["C", "W"]))  # this rank's alone
+
+
 def _packed(like: Any, parts: list[Any]) -> Any:
-    # They are this rank's: what a reader has taken or joined.
-    found = [
-        part if part.dtype.kind in "OUS" else torch.from_numpy(np.require(part, None, ["C", "W"]))
-        for part in parts
-    ]
-    return keras.tree.pack_sequence_as(like, found)
+    return keras.tree.pack_sequence_as(like, list(map(_tensor, parts)))
+
+
+def _mapped(source: of_files.Opened, parts: list[Any]) -> Any:
+    """Return what ``map`` makes of the columns of a batch, which seeds may follow."""
+    columns, seeds = (parts[:-1], parts[-1:]) if source.seeds else (parts, [])
+    batch = keras.tree.map_structure(_tensor, source.rows.read(columns))
+    return source.map(batch, *map(_tensor, seeds)) if source.map is not None else batch
 
 
 def _of_loader(
@@ -164,9 +190,8 @@ def _of_loader(
     if isinstance(dataset, kinds.IterableDataset) or loader.batch_size is None:
         raise NotImplementedError(
             "got a DataLoader of an IterableDataset or with a batch_sampler, whose rows have no "
-            "numbers that ranks could share. Use a map-style dataset with batch_size, or let each "
-            "rank read its own rows and give fit "
-            "steps_per_epoch=hvd.data.agree_on_steps(steps)."
+            f"numbers that ranks could share. Use a map-style dataset with batch_size, "
+            f"{_OR_EACH_ITS_OWN}"
         )
     if isinstance(sampler, kinds.DistributedSampler):
         raise ValueError(
@@ -189,8 +214,7 @@ def _of_loader(
     if not length:
         raise ValueError("the DataLoader has no rows.")
     row = loader.collate_fn([dataset[int(order_of(0)[0])]])
-    parts = [np.asarray(_array(part)) for part in keras.tree.flatten(row)]
-    spec, size = _spec(row, parts), loader.batch_size
+    spec, size = _spec(row), loader.batch_size
     sample = f"sample {reading.digest(reading.y_of(row, _arrays))}{drawn}"
     reader = reading.of_rows(lambda rows: rows, order_of, length, size, split, sample, is_shuffled)
     names = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
@@ -199,10 +223,6 @@ def _of_loader(
         options["prefetch_factor"] = loader.prefetch_factor
         options["persistent_workers"] = loader.persistent_workers
     return reader, spec, options | {"pack": _Fetch(dataset, loader.collate_fn)}
-
-
-def _arrays(nested: Any) -> list[Any]:
-    return [np.asarray(_array(part)) for part in keras.tree.flatten(nested)]
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> Any:
@@ -311,6 +331,35 @@ class Loader(DataLoader):  # type: ignore[misc]
             # Of the workers, whose random numbers are this rank's, and the same in a rerun.
             self.generator.manual_seed(_mix(self._seed, self.passes.next, self.passes.split.rank))
             yield from super().__iter__()
+
+
+class _Stream(torch.utils.data.IterableDataset):  # type: ignore[misc]
+    """The batches of a sharded ``tf.data.Dataset``."""
+
+    def __init__(self, source: Any, options: dict[str, Any]) -> None:
+        data = importlib.import_module("hvd_keras.data")
+        hvd_keras.data = sys.modules[__name__]  # what the import has replaced
+        self._batches = data.shard(source, **options)
+        (self.passes,) = data.passes_of(self._batches)
+        self._sample()  # refuses what torch has no tensors for
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if agree.is_building.get():  # which is no pass
+            yield self._sample()
+            return
+        for batch in self._batches:
+            yield keras.tree.map_structure(_tensor, batch)
+
+    def _sample(self) -> Any:
+        def zeros(spec: Any) -> Any:
+            if type(spec).__name__ != "TensorSpec" or spec.shape.rank is None:
+                raise NotImplementedError(f"got {spec}, expected dense tensors of a known rank.")
+            return _tensor(np.zeros([n or 1 for n in spec.shape], spec.dtype.as_numpy_dtype))
+
+        return keras.tree.map_structure(zeros, self._batches.element_spec)
 
 
 def _same(data: Any) -> Any:

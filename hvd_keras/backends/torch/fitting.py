@@ -36,17 +36,13 @@ def install(backend: Any) -> None:
         (model, "save", storage.wrap_save),
         (model, "save_weights", storage.wrap_save),
         (keras.callbacks.ProgbarLogger, "set_params", fitting.wrap_bar),
-        (optimizers.Optimizer, "apply", missing_calls.wrap_apply(_updated)),
+        (optimizers.Optimizer, "apply", missing_calls.wrap_apply()),
         (optimizers.LossScaleOptimizer, "apply", _wrap_scaled_apply),
         (optimizers.LossScaleOptimizer, "check_finite", _wrap_check_finite),
         (keras.losses.Loss, "__call__", losses.wrap_call),
     ):
         require(owner, attribute, "to train on several ranks")
         setattr(owner, attribute, wrap(getattr(owner, attribute)))
-
-
-def _updated(optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    return optimizer._trainable_variables if trainable_variables is None else trainable_variables
 
 
 def _wrap_scaled_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,7 +133,8 @@ def passes_of(source: Any) -> list[Passes]:
 def prepare(own: Fit, source: Any) -> None:
     """Find the passes over the data; Keras has created the variables."""
     own.passes = passes_of(source)
-    own.seekable = source if own.passes and own.arguments["steps_per_epoch"] is None else None
+    seeks = hasattr(source, "seek") and own.arguments["steps_per_epoch"] is None
+    own.seekable = source if own.passes and seeks else None
 
 
 def can_look_at(source: Any) -> bool:

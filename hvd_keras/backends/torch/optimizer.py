@@ -14,6 +14,7 @@ from hvd_keras.backends.torch.tensors import Exchange, checked
 from hvd_keras.gradients import buckets, compare, missing_calls, specs
 from hvd_keras.gradients.ahead import Ahead
 from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime.keras import innermost
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum
 
@@ -41,15 +42,10 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
 
     Args:
         optimizer: any ``keras.optimizers.Optimizer``.
-        name: identifies the optimizer on all ranks. Default: its number.
         compression: ``hvd.Compression.fp16`` or ``.bf16`` halve the bytes of float32 gradients.
-        gradient_predivide_factor: the part of the average's division that precedes the sum.
-        op: ``hvd.Average``, ``hvd.Sum`` or ``hvd.Adasum``.
-        backward_passes_per_step: sets the optimizer's ``gradient_accumulation_steps``.
-        average_aggregated_gradients: apply the mean of the local steps instead of their sum.
-        process_set: the ranks that train this model together; only they call this.
-        others: those arguments of ``hvd.DistributedOptimizer`` on TensorFlow that are at their
-            defaults.
+        name, gradient_predivide_factor, op, backward_passes_per_step, average_aggregated_gradients,
+            process_set: as on TensorFlow.
+        others: those of TensorFlow's that are at their defaults.
 
     Returns:
         The same optimizer.
@@ -72,14 +68,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
             "such as keras.optimizers.Adam(); one of torch.optim trains no Keras model in fit."
         )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = optimizer.inner_optimizer
-        scaled = {"op": op, "compression": compression, "process_set": process_set, **others}
-        scaled["gradient_predivide_factor"] = gradient_predivide_factor
-        scaled["backward_passes_per_step"] = backward_passes_per_step
-        scaled["average_aggregated_gradients"] = average_aggregated_gradients
-        DistributedOptimizer(inner, name, **scaled)
-        return optimizer
+    outermost, optimizer = optimizer, innermost(optimizer)
     if hasattr(optimizer, "_hvd_reducer"):
         raise ValueError(
             f"hvd.DistributedOptimizer: this {type(optimizer).__name__} is distributed already. "
@@ -114,7 +103,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     name = name or f"optimizer {next(_numbers[process_set.id()])}"
     local_sum = 1 if average_aggregated_gradients else passes
     Reducer(optimizer, name, process_set, local_sum, op, call)
-    return optimizer
+    return outermost
 
 
 # Of the arguments that TensorFlow's has besides.
@@ -209,10 +198,8 @@ class Reducer:
         optimizer = self._optimizer
         shown: Any = optimizer._trainable_variables if given is None else given
         gradients = list(grads)
-        if len(gradients) != len(shown):
-            raise ValueError(
-                f"{self.name}: got {len(gradients)} gradients of {len(shown)} variables."
-            )
+        if (count := len(gradients)) != len(shown):
+            raise ValueError(f"{self.name}: got {count} gradients of {len(shown)} variables.")
         if any(getattr(variable, "overwrite_with_gradient", False) for variable in shown):
             raise NotImplementedError(f"{self.name}: float8 scales are not exchanged on PyTorch.")
         if self.op is Average:

@@ -12,8 +12,9 @@ from pyarrow import parquet
 
 import hvd_keras as hvd
 from hvd_keras import data
-from hvd_keras.data import file_sources, records, row_sources
-from hvd_keras.data.order import Order
+from hvd_keras.data import file_sources, records
+from hvd_keras.rows import by_number
+from hvd_keras.rows.windows import Order
 from hvd_keras.runtime import agree
 from tests.harness.shards import BATCH, RANK, SIZE, TOGETHER, error_of, job_pass, of_all, rows_of
 
@@ -146,7 +147,7 @@ class Squares:
 
 @pytest.mark.parametrize("kind", ["grain", "datasets"])
 def test_rows_by_number(kind: str, monkeypatch) -> None:
-    monkeypatch.setattr(row_sources, "_BLOCK", 4)
+    monkeypatch.setattr(by_number, "_BLOCK", 4)
     source = Squares()
     if kind == "datasets":
         library = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")

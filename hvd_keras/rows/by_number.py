@@ -3,10 +3,9 @@
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvd_keras.rows import reading
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import flatten, pack
 
 _BLOCK = 256  # rows that are likely to lie together
 _CHECKED = 3  # rows by which ranks see whether they have the same
@@ -39,7 +38,7 @@ class Rows:
         first = source[0] if self._columns is None else self._columns[0]
         self._like = reading.with_tuples(first)
         found = self._get(np.unique(np.linspace(0, self.length - 1, _CHECKED).astype(int)))
-        self.specs = [tf.TensorSpec(part.shape[1:], part.dtype) for part in found]
+        self.specs = list(map(reading.like, found))
         self.row_bytes = sum(part.nbytes for part in found) / len(found[0])
         self.description = f"sample {reading.digest(found)}"
 
@@ -49,26 +48,26 @@ class Rows:
     def look_up(self, rows: Any) -> list[Any]:
         """Return the parts of some rows."""
         if not len(rows):
-            return [np.empty((0, *s.shape), s.dtype.as_numpy_dtype) for s in self.specs]
+            return self.specs
         found = self._get(rows)
-        for part, spec in zip(found, self.specs, strict=True):
-            if part.shape[1:] != tuple(spec.shape) or tf.as_dtype(part.dtype) != spec.dtype:
+        for part, like in zip(found, self.specs, strict=True):
+            mine = reading.like(part)
+            if mine.shape != like.shape or mine.dtype != like.dtype:
                 raise ValueError(
                     f"rows {rows[0]} to {rows[-1]} have {part.dtype}{[*part.shape[1:]]}; expected "
-                    f"{spec.dtype.name}{[*spec.shape]}, as row 0"
+                    f"{like.dtype}{[*like.shape[1:]]}, as row 0"
                 )
         return found
 
     def read(self, parts: list[Any]) -> Any:
         """Nest what ``look_up`` returned."""
-        return tf.nest.pack_sequence_as(self._like, parts)
+        return pack(self._like, parts)
 
     def _get(self, rows: Any) -> list[Any]:
         if self._columns is not None:
-            found = tf.nest.flatten(self._columns[rows.tolist()])
+            found = flatten(self._columns[rows.tolist()])
         else:
             # As many parts in each row as in the first.
-            each = [tf.nest.flatten(self._source[int(row)]) for row in rows]
+            each = [flatten(self._source[int(row)]) for row in rows]
             found = [np.stack([np.asarray(p) for p in parts]) for parts in zip(*each, strict=True)]
-        floatx = tf.as_dtype(keras.backend.floatx()).as_numpy_dtype
-        return [a.astype(floatx, copy=False) if a.dtype.kind == "f" else a for a in found]
+        return list(map(reading.as_fit_casts, found))

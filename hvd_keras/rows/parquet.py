@@ -4,11 +4,11 @@ import functools
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-from hvd_keras.data.counting import look_into_some
+from hvd_keras.rows import reading
+from hvd_keras.rows.counting import look_into_some
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import keras
+from hvd_keras.runtime.keras import flatten, pack
 from hvd_keras.runtime.process_sets import ProcessSet
 
 
@@ -54,12 +54,12 @@ class Tables:
         with _open(path) as file:
             known = file.schema_arrow.names
         self._columns = {name: name for name in known} if columns is None else columns
-        self._names = tf.nest.flatten(self._columns)
+        self._names = flatten(self._columns)
         missing = [name for name in self._names if name not in known]
         if missing:
             raise ValueError(f"{path} has no columns {missing}, expected some of {known}.")
         arrays = self._read(next(n for n in range(len(self._groups)) if np.diff(self.starts)[n]))
-        self.specs = [tf.TensorSpec(array.shape[1:], array.dtype) for array in arrays]
+        self.specs = list(map(reading.like, arrays))
 
     def keep(self, groups: int) -> None:
         """Keep so many row groups in memory."""
@@ -68,29 +68,23 @@ class Tables:
     def look_up(self, rows: Any) -> list[Any]:
         """Return the columns of some rows."""
         groups = np.searchsorted(self.starts, rows, "right") - 1
-        dtypes = [spec.dtype.as_numpy_dtype for spec in self.specs]
-        found = [
-            np.empty((len(rows), *spec.shape), dtype)
-            for spec, dtype in zip(self.specs, dtypes, strict=True)
-        ]
+        found = [np.empty((len(rows), *like.shape[1:]), like.dtype) for like in self.specs]
         for group in np.unique(groups):
             chosen = groups == group
             columns = self._group(int(group))
-            for part, column, spec, name in zip(
-                found, columns, self.specs, self._names, strict=True
-            ):
-                if column.shape[1:] != tuple(spec.shape) or column.dtype != part.dtype:
+            for part, column, name in zip(found, columns, self._names, strict=True):
+                if column.shape[1:] != part.shape[1:] or column.dtype != part.dtype:
                     raise ValueError(
                         f"column {name!r} of {self.paths[self._groups[group][0]]} has "
                         f"{column.dtype}{[*column.shape[1:]]} in each row; expected "
-                        f"{part.dtype}{[*spec.shape]}, as in the first file"
+                        f"{part.dtype}{[*part.shape[1:]]}, as in the first file"
                     )
                 part[chosen] = column[rows[chosen] - self.starts[group]]
         return found
 
     def read(self, parts: list[Any]) -> Any:
         """Nest what ``look_up`` returned."""
-        return tf.nest.pack_sequence_as(self._columns, parts)
+        return pack(self._columns, parts)
 
     def _read(self, number: int) -> list[Any]:
         """Return the columns of a row group."""
@@ -100,9 +94,7 @@ class Tables:
         if table.num_rows != self.starts[number + 1] - self.starts[number]:
             raise ValueError(f"{self.paths[file]} has changed since its rows were counted.")
         arrays = [array_of(name, table[name].combine_chunks()) for name in self._names]
-        # As fit casts arrays.
-        floatx = tf.as_dtype(keras.backend.floatx()).as_numpy_dtype
-        return [a.astype(floatx, copy=False) if a.dtype.kind == "f" else a for a in arrays]
+        return list(map(reading.as_fit_casts, arrays))
 
 
 def _open(path: str) -> Any:

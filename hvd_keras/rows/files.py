@@ -1,0 +1,185 @@
+"""``hvd.data.files``: rows of many files, which are read where they are needed."""
+
+import glob
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_keras.rows import Split, reading
+from hvd_keras.rows.parquet import Tables
+from hvd_keras.rows.windows import WINDOW, Order
+from hvd_keras.runtime import agree
+from hvd_keras.runtime.process_sets import ProcessSet
+
+
+@dataclass(frozen=True)
+class Files:
+    """What ``hvd.data.files`` returns, for ``hvd.data.shard``."""
+
+    pattern: Any
+    columns: Any
+    map: Callable[..., Any] | None
+    seeds: bool
+    index: str | None
+
+    def paths(self) -> list[str]:
+        """List the files. Raises ValueError if there is none."""
+        if isinstance(self.pattern, str | os.PathLike):
+            paths = sorted(glob.glob(os.fspath(self.pattern), recursive=True))
+        else:
+            paths = [os.fspath(path) for path in self.pattern]
+        if not paths:
+            raise ValueError(f"no file matches {self.pattern!r} on {os.uname().nodename}.")
+        return paths
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Rows by number, which all ranks have counted; ``map`` and ``seeds`` as in ``files``."""
+
+    rows: Any  # ``Tables``, or what has the same methods
+    map: Callable[..., Any] | None = None
+    seeds: bool = False
+
+
+def files(
+    pattern: str | os.PathLike[str] | Sequence[str],
+    *,
+    columns: Any = None,
+    map: Callable[..., Any] | None = None,
+    seeds: bool = False,
+    index: str | None = None,
+) -> Files:
+    """Name files of rows, a source for ``hvd.data.shard``, of which each rank reads its rows only.
+
+    The files may have any numbers of rows, and may be fewer than the ranks. An epoch can begin at
+    any row without reading those before, so ``hvd.callbacks.Checkpoint`` continues at once, on any
+    number of ranks, in the same order.
+
+    ``shard(files(…), shuffle=…)`` shuffles blocks of rows that follow each other, and the rows of
+    windows of 16,384 rows, or of the number that is given. Only row numbers are held in memory.
+
+    The first run reads the lengths of all records, each rank those of some files, and keeps their
+    places in files ``.NAME.hvd-index``, which later runs use while size and time of NAME are the
+    same. Parquet files need none: row groups are their blocks, read as wholes, and a rank keeps
+    its part of those of a window. So give a window at least as many row groups as there are ranks.
+
+    Args:
+        pattern: uncompressed TFRecord files (not on PyTorch), or Parquet files, whose names end in
+            ``.parquet`` (needs pyarrow): a path with ``*``, ``?``, ``**`` or ``[…]``, or a list of
+            paths. They are read in the order of their names; the list's order is kept. All ranks
+            must see the same files, or copies.
+        columns: of Parquet files, names of columns, nested as ``fit`` takes its data: ``("x",
+            "y")``. Numbers, strings, or arrays of numbers, all of one length; those of floating
+            point become ``floatx()``. Default: a dictionary of all.
+        map: makes a batch of the records of a batch, a tensor of strings, or of the columns, with
+            TensorFlow's operations; on PyTorch of the columns, which are tensors (strings: arrays).
+            ``uneven="pad"`` needs its y. Default: records or columns.
+        seeds: call ``map(records, seeds)`` with int64 ``seeds`` of shape [records, 2] that depend
+            on row and epoch only, for ``tf.image.stateless_random_…``: random changes are then the
+            same after a restart, and on any number of ranks.
+        index: a folder for what is kept of TFRecord files. Default: beside each, or if that folder
+            may not be written, nowhere.
+
+    Returns:
+        A source for ``hvd.data.shard``.
+
+    Example:
+        def parse(records):
+            example = tf.io.parse_example(records, {"x": tf.io.FixedLenFeature([4], tf.float32)})
+            return example["x"]
+
+        data = hvd.data.shard(hvd.data.files("train-*.tfrecord", map=parse), batch_size=32)
+    """
+    return Files(pattern, columns, map, seeds, index)
+
+
+def opened(source: Any, records: Callable[..., Any], process_set: ProcessSet) -> Any:
+    """Open a source of files, on all ranks together; return any other as it is.
+
+    ``records`` opens TFRecord files.
+    """
+
+    def look() -> list[str] | None:
+        paths = source.paths() if isinstance(source, Files) else None
+        if paths and source.columns is not None and not paths[0].endswith(".parquet"):
+            raise ValueError(f"columns={source.columns!r} of {paths[0]}, expected a .parquet file.")
+        return paths
+
+    # Before anything that only ranks with files do, so that none waits for others in vain.
+    paths = agree.on_all_ranks("hvd.data.files", look, process_set)
+    names = paths and [os.path.basename(path) for path in paths]
+    gathered = agree.gather_if_different("hvd.data.files names", names, process_set)
+    if gathered:
+        short = [f"{theirs and len(theirs)} files {theirs!r:.200}" for theirs in gathered]
+        raise ValueError(
+            "hvd.data.shard: the ranks have different files: "
+            f"{agree.by_rank(short, process_set)}. Give all the same, or copies of them."
+        )
+    if paths is None:
+        return source
+    if paths[0].endswith(".parquet"):
+        tables = Tables(paths, source.columns, process_set)
+        return Opened(tables, source.map, source.seeds)
+    return Opened(records(paths, source.index, process_set), source.map, source.seeds)
+
+
+class Shares:
+    """Which rows of an opened source this rank has in each step."""
+
+    def __init__(
+        self, source: Opened, batch_size: int, shuffle: bool | int | None, seed: int, split: Split
+    ) -> None:
+        table = source.rows
+        self.length, self._batch_size, self._split = table.length, batch_size, split
+        if not self.length:
+            raise ValueError(f"{len(table.paths)} files have no rows: {table.paths!r:.200}.")
+        window = WINDOW if shuffle is None or shuffle is True else int(shuffle) or None
+        self.is_shuffled = window is not None
+        self._order, self._seed = Order(table.starts, window, seed), seed
+        # A rank's rows lie together, so it needs its part of a window's blocks, and those at the
+        # ends.
+        table.keep(self._order.blocks_in_window() // split.size + 3)
+
+    def whole(self, epoch: int, begin: int, steps: int) -> tuple[Any, Any]:
+        """Return row numbers and weights of whole steps, [steps, rows], from ``begin`` on."""
+        split, size = self._split, self._batch_size
+        rows = split.size * size
+        chosen = self._order.rows(epoch, begin, begin + steps * rows)
+        # Of a step's rows each rank takes those that lie together in the files.
+        chosen = np.sort(chosen.reshape(steps, rows))
+        mine = chosen[:, split.rank * size : (split.rank + 1) * size]
+        return mine, np.full(mine.shape, split.weight(rows, self.length, size), np.float32)
+
+    def short(self, epoch: int, begin: int) -> tuple[Any, Any]:
+        """Return the same of the short last step."""
+        split, rows = self._split, self.length - begin
+        count = rows // split.size if split.uneven == "share" else self._batch_size
+        # For "pad", rows are copied to fill the step.
+        chosen = np.resize(self._order.rows(epoch, begin, self.length), count * split.size)
+        real = np.arange(split.rank, count * split.size, split.size) < rows
+        weights = np.where(real, split.weight(rows, self.length, self._batch_size), 0)
+        return chosen[None, split.rank :: split.size], weights[None].astype(np.float32)
+
+    def seeds(self, epoch: int, mine: Any) -> Any:
+        """Return the seeds for ``map``, int64 of the shape of the row numbers and 2."""
+        return np.stack([np.full(mine.shape, self._seed + (int(epoch) << 32)), mine], axis=-1)
+
+
+def reader(
+    source: Opened, batch_size: int, shuffle: bool | int | None, seed: int, split: Split
+) -> reading.Reader:
+    """Read the rows of an opened source step by step, followed by seeds if it has them."""
+    shares, table = Shares(source, batch_size, shuffle, seed, split), source.rows
+
+    def read(epoch: int, first: int) -> tuple[Any, Any]:
+        is_short = first + split.size * batch_size > table.length
+        mine, weights = shares.short(epoch, first) if is_short else shares.whole(epoch, first, 1)
+        parts = table.look_up(mine[0])
+        return [*parts, shares.seeds(epoch, mine[0])] if source.seeds else parts, weights[0]
+
+    described = table.description, shares.is_shuffled
+    return reading.Reader(read, table.length, batch_size, split, *described)
