@@ -39,9 +39,15 @@ demo: .venv/installed  ## Train a convolutional network on handwritten digits on
 	@$(BIN)/hvdrun -np 2 --oversubscribe $(BIN)/python examples/keras_mnist.py
 
 # Spark and Ray, of half a gigabyte, are what only tests need; changed C++ sources need none of these again.
-EXTRAS := .venv/test,lint .venv/platforms .venv/torch .venv/bench .venv/docs
+EXTRAS := .venv/test,lint .venv/platforms .venv/bench .venv/docs
 $(EXTRAS): pyproject.toml | .venv/installed
 	@$(INSTALL) -e ".[$(@F)]"
+	@touch $@
+
+# A package index may have a build for CPUs alone, of 0.2 instead of 3 GB.
+.venv/torch: pyproject.toml | .venv/installed
+	@$(BIN)/pip install -qq --disable-pip-version-check "torch==2.13.0+cpu" 2> /dev/null || echo "No torch for CPUs alone: taking the one of 3 GB"
+	@$(INSTALL) -e ".[torch]"
 	@touch $@
 
 setup: .venv/installed .venv/test,lint  ## Install the project from source into .venv (again, if C++ sources have changed).

@@ -77,6 +77,23 @@ def test_the_launcher_does_not_know_what_uses_it() -> None:
         assert not re.search(r"horovod|spark|\bray\b|\bagents\b", path.read_text(), re.I), path
 
 
+def test_what_depends_on_the_backend_is_in_one_room() -> None:
+    room = list((ROOT / "hvd_keras" / "backends").rglob("*.py"))
+    assert sum(len(path.read_text().splitlines()) for path in room) <= 1500
+    asks = re.compile(r"keras_backend\(\)|backend\.backend\(\)|KERAS_BACKEND")
+    asking = {
+        str(path.relative_to(ROOT / "hvd_keras"))
+        for path in SOURCES
+        if path.parts[len(ROOT.parts)] in ("hvd_keras", "callbacks") and path not in room
+        if asks.search(path.read_text())
+    }
+    # What loads the room, what refuses another backend, and the names of both frameworks.
+    assert asking <= {
+        *("__init__.py", "lifecycle.py", "ops/__init__.py"),
+        *("runtime/keras.py", "runtime/settings.py"),
+    }
+
+
 def test_the_core_knows_neither_tensorflow_nor_python() -> None:
     for path in (ROOT / "native" / "core").rglob("*.[ch]*"):
         assert not re.search(r'#include [<"](tensorflow|Python)', path.read_text()), path
