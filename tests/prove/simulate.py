@@ -47,9 +47,12 @@ MUTANTS = (
         "if (counters.least(HostCounters::arrived) < published - 1) return false;",
         "",
     ),
-    (f"{CPU}/cluster_transport.cc", "sums_all(request) ? Allreduce::direct :", ""),
     (f"{CPU}/inter_host.cc", "if (has_received) all_.add(received_);", ""),
-    (f"{CPU}/inter_host.cc", "std::min(have, size_ - have)", "std::max(1, have / 2)"),
+    (
+        f"{CPU}/inter_host.cc",
+        "sources.push_back(terms_.data() + (h + size_ - host_)",
+        "sources.push_back(terms_.data() + (h)",
+    ),
     (
         f"{CPU}/kind_transport.cc",
         "std::count(failed.begin(), failed.end(), 0) == size()",

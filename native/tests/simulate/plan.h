@@ -115,7 +115,7 @@ struct Plan {
       item.name = std::string(1, static_cast<char>('a' + n));
       item.set = !some.empty() && random.chance(3);
       item.rows = kRows[random.upto(random.chance(6) ? 4 : 3)];
-      if (random.chance(400)) item.rows = 100'000;  // chunks of their full size
+      if (random.chance(30)) item.rows = random.chance(10) ? 100'000 : 20'000;  // whole chunks
       item.dtype = random.chance(3) ? DType::int32 : DType::float32;
       if (random.chance(3)) item.reduction = Reduction::max;
       if (item.dtype == DType::float32 && random.chance(2)) item.reduction = Reduction::average;
