@@ -71,7 +71,7 @@ FORWARD = 1 / 3
 # As in hvd_keras/runtime/settings.py, native/core/cpu/cluster_transport.cc and mpi_transport.h.
 BUCKET_BYTES = Settings().bucket_bytes
 MESSAGE_BYTES, LEAST_CHUNK_BYTES, MOST_CHUNK_BYTES = 64 << 10, 256 << 10, 1 << 20
-WINDOW, FEW_RANKS, MANY_HOSTS = 8, 16, 32
+WINDOW, FEW_HOSTS, MANY_HOSTS = 8, 64, 32
 ELEMENT_BYTES = 4
 
 # Fitted to all six points of PUBLISHED, see ``fit``: the share of the link's bandwidth that is
@@ -97,11 +97,12 @@ class Cluster:
         return self.hosts * self.local
 
     def agreement(self) -> float:
-        """Seconds of an agreement: of few ranks, each sends to all, as Open MPI's MPI_Iallgather
-        does; of more, a reduction to one rank and back."""
-        if self.ranks <= FEW_RANKS:
-            return CALL + self.latency + (self.ranks - 1) * MESSAGE
-        return CALL + 2 * math.ceil(math.log2(self.ranks)) * (self.latency + MESSAGE)
+        """Seconds of an agreement of the hosts' first ranks: one message from each of them in each
+        of log2 H steps, and in two more if they are many and no power of two."""
+        steps = math.ceil(math.log2(self.hosts))
+        if self.hosts > FEW_HOSTS and 2**steps != self.hosts:
+            steps += 1
+        return CALL + steps * (self.latency + MESSAGE)
 
     def ring(self, size: float) -> float:
         """Seconds of NCCL's ring through all ranks; it passes each host's link once."""

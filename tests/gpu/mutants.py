@@ -66,7 +66,7 @@ RULES = {
         (r"if \(nccl && in_turns_\) turn\.emplace\([^;]*;", ""),
         (r"turn\.emplace\(LaunchOrder[^;]*;", ""),
         (r"if \(nccl\) order\.set_last\([^;]*;", ""),
-        (r"in_turns_ = in_turns_ \|\| [^;]*;", ""),
+        (r"if \(agreement\) in_turns_ = [^;]*;", ""),
         (r"gpu\.copy\([^;]*;", ""),
         (r"std::memcpy\(locked\.get\(\), input\.data[^;]*", ""),
         (r"input\.data = memory\.get\(\);", ""),
