@@ -144,12 +144,13 @@ std::optional<Agreement> ClusterTransport::agree(const Proposal& mine, const Req
     propose(mine, next);
   }
   waiting_ = waiting;
-  const auto poll = [&] { return has_agreed(next); };
+  bool progressed = false;
+  const auto poll = [&] { return has_agreed(next, &progressed); };
   if (!waiting && !done_briefly(size(), poll)) return {};
   if (waiting) {
     MpiWaiter::Wait wait(mpi_->waiter(), waiting_);
     wait.check();
-    while (!poll()) wait.turn(false);
+    while (!poll()) wait.turn(std::exchange(progressed, false));
   }
   const Summary all = shared(0).all.summary;
   if (!waiting && all.flags & Proposal::wants_times) return {};
@@ -170,7 +171,7 @@ void ClusterTransport::propose(const Proposal& mine, const Request* next) {
 
 // Each rank's counter of arrivals is odd from its proposal on; that of the first rank is even again
 // when it has published what all propose. Nobody writes anything new before all have read it.
-bool ClusterTransport::has_agreed(const Request* next) {
+bool ClusterTransport::has_agreed(const Request* next, bool* progressed) {
   HostCounters& counters = memory_->counters();
   const uint64_t published = 2 * agreements_;
   if (counters.least(HostCounters::arrived, 1) >= published) return true;
@@ -194,8 +195,9 @@ bool ClusterTransport::has_agreed(const Request* next) {
     }
     sum(factors.first, host.along);
     proposals_->start();
+    *progressed = true;
   }
-  proposals_->advance();
+  *progressed |= proposals_->advance();
   if (!proposals_->done()) return false;
   terms.clear();
   for (int h = 0; h < hosts_ && along_; ++h) terms.push_back(proposals_->along(h));

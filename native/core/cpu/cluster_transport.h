@@ -75,7 +75,7 @@ class ClusterTransport : public KindTransport {
   Shared& shared(int local_rank) const;
   bool sums_all(const Request& request) const;
   void propose(const Proposal& mine, const Request* next);
-  bool has_agreed(const Request* next);
+  bool has_agreed(const Request* next, bool* progressed);
   void number_hosts(const MpiTransport& mpi, MPI_Comm host);
   char* slot(int local_rank, uint64_t chunk) const;
   int partner(int rank, int host) const;

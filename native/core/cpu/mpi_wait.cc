@@ -21,8 +21,8 @@ namespace {
 constexpr double kSpinSeconds = 200e-6;
 constexpr double kMaxSleepSeconds = 1e-3;
 
-// Ranks that wait for longer than this notify the others.
-constexpr double kLongSeconds = 1.0;
+// By which a notice may be late: a rank that gets on begins again with its first one.
+constexpr double kLateNoticeSeconds = 2.0;
 
 // How long a rank that aborts lets MPI send the reason.
 constexpr double kSendReasonSeconds = 0.1;
@@ -35,7 +35,7 @@ constexpr double kBriefSeconds = 200e-6;
 // MPI itself yields to other ranks where it knows that they share a core, so this is for others.
 constexpr int kPollsPerYield = 16;
 
-constexpr int kWaits = 1;    // the step's number
+constexpr int kWaits = 1;    // in which step, and for how long
 constexpr int kAborted = 2;  // the reason
 
 struct ProcessWide {
@@ -102,14 +102,15 @@ bool Messages::all_complete() {
 
 bool done_briefly(int ranks, const std::function<bool()>& poll) {
   double end = 0;
-  for (int polls = 1; !poll(); ++polls) {
+  for (int polls = 1;; ++polls) {
+    throw_if_aborted();
+    if (poll()) return true;
     if (polls % kPollsPerYield != 0) continue;
     const double now = cpu_seconds();
     if (end == 0) end = now + kBriefSeconds * std::log2(ranks);
     if (now > end) return false;
     std::this_thread::yield();
   }
-  return true;
 }
 
 std::vector<int> others(int rank, int size) {
@@ -119,7 +120,7 @@ std::vector<int> others(int rank, int size) {
 }
 
 MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks)
-    : ranks_(ranks), waits_in_(ranks.size(), 0) {
+    : ranks_(ranks), waits_in_(ranks.size()) {
   HVD_MPI(MPI_Comm_dup(communicator, &communicator_));
   HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
   std::lock_guard<std::mutex> lock(process_wide().mutex);
@@ -169,6 +170,7 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   const double waited = something_has_come ? 0 : seconds_since(start_);
   if (something_has_come) {
     start_ = Clock::now();
+    next_notice_ = kLongSeconds;
   } else if (waited < kSpinSeconds) {
     std::this_thread::yield();
   } else {
@@ -176,10 +178,11 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   }
   check();  // after the sleep, in which another thread may have aborted
   if (waited < kSpinSeconds) return;
-  if (waited > kLongSeconds && !told_) {
+  if (waited > next_notice_) {
     told_ = true;
-    const uint64_t step = waiter_.step_;
-    waiter_.notify(kWaits, std::string(reinterpret_cast<const char*>(&step), sizeof step));
+    const Waits waits = {waiter_.step_, waited, {}};
+    next_notice_ = 2 * waited;
+    waiter_.notify(kWaits, std::string(reinterpret_cast<const char*>(&waits), sizeof waits));
   }
   waiter_.check_aborted();
   const std::string why = waiting_(waited, told_ ? waiter_.missing() : std::vector<int>{});
@@ -227,13 +230,16 @@ void MpiWaiter::check_aborted() {
   }
   received_.remove_if([this](Notice& notice) {
     if (!notice.complete()) return false;
-    if (notice.tag == kAborted) set_aborted(notice.bytes);
-    std::memcpy(&waits_in_[notice.from], notice.bytes.data(), sizeof step_);
+    if (notice.tag == kAborted) abort(notice.bytes, this);  // the other sets may not have heard
+    Waits& waits = waits_in_[notice.from];
+    std::memcpy(&waits, notice.bytes.data(), sizeof waits);
+    waits.due = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                   Seconds(waits.seconds + kLateNoticeSeconds));
     return true;
   });
 }
 
-void MpiWaiter::abort(const std::string& why) {
+void MpiWaiter::abort(const std::string& why, const MpiWaiter* heard_by) {
   // For ever: they may not be sent in time.
   static auto* const all_notices = new std::list<std::list<Notice>>;
   std::list<Notice>* notices = nullptr;
@@ -242,7 +248,7 @@ void MpiWaiter::abort(const std::string& why) {
     throw_if_aborted();
     notices = &all_notices->emplace_back();
     for (const MpiWaiter* waiter : process_wide().waiters)
-      waiter->post(kAborted, why, &notices->emplace_back());
+      if (waiter != heard_by) waiter->post(kAborted, why, &notices->emplace_back());
   }
   const auto start = Clock::now();
   for (Notice& notice : *notices) {
@@ -263,7 +269,9 @@ void MpiWaiter::set_aborted(const std::string& why) {
 std::vector<int> MpiWaiter::missing() const {
   std::vector<int> missing;
   for (size_t r = 0; r < ranks_.size(); ++r) {
-    if (static_cast<int>(r) != rank_ && waits_in_[r] < step_) missing.push_back(ranks_[r]);
+    const Waits& waits = waits_in_[r];
+    if (static_cast<int>(r) != rank_ && (waits.step < step_ || waits.due < Clock::now()))
+      missing.push_back(ranks_[r]);
   }
   return missing;
 }

@@ -4,9 +4,9 @@
 // An error of MPI ends the job: mpi4py makes MPI return errors where it would otherwise end the
 // process, and after one no buffer can be relied on.
 //
-// The ranks of a set make the same sequence of steps. A rank that waits in a step for more than a
-// second sends the step's number to the others; ranks that have not sent theirs are missing. A rank
-// that aborts sends its reason to the others, which abort with the same text.
+// The ranks of a set make the same sequence of steps. A rank that waits in a step for more than 1,
+// 2, 4, … seconds sends the step's number to the others; ranks whose next one is overdue are
+// missing. A rank that aborts sends its reason to the others, which abort with the same text.
 #pragma once
 
 #include <mpi.h>
@@ -57,6 +57,7 @@ class Messages {
 };
 
 // Polls for some latencies of a network, for an exchange of so many ranks. False: it is not done.
+// Throws Aborted.
 bool done_briefly(int ranks, const std::function<bool()>& poll);
 
 // The other ones of some ranks. Each starts with a different one, so that none receives from all at
@@ -81,6 +82,7 @@ class MpiWaiter {
     const Waiting& waiting_;
     Clock::time_point start_ = Clock::now();
     bool told_ = false;
+    double next_notice_ = kLongSeconds;  // after so long without progress
   };
 
   MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks);  // duplicates it
@@ -96,8 +98,9 @@ class MpiWaiter {
   // Receives the notices that have arrived. Throws Aborted if a rank has aborted.
   void check_aborted();
 
-  // Aborts the waits of all ranks, also those of this process's other sets. Throws Aborted.
-  [[noreturn]] void abort(const std::string& why);
+  // Aborts the waits of all ranks, also those of this process's other sets, but for the one that
+  // has heard of it. Throws Aborted.
+  [[noreturn]] void abort(const std::string& why, const MpiWaiter* heard_by = nullptr);
 
  private:
   struct Notice {
@@ -115,9 +118,19 @@ class MpiWaiter {
 
   MPI_Comm communicator_;
   const std::vector<int> ranks_;
+  // Ranks that wait for longer than this notify the others.
+  static constexpr double kLongSeconds = 1.0;
+
+  // What it says.
+  struct Waits {
+    uint64_t step = 0;
+    double seconds = 0;       // so far, and until it says so again
+    Clock::time_point due{};  // when the receiver should have heard that
+  };
+
   int rank_;
   uint64_t step_ = 0;
-  std::vector<uint64_t> waits_in_;  // by rank: the last step in which it said that it waits
+  std::vector<Waits> waits_in_;  // by rank, the last one
   std::list<Notice> sent_, received_;
 };
 

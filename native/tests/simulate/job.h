@@ -408,7 +408,11 @@ class Job {
                                : "names others, too"];
     // Around a cut link all wait, and say so; who was stopped for long finds that all have waited,
     // as those have who ended since.
-    const bool nobody_else = plan.culprits.count(r) > 0 || plan.cuts() || !ended_.empty();
+    const auto accuses = [&](int q) {
+      return q == r || text.find(": rank " + std::to_string(q) + " waits for") != std::string::npos;
+    };
+    const bool nobody_else = plan.cuts() || !ended_.empty() ||
+                             std::any_of(plan.culprits.begin(), plan.culprits.end(), accuses);
     if (guilty == 0 && !(named == 0 && nobody_else)) wrong("names no culprit");
   }
 
