@@ -95,7 +95,11 @@ def divert() -> None:
             text = ", ".join(name.removeprefix(here) for name in found[:5])
             log.logger.warning("rank %s, too, has written %s", rank_info.rank(), text)
 
+    def exists(of_numpy: Callable[..., bool], source: Any, path: Any) -> bool:
+        return result(path) in own or of_numpy(source, path)
+
     replace(builtins, "open", open_own)
+    replace(_datasource.DataSource, "exists", exists)
     io.open = vars(_datasource)["_file_openers"]._file_openers[None] = builtins.open
     replace(os, "mkdir", make)
     for name in ("remove", "unlink", "rmdir", "rename", "replace"):
