@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras import ops
@@ -191,8 +192,10 @@ def _checks(leaves: list[Any], is_whole: bool) -> list[Any]:
     """Ops that fail on all ranks if their batches differ, or have parts of different lengths."""
     rows = [] if is_whole else [_rows(leaf) for leaf in leaves]
 
-    def digest(*parts: Any) -> float:  # all are equal if the mean of the squares is that squared
-        return float(functools.reduce(lambda crc, part: agree.crc(part, crc), parts, 0) & 0xFFFFF)
+    # All are equal if the mean of the squares is that squared, which is exact in float64.
+    def digest(*parts: Any) -> Any:
+        crc = functools.reduce(lambda before, part: agree.crc(part, before), parts, 0)
+        return np.float64(crc & 0xFFFFF)
 
     parts = tf.nest.flatten(leaves, expand_composites=True)
     mine = tf.ensure_shape(tf.numpy_function(digest, parts, tf.float64), [])
