@@ -8,10 +8,9 @@ from hvd_keras.callbacks.base import Callback
 import hvd_keras as hvd
 from hvd_keras.gradients import model_ranks, specs
 from hvd_keras.hooks import fits, preprocessing, variables
-from hvd_keras.hooks.statistics_averaging import StatisticsAveraging
 
 
-class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
     """Gives all ranks the root rank's model and optimizer state before the first step.
 
     It broadcasts weights, moving statistics, optimizer slots, iteration counts and the learning
@@ -82,3 +81,26 @@ class BroadcastGlobalVariablesCallback(StatisticsAveraging, Callback):  # type: 
         shared = model_ranks.without_local(variables.of_training(self.model))
         hvd.broadcast_variables(shared, self.root_rank, process_set)
         preprocessing.refresh(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch_runs = True
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average at the last batch, before other callbacks save or evaluate the model."""
+        steps = self.params.get("steps")
+        if steps is not None and batch + 1 >= steps:  # steps_per_execution may overshoot
+            self._average_once()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Average, if the data's length is unknown and this rank validates."""
+        self._average_once()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Average, if the data's length is unknown and this rank does not validate."""
+        self._average_once()
+
+    def _average_once(self) -> None:
+        if self._epoch_runs:
+            self._epoch_runs = False
+            statistics = variables.moving_statistics(self.model._flatten_layers())
+            variables.average_variables(model_ranks.without_local(statistics), self.process_set)

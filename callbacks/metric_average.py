@@ -1,11 +1,18 @@
 """``MetricAverageCallback``: the same metrics on all ranks."""
 
+import warnings
+from typing import Any
+
 from hvd_keras.callbacks.base import Callback
 
-from hvd_keras.hooks.metric_averaging import MetricAverage
+from hvd_keras.hooks import metric_states
+from hvd_keras.runtime.keras import is_legacy
+
+# The model's method that gives what fit and evaluate log.
+_RESULT = "_validate_and_get_metrics_result" if is_legacy else "_get_metrics_result_or_logs"
 
 
-class MetricAverageCallback(MetricAverage, Callback):  # type: ignore[misc]
+class MetricAverageCallback(Callback):  # type: ignore[misc]
     """Logs the metrics over all ranks' samples instead of this rank's.
 
     The loss and the metrics of training and validation are computed from the sum of the ranks'
@@ -36,3 +43,96 @@ class MetricAverageCallback(MetricAverage, Callback):  # type: ignore[misc]
         model.fit(x, y, validation_data=(x_val, y_val), callbacks=[average, stop])
         results = model.evaluate(x_test, y_test, callbacks=[average], return_dict=True)
     """
+
+    _hvd_averages = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_epoch = False
+        self._states: dict[str, list[metric_states.MetricState]] = {}
+        self._warned: set[str] = set()
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        self._in_epoch = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._in_epoch = True
+        self._states = {}
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Save the training metrics before validation resets them."""
+        if self.process_set.size() == 1:
+            return
+        if self._in_epoch:
+            self._states[""] = metric_states.states(self.model)
+        else:
+            self._reduce_what_evaluate_returns()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Save the validation metrics.
+
+        They are not exchanged yet: if only some ranks validate, the others would not take part.
+        """
+        if self._in_epoch and self.process_set.size() > 1:
+            self._states["val_"] = metric_states.states(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._in_epoch = False
+        if self.process_set.size() == 1:
+            return
+        if "" not in self._states and self.model is not None:
+            self._states[""] = metric_states.states(self.model)
+        self._reduce({} if logs is None else logs)
+
+    def _reduce(self, logs: dict[str, Any]) -> None:
+        reasons = metric_states.reduce_logs(logs, self._states, self.process_set)
+        self._states = {}
+        new = {key: reason for key, reason in reasons.items() if key not in self._warned}
+        self._warned.update(new)
+        if self.process_set.rank() == 0:
+            for reason in dict.fromkeys(new.values()):
+                keys = ", ".join(key for key in new if new[key] == reason)
+                warnings.warn(
+                    f"MetricAverageCallback: for {keys} the unweighted mean of the ranks' values "
+                    f"is logged, because {reason}.",
+                    stacklevel=2,
+                )
+
+    def _reduce_what_evaluate_returns(self) -> None:
+        """Reduces the result of the current ``evaluate``, once.
+
+        ``evaluate`` returns the result of a method of the model, whatever callbacks do to the logs,
+        so the method is replaced until it has been called. If the evaluation breaks off, the next
+        one or the next epoch restores the method when it calls ``reset_metrics``, because this rank
+        may run that alone.
+        """
+        model = self.model
+        # On the instance, where they hide the class's; a user's own attributes there come back.
+        names = (_RESULT, "reset_metrics")
+        before = {name: model.__dict__[name] for name in names if name in model.__dict__}
+        result, reset = getattr(model, _RESULT), model.reset_metrics
+        has_begun = False
+
+        def put_back() -> None:
+            for name in names:
+                model.__dict__.pop(name, None)
+            model.__dict__.update(before)
+
+        def reset_metrics() -> None:
+            nonlocal has_begun
+            if has_begun:
+                put_back()
+            has_begun = True
+            reset()
+
+        def result_of_all_ranks(logs: Any) -> dict[str, Any]:
+            put_back()
+            reduced = metric_states.numbers(result(logs))
+            # The other ranks come here, too: each evaluates with this callback.
+            self._states = {"": metric_states.states(model)}
+            self._reduce(reduced)
+            return reduced
+
+        model.reset_metrics = reset_metrics
+        setattr(model, _RESULT, result_of_all_ranks)

@@ -157,7 +157,7 @@ def _global_moments(
 
 
 def scaling(buffers: list[Any]) -> Callable[[float], None]:
-    """Return what ``learning_rates.scaling`` does, compiled."""
+    """Return what ``variables.scaling`` does, compiled."""
 
     @functools.partial(tf.function, autograph=False)
     def scale(factor: tf.Tensor) -> None:

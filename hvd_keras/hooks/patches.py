@@ -16,13 +16,7 @@ import tensorflow.saved_model.experimental
 
 from hvd_keras.compat import legacy_keras
 from hvd_keras.gradients import missing_calls, shards, zero
-from hvd_keras.hooks import (
-    fitting,
-    keras_classes,
-    learning_rates,
-    losses,
-    tensorflow_fits,
-)
+from hvd_keras.hooks import fitting, keras_classes, losses, tensorflow_fits, variables
 from hvd_keras.runtime import log
 from hvd_keras.runtime.keras import is_legacy, keras, require
 from hvd_keras.saving import storage
@@ -56,7 +50,7 @@ def install() -> None:
     for row in rows:
         old = None if row.is_new else getattr(row.owner, row.attribute)
         setattr(row.owner, row.attribute, row.wrap(old))
-    learning_rates.scaling = keras_classes.scaling
+    variables.scaling = keras_classes.scaling
     log.logger.debug("%d attributes of Keras were changed", len(rows))
 
 
