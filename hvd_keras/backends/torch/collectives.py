@@ -4,7 +4,7 @@ Every rank of the process set makes the same calls; the k-th calls of one name b
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from hvd_keras.backends.torch import errors
 from hvd_keras.backends.torch.tensors import Exchange, checked
 from hvd_keras.runtime import agree, flight
-from hvd_keras.runtime.process_sets import ProcessSet, global_process_set, of_id
+from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, Max, Min, ReduceOp, Sum, chosen
 
 
@@ -59,56 +59,30 @@ def _gradient(call: dict[str, Any]) -> dict[str, Any]:
     return {"name": f"{call['name']}.gradient", "process_set": call["process_set"]}
 
 
-def _summed(kind: str, upstream: Sequence[torch.Tensor], call: dict[str, Any]) -> Any:
-    """Sum over the ranks what arrives at the results of a call."""
-    mine = [checked(kind, gradient) for gradient in upstream]
-    return Exchange("allreduce", mine, reduction=Sum.value, **_gradient(call)).results()
+def _exchanged(kind: str, tensors: Sequence[torch.Tensor], **call: Any) -> list[torch.Tensor]:
+    return Exchange(kind, [checked(kind, tensor) for tensor in tensors], **call).results()
 
 
-class _Allreduce(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
-        ctx.call = call
-        return tuple(Exchange("allreduce", tensors, **call).results())
+class _Collective(torch.autograd.Function):  # type: ignore[misc]
+    """Calls ``gradient`` with what arrives at the results; it returns what goes on to the tensors.
+
+    See docs/design.md, "Gradients of the collectives".
+    """
 
     @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        if ctx.call["reduction"] not in (Average.value, Sum.value):
-            raise NotImplementedError(
-                f"hvd.allreduce with op=hvd.{ctx.call['reduction']} has no gradient on PyTorch."
-            )
-        call = ctx.call | _gradient(ctx.call)
-        upstream = tuple(checked("allreduce", gradient) for gradient in upstream)
-        return None, *Exchange("allreduce", upstream, **call).results()
-
-
-class _Allgather(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
-        ctx.call, ctx.rows = call, [len(tensor) for tensor in tensors]
-        return tuple(Exchange("allgather", tensors, **call).results())
+    def forward(
+        ctx: Any,
+        kind: str,
+        call: dict[str, Any],
+        gradient: Callable[..., Iterable[torch.Tensor]],
+        *tensors: torch.Tensor,
+    ) -> Any:
+        ctx.gradient = gradient
+        return tuple(Exchange(kind, tensors, **call).results())
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        call = _gradient(ctx.call)
-        total = _summed("allgather", upstream, ctx.call)
-        # [ranks, tensors]: the rows of each rank, of which the earlier ones come first.
-        (rows,) = agree.run("allgather", [np.array([ctx.rows])], **call)
-        starts = rows[: of_id(call["process_set"]).rank()].sum(0).tolist()
-        parts = zip(total, starts, ctx.rows, strict=True)
-        return None, *(whole[start : start + count] for whole, start, count in parts)
-
-
-class _Broadcast(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, call: dict[str, Any], is_root: bool, *tensors: torch.Tensor) -> Any:
-        ctx.call, ctx.is_root = call, is_root
-        return tuple(Exchange("broadcast", tensors, **call).results())
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        total = _summed("broadcast", upstream, ctx.call)
-        return None, None, *(x if ctx.is_root else torch.zeros_like(x) for x in total)
+        return None, None, None, *ctx.gradient(*upstream)
 
 
 class _Alltoall(torch.autograd.Function):  # type: ignore[misc]
@@ -121,23 +95,8 @@ class _Alltoall(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
-        sent = [checked("alltoall", upstream), ctx.counts.to(torch.int64)]
-        return None, Exchange("alltoall", sent, **_gradient(ctx.call)).results()[0], None
-
-
-class _Reducescatter(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, call: dict[str, Any], *tensors: torch.Tensor) -> Any:
-        ctx.call = call
-        return tuple(Exchange("reducescatter", tensors, **call).results())
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
-        factor = ctx.call["prescale"] * ctx.call["postscale"]
-        if ctx.call["reduction"] == Average.value:
-            factor /= of_id(ctx.call["process_set"]).size()
-        upstream = tuple(checked("reducescatter", gradient * factor) for gradient in upstream)
-        return None, *Exchange("allgather", upstream, **_gradient(ctx.call)).results()
+        sent = [upstream, ctx.counts.to(torch.int64)]
+        return None, _exchanged("alltoall", sent, **_gradient(ctx.call))[0], None
 
 
 def _check_reducible(
@@ -212,7 +171,15 @@ def grouped_allreduce(
         _check_reducible("allreduce", mine, reduction, prescale_factor, postscale_factor)
     call |= {"reduction": reduction.value, "wire": compression}
     call |= {"prescale": prescale_factor, "postscale": postscale_factor}
-    return list(_Allreduce.apply(call, *mine)) if mine else []
+
+    def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
+        if reduction not in (Average, Sum):
+            raise NotImplementedError(
+                f"hvd.allreduce with op=hvd.{reduction.value} has no gradient on PyTorch."
+            )
+        return _exchanged("allreduce", upstream, **call | _gradient(call))
+
+    return list(_Collective.apply("allreduce", call, gradient, *mine)) if mine else []
 
 
 def allgather(tensor: Any, **options: Any) -> torch.Tensor:
@@ -232,7 +199,17 @@ def grouped_allgather(
     """``allgather`` of several tensors as one request."""
     with _on_all_ranks("allgather", name, process_set) as call:
         mine = [_with_rows("allgather", tensor) for tensor in tensors]
-    return list(_Allgather.apply(call, *mine)) if mine else []
+    counts = [len(tensor) for tensor in mine]
+
+    def gradient(*upstream: torch.Tensor) -> Iterator[torch.Tensor]:
+        total = _exchanged("allreduce", upstream, reduction=Sum.value, **_gradient(call))
+        # [ranks, tensors]: the rows of each rank, of which the earlier ones come first.
+        (rows,) = agree.run("allgather", [np.array([counts])], **_gradient(call))
+        starts = rows[: process_set.rank()].sum(0).tolist()
+        parts = zip(total, starts, counts, strict=True)
+        return (whole[start : start + count] for whole, start, count in parts)
+
+    return list(_Collective.apply("allgather", call, gradient, *mine)) if mine else []
 
 
 def broadcast(
@@ -258,7 +235,12 @@ def grouped_broadcast(
         process_set.check_root(root_rank)
     call["root"] = root_rank
     is_root = process_set.ranks[process_set.rank()] == root_rank
-    return list(_Broadcast.apply(call, is_root, *mine)) if mine else []
+
+    def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
+        total = _exchanged("allreduce", upstream, reduction=Sum.value, **_gradient(call))
+        return total if is_root else list(map(torch.zeros_like, total))
+
+    return list(_Collective.apply("broadcast", call, gradient, *mine)) if mine else []
 
 
 def alltoall(
@@ -310,7 +292,14 @@ def grouped_reducescatter(
         _check_reducible("reducescatter", mine, op, prescale_factor, postscale_factor)
     call |= {"reduction": op.value, "wire": compression}
     call |= {"prescale": prescale_factor, "postscale": postscale_factor}
-    return list(_Reducescatter.apply(call, *mine)) if mine else []
+    factor = prescale_factor * postscale_factor
+    if op is Average:
+        factor /= process_set.size()
+
+    def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
+        return _exchanged("allgather", [part * factor for part in upstream], **_gradient(call))
+
+    return list(_Collective.apply("reducescatter", call, gradient, *mine)) if mine else []
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
