@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import buckets, clipping, model_ranks, reducer, shards, specs
-from hvd_keras.ops.reduction import Compression
+from hvd_keras.ops.reduction import wire_dtype
 from hvd_keras.runtime import settings
 from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -274,7 +274,7 @@ class ShardedReducer(reducer.KerasReducer):
         # user's own compressor must see whole tensors.
         rest = [i for i, gradient in enumerate(gradients) if gradient is not None]
         after: list[Any] = []
-        if how["compression"] in (Compression.none, Compression.fp16, Compression.bf16):
+        if wire_dtype(how["compression"]) is not None:
             dense: dict[Any, list[int]] = collections.defaultdict(list)
             for i in reversed(rest):  # as backpropagation produces them
                 if not isinstance(gradients[i], tf.IndexedSlices):

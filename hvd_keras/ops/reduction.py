@@ -50,35 +50,31 @@ class Compressor:
         raise NotImplementedError
 
 
-class _NoneCompressor(Compressor):
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return tensor, None
+class _Rounding(Compressor):
+    """Sends floating-point tensors as ``wire``, if that is narrower."""
 
-    @staticmethod
-    def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
-        return tensor
+    wire: tf.DType
 
-
-def _cast(tensor: tf.Tensor, dtype: tf.DType) -> tuple[tf.Tensor, Any]:
-    wider = tensor.dtype.is_floating and tensor.dtype.size > dtype.size
-    return (tf.cast(tensor, dtype) if wider else tensor), tensor.dtype
-
-
-class _FP16Compressor(Compressor):
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return _cast(tensor, tf.float16)
+    @classmethod
+    def compress(cls, tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        wider = tensor.dtype.is_floating and tensor.dtype.size > cls.wire.size
+        return (tf.cast(tensor, cls.wire) if wider else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: tf.Tensor, context: Any) -> tf.Tensor:
         return tf.cast(tensor, context)
 
 
-class _BF16Compressor(_FP16Compressor):
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return _cast(tensor, tf.bfloat16)
+class _NoneCompressor(_Rounding):
+    wire = tf.float64  # no dtype is wider, so nothing is rounded
+
+
+class _FP16Compressor(_Rounding):
+    wire = tf.float16
+
+
+class _BF16Compressor(_Rounding):
+    wire = tf.bfloat16
 
 
 class Compression:
@@ -106,9 +102,5 @@ class Compression:
 
 def wire_dtype(compression: type[Compressor]) -> tf.DType | None:
     """Return the dtype to which the core rounds wider ones; None for the user's own compressors."""
-    wires = {
-        Compression.none: tf.float64,  # no dtype is wider, so nothing is rounded
-        Compression.fp16: tf.float16,
-        Compression.bf16: tf.bfloat16,
-    }
-    return wires.get(compression)
+    known = compression in (Compression.none, Compression.fp16, Compression.bf16)
+    return compression.wire if known else None  # type: ignore[attr-defined]

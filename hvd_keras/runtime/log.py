@@ -8,18 +8,14 @@ from hvd_keras.runtime import settings
 logger = logging.getLogger("hvd_keras")
 
 
-class _WithRank(logging.Formatter):
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"%(name)s %(levelname)s rank {rank}: %(message)s")
-
-
 def start(rank: int) -> None:
     """Show messages of ``HVD_LOG_LEVEL`` and above, with this process's rank."""
     # If the script has installed a handler, only the level is set.
     logger.setLevel(settings.read().log_level)
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
-        handler.setFormatter(_WithRank(rank))
+        line = f"%(name)s %(levelname)s rank {rank}: %(message)s"
+        handler.setFormatter(logging.Formatter(line))
         logger.addHandler(handler)
         logger.propagate = False
 
