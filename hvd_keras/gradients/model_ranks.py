@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from hvd_keras.gradients import shards
-from hvd_keras.runtime import process_sets
 from hvd_keras.runtime.keras import innermost, keras, optimizer_classes
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -93,8 +92,13 @@ def process_set_of(model: Any) -> ProcessSet | None:
     Raises:
         ValueError: its optimizers have different process sets.
     """
-    sets = (reducer.process_set for reducer in reducers_of(model))
-    return process_sets.common_to_optimizers(model, sets) or _together.get(model)
+    sets = {reducer.process_set.id(): reducer.process_set for reducer in reducers_of(model)}
+    if len(sets) > 1:
+        raise ValueError(
+            f"the optimizers of model {model.name!r} have different process sets: "
+            f"{', '.join(map(str, sets.values()))}. Give them the same process set."
+        )
+    return next(iter(sets.values()), None) or _together.get(model)
 
 
 #: Variables that belong to this rank alone, of all models.

@@ -28,7 +28,7 @@ snapshot: Any = np.array
 #: Writes summaries for TensorBoard, if there is a framework for it.
 summary: Any = None
 if settings.keras_backend() == "torch":
-    import keras
+    import keras as keras
     import torch
 
     flatten: Any = keras.tree.flatten
@@ -75,7 +75,7 @@ else:
 
         optimizer_classes = (keras.optimizers.legacy.Optimizer,)
     else:
-        import keras
+        import keras as keras
     optimizer_classes += (tf.compat.v1.train.Optimizer,)
 optimizer_classes += (keras.optimizers.Optimizer,)
 
@@ -91,27 +91,6 @@ PyDataset = keras.utils.Sequence if is_legacy else keras.utils.PyDataset
 # For isinstance(): the class that wraps a tf.Variable. tf_keras has none. In older Keras 3, layers'
 # variables are no keras.Variable, but of its base.
 Variable = () if is_legacy else keras.Variable.__bases__[0]
-
-__all__ = [
-    "PyDataset",
-    "Variable",
-    "call_loss",
-    "flatten",
-    "graph",
-    "innermost",
-    "is_eager",
-    "is_legacy",
-    "is_symbolic",
-    "keras",
-    "optimizer_classes",
-    "outside_graphs",
-    "pack",
-    "require",
-    "snapshot",
-    "summary",
-    "unconverted",
-    "values_of",
-]
 
 # Those whose private attributes are known, see hooks/patches.py. The newest that an older Python
 # can install is among them.

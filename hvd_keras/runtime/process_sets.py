@@ -196,21 +196,6 @@ def _add(process_set: ProcessSet) -> ProcessSet:
     return process_set
 
 
-def common_to_optimizers(model: Any, process_sets: Iterable[ProcessSet]) -> ProcessSet | None:
-    """Return the ranks that train a model together, from its optimizers' sets; None without any.
-
-    Raises:
-        ValueError: the sets differ.
-    """
-    sets = {process_set.id(): process_set for process_set in process_sets}
-    if len(sets) > 1:
-        raise ValueError(
-            f"the optimizers of model {model.name!r} have different process sets: "
-            f"{', '.join(map(str, sets.values()))}. Give them the same process set."
-        )
-    return next(iter(sets.values()), None)
-
-
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set. Every rank of the job must call it, in the set or not.
 
