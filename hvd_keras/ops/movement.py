@@ -100,9 +100,7 @@ def grouped_broadcast(
 ) -> list[tf.Tensor]:
     """``broadcast`` of several tensors as one request."""
     validate.check("broadcast", process_set)
-    # A rank with wrong arguments sends this in their place, so that all get the error.
-    empty = {"tensors": [validate.EMPTY], "root_rank": process_set.ranks[0]}
-    with validate.on_all_ranks("broadcast", name, process_set, **empty):
+    with validate.on_all_ranks("broadcast", name, process_set, root=process_set.ranks[0]):
         checked = [tf.convert_to_tensor(validate.checked("broadcast", x)) for x in tensors]
         process_set.check_root(root_rank)
     return list(
@@ -143,8 +141,7 @@ def alltoall(
     validate.check("alltoall", process_set)
     name = validate.name("alltoall", name, process_set)
     size = process_set.size()
-    empty = {"tensor": validate.EMPTY, "splits": np.zeros(size, np.int64)}
-    with validate.on_all_ranks("alltoall", name, process_set, **empty):
+    with validate.on_all_ranks("alltoall", name, process_set, np.zeros(size, np.int64)):
         tensor = validate.with_rows("alltoall", tensor)
         if splits is None:  # rows that do not divide are an error of the op, on every rank
             rows = tf.fill([size], tf.shape(tensor, tf.int64)[0] // size)

@@ -2,14 +2,13 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util, control_flow_v2_func_graphs
 
-from hvd_keras.runtime import flight, libraries
+from hvd_keras.runtime import agree, flight, libraries
 from hvd_keras.runtime.process_sets import ProcessSet
 
 raw = libraries.tensorflow_ops()
@@ -40,45 +39,17 @@ def is_compiling() -> bool:
     )
 
 
-# What a rank sends instead of tensors that it cannot send.
-EMPTY = np.zeros(0, np.uint8)
+def on_all_ranks(
+    kind: str, name: str, process_set: ProcessSet, *more: Any, **call: Any
+) -> contextlib.AbstractContextManager[None]:
+    """``agree.refused_on_all_ranks``, in eager mode.
 
-
-@contextlib.contextmanager
-def on_all_ranks(kind: str, name: str, process_set: ProcessSet, **arguments: Any) -> Iterator[None]:
-    """Make an error in this rank's arguments fail the call on all ranks, in eager mode.
-
-    Other ranks may make the same call correctly and would wait for this one. So this rank submits a
-    request of that name that describes the error. If all ranks submit the same, each raises its
-    error; otherwise all ranks get a FailedPreconditionError that shows each rank's view.
-
-    While a function is traced or a graph is built, the error is only raised on this rank, because
+    While a function is traced or a graph is built, an error is only raised on this rank, because
     requests before this one have not run yet.
-
-    Args:
-        kind, name, process_set: of the call.
-        arguments: those of the kind's op, for a request without data. Default: one empty tensor.
     """
-    try:
-        yield
-    except (NotImplementedError, TypeError, ValueError) as error:
-        if not tf.executing_eagerly():
-            raise
-        problem = f"{type(error).__name__}: {error}"
-        # Correct requests of this name have another note, so the core serves none of them.
-        try:
-            with tf.device("/cpu:0"):
-                getattr(raw, f"hvd_{kind}")(
-                    **(arguments or {"tensors": [EMPTY]}),
-                    tensor_name=name,
-                    process_set=process_set.id(),
-                    note=f"refused on this rank, {problem} Sent instead:",
-                )
-        except tf.errors.FailedPreconditionError as disagreement:
-            raise disagreement from error
-        except tf.errors.OpError:
-            pass  # another rank has left; the original error is more helpful
-        raise
+    if tf.executing_eagerly():
+        return agree.refused_on_all_ranks(kind, name, process_set, *more, **call)
+    return contextlib.nullcontext()
 
 
 def checked(kind: str, tensor: Any) -> Any:

@@ -238,6 +238,36 @@ def by_rank(values: Sequence[Any], process_set: "ProcessSet | None" = None) -> s
     return "; ".join(f"rank {rank}: {value}" for rank, value in pairs if value is not None)
 
 
+@contextlib.contextmanager
+def refused_on_all_ranks(
+    kind: str, name: str, process_set: "ProcessSet", *more: Any, **call: Any
+) -> Iterator[None]:
+    """Make an error in this rank's arguments of a collective fail the call on all ranks.
+
+    Other ranks may make the same call correctly and would wait for this one. So this rank submits a
+    request of that name that describes the error. If all ranks submit the same, each raises its
+    error; otherwise all ranks get a FailedPreconditionError that shows each rank's view.
+
+    Args:
+        kind, name, process_set: of the call.
+        more: arrays that a request of this kind needs beside an empty one.
+        call: further arguments for ``Request``.
+    """
+    try:
+        yield
+    except (NotImplementedError, TypeError, ValueError) as error:
+        # Correct requests of this name have another note, so the core serves none of them.
+        call |= {"note": f"refused on this rank, {type(error).__name__}: {error} Sent instead:"}
+        sent = [np.zeros(0, np.uint8), *more]
+        try:
+            run(kind, sent, name=name, process_set=process_set.id(), **call)
+        except Exception as answer:
+            if type(answer).__name__ == "FailedPreconditionError":
+                raise answer from error
+            # Another rank has left; the original error is more helpful.
+        raise
+
+
 def on_all_ranks(
     name: str, function: Callable[[], _Result], process_set: "ProcessSet | None" = None
 ) -> _Result:

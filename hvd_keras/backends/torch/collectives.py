@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvd_keras.backends.torch import errors
 from hvd_keras.backends.torch.tensors import Exchange, checked
 from hvd_keras.runtime import agree, flight
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
@@ -38,21 +37,12 @@ def check_compression(compression: Any) -> None:
 def _on_all_ranks(
     kind: str, name: str | None, process_set: ProcessSet, *more: Any, **call: Any
 ) -> Iterator[dict[str, Any]]:
-    """Make an error in this rank's arguments one of all ranks, which would wait for it."""
+    """Yield the call's arguments, while ``agree.refused_on_all_ranks`` hears of errors in them."""
     process_set.check_included(kind)
-    call |= {"name": name or "unnamed", "process_set": process_set.id()}
-    flight.note_call(f"{kind} '{call['name']}'")
-    try:
-        yield call
-    except (NotImplementedError, TypeError, ValueError) as error:
-        note = f"refused on this rank, {type(error).__name__}: {error} Sent instead:"
-        try:
-            agree.run(kind, [np.zeros(0, np.uint8), *more], note=note, **call)
-        except errors.FailedPreconditionError as disagreement:
-            raise disagreement from error
-        except errors.CollectiveError:
-            pass  # another rank has left; the original error is more helpful
-        raise
+    name = name or "unnamed"
+    flight.note_call(f"{kind} '{name}'")
+    with agree.refused_on_all_ranks(kind, name, process_set, *more, **call):
+        yield {**call, "name": name, "process_set": process_set.id()}
 
 
 def _gradient(call: dict[str, Any]) -> dict[str, Any]:
