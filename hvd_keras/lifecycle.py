@@ -105,7 +105,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
             'of ranks, or "dynamic".'
         )
     core = libraries.core()
-    if rank_info.has_left_alone():
+    if rank_info.left_alone:
         raise RuntimeError(
             "hvd.init: this process left the job during a collective, so it cannot join again. "
             "Restart the job."
@@ -130,7 +130,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     settings.tell_hvdrun(mark=settings.JOINED)
     if rank_info.size() < settings.launched()[2]:
         settings.tell_hvdrun(mark=settings.CHOSEN)
-    rank_info.set_world_ranks(ranks if communicator is None else world_ranks_of(comm))
+    rank_info.world_ranks = ranks if communicator is None else world_ranks_of(comm)
     _install_guards()
     _backend.pin(rank_info.local_rank(), rank_info.local_size())
     core.hvd_set_log(settings.LOG_LEVELS.index(settings.read().log_level))
@@ -154,7 +154,7 @@ def shutdown() -> None:
     """
     if rank_info.is_initialized():
         if _leave("it called hvd.shutdown()", -1.0) is not LeaveResult.TOGETHER:
-            rank_info.mark_left_alone()
+            rank_info.left_alone = True
         forget_all()
 
 
@@ -168,7 +168,7 @@ def end(error: str, seconds: float) -> None:
     if rank_info.is_initialized():
         _leave(error or "its script has ended", seconds)
         if error:
-            rank_info.mark_left_alone()
+            rank_info.left_alone = True
             return
     elif error or not _guards_installed:
         return
@@ -260,14 +260,12 @@ def _install_guards() -> None:
                 previous_hook(kind, value, traceback)
         finally:  # even if the hook fails
             core = libraries.core()
-            others = rank_info.has_left_alone() or (
-                rank_info.is_initialized() and rank_info.size() > 1
-            )
+            others = rank_info.left_alone or (rank_info.is_initialized() and rank_info.size() > 1)
             if os.getpid() == process and others and _is_ending():
                 _flush()
                 exit_status = 1
                 flight.note_exception(kind, traceback)
-                if not rank_info.has_left_alone():
+                if not rank_info.left_alone:
                     left = _leave(_first_line(kind, value), _ERROR_SECONDS)
                     exit_status = _EXIT_STATUS.get(left, 1)
                     if left in _EXIT_STATUS:

@@ -23,17 +23,12 @@ class RankInfo(NamedTuple):
     homogeneous: int
 
 
-# By rank of the job; empty: the job has all ranks of MPI_COMM_WORLD, in their order.
-_world_ranks: list[int] = []
+#: By rank of the job, its rank of MPI_COMM_WORLD; empty: the job has all of these, in their order.
+world_ranks: list[int] = []
 
-# A rank that did not leave together with the others keeps its engine, so the core still says that
-# it is initialised.
-_left_alone = False
-
-
-def set_world_ranks(ranks: list[int]) -> None:
-    """Record the ranks of MPI_COMM_WORLD that form the job, by rank of the job; empty: all."""
-    _world_ranks[:] = ranks
+#: This process has left the job, but not together with the other ranks. It keeps its engine, so the
+#: core still says that it is initialised.
+left_alone = False
 
 
 def from_world(world_rank: int) -> int:
@@ -42,7 +37,7 @@ def from_world(world_rank: int) -> int:
     Raises:
         ValueError: the process is not in the job.
     """
-    members = _world_ranks or list(range(size()))
+    members = world_ranks or list(range(size()))
     if world_rank not in members:
         raise ValueError(
             f"MPI's rank {world_rank} is not in the job, which consists of MPI's ranks {members} "
@@ -51,20 +46,9 @@ def from_world(world_rank: int) -> int:
     return members.index(world_rank)
 
 
-def mark_left_alone() -> None:
-    """Record that this process has left the job, but not together with the other ranks."""
-    global _left_alone
-    _left_alone = True
-
-
-def has_left_alone() -> bool:
-    """Whether this process has left the job, but not together with the other ranks."""
-    return _left_alone
-
-
 def is_initialized() -> bool:
     """Whether ``hvd.init()`` was called, and ``hvd.shutdown()`` not since then."""
-    return bool(libraries.core().hvd_initialized()) and not _left_alone
+    return bool(libraries.core().hvd_initialized()) and not left_alone
 
 
 def rank() -> int:

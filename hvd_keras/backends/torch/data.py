@@ -222,7 +222,8 @@ def _of_loader(
     if loader.num_workers:
         options["prefetch_factor"] = loader.prefetch_factor
         options["persistent_workers"] = loader.persistent_workers
-    return reader, spec, options | {"pack": _Fetch(dataset, loader.collate_fn)}
+    pack = functools.partial(_fetched, dataset, loader.collate_fn)
+    return reader, spec, options | {"pack": pack}
 
 
 def _drawn(sampler: Any, seed: int, epoch: int) -> Any:
@@ -252,17 +253,12 @@ def _mix(*numbers: int) -> int:
     return int(np.random.default_rng(numbers).integers(2**31 - 1))
 
 
-class _Fetch:
-    """Makes a batch of row numbers; where a DataLoader's workers run."""
-
-    def __init__(self, dataset: Any, collate: Any) -> None:
-        self._dataset, self._collate = dataset, collate
-
-    def __call__(self, numbers: Any) -> Any:
-        rows = list(map(int, numbers))
-        if hasattr(self._dataset, "__getitems__"):
-            return self._collate(self._dataset.__getitems__(rows))
-        return self._collate([self._dataset[row] for row in rows])
+def _fetched(dataset: Any, collate: Any, numbers: Any) -> Any:
+    """Return a batch of row numbers; called where a DataLoader's workers run."""
+    rows = list(map(int, numbers))
+    if hasattr(dataset, "__getitems__"):
+        return collate(dataset.__getitems__(rows))
+    return collate([dataset[row] for row in rows])
 
 
 class _Batches(torch.utils.data.Dataset):  # type: ignore[misc]
