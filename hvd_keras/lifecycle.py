@@ -54,9 +54,7 @@ class LeaveResult(enum.IntEnum):
 # time to print their errors; a rank that failed because of another one lets that one end first, so
 # that the launcher sees which failed first.
 _LINGER_SECONDS = {
-    LeaveResult.TOGETHER: 0.0,
     LeaveResult.AWAITED: 1.0,
-    LeaveResult.NO_ANSWER: 0.0,
     LeaveResult.DESERTED: 5.0,
     LeaveResult.TIMED_OUT: 0.5,
 }
@@ -326,5 +324,5 @@ def _leave(reason: str, seconds: float) -> LeaveResult:
         _flush()
     observe.stop_publishing()
     flight.stop(keep=left is not LeaveResult.TOGETHER)
-    time.sleep(_LINGER_SECONDS[left])
+    time.sleep(_LINGER_SECONDS.get(left, 0.0))
     return left

@@ -10,7 +10,7 @@ from hvd_keras.compat import legacy_keras, tensorflow_v1
 from hvd_keras.gradients import agreement, reducer, zero
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import rank_info
-from hvd_keras.runtime.keras import is_legacy, keras
+from hvd_keras.runtime.keras import is_legacy, keras, optimizer_classes
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 
 
@@ -86,14 +86,13 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         model.compile(optimizer=optimizer, loss="mse")
     """
     rank_info.rank()  # says so, if init() was not called
-    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
-    classes = legacy_keras.classes() if is_legacy else (keras.optimizers.Optimizer,)
-    if not is_v1 and not isinstance(optimizer, classes):
+    if not isinstance(optimizer, optimizer_classes):
         raise TypeError(
             f"hvd.DistributedOptimizer: got {optimizer!r}, expected a keras.optimizers.Optimizer, "
             "such as keras.optimizers.Adam(), or a tf.compat.v1.train.Optimizer. For a name use "
             f"keras.optimizers.get(name). {_other_keras(optimizer)}"
         )
+    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     options = agreement.ExchangeOptions(
         *(op, compression, sparse_as_dense, device_dense, device_sparse),
         *(gradient_predivide_factor, scale_local_gradients, process_set),

@@ -17,16 +17,11 @@ from hvd_keras.gradients import agreement, reducer, shards
 from hvd_keras.runtime.keras import keras
 
 
-def classes() -> tuple[type, ...]:
-    """Return the classes of optimizers that ``DistributedOptimizer`` accepts."""
-    return keras.optimizers.Optimizer, keras.optimizers.legacy.Optimizer
-
-
 class Reducer(reducer.GradientReducer):
     """Reduces the gradients of an optimizer of tf_keras; lives in it as an attribute.
 
     Args:
-        optimizer: of one of ``classes``, without a LossScaleOptimizer around it.
+        optimizer: of either family, without a LossScaleOptimizer around it.
         passes: local steps whose gradients are added up before an update.
         averages: whether their mean is applied, not their sum.
     """

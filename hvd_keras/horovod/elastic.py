@@ -247,7 +247,13 @@ def run_fn(func: Callable[..., _Result], reset: Callable[[], None]) -> Callable[
     return run(func)
 
 
-class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class _StateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+
+class CommitStateCallback(_StateCallback):
     """Commits the state while ``fit`` runs. Put it behind those that update the state.
 
     Args:
@@ -256,8 +262,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """
 
     def __init__(self, state: ObjectState, batches_per_commit: int = 1) -> None:
-        super().__init__()
-        self.state = state
+        super().__init__(state)
         self.batches_per_commit = batches_per_commit
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -272,16 +277,12 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.state.commit()
 
 
-class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class UpdateBatchStateCallback(_StateCallback):
     """Keeps ``state.batch`` at the number of batches of the epoch that are done.
 
     Args:
         state: has an attribute ``batch``.
     """
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.state.batch = batch + 1
@@ -290,16 +291,12 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.state.batch = 0
 
 
-class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class UpdateEpochStateCallback(_StateCallback):
     """Keeps ``state.epoch`` at the number of epochs that are done, in all starts together.
 
     Args:
         state: has an attribute ``epoch``.
     """
-
-    def __init__(self, state: Any) -> None:
-        super().__init__()
-        self.state = state
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._before: int | None = None

@@ -231,8 +231,7 @@ def _get(ray: Any, actors: Sequence[Any], answers: list[Any]) -> list[Any]:
 
 def _by_host(addresses: Sequence[str]) -> list[int]:
     """Return the numbers of the actors, those on one host together, the first host first."""
-    first = {address: addresses.index(address) for address in addresses}
-    return sorted(range(len(addresses)), key=lambda number: (first[addresses[number]], number))
+    return sorted(range(len(addresses)), key=lambda number: addresses.index(addresses[number]))
 
 
 def _gpus(facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
