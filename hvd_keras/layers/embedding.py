@@ -1,13 +1,13 @@
 """``Embedding``: a table of which each rank holds a part."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from hvd_keras.gradients import shards, specs
-from hvd_keras.layers import plan
-from hvd_keras.layers.initializers import Initializer
+from hvd_keras.layers import initializers, plan
 from hvd_keras.layers.lookup import Table, lookup
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import is_legacy, keras
@@ -169,10 +169,10 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
         initializer, regularizer = self.embeddings_initializer, self.embeddings_regularizer
         if self.layout is not None:
             part = self.layout.part(self.process_set.rank())
-            initializer = Initializer(initializer, shape, part)
+            initializer = initializers.of_part(initializer, shape, part)
             shape = part.shape
             if regularizer is not None and self.layout.ranks > 1:
-                regularizer = _Times(regularizer, self.layout.ranks)
+                regularizer = _times(self.layout.ranks, regularizer)
         self._embeddings = self.add_weight(
             shape=shape,
             initializer=initializer,
@@ -367,15 +367,9 @@ class Embedding(keras.layers.Layer):  # type: ignore[misc]
 _L1_L2 = (keras.regularizers.L1, keras.regularizers.L2)
 
 
-class _Times(keras.regularizers.Regularizer):  # type: ignore[misc]
-    """A regularizer of a part, scaled so that the mean of the ranks' losses has the whole's."""
-
-    def __init__(self, regularizer: Any, ranks: int) -> None:
-        self._regularizer = regularizer
-        self._ranks = ranks
-
-    def __call__(self, x: Any) -> Any:
-        return self._regularizer(x) * self._ranks
+def _times(ranks: int, regularizer: Any) -> Callable[[Any], Any]:
+    """Scale a regularizer of a part so that the mean of the ranks' losses has the whole's."""
+    return lambda x: regularizer(x) * ranks
 
 
 def _with_shape(rows: tf.Tensor, ids: tf.Tensor) -> tf.Tensor:

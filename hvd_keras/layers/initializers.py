@@ -24,27 +24,24 @@ _PHILOX = 1  # the algorithm of tf.random.stateless_uniform and others, except o
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
-class Initializer(keras.initializers.Initializer):  # type: ignore[misc]
-    """Initializes a part of a table as the initializer ``whole`` would initialize all of it.
+def of_part(whole: Any, table: tuple[int, int], part: Part) -> Callable[..., Any]:
+    """Return an initializer of a part of a table, as ``whole`` would initialize all of it.
 
-    An initializer of which a part cannot be drawn is called for the whole table.
+    An initializer of which a part cannot be drawn is called for the whole, of the shape ``table``.
     """
 
-    def __init__(self, whole: Any, shape: tuple[int, int], part: Part) -> None:
-        self._whole = whole
-        self._shape = shape
-        self._part = part
-
-    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+    def initialize(shape: Any, dtype: Any = None) -> Any:
         dtype = keras.backend.standardize_dtype(dtype)
-        if self._part.shape == self._shape:
-            return self._whole(self._shape, dtype=dtype)
-        how = self._shape[1], tf.as_dtype(dtype).as_numpy_dtype
+        if part.shape == table:
+            return whole(table, dtype=dtype)
+        how = table[1], tf.as_dtype(dtype).as_numpy_dtype
         with tf.init_scope():  # Keras builds models of the user's classes in a graph
-            if draw := _drawer(self._whole, self._shape, dtype):
-                return self._part.read(draw, *how)
-            whole = np.asarray(self._whole(self._shape, dtype=dtype))
-            return self._part.read(lambda first, last: whole[first:last], *how)
+            if draw := _drawer(whole, table, dtype):
+                return part.read(draw, *how)
+            values = np.asarray(whole(table, dtype=dtype))
+            return part.read(lambda first, last: values[first:last], *how)
+
+    return initialize
 
 
 def _drawer(initializer: Any, shape: tuple[int, int], dtype: str) -> Callable[..., Any] | None:
