@@ -3,14 +3,11 @@
 import contextlib
 import contextvars
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvd_keras.gradients import division
 from hvd_keras.rows.passes import Passes
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import keras
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.saving import background
 
@@ -86,27 +83,3 @@ def check_built(model: Any) -> None:
             f"create them: {own.unbuilt}. Give the model an Input, or call it once on a batch, "
             "before fit."
         ) from own.problem
-
-
-@contextlib.contextmanager
-def saving_on_leader(common: Fit) -> Iterator[None]:
-    """Let ``ModelCheckpoint`` write on the first rank alone."""
-    kind = keras.callbacks.ModelCheckpoint
-    saving = [(c, c._save_model) for c in common.callbacks if isinstance(c, kind)]
-    for callback, save in saving:
-        callback._save_model = functools.partial(_save, common, save)
-    try:
-        yield
-    finally:
-        for callback, save in saving:
-            callback._save_model = save
-
-
-def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Replace ``ModelCheckpoint._save_model``: all ranks wait until it is written, or raise."""
-    if division.is_on:
-        save(*args, **kwargs)  # in which the first rank saves the model
-    elif common.waits_for_checkpoints:
-        agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
-    elif common.process_set.rank() == 0:
-        save(*args, **kwargs)

@@ -7,14 +7,14 @@ gradients. The list of callbacks is edited; the classes stay as they are.
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hvd_keras.gradients import division, missing_calls, model_ranks
 from hvd_keras.hooks import variables
-from hvd_keras.hooks.fits import Fit, saving_on_leader
+from hvd_keras.hooks.fits import Fit
 from hvd_keras.hooks.values import Values, of_rows
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.keras import keras, summary
@@ -63,20 +63,39 @@ def edited(common: Fit) -> list[Any]:
 def on_leader_alone(
     callbacks: Sequence[Any], process_set: ProcessSet, common: Fit | None = None
 ) -> Iterator[None]:
-    """Silence the callbacks that write files, except on the first rank."""
+    """Silence the callbacks that write files, except on the first rank.
+
+    In the ``fit`` that ``common`` is, ``ModelCheckpoint`` writes there, and the others wait for it.
+    """
     # What a class that derives from one of Keras's adds to it runs on all ranks. An instance keeps
     # its state and its own methods; only the hooks of Keras's class are empty.
     silenced: list[tuple[Any, Any]] = []
     if process_set.rank() != 0:
         silenced = [(c, type(c)) for c in callbacks if isinstance(c, _WRITERS)]
+    saving: list[tuple[Any, Any]] = []
+    if common is not None:
+        saving = [(c, c._save_model) for c in callbacks if isinstance(c, _CHECKPOINT)]
+        for callback, save in saving:
+            callback._save_model = functools.partial(_save, common, save)
     for callback, cls in silenced:
         callback.__class__ = _silent(cls)
     try:
-        with contextlib.nullcontext() if common is None else saving_on_leader(common):
-            yield
+        yield
     finally:
+        for callback, save in saving:
+            callback._save_model = save
         for callback, cls in silenced:
             callback.__class__ = cls
+
+
+def _save(common: Fit, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Replace ``ModelCheckpoint._save_model``: all ranks wait until it is written, or raise."""
+    if division.is_on:
+        save(*args, **kwargs)  # in which the first rank saves the model
+    elif common.waits_for_checkpoints:
+        agree.on_leader("ModelCheckpoint", lambda: save(*args, **kwargs), common.process_set)
+    elif common.process_set.rank() == 0:
+        save(*args, **kwargs)
 
 
 def refuse(callbacks: Sequence[Any], model: Any, process_set: ProcessSet) -> None:

@@ -165,6 +165,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
 
 
 def _add(process_set: ProcessSet) -> ProcessSet:
+    global _next_number
     # The ranks may have been in other jobs before, and have used different numbers.
     is_comm = process_set.mpi_comm is not None
     views = agree.gather_json("add_process_set", [process_set.ranks, _next_number, is_comm])
@@ -187,12 +188,17 @@ def _add(process_set: ProcessSet) -> ProcessSet:
     for other in added():
         if other.ranks in asked:
             raise ValueError(f"hvd.add_process_set: {other} has the same ranks. Use that one.")
-    number = max(number for _, number, _ in views)
+    _next_number = max(number for _, number, _ in views)
+    core = libraries.core()
     # Every rank adds all sets, in one order, so that their numbers are the same everywhere.
     for ranks in sorted(map(list, set(map(tuple, asked)))):
-        is_own = ranks == process_set.ranks
-        _begin(process_set if is_own else type(process_set)(ranks), number)
-        number += 1
+        new = process_set if ranks == process_set.ranks else type(process_set)(ranks)
+        number, array = _next_number, (ctypes.c_int * len(ranks))(*ranks)
+        _next_number += 1
+        if core.hvd_add_process_set(number, array, len(ranks)) != 0:
+            raise RuntimeError(core.hvd_error().decode())
+        new.process_set_id = number
+        _added[number] = new
     return process_set
 
 
@@ -244,18 +250,6 @@ def forget_all() -> None:
     """Forgets all sets but the global one, as the core does in ``shutdown``."""
     for number in [number for number in _added if number != 0]:
         _added.pop(number).process_set_id = None
-
-
-def _begin(process_set: ProcessSet, process_set_id: int) -> None:
-    global _next_number
-    _next_number = process_set_id + 1
-    ranks = process_set.ranks
-    array = (ctypes.c_int * len(ranks))(*ranks)
-    core = libraries.core()
-    if core.hvd_add_process_set(process_set_id, array, len(ranks)) != 0:
-        raise RuntimeError(core.hvd_error().decode())
-    process_set.process_set_id = process_set_id
-    _added[process_set_id] = process_set
 
 
 def world_ranks_of(comm: Any) -> list[int]:
