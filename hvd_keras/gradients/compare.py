@@ -42,13 +42,9 @@ def of_optimizer(optimizer: Any) -> Description:
 _LOCAL = " of one rank"
 
 
+@outside_graphs()  # type: ignore[untyped-decorator]
 def of_training(model: Any) -> Description:
     """Describe what a step of ``fit`` depends on: optimizers, loss, options and layers."""
-    with outside_graphs():
-        return _of_training(model)
-
-
-def _of_training(model: Any) -> Description:
     found: Description = {}
     for i, optimizer in enumerate(model_ranks.optimizers_of(model)):
         prefix = f"{i + 1}. " if i else ""

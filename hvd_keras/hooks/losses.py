@@ -191,19 +191,14 @@ def _weigh(
 
 
 def _weights(loss: Any, values: Any, y_pred: Any, sample_weight: Any) -> list[Any]:
-    """What a loss divides by the sum of: its mask and weights; none of a fixed number of terms."""
+    """What a loss divides by the sum of: its masks and weights; none of a fixed number of terms."""
     reduction = getattr(loss, "reduction", None)
     if reduction in (None, "none", "sum"):
         return []
-    mask = _both(getattr(y_pred, "_keras_mask", None), getattr(values, "_keras_mask", None))
-    given = sample_weight if reduction == "mean_with_sample_weight" else None
-    return [weight for weight in (mask, given) if weight is not None]
-
-
-def _both(one: Any, other: Any) -> Any:
-    if one is None or other is None:
-        return other if one is None else one
-    return tf.logical_and(tf.cast(one, tf.bool), tf.cast(other, tf.bool))
+    weights = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
+    if reduction == "mean_with_sample_weight":
+        weights.append(sample_weight)
+    return [weight for weight in weights if weight is not None]
 
 
 def _product(one: Any, other: Any) -> Any:
