@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras.rows import Split, reading
+from hvd_keras.rows import WINDOW, Order, Split, reading
 from hvd_keras.rows.parquet import Tables
-from hvd_keras.rows.windows import WINDOW, Order
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet
 

@@ -13,8 +13,7 @@ from pyarrow import parquet
 import hvd_keras as hvd
 from hvd_keras import data
 from hvd_keras.data import file_sources, records
-from hvd_keras.rows import by_number
-from hvd_keras.rows.windows import Order
+from hvd_keras.rows import Order, by_number
 from hvd_keras.runtime import agree
 from tests.harness.shards import BATCH, RANK, SIZE, TOGETHER, error_of, job_pass, of_all, rows_of
 
