@@ -10,9 +10,7 @@ from hvd_keras.runtime.process_sets import ProcessSet
 _SECONDS = 5  # between lines of progress
 
 
-def look_into_some(
-    files: int, look: Callable[[int], None], process_set: ProcessSet, name: str = "hvd.data.files"
-) -> None:
+def look_into_some(files: int, look: Callable[[int], None], process_set: ProcessSet) -> None:
     """Call ``look(number)`` for this rank's part of so many files; raise an error on all ranks."""
     mine = range(process_set.rank(), files, process_set.size())
 
@@ -23,10 +21,10 @@ def look_into_some(
             if process_set.rank() == 0 and time.monotonic() - told > _SECONDS:
                 told = time.monotonic()
                 print(
-                    f"{name} counts rows: {done + 1} of {len(mine)} files of rank 0 after "
+                    f"hvd.data.files counts rows: {done + 1} of {len(mine)} files of rank 0 after "
                     f"{told - begun:.0f} s",
                     file=sys.stderr,
                     flush=True,
                 )
 
-    agree.on_all_ranks(name, look_into_mine, process_set)
+    agree.on_all_ranks("hvd.data.files", look_into_mine, process_set)
