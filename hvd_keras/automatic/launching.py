@@ -16,15 +16,12 @@ def extended(other: Extension) -> Extension:
     """Add the option ``--auto`` to those of another extension."""
 
     def add_to(parser: argparse.ArgumentParser) -> None:
-        texts = {
-            "--auto": "the script is one for one process: its batches are divided among the ranks, "
-            "and its results stay the same (default: off)",
-            SCALE_BATCH: "with --auto: batches N times larger, a learning rate N times larger, and "
-            "a warm-up; the results differ from those of one process (default: off)",
-        }
         group = parser.add_argument_group("scripts without hvd_keras")
-        for name, text in texts.items():
-            group.add_argument(name, action="store_true", help=text)
+        for name, text in (
+            ("--auto", "divide the batches of a script of one process, with its results"),
+            (SCALE_BATCH, "with --auto: larger batches and rate, with other results"),
+        ):
+            group.add_argument(name, action="store_true", help=f"{text} (default: off)")
         other.add_to(parser)
 
     def complete(given: argparse.Namespace, environment: Mapping[str, str]) -> None:

@@ -1,12 +1,12 @@
 """Random numbers in a step: each rank gets its rows of those that one process draws."""
 
 import contextvars
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops import stateless_random_ops
 
 from hvd_keras.gradients.division import Part
 from hvd_keras.runtime import log, rank_info
@@ -79,16 +79,15 @@ def refuse(of_more: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return of_more(*args, **kwargs)
 
 
-def replaced() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What is replaced: owner, attribute, function."""
-    kinds, others = ("normal", "uniform", "truncated_normal"), ("categorical", "gamma", "poisson")
-    dropout = importlib.import_module("tensorflow.python.ops.stateless_random_ops")
-    return [
-        (dropout, "stateless_random_uniform", draw),
-        *((tf.random, f"stateless_{kind}", draw) for kind in kinds),
-        *((tf.random, kind, draw_global) for kind in kinds),
-        *((tf.random.Generator, kind, draw) for kind in kinds),
-        *((tf.random, f"stateless_{kind}", refuse) for kind in (*others, "binomial")),
-        *((tf.random, kind, refuse) for kind in (*others, "shuffle")),
-        (tf.random.experimental, "stateless_shuffle", refuse),
-    ]
+_KINDS, _OTHERS = ("normal", "uniform", "truncated_normal"), ("categorical", "gamma", "poisson")
+
+#: What is replaced: owner, attribute, function.
+REPLACED: list[tuple[Any, str, Callable[..., Any]]] = [
+    (stateless_random_ops, "stateless_random_uniform", draw),  # of dropout
+    *((tf.random, f"stateless_{kind}", draw) for kind in _KINDS),
+    *((tf.random, kind, draw_global) for kind in _KINDS),
+    *((tf.random.Generator, kind, draw) for kind in _KINDS),
+    *((tf.random, f"stateless_{kind}", refuse) for kind in (*_OTHERS, "binomial")),
+    *((tf.random, kind, refuse) for kind in (*_OTHERS, "shuffle")),
+    (tf.random.experimental, "stateless_shuffle", refuse),
+]

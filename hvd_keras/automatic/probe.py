@@ -1,9 +1,8 @@
 """Compares a model's first step with that of one process, before it is made.
 
-A step that is not Keras's own may compute anything of its batch, such as a sum over the rows, or
-comparisons of rows with each other, which the ranks' parts do not add up to. So on the first batch
-both steps are made, and what they have changed is put back: that of one process, of all rows, and
-the divided one. If gradients, logs or variables differ, all ranks will compute all rows.
+A step that is not Keras's own may sum or compare the rows of its batch, which the ranks' parts do
+not add up to. So on the first batch, that of one process and the divided one are made, and undone.
+If gradients, logs or variables differ, all ranks will compute all rows.
 """
 
 import contextvars
@@ -87,8 +86,8 @@ def compare(model: Any, divided: Any, data: Any) -> str:
     if not found:
         return ""
     return (
-        f"its {found[0][0]} is not the mean over the rows of the batch: it may take a sum over the "
-        "rows, compare them, or depend on their number (use means such as tf.reduce_mean)"
+        f"its {found[0][0]} is not the mean over the rows of the batch: it may sum or compare "
+        "them, or depend on their number (use means such as tf.reduce_mean)"
     )
 
 

@@ -24,7 +24,7 @@ def fit(fit_as_given: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     bound.apply_defaults()
     optimizers = model_ranks.optimizers_of(args[0])
     if len(optimizers) != 1:
-        _refuse(f"a model with {len(optimizers)} optimizers", "one optimizer")
+        refuse(f"a model with {len(optimizers)} optimizers", "one optimizer")
     optimizer = innermost(optimizers[0])
     told = [_scale_batches(bound.arguments), _scale_rate(optimizer, bound.arguments)]
     print("hvdrun --auto --scale-batch:", "; ".join(told), flush=True)
@@ -34,12 +34,8 @@ def fit(fit_as_given: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _left[optimizer] = float(optimizer.learning_rate)
 
 
-def refuse_batch(*args: Any, **kwargs: Any) -> NoReturn:
-    """Replace ``keras.Model.train_on_batch``, whose batches are the script's."""
-    _refuse("a call of train_on_batch", "model.fit, which makes the batches")
-
-
-def _refuse(got: str, expected: str) -> NoReturn:
+def refuse(got: str, expected: str, *_: Any, **__: Any) -> NoReturn:
+    """Raise ValueError; also in place of a function."""
     raise ValueError(
         f"hvdrun --auto --scale-batch: got {got}; expected {expected}. Or leave --scale-batch out, "
         "and change batch size and learning rate in the script."
@@ -55,7 +51,7 @@ def _scale_batches(given: dict[str, Any]) -> str:
         given["x"] = _joined(x, size)
         return f"{size} batches of the dataset become one"
     if not all(hasattr(part, "shape") for part in tf.nest.flatten(x)):
-        _refuse(f"data of type {type(x).__name__}", "arrays or a tf.data.Dataset")
+        refuse(f"data of type {type(x).__name__}", "arrays or a tf.data.Dataset")
     rows = given["batch_size"] or 32  # Keras's default
     given["batch_size"] = size * rows
     given["validation_batch_size"] = given["validation_batch_size"] or rows
@@ -79,7 +75,7 @@ def _scale_rate(optimizer: Any, given: dict[str, Any]) -> str:
     """Change the rate, if it is the script's, and add the warm-up; returns this in words."""
     callbacks = fitting.flat(given["callbacks"])
     if any(isinstance(c, keras.callbacks.LearningRateScheduler) for c in callbacks):
-        _refuse("a LearningRateScheduler", "a rate that fit does not set")
+        refuse("a LearningRateScheduler", "a rate that fit does not set")
     rate, size = float(optimizer.learning_rate), rank_info.size()
     is_new = optimizer not in _left and int(optimizer.iterations) == 0
     if not is_new and _left.get(optimizer, rate) == rate:
@@ -87,7 +83,7 @@ def _scale_rate(optimizer: Any, given: dict[str, Any]) -> str:
     try:
         optimizer.learning_rate = size * rate
     except TypeError:
-        _refuse("an optimizer whose learning rate is a schedule", "a number as learning rate")
+        refuse("an optimizer whose learning rate is a schedule", "a number as learning rate")
     told = f"the learning rate {rate:.6g} becomes {size * rate:.6g}"
     if given["initial_epoch"] > 0:
         return f"{told}, without a warm-up, as initial_epoch is not 0"

@@ -1,8 +1,8 @@
 """Turns automatic mode on: seeds, patches of Keras, output and files on the first rank alone."""
 
 import atexit
+import functools
 import importlib
-import inspect
 import os
 import random
 import re
@@ -29,13 +29,11 @@ def auto(scale_batch: bool = False) -> None:
     """Let all ranks do the work of this script of one process together.
 
     To be called as a script's first line; ``hvdrun --auto`` does so. Every rank runs the whole
-    script, and computes its part of each batch. Batch size and learning rate stay what they are,
-    and so do, to rounding, the results. See docs/auto.md.
+    script, and computes its part of each batch, with the results of one process: docs/auto.md.
 
     Args:
-        scale_batch: train by another recipe, as ``hvdrun --auto --scale-batch``: ``fit`` makes
-            batches ``size()`` times larger, with a rate as much larger, and a warm-up. It prints
-            what it changes; the results differ from those of one process.
+        scale_batch: as ``hvdrun --auto --scale-batch``: ``fit`` makes batches ``size()`` times
+            larger, with a rate as much larger, and a warm-up; so it has other results.
 
     Raises:
         RuntimeError: the script calls ``hvd.init()``, too; or Keras is ``tf_keras``.
@@ -45,10 +43,7 @@ def auto(scale_batch: bool = False) -> None:
     if rank_info.is_initialized():
         _refuse_init()
     if is_legacy:
-        raise RuntimeError(
-            "hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it, or add "
-            "hvd_keras's lines to the script, see docs/guide.md, and leave --auto out."
-        )
+        raise RuntimeError("hvdrun --auto needs Keras 3, and TF_USE_LEGACY_KERAS is set. Unset it.")
     settings.be_strict()
     replace(sys, "excepthook", _tell_briefly)
     lifecycle.init()
@@ -72,7 +67,7 @@ def prepare(model: Any) -> Any:
     """Let all ranks train a model together, in a script of one process; see ``hvd.auto``.
 
     Args:
-        model: a ``keras.Model``; if it is built, all ranks get the first rank's weights.
+        model: a ``keras.Model``; its training begins with the first rank's weights.
 
     Returns:
         The same model.
@@ -81,8 +76,6 @@ def prepare(model: Any) -> Any:
         RuntimeError: as ``hvd.auto``.
     """
     auto()
-    if division.is_on:
-        steps.begin(model)
     return model
 
 
@@ -122,11 +115,13 @@ def _replace_all(scale_batch: bool) -> None:
         *((model, f"make_{kind}_function", steps.make) for kind in ("train", "test", "predict")),
         *((model, name, _save_on_first) for name in ("save", "save_weights", "export")),
         *((home, "save_model", _save_on_first) for home in (keras.saving, keras.models)),
+        (tf.saved_model, "save", _save_on_first),
+        (tf.train.Checkpoint, "_write", _save_on_first),
         *((backup, name, _save_on_first) for name in ("_save_model", "on_train_end")),
         *((model, name, steps.set_values) for name in ("load_weights", "set_weights")),
         (tf.data.Dataset, "map", _map_in_order),
         (keras.metrics.Mean, "update_state", steps.update_mean),
-        *noise.replaced(),
+        *noise.REPLACED,
         (tf.GradientTape, "gradient", steps.gradient),
         (of_keras, "peek_and_restore", generators.peek),
         (of_keras.GeneratorDataAdapter, "get_tf_dataset", generators.without_prefetch),
@@ -136,7 +131,8 @@ def _replace_all(scale_batch: bool) -> None:
         (tf.compat.v1, "disable_v2_behavior", _refuse_graphs),
     ]
     if scale_batch:
-        rows += [(model, "fit", scale.fit), (model, "train_on_batch", scale.refuse_batch)]
+        refuse = functools.partial(scale.refuse, "a call of train_on_batch", "model.fit")
+        rows += [(model, "fit", scale.fit), (model, "train_on_batch", refuse)]
     own = {id(value): name for name, value in vars(sys.modules["__main__"]).items()}
     for owner, attribute, new in rows:
         require(owner, attribute, "for automatic mode")
@@ -146,7 +142,7 @@ def _replace_all(scale_batch: bool) -> None:
                 "Call hvd.auto() before that import."
             )
         replace(owner, attribute, new)
-    vars(parallel)["distribution_lib"] = distribution.Devices
+    vars(parallel)["distribution_lib"] = distribution
 
 
 def _begin_and_fit(fit: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,13 +164,14 @@ def _save_on_first(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replace a function that writes a model, which the others wait for."""
     if agree.is_leading.get():
         return save(*args, **kwargs)
-    path = str(inspect.signature(save).bind(*args, **kwargs).arguments.get("filepath"))
+    path = next((str(a) for a in (*args, *kwargs.values()) if isinstance(a, str | os.PathLike)), "")
     first, *_ = agree.gather_json("path", path)
 
-    def save_own() -> None:
-        if rank_info.rank() == 0 or path != first:  # it has a time, or a temporary folder
-            with agree.within(agree.is_leading, True):
-                save(*args, **kwargs)
+    def save_own() -> Any:
+        if rank_info.rank() > 0 and path == first:  # else it has a time, or a temporary folder
+            return path  # as that of TensorFlow's checkpoints
+        with agree.within(agree.is_leading, True):
+            return save(*args, **kwargs)
 
     return agree.on_all_ranks(save.__name__, save_own)
 

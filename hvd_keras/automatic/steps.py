@@ -54,7 +54,7 @@ def begin(model: Any) -> None:
         log.warn_once("hvdrun --auto trains without XLA (jit_compile=False), with equal results.")
 
 
-def make(of_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def make(of_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``Model.make_train_function``, or that of "test" or "predict"."""
     begin(model)
     _, kind, _ = of_keras.__name__.split("_")
@@ -62,10 +62,9 @@ def make(of_keras: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) ->
     if not hasattr(vars(model).get(method), _MARK):
         setattr(model, method, _divided(model, getattr(model, method), method))
     before = getattr(model, name)
-    made = of_keras(model, *args, **kwargs)
+    of_keras(model, *args, **kwargs)
     if getattr(model, name) is not before:
         _choose(model, name, getattr(model, method), method)
-    return made
 
 
 def _choose(model: Any, name: str, divided: Any, method: str) -> None:
@@ -202,10 +201,9 @@ def _checks(leaves: list[Any], is_whole: bool) -> list[Any]:
     (both,) = ops.reduce_tensors([tf.stack([mine, mine * mine])], op=ops.Sum, name="batch is equal")
     same = tf.equal(rank_info.size() * both[1], both[0] * both[0])
     differ = (
-        "hvdrun --auto: the ranks have different data, so they cannot divide a batch. The script "
-        "draws random numbers that no seed determines, or reads other files on each rank: add "
-        "keras.utils.set_random_seed(1) as its first line, seeds to generators, and sort lists of "
-        "files. This rank's digest of the batch: "
+        "hvdrun --auto: the ranks have different data, as the script draws random numbers without "
+        "a seed, or reads other files on each rank. Add keras.utils.set_random_seed(1) as its "
+        "first line, seeds to generators, and sort lists of files. This rank's digest: "
     )
     lengths = "hvdrun --auto: the parts of a batch have different numbers of rows: "
     return [
@@ -243,16 +241,13 @@ def _of_all_ranks(found: list[Any], part: Part) -> Iterator[Callable[[], None]]:
 
     def merge() -> None:
         pairs = [
-            (variable, tf.cast(before, variable.dtype))
+            (variable, tf.zeros_like(variable) if before is None else before)
             for metric, values in waiting.values()
-            for variable, before in zip(
-                metric.variables, values or [0.0] * len(metric.variables), strict=True
-            )
+            for variable, before in itertools.zip_longest(metric.variables, values)
         ]
         waiting.clear()
         counts = tf.greater(part.count, 0)
-        changes = [tf.convert_to_tensor(v) - before for v, before in pairs]
-        changes = [tf.where(counts, change, tf.zeros_like(change)) for change in changes]
+        changes = [tf.where(counts, v - before, tf.zeros_like(before)) for v, before in pairs]
         if pairs:
             sums = ops.reduce_tensors(changes, op=ops.Sum, name="metrics of a step")
             for (variable, before), change in zip(pairs, sums, strict=True):
@@ -317,12 +312,11 @@ def gradient(
         division.own_loops.append(type(target).__name__)
     if is_update and part is not None:
         # Not of the result: what other ranks' losses add to it counts by their rows.
-        flat = list(map(tf.convert_to_tensor, tf.nest.flatten(target)))
         if output_gradients is None:
-            output_gradients = [tf.ones_like(one) for one in flat]
-        given = zip(flat, tf.nest.flatten(output_gradients), strict=True)
-        scaled = [tf.cast(part.share, one.dtype) * factor for one, factor in given]
-        output_gradients = tf.nest.pack_sequence_as(target, scaled)
+            output_gradients = tf.nest.map_structure(tf.ones_like, target)
+        output_gradients = tf.nest.map_structure(
+            lambda one: one * tf.cast(part.share, one.dtype), output_gradients
+        )
     found = of_tape(tape, target, sources, output_gradients, *args, **kwargs)
     if is_update and (seen := probe.gradients.get()) is not None:
         seen += [one for one in tf.nest.flatten(found) if one is not None]

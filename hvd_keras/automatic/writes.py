@@ -4,31 +4,46 @@ They wait for the first rank to make, move or remove them. What they write thems
 files of their own, which they read in place of those.
 """
 
-import atexit
 import builtins
 import collections
 import functools
 import io
 import os
 import shutil
+import sqlite3
 import tempfile
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import h5py  # type: ignore[import-untyped]
+import tensorflow as tf
 from numpy.lib import _datasource
 
 from hvd_keras.automatic import replace
-from hvd_keras.runtime import agree, log, rank_info
+from hvd_keras.runtime import agree
+
+# What opens files: its path and mode, by its arguments.
+_OPEN: list[tuple[Any, str, Callable[..., tuple[Any, str]]]] = [
+    (builtins, "open", lambda file, mode="r", *_, **__: (file, mode)),
+    (h5py.File, "__init__", lambda self, name, mode="r", *_, **__: (name, mode)),
+    (tf.io.gfile.GFile, "__init__", lambda self, name, mode="r": (name, mode)),
+    (tf.io.TFRecordWriter, "__init__", lambda self, path, *_, **__: (path, "w")),
+    (tf.io, "read_file", lambda filename, *_, **__: (filename, "r")),
+    (tf.io, "write_file", lambda filename, *_, **__: (filename, "w")),
+    (tf.summary, "create_file_writer", lambda logdir, *_, **__: (logdir, "w")),
+    (sqlite3, "connect", lambda database, *_, **__: (database, "a")),
+]
 
 
 def divert() -> None:
-    """Begin to do so; files that the first rank has not written get their names at the end."""
+    """Begin to do so."""
     here = os.path.join(os.path.realpath(os.curdir), "")
     # Which may be in the working directory; code that is generated there is no one's result.
     temporary = os.path.join(os.path.realpath(tempfile.gettempdir()), "")
     folder = tempfile.TemporaryDirectory(prefix="hvd_keras-")
+    begun = time.time()
     own: dict[str, str] = {}  # this rank's files, by their names in the working directory
     in_vain: collections.Counter[str] = collections.Counter()
 
@@ -49,7 +64,7 @@ def divert() -> None:
         return path if path.startswith(here) and not is_other else ""
 
     def make(mkdir: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        if not result(path) or not wait_until(lambda: os.path.isdir(path), "make"):
+        if not result(path) or not wait_until(lambda: os.path.lexists(path), "make"):
             mkdir(path, *args, **kwargs)
 
     def change(of_python: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,46 +79,49 @@ def divert() -> None:
                 own[os.path.realpath(args[0]) + one.removeprefix(name)] = file
         return None
 
-    def open_own(of_python: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        name = "" if "opener" in kwargs else result(file)
-        if not name or (name not in own and {*"wxa+"}.isdisjoint(mode)):
-            return of_python(file, mode, *args, **kwargs)
-        if "a" in mode and name not in own:
-            return of_python(os.devnull, mode, *args, **kwargs)
+    def open_own(find: Callable[..., Any], of_library: Any, *args: Any, **kwargs: Any) -> Any:
+        path, mode = find(*args, **kwargs)
+        is_other = "opener" in kwargs or str(path).startswith((":", "file:"))  # of SQLite
+        name, writes = "" if is_other else result(path), not {*"wxa+"}.isdisjoint(mode)
+        if not name or (name not in own and not writes):
+            return of_library(*args, **kwargs)
         if name not in own:
-            new = os.path.join(folder.name, str(len(os.listdir(folder.name))))
-            if "r" in mode:
+            new = os.path.join(folder.name, str(time.monotonic_ns()))
+            # To what is newer than the script's start, the first rank has begun to append.
+            is_old = os.path.exists(name) and os.path.getmtime(name) < begun
+            if "r" in mode or ("a" in mode and is_old):
                 shutil.copyfile(name, new)
             own[name] = new
-        opened = of_python(own[name], mode, *args, **kwargs)
-        opened.close = functools.partial(close, weakref.ref(opened), name)
-        return opened
+        place = next((i for i, one in enumerate(args) if one is path), -1)  # a mode may be, too
+        args = tuple(own[name] if i == place else one for i, one in enumerate(args))
+        kwargs = {key: own[name] if one is path else one for key, one in kwargs.items()}
+        made = of_library(*args, **kwargs)
+        opened = made or args[0]  # the object, of __init__
+        if writes and hasattr(opened, "__dict__"):
+            opened.close = functools.partial(close, weakref.ref(opened), name)
+        elif writes:  # it is closed, or a database
+            close(lambda: None, name)
+        return made
 
-    def close(opened: Any, name: str) -> None:
+    def close(opened: Callable[[], Any], name: str) -> None:
         if (file := opened()) is not None:  # not yet closed, as it is in open(...).close()
             type(file).close(file)
-        if name in own:  # other code than Python's may read the first rank's file
+        if os.path.exists(own.get(name, "")):  # other code may read the first rank's file
             size = os.path.getsize(own[name])
-            wait_until(lambda: os.path.exists(name) and os.path.getsize(name) >= size, "write")
+            wait_until(lambda: os.path.lexists(name) and os.path.getsize(name) >= size, "write")
 
-    def end() -> None:
-        found = [n for n in own if not os.path.exists(n) and os.path.isdir(os.path.dirname(n))]
-        with agree.within(agree.is_leading, True):
-            for name in found:
-                shutil.copyfile(own[name], name)
-        if found:
-            text = ", ".join(name.removeprefix(here) for name in found[:5])
-            log.logger.warning("rank %s, too, has written %s", rank_info.rank(), text)
-
-    def exists(of_numpy: Callable[..., bool], source: Any, path: Any) -> bool:
-        return result(path) in own or of_numpy(source, path)
-
-    replace(builtins, "open", open_own)
-    replace(_datasource.DataSource, "exists", exists)
+    for owner, attribute, find in _OPEN:
+        replace(owner, attribute, functools.partial(open_own, find))
+    replace(tf.io.TFRecordWriter, "__exit__", lambda of_base, writer, *error: writer.close())
+    replace(os.path, "exists", lambda of, path: result(path) in own or of(path))
     io.open = vars(_datasource)["_file_openers"]._file_openers[None] = builtins.open
-    replace(os, "mkdir", make)
-    for name in ("remove", "unlink", "rmdir", "rename", "replace"):
-        replace(os, name, change)
-    for name in ("rmtree", "move"):
-        replace(shutil, name, change)
-    atexit.register(end)
+    replace(os, "symlink", lambda link, to, at, **kw: make(lambda _: link(to, at, **kw), at))
+    for home, new, names in (
+        (os, make, ("mkdir",)),
+        (os, change, ("remove", "unlink", "rmdir", "rename", "replace")),
+        (shutil, change, ("rmtree", "move")),
+        (tf.io.gfile, make, ("mkdir", "makedirs")),
+        (tf.io.gfile, change, ("remove", "rmtree", "rename")),
+    ):
+        for name in names:
+            replace(home, name, new)

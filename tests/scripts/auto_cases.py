@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import sys
 import tempfile
 
+import h5py
 import keras
 import numpy as np
 import tensorflow as tf
@@ -330,11 +332,59 @@ def files():
                 assert len(json.load(file)) == number
         with open("results/lines", "a") as file:
             file.write("line\n")
+        with open("w", "w") as file:
+            file.write("w")
+        libraries()
     print("to stderr", file=sys.stderr)
+
+
+def libraries():
+    """Files that libraries write without Python's open."""
+    rows = np.random.default_rng(1).normal(size=100_000)
+    with h5py.File("results/rows.h5", "w") as file:
+        file["rows"] = rows
+    with h5py.File("results/rows.h5", "a") as file:
+        file["twice"] = 2 * rows
+    with h5py.File("results/rows.h5") as file:
+        print("hdf5", file["twice"][:].sum())
+    with tf.io.TFRecordWriter(path="results/rows.tfrecord") as file:
+        for row in rows[:2000]:
+            file.write(row.tobytes())
+    print("records", sum(1 for _ in tf.data.TFRecordDataset("results/rows.tfrecord")))
+    tf.io.gfile.makedirs("results/gfile/here")
+    with tf.io.gfile.GFile("results/gfile/here/text", "w") as file:
+        file.write(str(rows[0]))
+    tf.io.write_file(
+        filename="results/text.txt", contents=tf.io.read_file("results/gfile/here/text")
+    )
+    tf.io.gfile.rmtree("results/gfile")
+    with open("results/text.txt") as file:
+        print("text", file.read())
+    os.symlink("text.txt", "results/link")
+    for _ in range(2):
+        with contextlib.closing(sqlite3.connect("results/rows.db")) as data:
+            data.execute("CREATE TABLE IF NOT EXISTS rows (a REAL)")
+            data.executemany("INSERT INTO rows VALUES (?)", [(row,) for row in rows[:50]])
+            data.commit()
+            print("sqlite", data.execute("SELECT COUNT(*), SUM(a) FROM rows").fetchall())
+    with sqlite3.connect(":memory:") as data:
+        data.execute("CREATE TABLE rows (a REAL)")
+    net = model()
+    net.fit(x, y, 20, verbose=0)
+    checkpoint = tf.train.Checkpoint(model=net)
+    manager = tf.train.CheckpointManager(checkpoint, "results/states", max_to_keep=2)
+    for _ in range(4):
+        manager.save()
+    checkpoint.restore(manager.latest_checkpoint).expect_partial()
+    tf.saved_model.save(net, "results/exported")
+    print("checkpoint", sorted(os.listdir("results/states")), net.predict(x, 20, verbose=0).sum())
+    with tf.summary.create_file_writer(logdir="results/logs").as_default():
+        tf.summary.scalar("rows", rows[0], step=0)
+    print("events", len(os.listdir("results/logs")))
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         globals()[name]()
-    with open(f"rows-{os.getpid()}", "w") as file:
-        file.write(str(sum(seen)))
+    number = os.open(f"rows-{os.getpid()}", os.O_WRONLY | os.O_CREAT)  # of each rank
+    os.write(number, str(sum(seen)).encode())
