@@ -96,7 +96,7 @@ def divert() -> None:
         args = tuple(own[name] if i == place else one for i, one in enumerate(args))
         kwargs = {key: own[name] if one is path else one for key, one in kwargs.items()}
         made = of_library(*args, **kwargs)
-        opened = made or args[0]  # the object, of __init__
+        opened: Any = next((one for one in (made, *args) if one is not None), None)  # or self
         if writes and hasattr(opened, "__dict__"):
             opened.close = functools.partial(close, weakref.ref(opened), name)
         elif writes:  # it is closed, or a database
