@@ -22,28 +22,16 @@ from hvd_keras.launch.start.hosts import is_here
 from hvd_keras.launch.start.network import own_addresses
 
 
-async def run(
-    spec: JobSpec,
-    placement: Placement,
-    signals: Signals,
-    output: Output,
-    has_failed: Callable[[], None],
-) -> Verdict:
-    """Run the job once and judge its outcome; call ``has_failed`` before it cleans up a failure."""
-    if spec.options.postmortem is None:
-        return await _run(spec, placement, signals, output, has_failed)
-    folder = _new_folder(spec.options.postmortem)
-    spec.options.settings["HVD_POSTMORTEM"] = str(folder)
-    verdict = await _run(spec, placement, signals, output, has_failed)
+def _conclude(folder: Path, status: int) -> None:
+    """Say what the files of ``--postmortem`` show after a failure."""
     with contextlib.suppress(OSError):
         folder.rmdir()  # the ranks have left it empty if nothing went wrong
-    if verdict.status != 0 and folder.exists():
+    if status != 0 and folder.exists():
         try:
             text = f"{postmortem.conclusion(folder)}\nmore: python -m hvd_keras.postmortem {folder}"
         except ValueError as error:
             text = str(error)
         say(f"postmortem: {text}")
-    return verdict
 
 
 def _place(folder: Path, size: int) -> str:
@@ -65,15 +53,19 @@ def _new_folder(parent: str) -> Path:
     return folder
 
 
-async def _run(
+async def run(
     spec: JobSpec,
     placement: Placement,
     signals: Signals,
     output: Output,
     has_failed: Callable[[], None],
 ) -> Verdict:
+    """Run the job once and judge its outcome; call ``has_failed`` before it cleans up a failure."""
     job, secret = secrets.token_hex(8), new_secret()
     options, statistics = spec.options, spec.statistics
+    folder = None if options.postmortem is None else _new_folder(options.postmortem)
+    if folder is not None:
+        options.settings["HVD_POSTMORTEM"] = str(folder)
     output.start()
     statistics.start(placement.size)
     is_first = statistics.starts == 1
@@ -143,12 +135,14 @@ async def _run(
             ).run()
             has_traceback = verdict.culprit is not None and output.traceback(verdict.culprit)[0]
             is_open = verdict.status != 0 and verdict.asked and not has_traceback
-            if is_open and options.postmortem is None:
+            if is_open and folder is None:
                 say(place or "to see where each rank was, add --postmortem FOLDER")
-            return verdict
         finally:
             await ranks.close()
             if options.timeline is not None and Path(options.timeline).exists():
                 say(f"timeline: python -m hvd_keras.timeline {options.timeline}")
             if options.stats:
                 say(table(statistics))
+    if folder is not None:
+        _conclude(folder, verdict.status)
+    return verdict
