@@ -121,19 +121,17 @@ _unnamed: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], int]] = weakref.W
 
 def name(kind: str, given: str | None, process_set: ProcessSet) -> str:
     """Return the name of a request: the given one, or one that is the same on all ranks."""
-    # Unnamed calls in a function are numbered per kind and process set, since a rank makes only the
-    # calls of sets that include it. TensorFlow's op names are unsuitable: they differ between ranks
-    # as soon as one rank has traced more.
-    chosen = _name(kind, given, process_set)
-    flight.note_call(f"{kind} '{chosen}'")
-    return chosen
+    if given is None:
+        given = "unnamed" if tf.executing_eagerly() else f"unnamed.{_number(kind, process_set)}"
+    flight.note_call(f"{kind} '{given}'")
+    return given
 
 
-def _name(kind: str, given: str | None, process_set: ProcessSet) -> str:
-    if given is not None:
-        return given
-    if tf.executing_eagerly():
-        return "unnamed"
+def _number(kind: str, process_set: ProcessSet) -> int:
+    """Count the unnamed calls in a function."""
+    # Per kind and process set, since a rank makes only the calls of sets that include it.
+    # TensorFlow's op names are unsuitable: they differ between ranks as soon as one rank has traced
+    # more.
     graph = tf.compat.v1.get_default_graph()
     if is_compiling():
         # A call in a loop or branch may run before or after one outside, so they need different
@@ -143,4 +141,4 @@ def _name(kind: str, given: str | None, process_set: ProcessSet) -> str:
     counts = _unnamed.setdefault(graph, {})
     key = kind, process_set.id()
     counts[key] = counts.get(key, -1) + 1
-    return f"unnamed.{counts[key]}"
+    return counts[key]
