@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import pathlib
@@ -70,10 +71,9 @@ def save_model(
     # All ranks go through these once, in one order: each block is a collective.
     streams = [table.blocks for table in tables]
 
-    def write() -> None:
-        def fill(path: pathlib.Path) -> None:
-            _write(model, tables, divided, with_optimizer, path)
+    fill = functools.partial(_write, model, tables, divided, with_optimizer)
 
+    def write() -> None:
         try:
             storage.write_whole(filepath, fill)
         finally:

@@ -43,10 +43,7 @@ class Tables:
         self.specs: list[Any] = []
         self._group = self._read
         if self.length:
-
-            def look() -> None:
-                self._look_at_columns(columns)
-
+            look = functools.partial(self._look_at_columns, columns)
             agree.on_all_ranks("hvd.data.files", look, process_set)
 
     def _look_at_columns(self, columns: Any) -> None:
