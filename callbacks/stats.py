@@ -1,12 +1,12 @@
 """``StatsLogger``: communication statistics in TensorBoard."""
 
+import importlib.util
 import os
 from typing import Any
 
 from hvd_keras.callbacks.base import Callback
 
 from hvd_keras import observe
-from hvd_keras.runtime.keras import summary
 
 
 class StatsLogger(Callback):  # type: ignore[misc]
@@ -26,15 +26,14 @@ class StatsLogger(Callback):  # type: ignore[misc]
             then has these plots beside the loss; only used on the rank that writes.
 
     Raises:
-        NotImplementedError: Keras does not run on TensorFlow.
+        ModuleNotFoundError: tensorboard is not installed.
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
         super().__init__()
-        if summary is None:
-            raise NotImplementedError(
-                "hvd.callbacks.StatsLogger needs Keras on TensorFlow. hvd.stats() returns the "
-                "same numbers."
+        if importlib.util.find_spec("tensorboard") is None:
+            raise ModuleNotFoundError(
+                "hvd.callbacks.StatsLogger needs tensorboard. Run: pip install tensorboard"
             )
         self._log_dir = os.path.join(os.fspath(log_dir), "train")
         self._writer: Any = None
@@ -42,7 +41,9 @@ class StatsLogger(Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self.process_set.rank() == 0:
-            self._writer = summary.create_file_writer(self._log_dir)
+            from tensorboard.summary import Writer
+
+            self._writer = Writer(self._log_dir)
             self._before = _numbers(observe.stats())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -55,9 +56,8 @@ class StatsLogger(Callback):  # type: ignore[misc]
             # The share of the epoch; times of an earlier one may be counted in it, hence the limit.
             straggler = name.replace("awaited_seconds", "straggler")
             changes[straggler] = min(changes[name] / seconds, 1.0)
-        with self._writer.as_default():
-            for name, change in changes.items():
-                summary.scalar(f"hvd/{name}", change, step=epoch)
+        for name, change in changes.items():
+            self._writer.add_scalar(f"hvd/{name}", change, step=epoch)
         self._writer.flush()
         self._before = numbers
 

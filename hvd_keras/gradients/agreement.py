@@ -17,6 +17,7 @@ from hvd_keras.gradients.specs import VariableSpec
 from hvd_keras.ops.reduction import Compression, Compressor
 from hvd_keras.runtime import agree
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
+from hvd_keras.runtime.reductions import check_of_gradients
 
 Kind = Literal["dense", "sparse"]
 
@@ -40,22 +41,11 @@ class ExchangeOptions:
     def __post_init__(self) -> None:
         self.process_set.check_included("DistributedOptimizer or hvd.DistributedGradientTape")
         # Impossible arguments raise where the optimizer is made, not in the first step.
-        if self.op not in (ops.Average, ops.Sum, ops.Adasum):
-            raise ValueError(f"op is {self.op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
+        check_of_gradients(self.op, self.gradient_predivide_factor)
         if not (isinstance(self.compression, type) and issubclass(self.compression, Compressor)):
             raise ValueError(
                 f"compression is {self.compression!r}, expected hvd.Compression.none, .fp16 or "
                 ".bf16, or a class derived from hvd.Compressor."
-            )
-        if self.gradient_predivide_factor <= 0:
-            raise ValueError(
-                f"gradient_predivide_factor is {self.gradient_predivide_factor}, expected a number "
-                "above 0."
-            )
-        if self.gradient_predivide_factor != 1.0 and self.op is not ops.Average:
-            raise ValueError(
-                "gradient_predivide_factor splits the division of an average; with op=hvd."
-                f"{self.op.value} nothing is divided. Leave one of them out."
             )
 
     def scale_local(self, gradient: Any, is_divided: bool = False) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,24 @@ class Fit:
 
 #: The ``fit`` that runs.
 current: contextvars.ContextVar[Fit | None] = contextvars.ContextVar("fit", default=None)
+
+
+@dataclasses.dataclass
+class Validation:
+    """An ``evaluate`` that all ranks call, perhaps in ``fit``."""
+
+    model: Any
+    process_set: ProcessSet
+    backend: Any
+    is_together: bool = False  # each of their steps is one of all
+
+
+#: The validation that runs.
+validation: contextvars.ContextVar[Validation | None] = contextvars.ContextVar(
+    "validation", default=None
+)
+#: Models whose validation needs the numbers of all ranks.
+weighed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ equal. When ``fit`` returns, the files that one rank has written are there for a
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvd_keras import observe
@@ -15,7 +15,7 @@ from hvd_keras.gradients import compare, division, missing_calls, model_ranks
 from hvd_keras.hooks import fits, keras_callbacks, progress, values, variables
 from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.rows import checks
-from hvd_keras.runtime import agree, rank_info, settings
+from hvd_keras.runtime import agree, log, rank_info, settings
 from hvd_keras.runtime.keras import KERAS_VERSIONS, flatten, is_eager, keras
 from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Adasum, Average
@@ -135,25 +135,62 @@ def wrap_evaluate(backend: Any, evaluate: Callable[..., Any]) -> Callable[..., A
                 given = signature.bind(self, *args, **kwargs).arguments.get("callbacks")
         if not rank_info.is_initialized() or (is_predict and given is None):
             return evaluate(self, *args, **kwargs)
-        callbacks, fits = flat(given), hasattr(given, "callbacks")
+        callbacks, in_fit = flat(given), hasattr(given, "callbacks")
         process_set = _process_set(self, callbacks)
         if process_set is None or process_set.size() == 1:
             return evaluate(self, *args, **kwargs)
         with contextlib.ExitStack() as stack:
-            if callbacks and not fits:
+            if callbacks and not in_fit:
                 keras_callbacks.refuse(callbacks, self, process_set)
                 stack.enter_context(keras_callbacks.on_leader_alone(callbacks, process_set))
             if is_predict or division.is_on or not is_eager():
                 return evaluate(self, *args, **kwargs)
             _weigh(stack, backend, self, process_set, "test_step")
             validates = keras_callbacks.averages(callbacks)
-            if fits and (own := running(self)):
+            if in_fit and (own := running(self)):
                 validates = own.validates
             if validates:
-                stack.enter_context(backend.validating(self, process_set, fits))
+                stack.enter_context(_validating(backend, self, process_set, in_fit))
             return evaluate(self, *args, **kwargs)
 
     return evaluate_together
+
+
+@contextlib.contextmanager
+def _validating(backend: Any, model: Any, process_set: ProcessSet, in_fit: bool) -> Iterator[None]:
+    """Weigh the ranks' losses in an ``evaluate`` that all call, perhaps in ``fit``."""
+    own = fits.Validation(model, process_set, backend)
+    with agree.within(fits.validation, own):
+        handler = getattr(model, "_eval_data_handler", None)  # tf_keras made it in fit
+        if in_fit and handler is not None:
+            _validate(own, handler.inferred_steps)
+        try:
+            yield
+        finally:
+            backend.validate_together(False)
+            if model in fits.weighed and not own.is_together:
+                log.warn_once(
+                    "the ranks validate in different numbers of batches, or in an unknown number, "
+                    "so the validation loss is weighed by rows, not by the numbers of valid "
+                    "entries as on one process. Give all ranks the same number of validation "
+                    "batches."
+                )
+
+
+def _validate(own: fits.Validation, steps: int | None) -> None:
+    """Weigh the ranks' losses in validation, if each of their steps is one of all."""
+    gathered = agree.gather_json("steps of validation", steps, own.process_set)
+    own.is_together = steps is not None and len(set(gathered)) == 1
+    own.backend.validate_together(own.is_together)
+
+
+def before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
+    """Do what ``fit`` and ``evaluate`` of a model do first, on these data."""
+    if (own := running(model)) and not own.has_begun:
+        begin(own, dataset, steps)
+    validation = fits.validation.get()
+    if validation is not None and validation.model is model:
+        _validate(validation, steps)
 
 
 def wrap_bar(set_params: Callable[..., None]) -> Callable[..., None]:

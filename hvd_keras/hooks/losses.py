@@ -13,7 +13,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +20,8 @@ import tensorflow as tf
 
 from hvd_keras import ops
 from hvd_keras.gradients import division, missing_calls, specs
-from hvd_keras.runtime import agree, log, rank_info
+from hvd_keras.hooks import fits
+from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import call_loss, is_legacy
 from hvd_keras.runtime.process_sets import ProcessSet
 
@@ -44,9 +44,6 @@ class Weighing:
 
 
 _weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
-
-# Models whose validation needs the numbers of all ranks.
-_validated: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @functools.cache
@@ -89,16 +86,6 @@ def weighed(model: Any, process_set: ProcessSet, averages: bool, method: str) ->
 def weighing(model: Any, process_set: ProcessSet) -> contextlib.AbstractContextManager[None]:
     """Weigh the losses in a step of automatic mode, in which all ranks take part."""
     return agree.within(_weighing, Weighing(model, process_set, True))
-
-
-def tell_of_validation(model: Any) -> None:
-    """Tell that ranks validated in different numbers of steps, if that makes a difference."""
-    if model in _validated and not _together():
-        log.warn_once(
-            "the ranks validate in different numbers of batches, or in an unknown number, so the "
-            "validation loss is weighed by rows, not by the numbers of valid entries as on one "
-            "process. Give all ranks the same number of validation batches."
-        )
 
 
 def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,7 +155,7 @@ def _weigh(
     if not weights:
         return value
     if own.is_together is not None:
-        _validated.add(own.model)
+        fits.weighed.add(own.model)
     calls, path = own.calls, specs.common_path(loss.name)
 
     def factor() -> Any:

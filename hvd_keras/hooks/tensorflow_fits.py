@@ -1,9 +1,7 @@
 """What ``fitting`` needs to know about ``fit`` and ``evaluate`` on TensorFlow."""
 
-import contextlib
-import contextvars
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,12 +10,12 @@ from hvd_keras import data
 from hvd_keras.data import passes_of as passes_of
 from hvd_keras.data import positions
 from hvd_keras.gradients import agreement, model_ranks
-from hvd_keras.hooks import broadcasting, fitting, keras_classes, losses, variables
+from hvd_keras.hooks import broadcasting, fitting, keras_classes, variables
 from hvd_keras.hooks.fits import Fit, running
+from hvd_keras.hooks.losses import validate_together as validate_together
 from hvd_keras.hooks.losses import weighed as weighed
-from hvd_keras.runtime import agree, libraries, log, rank_info
+from hvd_keras.runtime import libraries, log, rank_info
 from hvd_keras.runtime.keras import is_legacy, require
-from hvd_keras.runtime.process_sets import ProcessSet
 
 
 def check(model: Any) -> None:
@@ -68,41 +66,6 @@ def gpu_bytes() -> int | None:
     return int(tf.config.experimental.get_memory_info("GPU:0")["current"])
 
 
-@contextlib.contextmanager
-def validating(model: Any, process_set: ProcessSet, fits: bool) -> Iterator[None]:
-    """Weigh the ranks' losses in an ``evaluate`` that all call, perhaps in ``fit``."""
-    with agree.within(_validating, (model, process_set)):
-        handler = getattr(model, "_eval_data_handler", None)  # tf_keras made it in fit
-        if fits and handler is not None:
-            _validate(process_set, handler.inferred_steps)
-        try:
-            yield
-        finally:
-            losses.tell_of_validation(model)
-            losses.validate_together(False)
-
-
-# The model that all ranks validate together, and these ranks, if any.
-_validating: contextvars.ContextVar[Any] = contextvars.ContextVar(
-    "validating", default=(None, None)
-)
-
-
-def _validate(process_set: ProcessSet, steps: int | None) -> None:
-    """Weigh the ranks' losses in validation, if each of their steps is one of all."""
-    gathered = agree.gather_json("steps of validation", steps, process_set)
-    losses.validate_together(steps is not None and len(set(gathered)) == 1)
-
-
-def _before_callbacks(model: Any, dataset: Any, steps: int | None) -> None:
-    """What ``fit`` and ``evaluate`` of a model do first, on these data."""
-    if (own := running(model)) and not own.has_begun:
-        fitting.begin(own, dataset, steps)
-    validated, process_set = _validating.get()
-    if validated is not None and validated is model:
-        _validate(process_set, steps)
-
-
 def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``keras.Model._maybe_symbolic_build``, which fit calls before the callbacks begin."""
 
@@ -110,7 +73,7 @@ def wrap_symbolic_build(symbolic_build: Callable[..., None]) -> Callable[..., No
         if iterator is not None:
             require(iterator, "_distributed_dataset", "to make variables before the first step")
             require(iterator, "num_batches", "to compare the numbers of steps")
-            _before_callbacks(self, iterator._distributed_dataset, iterator.num_batches)
+            fitting.before_callbacks(self, iterator._distributed_dataset, iterator.num_batches)
             if (own := running(self)) and own.position is not None:
                 require(iterator, "_get_iterator", "to save where fit is in its data")
                 iterator._get_iterator = own.position.open
@@ -131,7 +94,7 @@ def wrap_get_data_handler(get_data_handler: Callable[..., Any]) -> Callable[...,
 
     def get(*args: Any, **kwargs: Any) -> Any:
         handler = get_data_handler(*args, **kwargs)
-        _before_callbacks(kwargs.get("model"), handler._dataset, handler.inferred_steps)
+        fitting.before_callbacks(kwargs.get("model"), handler._dataset, handler.inferred_steps)
         return handler
 
     return get

@@ -40,3 +40,18 @@ def chosen(average: bool | None, op: ReduceOp | None) -> ReduceOp:
             "hvd.Adasum."
         )
     return op
+
+
+def check_of_gradients(op: ReduceOp, predivide_factor: float) -> None:
+    """Raise ValueError if gradients cannot be combined so."""
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op is {op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
+    if predivide_factor <= 0:
+        raise ValueError(
+            f"gradient_predivide_factor is {predivide_factor}, expected a number above 0."
+        )
+    if predivide_factor != 1 and op is not Average:
+        raise ValueError(
+            "gradient_predivide_factor splits the division of an average; with "
+            f"op=hvd.{op.value} nothing is divided. Leave one of them out."
+        )

@@ -135,6 +135,29 @@ def test_data_of_unequal_length_ends_with_an_error(hvdrun) -> None:
     assert "the ranks wait for different collectives" in job.stderr, job.stderr
 
 
+def test_validation_in_unequal_numbers_of_steps_is_told(hvdrun) -> None:
+    script = """
+        import hvd_keras as hvd, keras, numpy as np, sys
+        hvd.init()
+        x = np.random.default_rng(hvd.rank()).integers(0, 3, [16, 5])
+        layers = [keras.layers.Embedding(3, 2, mask_zero=True), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input([5]), *layers])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+        for rows in (8, [4, 8][hvd.rank()]):
+            print(f"validate {rows}", file=sys.stderr, flush=True)
+            hvd.barrier()
+            held_out = x[:rows], x[:rows, :, None]
+            model.fit(x, x[..., None], batch_size=4, validation_data=held_out, verbose=0,
+                      callbacks=[hvd.callbacks.MetricAverageCallback()])
+    """
+    hvdrun.environment["KERAS_BACKEND"] = "torch"
+    job = hvdrun.python(2, script)
+    assert job.returncode == 0, job.stderr
+    warning = "the ranks validate in different numbers of batches"
+    assert job.stderr.count(warning) == 2
+    assert warning not in job.stderr.split("validate 4")[0]
+
+
 def test_ranks_that_train_separately_warn(hvdrun) -> None:
     script = """
         import hvd_keras as hvd, keras, numpy as np
@@ -205,9 +228,12 @@ def test_callbacks_decide_alike(hvdrun) -> None:
 
         names = f"derived {r}.csv", f"plain {r}.csv"
         writers = [Mine(names[0]), keras.callbacks.CSVLogger(names[1])]
-        fit(keras.callbacks.CallbackList([]), *writers)
+        fit(keras.callbacks.CallbackList([]), *writers, hvd.callbacks.StatsLogger(f"stats {r}"))
         assert writers[0].steps == 4
-        assert all(pathlib.Path(name).exists() == (r == 0) for name in names)
+        assert all(pathlib.Path(name).exists() == (r == 0) for name in (*names, f"stats {r}"))
+        if r == 0:
+            (events,) = pathlib.Path("stats 0/train").iterdir()
+            assert b"hvd/rank_1/awaited_seconds" in events.read_bytes()
 
         class Flip(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):

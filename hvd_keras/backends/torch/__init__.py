@@ -1,5 +1,8 @@
 """Keras on PyTorch: eager collectives on torch's CPU tensors, by the core's C API."""
 
+import sys
+import types
+
 from hvd_keras.backends.torch import errors
 from hvd_keras.runtime import libraries
 
@@ -55,6 +58,8 @@ def install() -> None:
     from hvd_keras.hooks import variables
     from hvd_keras.saving import per_rank
 
+    # By tensorboard's own switch, it does not import TensorFlow.
+    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
     fitting.install(fitting)
     variables.own_generators[:] = [fitting.Seed()]
     per_rank.generators["torch"] = (

@@ -89,9 +89,12 @@ class _Alltoall(torch.autograd.Function):  # type: ignore[misc]
         return None, _exchanged("alltoall", sent, **_gradient(ctx.call))[0], None
 
 
-def _check_reducible(
-    kind: str, tensors: Sequence[torch.Tensor], op: ReduceOp, *factors: float
-) -> None:
+def _reduction(
+    kind: str, tensors: Sequence[Any], op: ReduceOp, wire: str, prescale: float, postscale: float
+) -> dict[str, Any]:
+    """Check how tensors are to be reduced, and return it as arguments of an ``Exchange``."""
+    check_compression(wire)
+    factors = prescale, postscale
     for tensor in tensors:
         got = f"hvd.{kind}: got a tensor of dtype {tensor.dtype} with op=hvd.{op.value}"
         if tensor.dtype is torch.bool and op not in (Min, Max):
@@ -101,6 +104,7 @@ def _check_reducible(
                 f"{got}{f' and factors {factors}' if set(factors) != {1.0} else ''}, whose result "
                 "would be rounded. Use op=hvd.Sum, or cast it to float32."
             )
+    return {"reduction": op.value, "wire": wire, "prescale": prescale, "postscale": postscale}
 
 
 def _with_rows(kind: str, tensor: Any) -> torch.Tensor:
@@ -155,17 +159,14 @@ def grouped_allreduce(
         process_set: the ranks that take part.
     """
     with _on_all_ranks("allreduce", name, process_set) as call:
-        reduction = chosen(average, op)
-        check_compression(compression)
         mine = [checked("allreduce", tensor) for tensor in tensors]
-        _check_reducible("allreduce", mine, reduction, prescale_factor, postscale_factor)
-    call |= {"reduction": reduction.value, "wire": compression}
-    call |= {"prescale": prescale_factor, "postscale": postscale_factor}
+        how = chosen(average, op), compression, prescale_factor, postscale_factor
+        call |= _reduction("allreduce", mine, *how)
 
     def gradient(*upstream: torch.Tensor) -> list[torch.Tensor]:
-        if reduction not in (Average, Sum):
+        if call["reduction"] not in (Average.value, Sum.value):
             raise NotImplementedError(
-                f"hvd.allreduce with op=hvd.{reduction.value} has no gradient on PyTorch."
+                f"hvd.allreduce with op=hvd.{call['reduction']} has no gradient on PyTorch."
             )
         return _exchanged("allreduce", upstream, **call | _gradient(call))
 
@@ -277,11 +278,9 @@ def grouped_reducescatter(
     with _on_all_ranks("reducescatter", name, process_set) as call:
         if op not in (Average, Sum):
             raise NotImplementedError(f"hvd.reducescatter: op is {op!r}, expected Average or Sum.")
-        check_compression(compression)
         mine = [_with_rows("reducescatter", tensor) for tensor in tensors]
-        _check_reducible("reducescatter", mine, op, prescale_factor, postscale_factor)
-    call |= {"reduction": op.value, "wire": compression}
-    call |= {"prescale": prescale_factor, "postscale": postscale_factor}
+        how = op, compression, prescale_factor, postscale_factor
+        call |= _reduction("reducescatter", mine, *how)
     factor = prescale_factor * postscale_factor
     if op is Average:
         factor /= process_set.size()

@@ -1,9 +1,7 @@
 """What ``init`` changes in Keras on PyTorch, and what ``hooks.fitting`` needs to know there."""
 
-import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -11,14 +9,14 @@ import numpy as np
 import torch
 
 from hvd_keras.backends.torch import losses
+from hvd_keras.backends.torch.losses import weighed
 from hvd_keras.gradients import missing_calls
 from hvd_keras.gradients.model_ranks import of_optimizer, process_set_of, reducers_of
-from hvd_keras.hooks import fits, fitting
+from hvd_keras.hooks import fitting
 from hvd_keras.hooks.fits import Fit, running
 from hvd_keras.rows.passes import Passes
 from hvd_keras.runtime import agree, rank_info
 from hvd_keras.runtime.keras import require
-from hvd_keras.runtime.process_sets import ProcessSet
 from hvd_keras.runtime.reductions import Average
 from hvd_keras.saving import storage
 
@@ -82,9 +80,9 @@ def _wrap_build(build: Callable[..., Any]) -> Callable[..., Any]:
     def build_and_compare(self: Any, iterator: Any = None, data_batch: Any = None) -> Any:
         with agree.within(agree.is_building, True):
             build(self, iterator=iterator, data_batch=data_batch)
-        own = running(self)
-        if own is not None and iterator is not None and not own.has_begun:
-            fitting.begin(own, own.arguments["x"], iterator.num_batches)
+        if iterator is not None:
+            own = running(self)
+            fitting.before_callbacks(self, own and own.arguments["x"], iterator.num_batches)
 
     return build_and_compare
 
@@ -159,16 +157,5 @@ def gpu_bytes() -> int | None:
     return None
 
 
-def weighed(
-    model: Any, process_set: ProcessSet, averages: bool, method: str
-) -> AbstractContextManager[None]:
-    """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
-    validates = method == "test_step"
-    if validates and fits.current.get() is None:  # this rank may evaluate alone
-        return contextlib.nullcontext()
-    return agree.within(losses.weighing, losses.Weighing(process_set, averages, validates))
-
-
-def validating(model: Any, process_set: ProcessSet, fits: bool) -> AbstractContextManager[None]:
-    """Do nothing: losses of validation are weighed by rows."""
-    return contextlib.nullcontext()
+def validate_together(everywhere: bool) -> None:
+    """Nothing: a step is not compiled before it knows."""

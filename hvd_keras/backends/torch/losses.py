@@ -3,18 +3,22 @@
 Keras divides a masked loss by the number of valid entries, and one with
 ``reduction="mean_with_sample_weight"`` by the sum of the weights: numbers n_r that differ by rank.
 So each rank's is multiplied by N * n_r / sum(n_r). Losses that are summed are multiplied by N.
+Validation weighs alike if all ranks validate together and average their metrics.
 """
 
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
 from hvd_keras.gradients import missing_calls
+from hvd_keras.hooks import fits
 from hvd_keras.runtime import agree, log, rank_info
 from hvd_keras.runtime.keras import call_loss
 from hvd_keras.runtime.process_sets import ProcessSet
@@ -24,13 +28,25 @@ from hvd_keras.runtime.process_sets import ProcessSet
 class Weighing:
     """The losses of a model that several ranks train."""
 
+    model: Any
     process_set: ProcessSet
     averages: bool  # gradients are averaged, not summed
-    validates: bool = False
+    validates: bool
+
+    def is_exact(self) -> bool:
+        """Whether all ranks take this step."""
+        validation = fits.validation.get()
+        return not self.validates or bool(validation and validation.is_together)
 
 
-#: Of the ``fit`` that runs.
-weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
+_weighing: contextvars.ContextVar[Weighing | None] = contextvars.ContextVar("losses", default=None)
+
+
+def weighed(
+    model: Any, process_set: ProcessSet, averages: bool, method: str
+) -> AbstractContextManager[None]:
+    """Weigh the losses of a model's steps: of ``method``, train_step or test_step."""
+    return agree.within(_weighing, Weighing(model, process_set, averages, method == "test_step"))
 
 
 def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +54,7 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(loss_call)
     def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        own = weighing.get()
+        own = _weighing.get()
         # Keras computes shapes on a device without values.
         if getattr(getattr(y_pred, "device", None), "type", "meta") == "meta":
             return loss_call(self, y_true, y_pred, sample_weight)
@@ -46,7 +62,7 @@ def wrap_call(loss_call: Callable[..., Any]) -> Callable[..., Any]:
             is_loop = rank_info.is_initialized() and not missing_calls.in_fit.get()
             if not is_loop or rank_info.size() == 1 or not torch.is_grad_enabled():
                 return loss_call(self, y_true, y_pred, sample_weight)
-        with agree.within(weighing, None):  # a loss may compute others
+        with agree.within(_weighing, None):  # a loss may compute others
             value, values = call_loss(self, loss_call, y_true, y_pred, sample_weight)
         if own is None:
             _note_unweighed(self, values, y_pred, sample_weight)
@@ -85,13 +101,13 @@ def _weigh(
     own: Weighing, loss: Any, value: Any, values: Any, y_pred: Any, sample_weight: Any
 ) -> Any:
     reduction, size = loss.reduction, own.process_set.size()
-    if reduction in (None, "none"):
+    if reduction in (None, "none") and not own.validates:
         raise NotImplementedError(
             f"loss {loss.name} has reduction={reduction!r}, which hvd_keras does not distribute on "
             "PyTorch. Use sum_over_batch_size or sum."
         )
     if reduction == "sum":
-        return value * size if own.averages and not own.validates else value
+        return value * size if own.averages and own.is_exact() else value
     if values is not None and not values.dim():
         log.warn_once(
             f"the loss {loss.name} is one number for a batch. If it is no mean over the batch's "
@@ -99,20 +115,19 @@ def _weigh(
         )
         return value
     weights = _weights(loss, values, y_pred, sample_weight)
-    if not weights:
-        return value
-    if own.validates:
-        log.warn_once(
-            "the validation loss is weighed by rows, not by the numbers of valid entries as on one "
-            "process."
-        )
+    if own.validates and weights:
+        fits.weighed.add(own.model)
+    if not weights or not own.is_exact():
         return value
     shape = values.shape
-    mine = float(functools.reduce(torch.mul, [_fit(w, shape) for w in weights]).sum())
+    # Gradients of all ranks count alike; in validation a rank's loss counts by its rows.
+    rows = len(y_pred) if own.validates else 1
+    mine = np.array([float(math.prod(_fit(w, shape) for w in weights).sum()), rows])
     call = {"name": f"weight of loss {loss.name}", "process_set": own.process_set.id()}
-    (total,) = agree.run("allreduce", [np.array([mine])], reduction="Sum", **call)
-    factor = size if own.averages else 1
-    return value * (factor * mine / float(total[0]) if total[0] else 0.0)
+    (total,) = agree.run("allreduce", [mine], reduction="Sum", **call)
+    # This rank's share of the entries over its share of the rows, which is 1 / N in training.
+    share = mine / np.maximum(total, np.finfo(float).tiny)
+    return value * float(share[0] / share[1])
 
 
 def _fit(weight: torch.Tensor, shape: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hvd_keras.gradients.ahead import Ahead
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import innermost
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.runtime.reductions import Adasum, Average, ReduceOp, Sum
+from hvd_keras.runtime.reductions import Average, ReduceOp, check_of_gradients
 
 # By process set: the ranks of one set create the same optimizers.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -75,15 +75,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
             "Wrap an optimizer once."
         )
     process_set.check_included("DistributedOptimizer")
-    if op not in (Average, Sum, Adasum):
-        raise ValueError(f"op is {op!r}, expected hvd.Average, hvd.Sum or hvd.Adasum.")
+    check_of_gradients(op, gradient_predivide_factor)
     check_compression(compression)
-    factor = gradient_predivide_factor
-    if factor <= 0 or (factor != 1 and op is not Average):
-        raise ValueError(
-            f"gradient_predivide_factor is {factor} with op=hvd.{op.value}, expected a number "
-            "above 0, and hvd.Average."
-        )
     passes = backward_passes_per_step
     if not isinstance(passes, int) or passes < 1:
         raise ValueError(f"backward_passes_per_step is {passes!r}, expected a positive integer.")
@@ -94,12 +87,9 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
                 "built or accumulates already. Set gradient_accumulation_steps when you make it."
             )
         optimizer.gradient_accumulation_steps = passes
-    call: dict[str, Any] = {
-        "reduction": op.value,
-        "wire": compression,
-        "process_set": process_set.id(),
-    }
-    call |= {"prescale": 1 / factor, "postscale": factor}
+    factor = gradient_predivide_factor
+    call: dict[str, Any] = {"reduction": op.value, "wire": compression}
+    call |= {"process_set": process_set.id(), "prescale": 1 / factor, "postscale": factor}
     name = name or f"optimizer {next(_numbers[process_set.id()])}"
     local_sum = 1 if average_aggregated_gradients else passes
     Reducer(optimizer, name, process_set, local_sum, op, call)
