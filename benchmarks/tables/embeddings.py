@@ -1,8 +1,8 @@
 """What ranks divide, compared with the whole on each rank: memory, bytes moved, step time.
 
-    hvdrun -np 2 python benchmarks/embeddings.py            # a table
-    hvdrun -np 2 python benchmarks/embeddings.py --many     # a table for each id of a sample
-    hvdrun -np 2 python benchmarks/embeddings.py --state    # an optimizer's state
+    hvdrun -np 2 python benchmarks/tables/embeddings.py            # a table
+    hvdrun -np 2 python benchmarks/tables/embeddings.py --many     # a table for each id of a sample
+    hvdrun -np 2 python benchmarks/tables/embeddings.py --state    # an optimizer's state
 
 A step looks up BATCH x IDS ids of each rank, whose frequencies follow a power law, and updates the
 table with Adagrad. Compared are ``hvd.layers.Embedding``, divided by rows; Keras's layer, whose

@@ -1,9 +1,9 @@
 """The 26 tables of ``embeddings.py --many`` in TorchRec, over gloo on CPUs.
 
-    torchrun --nproc-per-node 2 benchmarks/torchrec_tables.py
+    torchrun --nproc-per-node 2 benchmarks/tables/with_torchrec.py
 
-Needs an environment with torch, fbgemm-gpu-cpu and torchrec of fitting versions. Each table is whole
-on one rank: TorchRec divides none by rows on CPUs. Ids, loss and optimizer are those of
+Needs an environment with torch, fbgemm-gpu-cpu and torchrec of fitting versions. Each table is
+whole on one rank: TorchRec divides none by rows on CPUs. Ids, loss and optimizer are those of
 ``embeddings.py``; TorchRec's Adagrad runs in the backward pass.
 """
 
