@@ -75,18 +75,26 @@ def of_dataset(
     if shuffle is None:
         shuffle = known and not (batched or seeds)
     size: int = batch_size or own_size  # type: ignore[assignment]
-    whole_batches = batched and batch_size is None and not shuffle and split.uneven != "pad"
+    pads = split.uneven == "pad"
+    whole_batches = batched and batch_size is None and not shuffle and not pads
     steps, left_out = split.steps(length, size), split.left_out(length, size)
     if whole_batches and counts is not None:
         steps, left_out = split.of_batches(counts, size)
 
-    def batches(epoch: Any, row: Any) -> tf.data.Dataset:  # row is 0
+    whole = not split.has_short_step(length, size)
+
+    def batches(epoch: Any, row: Any) -> tf.data.Dataset:
+        left = length - row
+        wanted, rest = left // (split.size * size) * size, left % (split.size * size)
+        if pads or not whole:
+            wanted += tf.minimum(rest, 1) * size if pads else rest // split.size
         if whole_batches:
+            others = source.skip(row // size)
             if split.size == 1 and split.uneven == "share":
-                return source
-            if counts is None and not split.has_short_step(length, size):
-                return _mine(source, -(-length // size), steps, split)
-            groups = source.window(split.size)
+                return others
+            if counts is None and whole:
+                return _mine(others, -(-left // size), wanted // size, split)
+            groups = others.window(split.size)
             return _apply(groups.flat_map, groups, lambda group: _part(group, size, split))
         rows = source.unbatch() if batched else source
         if shuffle:
@@ -95,19 +103,18 @@ def of_dataset(
             tf.random.set_seed(seed % (2**31 - 2) + 1)
             buffer = length if shuffle is True else shuffle
             rows = rows.shuffle(buffer, epoch, reshuffle_each_iteration=False)
-        whole = not split.has_short_step(length, size)
-        rest = 0 if whole else length % (split.size * size) // split.size
-        wanted = (steps if whole else steps - 1) * size + rest
-        mine = _mine(rows, length, wanted, split, first)
+        mine = _mine(rows.skip(row), left, wanted, split, first if pads else None)
         mine = _batch(mine, size, whole) if batched else mine.batch(size, drop_remainder=whole)
-        return _with_weights(mine, length, size, split) if split.uneven == "pad" else mine
+        return _with_weights(mine, left, length, size, split) if pads else mine
 
     spec, is_shuffled = source.element_spec, bool(shuffle or seeds)
-    return Source(spec, length, size, steps, left_out, description, is_shuffled, batches)
+    unit = 1 if not whole_batches else size if counts is None else 0
+    numbers = length, size, steps, left_out
+    return Source(spec, *numbers, description, is_shuffled, batches, unit, reads=True)
 
 
 def _mine(
-    source: Any, number: int, wanted: int, split: Split, first: Any = None
+    source: Any, number: Any, wanted: Any, split: Split, first: Any = None
 ) -> tf.data.Dataset:
     """Return ``wanted`` elements for this rank, every size-th of the source's ``number``.
 
@@ -115,18 +122,18 @@ def _mine(
     """
     mine = source.shard(split.size, split.rank)
     own = (number - split.rank + split.size - 1) // split.size  # rounded up: earlier ranks first
-    if own < wanted:
-        part = tf.nest.map_structure(
-            lambda part: part if isinstance(part, tf.SparseTensor) else part[:1], first
-        )
-        fill = tf.data.Dataset.from_tensors(part).unbatch().take(1).repeat(wanted - own)
-        return mine.concatenate(fill)
-    if own > wanted and not _has_cache(source):
-        return mine.take(wanted)
-    if own > wanted:
+    if _has_cache(source):
         mine = mine.enumerate().filter(lambda place, element: place < wanted)
-        return mine.map(lambda place, element: element)
-    return mine
+        mine = mine.map(lambda place, element: element)
+    else:
+        mine = mine.take(wanted)
+    if first is None:
+        return mine
+    part = tf.nest.map_structure(
+        lambda part: part if isinstance(part, tf.SparseTensor) else part[:1], first
+    )
+    fill = tf.data.Dataset.from_tensors(part).unbatch().take(1)
+    return mine.concatenate(fill.repeat(tf.maximum(wanted - own, 0)))
 
 
 def _first(source: Any) -> Any:
@@ -142,15 +149,17 @@ def _has_cache(source: Any) -> bool:
     return any(_kind(node) == "Cache" for node in nodes(source))
 
 
-def _with_weights(mine: Any, length: int, batch_size: int, split: Split) -> tf.data.Dataset:
-    """Yield pairs of a batch and the weights of its rows for "pad"."""
+def _with_weights(
+    mine: Any, left: Any, length: int, batch_size: int, split: Split
+) -> tf.data.Dataset:
+    """Yield pairs of a batch and the weights of its rows for "pad"; ``left`` rows are to come."""
     global_batch = split.size * batch_size
 
     def weights(step: Any) -> Any:
         places = (step * batch_size + tf.range(batch_size, dtype=tf.int64)) * split.size
-        rows = tf.minimum(length - step * global_batch, global_batch)
+        rows = tf.minimum(left - step * global_batch, global_batch)
         weight = tf.cast(split.weight(rows, length, batch_size), tf.float32)
-        return tf.where(places + split.rank < length, weight, 0.0)
+        return tf.where(places + split.rank < left, weight, 0.0)
 
     steps = tf.data.Dataset.range(split.steps(length, batch_size))
     return tf.data.Dataset.zip(mine, steps.map(weights))

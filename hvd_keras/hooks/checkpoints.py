@@ -89,7 +89,7 @@ class Checkpoints:
         self._rate = _rate(self.model.optimizer)
         self._passes = fit.passes
         self._positions = None
-        if fit.seekable is None:
+        if fit.seekable is None or fit.position is not None:
             again = "" if self.save_freq == "epoch" else self.params.get("steps") or "all"
             self._positions = Positions(fit, self._hvd_process_set, again)
         self._fits.append(epochs)
@@ -110,6 +110,9 @@ class Checkpoints:
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch, self._batches = epoch, 0
+        if self._skipping is None:  # otherwise the epoch began in another process
+            for passes in self._passes:
+                passes.begin_epoch()
         self.model._initial_epoch = None  # otherwise a later fit would start there, too
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -253,16 +256,16 @@ class Checkpoints:
     def _go_on(self, found: "_Found", fit: Fit) -> None:
         self.model._initial_epoch = found.metadata["epoch"]
         value = found.content.variables[-1].value if found.content and found.position else None
+        states = found.metadata["passes"]
+        if len(states) == len(self._passes):
+            for passes, state_then in zip(self._passes, states, strict=True):
+                passes.restore(state_then)
         has_position = self._positions is not None and self._positions.restore(
             found.metadata["ranks"], found.position, value
         )
-        states = found.metadata["passes"]
-        if len(states) == len(self._passes) and not has_position:
-            for passes, state_then in zip(self._passes, states, strict=True):
-                passes.restore(state_then)
         if found.metadata["batch"] == 0:
             return
-        seeks, calls = fit.seekable is not None, self.model.steps_per_execution
+        seeks, calls = fit.seekable is not None and not has_position, self.model.steps_per_execution
         if calls > 1:  # a call of several steps must neither begin nor end within what is skipped
             same_ranks = found.metadata["ranks"] == self._hvd_process_set.size()
             seeks &= same_ranks and self.params["steps"] % calls == 0
@@ -271,6 +274,9 @@ class Checkpoints:
             batches = fit.seekable.seek(states[0][2])
         else:
             seeks, batches = has_position, self._batches_seen(found)
+        if has_position:
+            for passes, state_then in zip(self._passes, states, strict=False):
+                passes.epoch, passes.start, passes.unread = state_then[:2], state_then[2], batches
         if seeks:
             fit.looks_at_data = False  # the first batch is that after those skipped
         if batches:

@@ -26,7 +26,8 @@ class Fit:
     process_set: ProcessSet
     backend: Any  # what depends on Keras's, see ``tensorflow_fits``
     has_begun: bool = False  # the ranks have compared what must be equal
-    passes: Sequence[Passes] = ()  # over the sharded sources of its data, if they are its epochs
+    passes: Sequence[Passes] = ()  # over the sharded sources of its data, if epochs are whole ones
+    goes_on: bool = False  # an epoch begins within a pass over sharded data, where the last ended
     seekable: Any = None  # the same, if they can continue at any row
     position: Any = None  # in data that cannot, if it can be saved
     problem: Exception | None = None  # of this rank's model, which could not be traced

@@ -29,27 +29,32 @@ class Positions:
     """
 
     def __init__(self, fit: Fit, process_set: ProcessSet, steps: Any) -> None:
-        self._process_set, self._repeats = process_set, not fit.passes
+        self._process_set, self._goes_on = process_set, fit.goes_on
         problem = "" if fit.position is None else fit.position.problem()
         mine = [fit.position is not None and not problem, problem]
         gathered = agree.gather_json("checkpoint position", mine, process_set)
         self._position: Any = fit.position if all(is_saved for is_saved, _ in gathered) else None
-        if self._position is None and steps and process_set.rank() == 0:
+        if self._position is None and (steps or fit.goes_on) and process_set.rank() == 0:
+            what = (
+                "will begin the data anew: its passes end within the epochs of fit"
+                if fit.goes_on
+                else f"within an epoch will read the epoch's batches before that, up to {steps}, "
+                "again, without training on them: the data can only be read from the beginning"
+            )
             kinds = ", ".join(sorted({problem for _, problem in gathered if problem}))
             why = f", because TensorFlow cannot save the position in {kinds}" * bool(kinds)
             log.logger.warning(
-                "Checkpoint: a restart within an epoch will read the epoch's batches before that, "
-                "up to %s, again, without training on them: the data can only be read from the "
-                "beginning%s. Data of hvd.data.shard can begin anywhere if made of "
-                "arrays, a PyDataset, hvd.data.files, or a tf.data.Dataset without Python "
-                "functions, generators and cache. With save_freq='epoch' nothing is read twice.",
-                *(steps, why),
+                "Checkpoint: a restart %s%s. Data of hvd.data.shard, and of its repeat() without "
+                "a number, can begin anywhere if made of arrays, a PyDataset, hvd.data.files, or a "
+                "tf.data.Dataset without Python functions, generators and cache. With "
+                "save_freq='epoch' and without steps_per_epoch nothing is read twice.",
+                *(what, why),
             )
 
     def save(self, batch: int) -> list[storage.Variable]:
         """Return what the first rank writes of them before this batch of an epoch."""
         # An epoch's end needs none, unless the data go on with the next.
-        if self._position is None or not (batch or self._repeats):
+        if self._position is None or not (batch or self._goes_on):
             return []
         own, mine = self._process_set, self._position.save()
         size = sum(agree.gather_json("checkpoint position size", len(mine), own))

@@ -34,14 +34,13 @@ def check(model: Any) -> None:
 def prepare(own: Fit, dataset: Any) -> None:
     """Create the variables of a model, and find the passes over its data."""
     passes = passes_of(dataset)
-    # The passes of repeated data are not the epochs of fit, so a restart cannot continue them.
-    repeats = passes and dataset.cardinality() == tf.data.INFINITE_CARDINALITY
-    own.passes = [] if repeats else passes
-    in_epochs = own.arguments.get("steps_per_epoch") is None
-    if own.passes and in_epochs:
-        own.seekable = data.seekable(dataset)
-    if passes and own.seekable is None:
-        own.position = positions.of(dataset, not in_epochs)
+    steps = own.arguments.get("steps_per_epoch")
+    # Keras begins the data anew in each epoch, or when they end.
+    own.goes_on = bool(passes) and steps is not None and steps != int(dataset.cardinality())
+    if passes and not own.goes_on:
+        own.passes, own.seekable = passes, data.seekable(dataset)
+    if passes and (own.seekable is None or own.seekable.source.reads):
+        own.position = positions.of(dataset, own.goes_on)
     model, process_set = own.model, own.process_set
     keras_classes.synchronize_on(model._flatten_layers(), process_set)
     # Before callbacks broadcast or restore, and before the ranks compare what they train.

@@ -1,5 +1,6 @@
 """The sources of ``hvd.data.shard``, and the passes over them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ class Passes:
     start: int = 0  # the row at which the pass in progress began
     unread: int = 0  # steps before that row
     resume: tuple[int, int] = (0, 0)  # both, of the pass that begins next
+    epoch: Sequence[int] = (0, 0)  # next and begun, when an epoch of fit began
 
     def begin(self) -> Any:
         """Return the number of a pass that begins, and the row at which it does: int64 [2]."""
@@ -30,18 +32,23 @@ class Passes:
         self.resume = (0, 0)
         return np.array([self.next - 1, self.start])
 
+    def begin_epoch(self) -> None:
+        """Note that an epoch of ``fit`` begins, of one pass or, if the data repeat, of several."""
+        self.epoch = self.next, self.begun
+
     def _count(self) -> None:
         self.next += 1
         self.begun += 1
 
     def state(self, step: int) -> list[int]:
-        """What ``restore`` needs to go on at ``step`` of the pass that has begun; 0: at the next.
+        """What ``restore`` needs to go on at ``step`` of the epoch; 0: at the next one.
 
-        The last two numbers are the rows of this pass that all ranks have seen, and all its rows.
+        The last two numbers are the rows that all ranks have seen of its pass, and all rows.
         """
-        within = step > 0
+        if not step:
+            return [self.next, self.begun, 0, self.source.length]
         seen = self.start + (step - self.unread) * self.split.size * self.source.batch_size
-        return [self.next - within, self.begun - within, seen * within, self.source.length]
+        return [*self.epoch, seen, self.source.length]
 
     def seek(self, row: int) -> int:
         """Let the pass that begins next do so at ``row``; return the steps that it then lacks."""
@@ -70,6 +77,7 @@ class Passes:
     def restore(self, state: list[int]) -> None:
         """Continue where another process was."""
         self.next, begun, seen, rows = state
+        self.epoch = self.next, begun
         if seen and rows != self.source.length:
             raise ValueError(
                 f"the data had {rows} rows when a checkpoint was written within an epoch, and now "
@@ -100,4 +108,5 @@ class Source:
     # It has as many elements as a whole epoch; those too many are errors. On PyTorch a dataset of
     # batches by epoch, row and step.
     batches: Any
-    unit: int = 0  # an epoch can begin at each row that this divides, without reading those before
+    unit: int = 0  # an epoch can begin at each row that this divides
+    reads: bool = False  # those before it, then

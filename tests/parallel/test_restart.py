@@ -492,8 +492,7 @@ def test_loss_scaling_continues(directory) -> None:
 def test_data_that_ends_before_the_saved_batch(directory) -> None:
     interrupt(build(adam), hvd.callbacks.Checkpoint(directory, save_freq=4), 4)
     model = build(adam)
-    less = tf.data.Dataset.from_tensor_slices(rows())
-    less = hvd.data.shard(less, batch_size=2 * BATCH)
+    less = tf.data.Dataset.from_tensor_slices(rows()).shard(SIZE, RANK).batch(2 * BATCH)
     with pytest.raises(ValueError, match="3 batches of epoch 0, but the model had seen 4"):
         model.fit(less, verbose=0, callbacks=[hvd.callbacks.Checkpoint(directory)])
     history = model.fit(less, verbose=0).history

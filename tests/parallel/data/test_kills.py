@@ -72,8 +72,10 @@ def source(kind: str, directory: pathlib.Path):
         return (x, x)
     if kind == "batches":
         return Batches(x, x)
-    if kind in ("dataset", "repeated"):
+    if kind != "files":
         rows = tf.data.Dataset.from_tensor_slices(x).filter(lambda x: x >= 0)
+        if "function" in kind:  # so TensorFlow cannot save where it is
+            rows = rows.map(lambda x: tf.ensure_shape(tf.numpy_function(int, [x], tf.int64), ()))
         rows = rows.interleave(tf.data.Dataset.from_tensors, 3, 2, 2, deterministic=True)
         return rows.shuffle(9, seed=3).map(lambda x: (x, x), tf.data.AUTOTUNE)
     for number, rows in enumerate(np.split(x, [3, 20, 21])):
@@ -92,7 +94,7 @@ def source(kind: str, directory: pathlib.Path):
 
 
 def live(
-    rows, directory: pathlib.Path, ranks, epochs: int, kill: int | None, repeats: bool = False
+    rows, directory: pathlib.Path, ranks, epochs: int, kill: int | None, kind: str = ""
 ) -> list:
     """Trains on some ranks, until it is killed; returns what the checkpoints have of it."""
     keras.utils.set_random_seed(1)  # the same on all ranks
@@ -102,8 +104,9 @@ def live(
     model.compile(optimizer, "mse", run_eagerly=True)
     size = {} if isinstance(rows, Batches) else {"batch_size": BATCH}
     batches = data.shard(rows, **size, uneven="pad", shuffle=20, process_set=ranks)
-    steps = {"steps_per_epoch": len(batches)} if repeats else {}
-    batches = batches.repeat().prefetch(3) if repeats else batches
+    steps = {"steps_per_epoch": len(batches)} if kind == "repeated" else {}
+    if "repeated" in kind:
+        batches = batches.repeat(None if steps else 2).prefetch(3)
     checkpoint = Checkpoint(directory / "checkpoints", save_freq=2, process_set=ranks)
     killed = Killed(kill)
     try:
@@ -113,10 +116,14 @@ def live(
     return [(epoch, seen) for epoch, batch, seen in killed.seen if (epoch, batch) < checkpoint.last]
 
 
-CASES = [("files", 8), ("arrays", 4), ("batches", 4), ("dataset", 6), ("repeated", 6)]
+CASES = [
+    *[("files", 8), ("arrays", 4), ("batches", 4), ("dataset", 8), ("dataset, function", 4)],
+    *[("repeated", 6), ("repeated twice", 6), ("repeated twice, function", 6)],
+]
+MANY = [pytest.param(kind, 50, marks=SLOW) for kind in ("files", "dataset", "dataset, function")]
 
 
-@pytest.mark.parametrize(("kind", "kills"), [*CASES, pytest.param("files", 50, marks=SLOW)])
+@pytest.mark.parametrize(("kind", "kills"), [*CASES, *MANY])
 def test_each_row_once_in_each_epoch(kind: str, kills: int, directory: pathlib.Path) -> None:
     generator, seen = random.Random(1), collections.defaultdict(list)
     sets = [hvd.add_process_set([0, 1]), hvd.global_process_set, hvd.add_process_set([0])]
@@ -124,16 +131,16 @@ def test_each_row_once_in_each_epoch(kind: str, kills: int, directory: pathlib.P
     for life in range(kills + 1):
         keras.utils.set_random_seed(1)
         rows = source(kind, directory)  # with the shuffle of a new process
-        # The position of tf.data is that of as many ranks.
-        ranks = sets[0 if kind in ("dataset", "repeated") else life % 3]
+        # The position of data that repeat is that of as many ranks.
+        ranks = sets[0 if "repeated" in kind else life // 2 % 3]
         kill = generator.randint(1, 7) if life < kills else None
-        repeats = kind == "repeated"
-        mine = live(rows, directory, ranks, epochs, kill, repeats) if ranks.included() else []
+        mine = live(rows, directory, ranks, epochs, kill, kind) if ranks.included() else []
         for epoch, numbers in itertools.chain(*agree.gather_json("kills", mine)):
             seen[epoch] += numbers
     for one in (sets[0], sets[2]):
         hvd.remove_process_set(one)
-    assert [sorted(numbers) for _, numbers in sorted(seen.items())] == [[*range(ROWS)]] * epochs
+    expected = sorted([*range(ROWS)] * (2 if "twice" in kind else 1))
+    assert [sorted(numbers) for _, numbers in sorted(seen.items())] == [expected] * epochs
 
 
 @pytest.mark.parametrize("kind", ["seeks", "PyFunc", "CacheDataset"])
