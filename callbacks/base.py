@@ -18,7 +18,7 @@ class Callback(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras; registers the process set of a model without one."""
         super().set_model(model)
         if model is not None:
-            model_ranks.register_training_ranks(model, self._hvd_process_set)
+            model_ranks.together[model] = self._hvd_process_set
 
     @property
     def process_set(self) -> ProcessSet:

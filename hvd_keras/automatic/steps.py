@@ -42,7 +42,7 @@ def begin(model: Any) -> None:
     if model.built and model.variables and model not in _equal:
         _equal.add(model)
         broadcasting.broadcast_variables(model.variables, 0)
-    model_ranks.register_training_ranks(model, global_process_set)
+    model_ranks.together[model] = global_process_set
     for optimizer in model_ranks.optimizers_of(model):
         if hasattr(optimizer, "apply") and not is_distributed(innermost(optimizer)):
             # The ranks' gradients are parts of one sum, as large as those of one process: in half

@@ -75,12 +75,8 @@ def averages_rows_of(model: Any) -> bool:
     return all(reducer.averages_rows for reducer in reducers) if reducers else averages_rows
 
 
-_together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
-
-
-def register_training_ranks(model: Any, process_set: ProcessSet) -> None:
-    """Record that a callback of hvd_keras takes part in this model's training on these ranks."""
-    _together[model] = process_set
+#: The ranks on which a callback of hvd_keras takes part in a model's training.
+together: weakref.WeakKeyDictionary[Any, ProcessSet] = weakref.WeakKeyDictionary()
 
 
 def process_set_of(model: Any) -> ProcessSet | None:
@@ -98,7 +94,7 @@ def process_set_of(model: Any) -> ProcessSet | None:
             f"the optimizers of model {model.name!r} have different process sets: "
             f"{', '.join(map(str, sets.values()))}. Give them the same process set."
         )
-    return next(iter(sets.values()), None) or _together.get(model)
+    return next(iter(sets.values()), None) or together.get(model)
 
 
 #: Variables that belong to this rank alone, of all models.

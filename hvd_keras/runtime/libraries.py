@@ -72,18 +72,16 @@ def core() -> ctypes.CDLL:
         raise RuntimeError(
             f"The core of hvd_keras does not load with {mpi.path} ({mpi.origin}): {error}"
         ) from error
-    texts = (library.hvd_error, library.hvd_mpi_version, library.hvd_mpi_file, library.hvd_stats)
-    for text in (*texts, library.hvd_cuda, library.hvd_nccl):
-        text.restype = ctypes.c_char_p
-    library.hvd_rank_info.argtypes = [ctypes.POINTER(ctypes.c_int)]
-    numbers = ctypes.POINTER(ctypes.c_int)
-    library.hvd_init.argtypes = [numbers, ctypes.c_int, ctypes.c_void_p]
-    library.hvd_add_process_set.argtypes = [ctypes.c_int, numbers, ctypes.c_int]
-    library.hvd_leave.argtypes = [ctypes.c_char_p, ctypes.c_double]
-    library.hvd_record_requests.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.hvd_start_timeline.argtypes = [ctypes.c_char_p]
-    library.hvd_gpu_folders.argtypes = [ctypes.c_char_p]
-    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    text, integer, pointer = ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p
+    numbers = ctypes.POINTER(integer)
+    for name in ("error", "mpi_version", "mpi_file", "stats", "cuda", "nccl"):
+        getattr(library, f"hvd_{name}").restype = text
+    library.hvd_rank_info.argtypes = [numbers]
+    library.hvd_init.argtypes = [numbers, integer, pointer]
+    library.hvd_add_process_set.argtypes = [integer, numbers, integer]
+    library.hvd_leave.argtypes = [text, ctypes.c_double]
+    library.hvd_record_requests.argtypes = [text, integer]
+    library.hvd_start_timeline.argtypes = library.hvd_gpu_folders.argtypes = [text]
     library.hvd_submit.argtypes = [pointer, pointer, integer, pointer]
     library.hvd_submit.restype = pointer
     library.hvd_wait.argtypes = library.hvd_release.argtypes = [pointer]
