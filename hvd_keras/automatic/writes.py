@@ -97,9 +97,9 @@ def divert() -> None:
         kwargs = {key: own[name] if one is path else one for key, one in kwargs.items()}
         made = of_library(*args, **kwargs)
         opened: Any = next((one for one in (made, *args) if one is not None), None)  # or self
-        if writes and hasattr(opened, "__dict__"):
+        if writes and hasattr(opened, "__dict__") and not os.path.isdir(own[name]):
             opened.close = functools.partial(close, weakref.ref(opened), name)
-        elif writes:  # it is closed, or a database
+        elif writes:  # it is closed, or a database, or a folder
             close(lambda: None, name)
         return made
 
@@ -107,7 +107,7 @@ def divert() -> None:
         if (file := opened()) is not None:  # not yet closed, as it is in open(...).close()
             type(file).close(file)
         if os.path.exists(own.get(name, "")):  # other code may read the first rank's file
-            size = os.path.getsize(own[name])
+            size = os.path.getsize(own[name]) if os.path.isfile(own[name]) else 0
             wait_until(lambda: os.path.lexists(name) and os.path.getsize(name) >= size, "write")
 
     for owner, attribute, find in _OPEN:

@@ -368,6 +368,9 @@ def libraries():
             print("sqlite", data.execute("SELECT COUNT(*), SUM(a) FROM rows").fetchall())
     with sqlite3.connect(":memory:") as data:
         data.execute("CREATE TABLE rows (a REAL)")
+    with tf.summary.create_file_writer(logdir="results/logs").as_default():
+        tf.summary.scalar("rows", rows[0], step=0)
+    print("events", len(os.listdir("results/logs")))
     net = model()
     net.fit(x, y, 20, verbose=0)
     tf.io.gfile.rmtree("results/gfile")  # which all ranks have made before they fit
@@ -378,9 +381,6 @@ def libraries():
     checkpoint.restore(manager.latest_checkpoint).expect_partial()
     tf.saved_model.save(net, "results/exported")
     print("checkpoint", sorted(os.listdir("results/states")), net.predict(x, 20, verbose=0).sum())
-    with tf.summary.create_file_writer(logdir="results/logs").as_default():
-        tf.summary.scalar("rows", rows[0], step=0)
-    print("events", len(os.listdir("results/logs")))
 
 
 if __name__ == "__main__":
