@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from hvd_keras.gradients import shards
+from hvd_keras.gradients import model_ranks, shards
 from hvd_keras.hooks import preprocessing, variables
 from hvd_keras.hooks.fits import Fit, check_built, running
 from hvd_keras.hooks.positions import NAME, Positions
 from hvd_keras.rows.passes import Passes
 from hvd_keras.runtime import agree
-from hvd_keras.runtime.keras import Variable, is_legacy
+from hvd_keras.runtime.keras import Variable, innermost, is_legacy, replace_values
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.saving import background, per_rank, storage
 
@@ -93,6 +93,8 @@ class Checkpoints:
             again = "" if self.save_freq == "epoch" else self.params.get("steps") or "all"
             self._positions = Positions(fit, self._hvd_process_set, again)
         self._fits.append(epochs)
+        for optimizer in model_ranks.optimizers_of(self.model):
+            replace_values(innermost(optimizer))
         if found is None:
             return
         # The epochs of each fit until then: if more of them follow, this one was complete.
@@ -327,6 +329,13 @@ class Checkpoints:
 
         agree.on_all_ranks("Checkpoint", check, self._hvd_process_set)
 
+    def _compared_by_fit(self) -> set[int]:
+        """Return the ids of the weights that are equal on all ranks, or ``fit`` says that not."""
+        fit = running(self.model)
+        if fit is None or fit.values is None or fit.values.reported:
+            return set()
+        return {*map(id, fit.values.variables)} & {*map(id, self.model.trainable_variables)}
+
     def _save(self, epoch: int, batch: int) -> None:
         """Take the state as it is now; threads write it while training goes on."""
         self._writing.finish()  # no more than one copy of the state is held
@@ -334,7 +343,8 @@ class Checkpoints:
         own = variables.of_training(self.model)
         values = per_rank.values_of(own)
         # Most variables are equal, by construction: these are written from rank 0 alone.
-        differing = per_rank.of_each_rank(own, values, process_set)
+        equal = self._compared_by_fit()
+        differing = per_rank.of_each_rank(own, values, equal, process_set)
         random_state = per_rank.random_state()
         # 13 KB each, and mostly equal: then a hash of each travels, and one state is written.
         random_states = agree.gather_if_different(

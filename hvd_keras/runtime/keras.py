@@ -4,7 +4,9 @@ TensorFlow decides, so that scripts and hvd_keras use the same classes; unless K
 """
 
 import contextlib
+import functools
 import importlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +27,8 @@ graph: Any = lambda: None  # noqa: E731
 unconverted: Any = lambda function: function  # noqa: E731
 #: Returns the array that a variable has now, even if it changes later.
 snapshot: Any = np.array
+#: Lets an optimizer change variables so that a snapshot costs no copy.
+replace_values: Any = lambda optimizer: None  # noqa: E731
 #: Writes summaries for TensorBoard, if there is a framework for it.
 summary: Any = None
 if settings.keras_backend() == "torch":
@@ -66,8 +70,22 @@ else:
         return np.asarray(values if rows is None else values[rows])
 
     def snapshot(variable: Any) -> Any:  # noqa: D103
-        # On a CPU without a copy: TensorFlow copies what is changed meanwhile.
+        # On a CPU without a copy: TensorFlow copies what is changed in place meanwhile.
         return np.asarray(tf.convert_to_tensor(variable))
+
+    _LARGE = 1 << 18  # elements: for smaller variables the additional operations cost more
+
+    def replace_values(optimizer: Any) -> None:  # noqa: D103
+        for name, operation in (("assign_add", tf.add), ("assign_sub", tf.subtract)):
+            setattr(optimizer, name, functools.partial(_replace, optimizer, name, operation))
+
+    def _replace(optimizer: Any, name: str, operation: Any, variable: Any, value: Any) -> None:
+        # The sum takes the memory of the other summand, so this costs what adding in place does.
+        if isinstance(value, tf.IndexedSlices) or math.prod(variable.shape) < _LARGE:
+            getattr(type(optimizer), name)(optimizer, variable, value)
+            return
+        now = tf.convert_to_tensor(variable)
+        optimizer.assign(variable, operation(now, tf.cast(value, now.dtype)))
 
     is_legacy = tf.keras.Model.__module__.startswith("tf_keras")
     if is_legacy:

@@ -12,7 +12,7 @@ import random
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import h5py  # type: ignore[import-untyped]
@@ -194,16 +194,21 @@ def to_all_ranks(shape: Sequence[int], of_dtype: Any, value: Any, process_set: P
     return received
 
 
-def of_each_rank(own: list[Any], values: list[Any], process_set: ProcessSet) -> dict[int, Any]:
+def of_each_rank(
+    own: list[Any], values: list[Any], equal: Container[int], process_set: ProcessSet
+) -> dict[int, Any]:
     """Return the values of all ranks, stacked, by index, for variables that differ by rank.
 
+    ``equal`` are the ids of variables that need not be compared.
     On the first rank: a layer of each rank's own, times their number, may be too much for all.
     """
     if process_set.size() == 1:
         return {}
     # Parts of tables have files of their own, so they do not count as different.
-    pairs = zip(own, values, strict=True)
-    mine = b"".join(b"\0" * 8 if shards.of(v) else _digest(value) for v, value in pairs)
+    mine = b"".join(
+        b"\0" * 8 if shards.of(variable) or id(variable) in equal else _digest(value)
+        for variable, value in zip(own, values, strict=True)
+    )
     gathered = agree.gather_bytes("checkpoint digests", mine, process_set)
     # Eight bytes per variable; only values that differ travel.
     if len({len(digests) for digests in gathered}) > 1:

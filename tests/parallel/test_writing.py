@@ -1,15 +1,18 @@
 """Checkpoints are written while training goes on."""
 
 import errno
+import itertools
 import signal
 import sys
 import threading
 
 import keras
+import numpy as np
 import pytest
 
 import hvd_keras as hvd
 from hvd_keras.runtime import agree
+from hvd_keras.runtime.keras import values_of
 from hvd_keras.saving import storage
 from tests.parallel.test_restart import (
     EPOCHS,
@@ -68,6 +71,30 @@ def test_training_goes_on_while_a_file_is_written(directory, monkeypatch, jit_co
     if RANK == 0:
         assert storage.files(directory)[0].name == f"checkpoint-0000{EPOCHS}-0000000.h5"
     assert_same_state(again, undisturbed)
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("make", [adam, lambda: keras.optimizers.Lion(0.01, weight_decay=0.1)])
+def test_large_values_are_not_copied_for_a_file(directory, make) -> None:
+    """Each update leaves the values before it where they are, and has the same bits."""
+    ended = []
+    for callbacks in ([], [hvd.callbacks.Checkpoint(directory)]):
+        keras.utils.set_random_seed(1)
+        net = keras.Sequential([keras.Input((600,)), keras.layers.Dense(500)])
+        net.compile(hvd.DistributedOptimizer(make()), "mse", run_eagerly=False)
+        places: list[list[int]] = []
+
+        def note(batch, logs, own=net, places=places) -> None:
+            large = [v for v in (*own.weights, *own.optimizer.variables) if len(v.shape) == 2]
+            places.append([values_of(v).ctypes.data for v in large])
+
+        data = np.random.default_rng(RANK).normal(size=(2, 8, 600))
+        callbacks.append(keras.callbacks.LambdaCallback(on_train_batch_end=note))
+        net.fit(data[0], data[1, :, :500], batch_size=2, verbose=0, callbacks=callbacks)
+        ended.append(net)
+    pairs = itertools.chain(*map(zip, places, places[1:]))  # of one variable, in two steps
+    assert all(before != after for before, after in pairs)
+    assert_same_state(*ended)
 
 
 def test_a_signal_that_ends_fit_waits_for_the_file(directory, monkeypatch) -> None:
