@@ -90,17 +90,19 @@ def write(path: pathlib.Path, metadata: dict[str, Any], variables: Iterable[Vari
 
     def fill(temporary: pathlib.Path) -> None:
         with _Disk(temporary, "w+b") as disk:
-            # One variable at a time: the copies of all would be another model in memory.
-            with h5py.File(disk, "w", userblock_size=_BLOCK) as file:
-                file["facts"] = json.dumps(metadata)
-                group = file.create_group("variables")
-                for number, variable in enumerate(variables):
-                    data = group.create_dataset(f"{number:06d}", data=_storable(variable.value))
-                    data.attrs["path"] = variable.path
-                    data.attrs["by_rank"] = variable.by_rank
-                    data.attrs["dtype"] = variable.value.dtype.name
-                    disk.check()
-            disk.check()
+            try:
+                # One variable at a time: the copies of all would be another model in memory.
+                with h5py.File(disk, "w", userblock_size=_BLOCK) as file:
+                    file["facts"] = json.dumps(metadata)
+                    group = file.create_group("variables")
+                    for number, variable in enumerate(variables):
+                        data = group.create_dataset(f"{number:06d}", data=_storable(variable.value))
+                        data.attrs["path"] = variable.path
+                        data.attrs["by_rank"] = variable.by_rank
+                        data.attrs["dtype"] = variable.value.dtype.name
+                        disk.check()
+            finally:
+                disk.check()  # HDF5 may fail because of what was dropped
             block = _block(disk, path.name)  # reads all again, mostly from the page cache
             disk.seek(0)
             disk.write(block)

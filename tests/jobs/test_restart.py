@@ -1,5 +1,6 @@
 """Checkpoints under faults: killed writers, damage, full disks, killed jobs."""
 
+import contextlib
 import pathlib
 import random
 import subprocess
@@ -172,6 +173,20 @@ def small_disk(tmp_path: pathlib.Path):
         pytest.skip("needs the right to mount a tmpfs")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_without_any_space_is_named(small_disk: pathlib.Path) -> None:
+    """HDF5 reads again what could not be written, and fails of its own."""
+    path = small_disk / "checkpoint-00001-0000000.h5"
+    with contextlib.suppress(OSError), (small_disk / "other").open("wb", 0) as file:
+        while True:
+            file.write(bytes(1 << 12))
+    for sizes in ([300_000] * 2, [3] * 300, [1, 300_000]) * 3:
+        values = [storage.Variable(f"v{i}", False, np.ones(size)) for i, size in enumerate(sizes)]
+        for note in ("", "note" * 800):
+            with pytest.raises(OSError, match="No space left"):
+                storage.write(path, {"note": note}, values)
+    assert [path.name for path in small_disk.iterdir()] == ["other"]
 
 
 FULL_DISK = """
