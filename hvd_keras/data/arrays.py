@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvd_keras.rows import Split, reading
@@ -40,6 +41,9 @@ def _source(reader: reading.Reader, spec: Any, split: Split) -> Source:
         parts, weights = reader.read_step(epoch, row, step)
         return [*parts, weights]
 
+    def steps_from(row: int) -> Any:
+        return np.int64(split.steps_from(row, length, batch_size))
+
     def batch(epoch: Any, row: Any, step: Any) -> Any:
         parts = tf.numpy_function(read_step, (epoch, row, step), [part.dtype for part in specs])
         for part, known in zip(parts, specs, strict=True):
@@ -49,7 +53,7 @@ def _source(reader: reading.Reader, spec: Any, split: Split) -> Source:
 
     # Python code, one call at a time: more workers help those that wait, such as for files.
     def batches(epoch: Any, row: Any) -> tf.data.Dataset:
-        numbers = tf.data.Dataset.range(steps)
+        numbers = tf.data.Dataset.range(tf.numpy_function(steps_from, [row], tf.int64))
         calls = reader.workers
         return numbers.map(lambda step: batch(epoch, row, step), num_parallel_calls=calls)
 

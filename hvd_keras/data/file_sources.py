@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_keras.rows import Split, reading
+from hvd_keras.rows import Split
 from hvd_keras.rows.files import Opened, Shares
 from hvd_keras.rows.passes import Source
 
@@ -36,8 +36,6 @@ def of_rows(
         if not number and left > whole and part * together < whole + together:
             mine, weights = shares.short(epoch, begin)  # a part by itself
         else:
-            if row and not number:
-                raise IndexError(reading.beyond(row, length))
             mine, weights = shares.whole(epoch, begin, number)
         several = 1 if len(mine) % group else group
         shape = len(mine) // several, several, mine.shape[1]

@@ -105,8 +105,7 @@ class Source:
     # Makes this rank's batches of the epoch of this number, from this row on. On TensorFlow a
     # function of both, scalar int64 tensors, that returns a tf.data.Dataset of batches; for "pad",
     # of pairs (batch, weights), where weights are float32 of shape [batch_size] and 0 for padding.
-    # It has as many elements as a whole epoch; those too many are errors. On PyTorch a dataset of
-    # batches by epoch, row and step.
+    # On PyTorch a dataset of batches by epoch, row and step.
     batches: Any
     unit: int = 0  # an epoch can begin at each row that this divides
     reads: bool = False  # those before it, then

@@ -308,6 +308,7 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
     again = run("killed", 2)
     assert again.status == 0, again.output
     assert "begins with epoch 0" not in again.output, again.output
+    assert "Traceback" not in again.output, again.output  # of what is read ahead
     assert end(again.output) == end(undisturbed.output)
     assert len(end(again.output)) == 1
     alone = run(copy.name, 1)  # twice as many batches an epoch
