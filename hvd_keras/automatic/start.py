@@ -97,12 +97,9 @@ def _seed() -> None:
     """Give all ranks the first one's seeds, so that unseeded random numbers are equal."""
     (seed, *_) = agree.gather_json("seed", secrets.randbelow(2**31))
     keras.utils.set_random_seed(seed)
-    seeds = random.Random(seed)
-
-    def default_rng(of_numpy: Callable[..., Any], seed: Any = None) -> Any:
-        return of_numpy(seeds.randrange(2**63) if seed is None else seed)
-
-    replace(np.random, "default_rng", default_rng)
+    draw = functools.partial(random.Random(seed).randrange, 2**63)
+    seeded = lambda rng, seed=None: rng(draw() if seed is None else seed)  # noqa: E731
+    replace(np.random, "default_rng", seeded)
 
 
 def _replace_all(scale_batch: bool) -> None:

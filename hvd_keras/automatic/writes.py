@@ -6,6 +6,7 @@ files of their own, which they read in place of those.
 
 import builtins
 import collections
+import contextlib
 import functools
 import io
 import os
@@ -87,10 +88,10 @@ def divert() -> None:
             return of_library(*args, **kwargs)
         if name not in own:
             new = os.path.join(folder.name, str(time.monotonic_ns()))
-            # To what is newer than the script's start, the first rank has begun to append.
-            is_old = os.path.exists(name) and os.path.getmtime(name) < begun
-            if "r" in mode or ("a" in mode and is_old):
-                shutil.copyfile(name, new)
+            with contextlib.suppress(FileNotFoundError):  # the first rank may be moving it
+                # To what is newer than the script's start, it has begun to append.
+                if "r" in mode or ("a" in mode and os.path.getmtime(name) < begun):
+                    shutil.copyfile(name, new)
             own[name] = new
         place = next((i for i, one in enumerate(args) if one is path), -1)  # a mode may be, too
         args = tuple(own[name] if i == place else one for i, one in enumerate(args))
@@ -106,9 +107,13 @@ def divert() -> None:
     def close(opened: Callable[[], Any], name: str) -> None:
         if (file := opened()) is not None:  # not yet closed, as it is in open(...).close()
             type(file).close(file)
-        if os.path.exists(own.get(name, "")):  # other code may read the first rank's file
-            size = os.path.getsize(own[name]) if os.path.isfile(own[name]) else 0
-            wait_until(lambda: os.path.lexists(name) and os.path.getsize(name) >= size, "write")
+        size = size_of(own.get(name, ""))  # other code may read the first rank's file
+        wait_until(lambda: size_of(name) >= size, "write")
+
+    def size_of(path: str) -> int:
+        with contextlib.suppress(FileNotFoundError):  # the first rank may be moving it
+            return 0 if os.path.isdir(path) else os.path.getsize(path)
+        return -1
 
     for owner, attribute, find in _OPEN:
         replace(owner, attribute, functools.partial(open_own, find))
