@@ -38,7 +38,7 @@ MUTANTS = (
         "if (!notice.complete()) return false;",
         "while (!notice.complete()) {}",
     ),
-    (f"{CPU}/mpi_wait.cc", "waits.step < step_ ||", "waits.step > step_ ||"),
+    (f"{CPU}/mpi_wait.cc", "empty() ? behind : missing", "empty() ? missing : behind"),
     (f"{CPU}/mpi_transport.cc", "> kLateSeconds) waiter_->check_aborted();", "< 0);"),
     (f"{CPU}/mpi_transport.cc", "if (all.least != all.most) along_.reset();", ""),
     (f"{CPU}/cluster_transport.cc", "if (all.least != all.most) along_.reset();", ""),

@@ -267,13 +267,17 @@ void MpiWaiter::set_aborted(const std::string& why) {
 }
 
 std::vector<int> MpiWaiter::missing() const {
-  std::vector<int> missing;
+  std::vector<int> missing, behind;
   for (size_t r = 0; r < ranks_.size(); ++r) {
     const Waits& waits = waits_in_[r];
-    if (static_cast<int>(r) != rank_ && (waits.step < step_ || waits.due < Clock::now()))
+    if (static_cast<int>(r) == rank_) continue;
+    if (waits.due < Clock::now())
       missing.push_back(ranks_[r]);
+    else if (waits.step < step_)
+      behind.push_back(ranks_[r]);
   }
-  return missing;
+  // A rank that waits in an earlier step may wait for one of the missing, as this one does.
+  return missing.empty() ? behind : missing;
 }
 
 }  // namespace hvd
