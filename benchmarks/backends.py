@@ -139,7 +139,6 @@ def process(side: str, address: str, steps: int) -> None:
     link = socket.socket(socket.AF_UNIX)
     link.connect(address)
     stream = link.makefile("rw")
-    print(os.getpid(), file=stream, flush=True)
     cache: dict = {}
     for line in stream:
         taken = seconds_of_step(side, index, line.strip(), steps, cache)
