@@ -120,7 +120,7 @@ prove: setup  ## Prove shared memory and agreement by machine, in minutes (relac
 	@$(BIN)/python -m tests.prove --preemptions $(or $(PREEMPTIONS),1)
 
 simulate: setup  ## Simulate SEEDS (100000) jobs between hosts, with faults, on a virtual clock (MUTANTS=1: of a broken core).
-	@$(BIN)/python -m tests.prove.simulate --seeds $(or $(SEEDS),$(if $(MUTANTS),20000,100000)) --first $(or $(FIRST),0) $(if $(MUTANTS),--mutants)
+	@$(BIN)/python -m tests.prove.simulate --seeds $(or $(SEEDS),100000) --first $(or $(FIRST),0) $(if $(MUTANTS),--mutants)
 
 soak: setup  ## Train on three hosts for MINUTES (30) while random faults come; the result must be right.
 	@$(BIN)/python -m tests.harness.soak --minutes $(or $(MINUTES),30)
