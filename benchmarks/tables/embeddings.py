@@ -14,17 +14,16 @@ With --state, a step updates the variables of a small transformer with Adam, by 
 there already, with ``shard_state=True`` and without. The weights are compared bit for bit.
 """
 
-import argparse
 import json
 import time
 
 import keras
 import numpy as np
+import problem
 import tensorflow as tf
+from problem import IDS
 
 import hvd_keras as hvd
-
-IDS = 26  # of one sample
 
 
 def make(layer, ids):
@@ -149,11 +148,7 @@ def show_state(rows, as_json):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=200_000, help="of the table (default 200000)")
-    parser.add_argument("--width", type=int, default=64, help="of a row (default 64)")
-    parser.add_argument("--batch", type=int, default=1024, help="samples of a rank (default 1024)")
-    parser.add_argument("--repeats", type=int, default=20, help="(default 20)")
+    parser = problem.parser(__doc__.splitlines()[0])
     parser.add_argument("--many", action="store_true", help="26 tables of so many rows")
     parser.add_argument("--state", action="store_true", help="an optimizer's state, no table")
     parser.add_argument("--json", action="store_true", help="print one line of JSON, no table")
@@ -162,8 +157,7 @@ def main():
     if options.state:
         show_state(state(options.repeats), options.json)
         return
-    random = np.random.default_rng(hvd.rank())
-    ids = np.minimum(random.zipf(1.2, (options.batch, IDS)), options.rows) - 1
+    ids = problem.ids(hvd.rank(), options)
     shape = options.rows, options.width
     item = 4 * options.width
     if options.many:

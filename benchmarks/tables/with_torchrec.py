@@ -7,33 +7,25 @@ whole on one rank: TorchRec divides none by rows on CPUs. Ids, loss and optimize
 ``embeddings.py``; TorchRec's Adagrad runs in the backward pass.
 """
 
-import argparse
 import time
 
-import numpy as np
+import problem
 import torch
 import torch.distributed as dist
 import torchrec
+from problem import IDS
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-IDS = 26
-
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=200_000, help="of a table (default 200000)")
-    parser.add_argument("--width", type=int, default=64, help="of a row (default 64)")
-    parser.add_argument("--batch", type=int, default=1024, help="samples of a rank (default 1024)")
-    parser.add_argument("--repeats", type=int, default=20, help="(default 20)")
-    options = parser.parse_args()
+    options = problem.parser(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    random = np.random.default_rng(dist.get_rank())
-    ids = np.minimum(random.zipf(1.2, (options.batch, IDS)), options.rows) - 1
+    ids = problem.ids(dist.get_rank(), options)
     names = [str(i) for i in range(IDS)]
     tables = [
         torchrec.EmbeddingBagConfig(
