@@ -119,6 +119,7 @@ def init(comm: Any = None, process_sets: Iterable[Any] | str | None = None) -> N
     settings.choose_transports(libraries.mpi_version())
     array = (ctypes.c_int * len(ranks))(*ranks)
     settings.tell_hvdrun(mark=settings.ARRIVED)
+    settings.tell_imports()
     _flush()  # hvd_init ends the process if another rank does not come
     if code := core.hvd_init(array, len(ranks), communicator):
         kind = ValueError if code == libraries.INVALID_ARGUMENT else RuntimeError

@@ -105,8 +105,8 @@ def numbers_out_here(folder: Path) -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if words[-3:-1] == [b"--child", os.fsencode(folder)] and words[1].endswith(b".py"):
+            words = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+            if words[-2:] == [b"--child", os.fsencode(folder)] and words[1].endswith(b".py"):
                 found.append(int(entry.name))
     return found
 
@@ -123,6 +123,10 @@ def recoveries(folder: Path, hosts: Hosts | None, ranks: int, repeats: int) -> I
         hvdrun = start(command, env=environment, stdout=file, stderr=file)
     try:
         wait_for_ranks(folder, ranks, hvdrun)
+        while not [
+            *Path(tempfile.gettempdir()).glob("hvdrun-*/server")
+        ]:  # see launch/onhost/warm.py
+            time.sleep(0.1)
         for number in range(1, repeats + 1):
             old = numbers_out_here(folder)
             assert len(old) == ranks, old

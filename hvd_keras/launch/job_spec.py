@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import secrets
 import shutil
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ class JobSpec:
     jobs: list[str] = field(default_factory=list)  # the numbers of all starts on several hosts
     statistics: Statistics = field(default_factory=Statistics)
     lost: set[str] = field(default_factory=set)  # hosts that could not be reached after one
+    # The number of the servers that have the ranks' imports ready, and the hosts that may have one.
+    server: str = field(default_factory=lambda: secrets.token_hex(8))
+    served: set[str] = field(default_factory=set)
 
     @property
     def reach(self) -> Reach:

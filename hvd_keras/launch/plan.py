@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hvd_keras.launch import options
 from hvd_keras.launch.job_spec import JobSpec
-from hvd_keras.launch.onhost import program, worker
+from hvd_keras.launch.onhost import process, program, worker
 from hvd_keras.launch.onhost.cores import thread_settings, usable_cores
 from hvd_keras.launch.start.dialects import Start
 from hvd_keras.launch.start.hosts import Host, count, describe
@@ -81,14 +81,14 @@ def rank_environment(spec: JobSpec, size: int, directory: Path, job: str) -> dic
         return settings | thread_settings(size, own, usable_cores())
     names = {name for name in own if name.startswith(options.PASSED_PREFIXES)}
     names |= {*options.PASSED, *given.env} & own.keys()
-    return {name: own[name] for name in sorted(names)} | settings | {worker.JOB: job}
+    return {name: own[name] for name in sorted(names)} | settings | {process.JOB: job}
 
 
 def plan(
     spec: JobSpec, placement: Placement, directory: Path, job: str, secret: str, addresses: str
 ) -> Plan:
     """Plan how to start the ranks' workers."""
-    variables = {worker.JOB: job, worker.ADDRESSES: addresses, worker.SECRET: secret}
+    variables = {process.JOB: job, worker.ADDRESSES: addresses, worker.SECRET: secret}
     given, dialect = spec.options, spec.dialect
     interface = given.network_interface
     start = Start(

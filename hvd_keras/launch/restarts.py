@@ -33,9 +33,13 @@ async def run(spec: JobSpec) -> Verdict:
         given.prefix, given.output_dir, given.verbose, signals.changed.set, signals.patient
     )
     errors.voice = output.say
+    verdict = None
     try:
-        return await _run(spec, signals, output)
+        verdict = await _run(spec, signals, output)
+        return verdict
     finally:
+        if given.max_restarts and (verdict is None or verdict.status != 0):
+            await _end_servers(spec)
         while signals.patient() and not output.empty:
             await signals.wait(limits.SLOW_READER_CHECK)
         errors.voice = None
@@ -112,6 +116,14 @@ async def _heed(signals: Signals, work: Coroutine[None, None, T]) -> T | None:
     return None
 
 
+async def _end_servers(spec: JobSpec) -> None:
+    """End what was to help a restart; the clean-up of a start that succeeds does it, too."""
+    if spec.is_local:
+        await all_hosts.sweep_here([spec.server], 0.0)
+    else:
+        await all_hosts.sweep_hosts(spec.served - spec.lost, spec.reach, [spec.server], 0.0)
+
+
 async def _cancel(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
         task.cancel()
@@ -121,9 +133,9 @@ async def _cancel(task: asyncio.Task[Any] | None) -> None:
 async def _sweep_lost(spec: JobSpec, signals: Signals, timeout: float) -> None:
     """Clean up the hosts that could not be reached when the job had ended."""
     limit = time.monotonic() + timeout
-    lost = spec.lost
+    lost, jobs = spec.lost, [*spec.jobs, spec.server]
     while lost:
-        found = await _heed(signals, all_hosts.sweep_hosts(lost, spec.reach, spec.jobs, 0.0))
+        found = await _heed(signals, all_hosts.sweep_hosts(lost, spec.reach, jobs, 0.0))
         lost = lost if found is None else found
         if time.monotonic() >= limit or not await signals.sleep(limits.WAIT_AGAIN):
             break

@@ -73,6 +73,7 @@ async def run(
         spec.jobs.append(job)
     with job_directory(job) as directory:
         names = [host.name for host in placement.hosts]
+        spec.served.update(names)
         call = None if options.call is None else Path(options.call[1])
         ranks = Ranks(
             placement.size,
@@ -104,6 +105,7 @@ async def run(
             "directory": os.getcwd(),
             "environment": planned.environment,
             "open_files": OPEN_FILES[0] if spec.is_local else None,
+            "server": spec.server if options.max_restarts else "",
         }
         ranks.open(start)
         place = ""
@@ -112,12 +114,14 @@ async def run(
             nonlocal place
             place = _place(directory / POSTMORTEM, ranks.size)  # the clean-up removes these files
             ranks.note_silence()
+            jobs = [job, spec.server]
             if [report.status for report in ranks.reports.values()] != [0] * ranks.size:
                 has_failed()
+                jobs = [job]
             if spec.is_local:
-                await all_hosts.sweep_here([job], grace)
+                await all_hosts.sweep_here(jobs, grace)
                 return ()
-            lost = await all_hosts.sweep_hosts(names, spec.reach, [job], grace)
+            lost = await all_hosts.sweep_hosts(names, spec.reach, jobs, grace)
             spec.lost.update(lost)
             return lost
 

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import socket
+import sys
 from typing import Any
 
 #: What `tell_hvdrun` marks: the program uses hvd_keras, so it should call `hvd.init()`;
@@ -223,6 +224,21 @@ def tell_hvdrun(**message: Any) -> None:
                 os.close(folder)
             _hvdrun = ear
         _hvdrun.send(json.dumps(message).encode())
+
+
+def tell_imports() -> None:
+    """Tell hvdrun, if it wants to know, what a later start of this rank may have ready."""
+    if "HVDRUN_WARM" not in os.environ:
+        return
+    first = {}  # the environment that this process was started with
+    for entry in pathlib.Path("/proc/self/environ").read_bytes().split(b"\0"):
+        name, _, value = os.fsdecode(entry).partition("=")
+        first[name] = value
+    now = dict(os.environ)
+    changes = {k: now.get(k) for k in {*first, *now} - {""} if now.get(k) != first.get(k)}
+    packages = {"tensorflow", "torch", "keras", "tf_keras", "hvd_keras"}
+    modules = [name for name in sys.modules if name in packages or name.startswith("hvd_keras.")]
+    tell_hvdrun(command=sys.orig_argv, changes=changes, modules=modules)
 
 
 def show_gpus(numbers: str) -> None:

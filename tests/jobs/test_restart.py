@@ -13,6 +13,7 @@ import pytest
 
 from hvd_keras.saving import storage
 from tests.harness import ranks
+from tests.harness.launcher import Launcher
 
 KILLS = 25
 
@@ -315,3 +316,62 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
     assert alone.status == 0, alone.output
     assert "begins with epoch 2" in alone.output, alone.output
     assert "are used again" not in alone.output, alone.output
+
+
+# Prints what a new Python would have, and what must differ between the ranks; ends otherwise in
+# each start.
+AGAIN = """
+import glob, os, resource, sys, time
+warm = "keras" in sys.modules
+import random
+import keras, numpy as np
+import hvd_keras as hvd
+
+hvd.init()
+start = len(glob.glob("start-*"))
+hvd.barrier()
+draws = [np.random.random(), random.random(), float(keras.random.uniform(()))]
+others = hvd.allgather_object(draws)
+assert all(len(set(column)) == 2 for column in zip(*others)), others
+own = [__name__, __file__, sys.argv, sys.path[0], os.getcwd(), len(os.sched_getaffinity(0))]
+own += [resource.getrlimit(resource.RLIMIT_NOFILE), os.getpgid(0) == os.getpid()]
+own += [os.path.isdir(os.environ["TMPDIR"]), sys.modules["__main__"].own is own, sys.orig_argv]
+own.append(open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0))[1:])
+print(start, warm, own, flush=True)
+hvd.barrier()
+if hvd.rank() == 0:
+    open(f"start-{start}", "w").close()
+if start == 0 or start == 1 and hvd.rank() == 0:
+    ready = os.path.join(os.environ["TMPDIR"], "..", "..", "hvdrun-*", "server")
+    while not glob.glob(ready):
+        time.sleep(0.05)
+    os.kill(os.getpid(), 9) if start == 0 and hvd.rank() == 1 else None
+    if start == 1:
+        os.execv(sys.executable, [sys.executable, "-c", "import sys; sys.exit(3)"])
+elif start == 2:
+    def fail():
+        raise ValueError("the last start")
+    fail()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_a_restart_needs_no_imports(hvdrun: Launcher, way: str) -> None:
+    """A rank that is forked with them is as a new process would be, and ends like one."""
+    (hvdrun.folder / "again.py").write_text(AGAIN)
+    words = ["again.py"] if way == "script" else ["-m", "again"]
+    done = hvdrun.run("-np", "2", "--oversubscribe", "--max-restarts", "2", *words, "a b")
+    lines = [line.partition("] ")[2].split(" ", 2) for line in done.stdout.splitlines()]
+    assert sorted(line[:2] for line in lines) == [
+        *(["0", "False"] for _ in range(2)),
+        *([start, "True"] for start in "12" for _ in range(2)),
+    ]
+    assert len({line[2] for line in lines}) == 1, done.stdout
+    assert "hvdrun: rank 1 failed first: killed by SIGKILL" in done.stderr
+    assert "hvdrun: rank 0 failed first: exit status 3" in done.stderr
+    assert "hvdrun: restart 2 of 2: 2 ranks" in done.stderr
+    first = done.stderr.partition("Traceback (most recent call last):\n")[2].splitlines()[0]
+    assert "again.py" in first if way == "script" else "runpy" in first
+    assert "ValueError: the last start" in done.stderr
+    assert done.returncode == 1

@@ -55,3 +55,7 @@ WAIT_AGAIN = 1.0  # the same before the first start and after the end, when noth
 # A start that ends so soon is followed by a pause, from the second time on; each pause is twice as
 # long as the one before.
 QUICK, FIRST_PAUSE, LONGEST_PAUSE = 10.0, 1.0, 60.0
+
+# From a rank's hvd.init() until the server of its host imports the same: a script that fails early
+# will fail again. Without ranks, the server ends after the second time.
+SERVER_DELAY, SERVER_IDLE = 5.0, 120.0

@@ -2,12 +2,17 @@
 
 import ctypes
 import os
+import resource
 import signal
 import stat
 from pathlib import Path
 
 # Signals that are passed on to the ranks.
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
+
+# The number of the job in the environment of the command, and of all that it starts, so that they
+# can be found and ended.
+JOB = "HVDRUN_JOB"
 
 _PR_SET_PDEATHSIG = 1
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # the numbers of this system call
@@ -19,6 +24,15 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)
     if os.getppid() != parent:  # it died before the option was set
         os.kill(os.getpid(), number)
+
+
+def prepare(parent: int, open_files: int | None) -> None:
+    """Make a new process lead a group, die with its parent, and open so many files at most."""
+    os.setpgid(0, 0)
+    die_with_parent(parent)
+    if open_files is not None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
 
 
 def ask_to_end(process: int, number: int) -> None:

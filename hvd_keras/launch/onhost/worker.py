@@ -14,7 +14,6 @@ import fcntl
 import itertools
 import json
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -23,23 +22,21 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
-from . import channel
+from . import channel, warm
 from .channel import PIECE, Connection, ProtocolError, silence
 from .cores import usable_cores
 from .limits import ALIVE_CHECKS, GRACE, SILENCE, SUSPICION, WORKER_CHECK
-from .process import FORWARDED, ask_to_end, die_with_parent, private_folder
+from .process import FORWARDED, JOB, ask_to_end, prepare, private_folder
 from .rsh_agent import DAEMON
 from .sweep import OWNER
 
-# Environment variables through which hvdrun reaches its workers. The job's number stays in the
-# environment of the command and of all that it starts, so that they can be found and ended.
+# Environment variables through which hvdrun reaches its workers.
 SECRET = "HVDRUN_SECRET"
 ADDRESSES = "HVDRUN_ADDRESSES"
-JOB = "HVDRUN_JOB"
 
 # The rank as Open MPI 4 and 5, PMIx, MPICH and SLURM tell it; the surest first.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -48,6 +45,9 @@ RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID
 # folder that holds what `hvd_keras.run` calls.
 TELL = "HVDRUN_TELL"
 CALL = "HVDRUN_CALL"
+
+# That hvd_keras tells what a server of this host is to import (see `warm`).
+WARM = "HVDRUN_WARM"
 
 # Files there: the pickled function with its arguments, and what the function has returned.
 FUNCTION, RESULT = "function", "result"
@@ -99,7 +99,9 @@ class Worker:
         self._changed = asyncio.Event()  # a child has ended, or hvdrun has told something
         self._parent = os.getppid()
         self._order: dict[str, Any] | None = None  # what to start
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | warm.Child | None = None
+        self._environment: dict[str, str] = {}  # of the command
+        self._pipes = (-1, -1, -1)  # our ends of its streams
         self._input: asyncio.Queue[bytes] = asyncio.Queue()  # for the command; empty: its end
         self._folder: Path | None = None  # for files that the command reads or writes
         self._function: bytearray | None = None
@@ -214,10 +216,10 @@ class Worker:
             what = f"{order['command'][0]!r} on {socket.gethostname()}"
             await self._send_output("err", f"hvdrun: cannot start {what}: {error}\n".encode())
             return 127 if isinstance(error, FileNotFoundError) else 126
-        pipes: dict[str, Any] = {"out": child.stdout, "err": child.stderr}
-        tasks = [asyncio.create_task(self._relay(pipes[name].fileno(), name)) for name in pipes]
-        if child.stdin is not None:
-            tasks.append(asyncio.create_task(self._feed_command(child.stdin)))
+        outputs = {"out": self._pipes[1], "err": self._pipes[2]}
+        tasks = [asyncio.create_task(self._relay(outputs[name], name)) for name in outputs]
+        if self._rank == 0:
+            tasks.append(asyncio.create_task(self._feed_command(self._pipes[0])))
         self._loop.add_reader(ear, self._hear, ear)
         if self._stopped:
             self._signal(signal.SIGTERM)
@@ -225,15 +227,19 @@ class Worker:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if isinstance(child, warm.Child):
+            self._loop.remove_reader(child.connection)
+            child.connection.close()
         self._loop.remove_reader(ear)
         while self._hear(ear):
             pass
         ear.close()
-        for name, pipe in pipes.items():
-            await self._send_rest(pipe.fileno(), name)
-        return int(child.returncode)
+        for name, pipe in outputs.items():
+            await self._send_rest(pipe, name)
+        assert child.returncode is not None
+        return child.returncode
 
-    def _start(self, order: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+    def _start(self, order: dict[str, Any], folder: Path) -> subprocess.Popen[bytes] | warm.Child:
         """Start what `run_job` describes; `folder` is for its files."""
         private_folder(Path(memory_folder(os.environ[JOB])))
         own = {k: v for k, v in os.environ.items() if k not in (SECRET, ADDRESSES, DAEMON)}
@@ -243,29 +249,42 @@ class Worker:
         if self._function is not None:
             own[CALL] = str(folder)
             (folder / FUNCTION).write_bytes(self._function)
-        worker, open_files = os.getpid(), order["open_files"]
+        self._environment = own | order["environment"]
+        inputs = os.pipe() if self._rank == 0 else (os.open(os.devnull, os.O_RDONLY), -1)
+        outputs, errors = os.pipe(), os.pipe()
+        streams, self._pipes = (
+            (inputs[0], outputs[1], errors[1]),
+            (inputs[1], outputs[0], errors[0]),
+        )
+        for pipe in self._pipes[self._rank != 0 :]:
+            os.set_blocking(pipe, False)
+        try:
+            if order["server"]:
+                found = warm.fork(self._server_folder(), order, self._environment, streams)
+                if found is not None:
+                    self._loop.add_reader(found.connection, self._changed.set)
+                    return found
+            return self._start_new(order, streams)
+        finally:
+            for stream in streams:
+                os.close(stream)
 
-        def prepare() -> None:
-            os.setpgid(0, 0)
-            die_with_parent(worker)
-            if open_files is not None:
-                hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-                resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, hard))
-
-        pipe = subprocess.PIPE
-        child = subprocess.Popen(
+    def _start_new(self, order: dict[str, Any], streams: Sequence[int]) -> subprocess.Popen[bytes]:
+        worker = os.getpid()
+        return subprocess.Popen(
             order["command"],
             cwd=order["directory"],
-            env=own | order["environment"],
-            stdin=pipe if self._rank == 0 else subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
+            env=self._environment | ({WARM: "1"} if order["server"] else {}),
+            stdin=streams[0],
+            stdout=streams[1],
+            stderr=streams[2],
             close_fds=False,  # MPICH talks to its ranks through an inherited descriptor
-            preexec_fn=prepare,
+            preexec_fn=lambda: prepare(worker, order["open_files"]),
         )
-        for file in filter(None, (child.stdin, child.stdout, child.stderr)):
-            os.set_blocking(file.fileno(), False)
-        return child
+
+    def _server_folder(self) -> Path:
+        assert self._order is not None
+        return _folder_path().with_name(f"hvdrun-{self._order['server']}")
 
     def _hear(self, ear: socket.socket) -> bool:
         """Pass on what hvd_keras tells; returns whether there was something."""
@@ -274,8 +293,21 @@ class Worker:
         except BlockingIOError:
             return False
         with contextlib.suppress(ValueError):  # not of hvd_keras
-            self._connection.send(notice=json.loads(notice))
+            message = json.loads(notice)
+            if "modules" in message:
+                self._start_server(message)
+            else:
+                self._connection.send(notice=message)
         return True
+
+    def _start_server(self, told: dict[str, Any]) -> None:
+        assert self._order is not None
+        folder = self._server_folder()
+        # What it holds for a rank is not for those of later starts.
+        shared = {k: v for k, v in self._environment.items() if k not in (TELL, CALL)}
+        shared["TMPDIR"] = str(folder.parent)
+        with contextlib.suppress(OSError):  # then ranks are started anew
+            warm.start_server(folder, self._order, shared, told)
 
     async def _relay(self, pipe: int, name: str) -> None:
         """Pass on the command's output, no faster than hvdrun takes it."""
@@ -294,17 +326,17 @@ class Worker:
             count -= len(data)
             await self._send_output(name, data)
 
-    async def _feed_command(self, pipe: IO[bytes]) -> None:
+    async def _feed_command(self, pipe: int) -> None:
         """Write the input to the command, and report when it has taken a piece."""
         try:
             while data := await self._input.get():
                 while data:
-                    await _ready(self._loop.add_writer, self._loop.remove_writer, pipe.fileno())
-                    data = data[os.write(pipe.fileno(), data) :]
+                    await _ready(self._loop.add_writer, self._loop.remove_writer, pipe)
+                    data = data[os.write(pipe, data) :]
                 self._connection.send(input_was_read=True)
         except BrokenPipeError:  # it reads no more
             self._connection.send(input_was_read=False)
-        pipe.close()
+        os.close(pipe)
 
     def _follow_daemon(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End because mpirun's daemon asks for it, or has died."""
@@ -326,6 +358,8 @@ class Worker:
     def _sweep(self) -> None:
         """End all that is left of the job here, by a process that mpirun's daemon cannot kill."""
         command = [sys.executable, "-I", "-S", str(SWEEP), str(GRACE), os.environ[JOB]]
+        if self._order is not None and self._order["server"]:
+            command.append(self._order["server"])
         environment = {k: v for k, v in os.environ.items() if k not in (JOB, DAEMON, OWNER)}
         folder = _folder_path()
         environment["TMPDIR"] = str(folder.parent)

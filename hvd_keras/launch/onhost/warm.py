@@ -1,0 +1,333 @@
+"""Restarts ranks without their imports: a process of each host has done them, and forks.
+
+Each rank tells what it has imported by `hvd.init()`. With the first such word on a host, a worker
+starts the server there, which imports the same while the job runs. After a restart, the workers ask
+it for their ranks' processes: forks with the files, cores and environment of a worker, in which the
+script runs from its first line, as in a new Python.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import itertools
+import json
+import os
+import re
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from . import program
+from .channel import in_folder
+from .limits import SERVER_DELAY, SERVER_IDLE
+from .process import JOB, prepare
+
+_NICE = 10  # of the imports, beside ranks that train
+_HERE = Path(__file__).parent
+_FILES = 100  # that come with it at most
+_STATUS = struct.Struct("i")  # how a process has ended, as in Popen.returncode
+_OPTIONS = re.compile("-[uOB]+")  # those of Python that a server can take
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """Return the script, or ``-m`` and the module, and its arguments; empty for other programs."""
+    words = list(itertools.dropwhile(_OPTIONS.fullmatch, command[1:]))
+    return words if words and (words[0] == "-m" or words[0].endswith(".py")) else []
+
+
+def start_server(
+    folder: Path, order: Mapping[str, Any], environment: Mapping[str, str], told: Mapping[str, Any]
+) -> None:
+    """Start this host's server, unless it has one or the command starts Python by something else.
+
+    Args:
+        folder: where its socket will be; its name ends with the number by which `sweep` finds it.
+        order: what `run_job` describes.
+        environment: that which a rank was started with.
+        told: by this rank: its ``command``, its ``modules``, and the ``changes`` that its script
+            has made in the environment, which libraries may have read when they were imported.
+    """
+    command: list[str] = order["command"]
+    words = _words(command)
+    if not words or told["command"][1:] != list(command[1:]):
+        return
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    options = command[1 : len(command) - len(words)]
+    changed = {**environment, **told["changes"], JOB: folder.name.rpartition("-")[2]}
+    server = [command[0], *options, *program("launch.onhost.warm")[3:], str(folder)]
+    process = subprocess.Popen(
+        [*server, *command],
+        cwd=order["directory"],
+        env={name: value for name, value in changed.items() if value is not None},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # it outlives the job's first start
+    )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(json.dumps(told["modules"]).encode())
+
+
+class Child:
+    """A process that the server has forked, as `subprocess.Popen` shows one."""
+
+    def __init__(self, connection: socket.socket, process: int) -> None:
+        self.connection, self.pid = connection, process
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how it has ended; None if it has not."""
+        with contextlib.suppress(BlockingIOError):
+            if self.returncode is None:
+                data = self.connection.recv(_STATUS.size)
+                # Without the server, it is killed.
+                self.returncode = _STATUS.unpack(data)[0] if data else -signal.SIGKILL
+        return self.returncode
+
+
+def fork(
+    folder: Path, order: Mapping[str, Any], environment: Mapping[str, str], streams: Sequence[int]
+) -> Child | None:
+    """Have the server start a rank; None if there is no server, or none that is ready.
+
+    Args:
+        folder: that of `start_server`.
+        order: as there.
+        environment: that of the rank.
+        streams: its standard input, output and error stream.
+    """
+    # MPICH's ranks talk to mpirun through a descriptor that they inherit.
+    inherited = [n for n in map(int, os.listdir("/proc/self/fd")) if n > 2 and _inherits(n)]
+    message = {
+        "descriptors": [0, 1, 2, *inherited],
+        "directory": order["directory"],
+        "environment": dict(environment),
+        "open_files": order["open_files"],
+        "cores": list(os.sched_getaffinity(0)),
+    }
+    data = json.dumps(message).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        with in_folder(folder) as short:
+            connection.connect(f"{short}/server")
+        socket.send_fds(connection, [_STATUS.pack(len(data))], [*streams, *inherited])
+        connection.sendall(data)
+        process = _STATUS.unpack(connection.recv(_STATUS.size))[0]
+    except (OSError, struct.error):
+        connection.close()
+        return None
+    connection.setblocking(False)
+    return Child(connection, process)
+
+
+def _inherits(descriptor: int) -> bool:
+    with contextlib.suppress(OSError):  # that of the listing
+        return os.get_inheritable(descriptor)
+    return False
+
+
+class _Server:
+    """Forks a process for each worker that asks, and tells it how this one has ended."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._ear, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        for one in (listener, self._ear):
+            self._selector.register(one, selectors.EVENT_READ)
+        self._processes: dict[socket.socket, int] = {}
+        self._ended: set[int] = set()  # their numbers stay theirs until the workers know
+
+    def serve(self) -> tuple[dict[str, Any], list[int]] | None:
+        """Serve while somebody needs it; returns in a fork the order and the files with it."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        while events := self._selector.select(None if self._processes else SERVER_IDLE):
+            for key, _ in events:
+                source: Any = key.fileobj
+                if source is self._listener:
+                    if found := self._accept():
+                        return found
+                elif source is self._ear:
+                    self._ear.recv(1 << 10)
+                    self._look()
+                else:
+                    self._forget(source)
+        return None
+
+    def _accept(self) -> tuple[dict[str, Any], list[int]] | None:
+        connection, _ = self._listener.accept()
+        try:
+            size, given, _, _ = socket.recv_fds(connection, _STATUS.size, _FILES)
+            order = json.loads(connection.makefile("rb").read(_STATUS.unpack(size)[0]))
+        except (OSError, struct.error, ValueError):  # the worker has died
+            connection.close()
+            return None
+        order["server"] = os.getpid()
+        if (process := os.fork()) == 0:
+            signal.set_wakeup_fd(-1)
+            for own in (connection, self._listener, self._ear, self._wake, *self._processes):
+                own.close()
+            self._selector.close()
+            return order, given
+        for descriptor in given:
+            os.close(descriptor)
+        self._processes[connection] = process
+        self._selector.register(connection, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):
+            connection.sendall(_STATUS.pack(process))
+        return None
+
+    def _look(self) -> None:
+        for connection, process in self._processes.items():
+            if process in self._ended:
+                continue
+            found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None:
+                self._ended.add(process)
+                sign = 1 if found.si_code == os.CLD_EXITED else -1
+                with contextlib.suppress(OSError):
+                    connection.sendall(_STATUS.pack(sign * found.si_status))
+
+    def _forget(self, connection: socket.socket) -> None:
+        """Release the process of a worker that knows its end, or has died."""
+        process = self._processes.pop(connection)
+        self._selector.unregister(connection)
+        connection.close()
+        if process not in self._ended:
+            os.kill(process, signal.SIGKILL)  # it may have no group yet
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)
+        self._ended.discard(process)
+        os.waitpid(process, 0)
+
+
+def _take(command: Sequence[str], order: Mapping[str, Any], given: Sequence[int]) -> None:
+    """Give a fork what a new process of the worker would have."""
+    prepare(order["server"], order["open_files"])
+    wanted = order["descriptors"]
+    above = [fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, max(wanted) + 1) for one in given]
+    for descriptor in given:
+        os.close(descriptor)
+    for number, descriptor in zip(wanted, above, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.sched_setaffinity(0, order["cores"])
+    os.chdir(order["directory"])
+    _show(order["environment"][JOB], command)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    tempfile.tempdir = None  # as an import may have found it
+    if "numpy" in sys.modules:  # Python's own random numbers differ in each fork
+        sys.modules["numpy"].random.seed()
+
+
+def _show(job: str, command: Sequence[str]) -> None:
+    """Show others, such as `sweep` and `ps`, this job and this command as those of the process.
+
+    They read the memory in which the kernel has put the first environment and the first arguments.
+    """
+    start, end, place, _ = _memory()
+    environment = b"\0" + Path("/proc/self/environ").read_bytes()
+    place += environment.index(f"\0{JOB}=".encode()) + len(JOB) + 1
+    ctypes.memmove(place, job.encode(), len(job))
+    text = b"\0".join(map(os.fsencode, command))
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, text, len(text))
+
+
+def _memory() -> list[int]:
+    """Return where the arguments and the environment begin and end; zeros if nobody may know."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return list(map(int, fields[45:49]))
+
+
+def _run(command: list[str]) -> None:
+    """Run a script or a module as Python does."""
+    words = _words(command)
+    sys.orig_argv = command
+    sys.excepthook = _print_error
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = words
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = path = os.path.abspath(words[0])
+    main.__loader__ = loader = SourceFileLoader("__main__", path)
+    exec(loader.source_to_code(loader.get_data(path), path), main.__dict__)
+
+
+def _print_error(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print an error from where the script begins."""
+    first = step = traceback
+    while step is not None:
+        if Path(step.tb_frame.f_code.co_filename).parent == _HERE:
+            first = step.tb_next
+        step = step.tb_next
+    sys.__excepthook__(kind, error.with_traceback(first), first)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import what the ranks have, unless they need the time of the processor."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hvd_keras"]:
+        del sys.modules[name]  # the package of `__main__.py`
+    for name in modules:
+        importlib.import_module(name)
+
+
+def main() -> int:
+    """Run the server, or a rank in a fork of it; returns the status to exit with."""
+    folder, *command = sys.argv[1:]
+    words = _words(command)
+    with open(0, closefd=False) as told:  # not `sys.stdin`, which is for the script
+        modules = json.load(told)
+    time.sleep(SERVER_DELAY)
+    here = os.path.dirname(os.path.realpath(words[0])) if words[0] != "-m" else os.getcwd()
+    sys.path.insert(0, here)
+    # In a thread, because a process must not become less nice again.
+    imports = threading.Thread(target=_import, args=[modules])
+    imports.start()
+    imports.join()
+    files = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    is_complete = sys.modules.keys() >= set(modules)
+    # A fork could not use an open GPU, and the clean-up has to find it.
+    if not is_complete or any("/dev/nvidia" in path for path in files) or not all(_memory()):
+        return 1
+    gc.collect()
+    gc.freeze()  # so that collections in the forks leave the pages shared
+    with socket.socket(socket.AF_UNIX) as listener:
+        with in_folder(Path(folder)) as short:
+            listener.bind(f"{short}/server")
+        listener.listen(socket.SOMAXCONN)
+        found = _Server(listener).serve()
+    if found is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
+    _take(command, *found)
+    _run(command)
+    return 0
