@@ -111,6 +111,17 @@ def numbers_out_here(folder: Path) -> list[int]:
     return found
 
 
+def ready_servers() -> int:
+    """The servers that have the ranks' imports, see hvd_keras/launch/onhost/warm.py."""
+    found = 0
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            folder = os.fsdecode(words[words.index(b"launch.onhost.warm") + 1])
+            found += Path(f"{entry}/root{folder}/server").exists()
+    return found
+
+
 def recoveries(folder: Path, hosts: Hosts | None, ranks: int, repeats: int) -> Iterator[dict]:
     """Kills a rank again and again; yields the time of each part in seconds."""
     where = ["-H", ",".join(f"{host.name}:1" for host in hosts)] if hosts else ["--oversubscribe"]
@@ -123,9 +134,7 @@ def recoveries(folder: Path, hosts: Hosts | None, ranks: int, repeats: int) -> I
         hvdrun = start(command, env=environment, stdout=file, stderr=file)
     try:
         wait_for_ranks(folder, ranks, hvdrun)
-        while not [
-            *Path(tempfile.gettempdir()).glob("hvdrun-*/server")
-        ]:  # see launch/onhost/warm.py
+        while ready_servers() < (len(hosts) if hosts else 1):
             time.sleep(0.1)
         for number in range(1, repeats + 1):
             old = numbers_out_here(folder)

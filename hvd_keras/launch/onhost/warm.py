@@ -52,8 +52,10 @@ def _words(command: Sequence[str]) -> list[str]:
 
 def start_server(
     folder: Path, order: Mapping[str, Any], environment: Mapping[str, str], told: Mapping[str, Any]
-) -> None:
+) -> subprocess.Popen[str] | None:
     """Start this host's server, unless it has one or the command starts Python by something else.
+
+    The server waits for the next start when the caller has ended.
 
     Args:
         folder: where its socket will be; its name ends with the number by which `sweep` finds it.
@@ -65,11 +67,11 @@ def start_server(
     command: list[str] = order["command"]
     words = _words(command)
     if not words or told["command"][1:] != list(command[1:]):
-        return
+        return None
     try:
         folder.mkdir(mode=0o700)
     except FileExistsError:
-        return
+        return None
     options = command[1 : len(command) - len(words)]
     changed = {**environment, **told["changes"], JOB: folder.name.rpartition("-")[2]}
     server = [command[0], *options, *program("launch.onhost.warm")[3:], str(folder)]
@@ -80,11 +82,12 @@ def start_server(
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        text=True,
         start_new_session=True,  # it outlives the job's first start
     )
     assert process.stdin is not None
-    with process.stdin:
-        process.stdin.write(json.dumps(told["modules"]).encode())
+    print(json.dumps(told["modules"]), file=process.stdin, flush=True)
+    return process
 
 
 class Child:
@@ -148,12 +151,13 @@ def _inherits(descriptor: int) -> bool:
 class _Server:
     """Forks a process for each worker that asks, and tells it how this one has ended."""
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, starter: int) -> None:
         self._listener = listener
+        self._starter: int | None = starter  # can be read when the first start has ended
         self._ear, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._selector = selectors.DefaultSelector()
-        for one in (listener, self._ear):
+        for one in (listener, self._ear, starter):
             self._selector.register(one, selectors.EVENT_READ)
         self._processes: dict[socket.socket, int] = {}
         self._ended: set[int] = set()  # their numbers stay theirs until the workers know
@@ -162,7 +166,7 @@ class _Server:
         """Serve while somebody needs it; returns in a fork the order and the files with it."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
-        while events := self._selector.select(None if self._processes else SERVER_IDLE):
+        while events := self._selector.select(self._patience()):
             for key, _ in events:
                 source: Any = key.fileobj
                 if source is self._listener:
@@ -171,9 +175,15 @@ class _Server:
                 elif source is self._ear:
                     self._ear.recv(1 << 10)
                     self._look()
+                elif source == self._starter:
+                    self._selector.unregister(source)
+                    self._starter = None
                 else:
                     self._forget(source)
         return None
+
+    def _patience(self) -> float | None:
+        return None if self._processes or self._starter is not None else SERVER_IDLE
 
     def _accept(self) -> tuple[dict[str, Any], list[int]] | None:
         connection, _ = self._listener.accept()
@@ -305,7 +315,7 @@ def main() -> int:
     folder, *command = sys.argv[1:]
     words = _words(command)
     with open(0, closefd=False) as told:  # not `sys.stdin`, which is for the script
-        modules = json.load(told)
+        modules = json.loads(told.readline())
     time.sleep(SERVER_DELAY)
     here = os.path.dirname(os.path.realpath(words[0])) if words[0] != "-m" else os.getcwd()
     sys.path.insert(0, here)
@@ -324,7 +334,9 @@ def main() -> int:
         with in_folder(Path(folder)) as short:
             listener.bind(f"{short}/server")
         listener.listen(socket.SOMAXCONN)
-        found = _Server(listener).serve()
+        starter = os.dup(0)
+        found = _Server(listener, starter).serve()
+        os.close(starter)
     if found is None:
         shutil.rmtree(folder, ignore_errors=True)
         return 0

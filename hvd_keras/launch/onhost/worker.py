@@ -102,6 +102,7 @@ class Worker:
         self._child: subprocess.Popen[bytes] | warm.Child | None = None
         self._environment: dict[str, str] = {}  # of the command
         self._pipes = (-1, -1, -1)  # our ends of its streams
+        self._server: subprocess.Popen[str] | None = None  # of this host
         self._input: asyncio.Queue[bytes] = asyncio.Queue()  # for the command; empty: its end
         self._folder: Path | None = None  # for files that the command reads or writes
         self._function: bytearray | None = None
@@ -307,7 +308,7 @@ class Worker:
         shared = {k: v for k, v in self._environment.items() if k not in (TELL, CALL)}
         shared["TMPDIR"] = str(folder.parent)
         with contextlib.suppress(OSError):  # then ranks are started anew
-            warm.start_server(folder, self._order, shared, told)
+            self._server = self._server or warm.start_server(folder, self._order, shared, told)
 
     async def _relay(self, pipe: int, name: str) -> None:
         """Pass on the command's output, no faster than hvdrun takes it."""
