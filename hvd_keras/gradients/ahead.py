@@ -49,7 +49,7 @@ class Ahead:
         self.sent: dict[int, Any] = {}  # requests, by bucket
         self._is_stale = False  # a gradient has changed since it was sent
         self._given: dict[int, Any] = {}  # the states of what was sent, by variable
-        self._there: set[int] = set()
+        self._awaited = list(map(set, self._buckets))
         self._hooks = [
             variables[i].watch(functools.partial(self._see, number, i))
             for number, bucket in enumerate(self._buckets)
@@ -61,9 +61,9 @@ class Ahead:
             self.remove()
             return
         self._is_stale |= number in self.sent  # computed again before the update
-        self._there.add(i)
-        bucket = self._buckets[number]
-        if not self._is_stale and self._there.issuperset(bucket):
+        self._awaited[number].discard(i)
+        if not self._is_stale and not self._awaited[number]:
+            bucket = self._buckets[number]
             mine = [self._variables[k].gradient() for k in bucket]
             self._given |= {k: self._state(k, g) for k, g in zip(bucket, mine, strict=True)}
             self.sent[number] = self._send(bucket, mine)
@@ -100,7 +100,7 @@ class Ahead:
             for n in whole
             for i, reduced in zip(self._buckets[n], self.sent.pop(n).results(), strict=True)
         }
-        self._is_stale, self._given, self._there = False, {}, set()
+        self._is_stale, self._given, self._awaited = False, {}, list(map(set, self._buckets))
         return found
 
     def remove(self) -> None:

@@ -16,7 +16,7 @@ from hvd_keras.gradients.ahead import Ahead
 from hvd_keras.runtime import agree, rank_info, settings
 from hvd_keras.runtime.keras import innermost
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
-from hvd_keras.runtime.reductions import Average, ReduceOp, check_of_gradients
+from hvd_keras.runtime.reductions import Average, Max, ReduceOp, check_of_gradients
 
 # By process set: the ranks of one set create the same optimizers.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -202,11 +202,11 @@ class Reducer:
         ahead = self._ahead
         changed = ahead is not None and ahead.differs(gradients)
         # Which gradients each rank has, and whether any was sent that is not to be applied.
-        mine = np.array([[*(gradient is not None for gradient in gradients), changed]])
+        mine = np.array([*(gradient is not None for gradient in gradients), changed])
         call = {"name": f"{self.name}.kinds", "process_set": self.process_set.id()}
-        (there,) = agree.run("allgather", [mine], **call)
-        kinds: Any = there.any(0)
-        for i in np.flatnonzero(kinds[:-1] & ~mine[0, :-1]):  # such as that of an unused branch
+        kinds: Any
+        (kinds,) = agree.run("allreduce", [mine], reduction=Max.value, **call)
+        for i in np.flatnonzero(kinds[:-1] & ~mine[:-1]):  # such as that of an unused branch
             gradients[i] = torch.zeros_like(shown[i].value)
         if not optimizer.gradient_accumulation_steps:
             done = ahead.results(gradients, kinds[:-1]) if ahead is not None else {}
