@@ -160,7 +160,8 @@ def numbers(results: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             flat.update(numbers(value))
         elif isinstance(value, Variable) or hasattr(value, "numpy"):  # or a tensor
-            array = np.array(value.numpy())  # a copy
+            # A copy, of what may be on a GPU.
+            array = np.array(value if is_legacy else keras.ops.convert_to_numpy(value))
             flat[key] = float(array.item()) if array.size == 1 else array
         else:
             flat[key] = value

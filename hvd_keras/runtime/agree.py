@@ -7,6 +7,7 @@ C API, and no framework takes part.
 import contextlib
 import contextvars
 import ctypes
+import functools
 import hashlib
 import json
 import math
@@ -42,7 +43,7 @@ def within(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
 
 
 class Memory(ctypes.Structure):
-    """A tensor in the host's memory, for the core."""
+    """A tensor, for the core."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -54,7 +55,18 @@ class Memory(ctypes.Structure):
     @classmethod
     def at(cls, address: int, dtype: str, shape: Sequence[int]) -> "Memory":
         """Describe a tensor of this dtype (a name of NumPy's, or bfloat16) and shape."""
-        return cls(address, dtype.encode(), len(shape), (ctypes.c_int64 * len(shape))(*shape))
+        return cls(address, *_described(dtype, tuple(shape)))
+
+
+@functools.lru_cache(10_000)
+def _described(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, int, Any]:
+    return dtype.encode(), len(shape), (ctypes.c_int64 * len(shape))(*shape)
+
+
+#: Returns the address of memory for a result, by its index, number of dimensions and shape.
+Allocate = ctypes.CFUNCTYPE(
+    ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64)
+)
 
 
 class _Call(ctypes.Structure):
@@ -62,6 +74,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_char_p) for name in ("kind", "name", "note", "reduction", "wire")),
         *((name, ctypes.c_int) for name in ("process_set", "root")),
         *((name, ctypes.c_double) for name in ("prescale", "postscale")),
+        *(("device", ctypes.c_int), ("stream", ctypes.c_void_p), ("allocate", Allocate)),
     )
 
 
@@ -84,6 +97,9 @@ class Request:
         wire: the widest floating-point dtype that is sent.
         root: the rank of the job that broadcasts.
         prescale, postscale: factors of the inputs and of the results.
+        device: the CUDA device of all tensors but splits; -1: they are in the host's memory.
+        stream: the address of the CUDA stream that makes the inputs and will use the results.
+        allocate: called for each result without an output, on any thread; default: the core's own.
     """
 
     def __init__(
@@ -101,17 +117,20 @@ class Request:
         root: int = 0,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        device: int = -1,
+        stream: int = 0,
+        allocate: Any = Allocate(),  # noqa: B008 (null)
     ) -> None:
         words = (word.encode() for word in (kind, name, note, reduction, wire))
-        call = _Call(*words, process_set, root, prescale, postscale)
-        self._owner = owner, inputs
+        call = _Call(*words, process_set, root, prescale, postscale, device, stream, allocate)
+        self._owner: Any = owner, inputs, allocate
         tensors = (Memory * len(inputs))(*inputs)
         there = outputs and (ctypes.c_void_p * len(outputs))(*outputs)
         self._core = libraries.core()
         self._pending = self._core.hvd_submit(ctypes.byref(call), tensors, len(inputs), there)
 
     def wait(self) -> None:
-        """Wait for the results, without Python's lock.
+        """Wait for the results, without Python's lock; on a device, until ``stream`` waits.
 
         Raises:
             What ``libraries.exception_of`` makes of the code of the core.
@@ -133,6 +152,7 @@ class Request:
         """Free the request and its results."""
         if not self._core.hvd_release(self._pending):
             _kept.append(self._owner)
+        self._owner = None
 
 
 def run(

@@ -54,7 +54,7 @@ if settings.keras_backend() == "torch":
     def values_of(variable: Any, rows: slice | None = None) -> Any:
         """Return an array of the values in some rows, or all, of a variable; here, their bytes."""
         values = getattr(variable, "value", variable).detach()
-        values = values if rows is None else values[rows]
+        values = (values if rows is None else values[rows]).cpu()
         return values.contiguous().reshape(-1).view(torch.uint8).numpy()  # NumPy has no bfloat16
 else:
     import tensorflow as tf

@@ -57,7 +57,6 @@ hvd::Settings gpu_settings() {
   return settings;
 }
 
-// A tensor in the host's memory.
 struct TensorOfC {
   void* data;
   const char* dtype;
@@ -65,11 +64,16 @@ struct TensorOfC {
   const int64_t* shape;
 };
 
-// What a request has besides tensors, by the names that the tables of the core have.
+// What a request has besides tensors, by the names that the tables of the core have: where they
+// are, in the host's memory (-1) or on a CUDA device; the stream that makes the inputs and will use
+// the results; and what gives memory for a result. Null: the core does, in the host's memory.
 struct CallOfC {
   const char *kind, *name, *note, *reduction, *wire;
   int process_set, root;
   double prescale, postscale;
+  int device;
+  void* stream;
+  void* (*allocate)(int index, int dims, const int64_t* shape);
 };
 
 // A request on its way, with the results that the core has allocated.
@@ -204,9 +208,9 @@ HVD_EXPORT void hvd_finalize() {
 // Ends all ranks of the job.
 HVD_EXPORT void hvd_abort(int exit_status) { MPI_Abort(MPI_COMM_WORLD, exit_status); }
 
-// Submits a request of tensors in the host's memory, which must stay until hvd_release(). Results
-// are written to `outputs`, one for each input, if their shapes are the inputs' (they may be the
-// inputs); else `outputs` is null.
+// Submits a request of tensors, which must stay until hvd_release(). Results are written to
+// `outputs`, one for each input, if their shapes are the inputs' (they may be the inputs); else
+// `outputs` is null.
 HVD_EXPORT void* hvd_submit(const CallOfC* call, const TensorOfC* inputs, int count,
                             void* const* outputs) {
   auto* const pending = new Pending;
@@ -222,6 +226,8 @@ HVD_EXPORT void* hvd_submit(const CallOfC* call, const TensorOfC* inputs, int co
   request.wire = named(call->wire, hvd::DType::float64);
   request.prescale = call->prescale;
   request.postscale = call->postscale;
+  request.device = call->device;
+  request.stream = call->stream;
   for (int i = 0; i < count; ++i) {
     const TensorOfC& input = inputs[i];
     request.inputs.push_back({input.data, named(input.dtype, hvd::DType::float64),
@@ -231,14 +237,16 @@ HVD_EXPORT void* hvd_submit(const CallOfC* call, const TensorOfC* inputs, int co
   const auto dtypes = [inputs = request.inputs](size_t i) {
     return i < inputs.size() ? inputs[i].dtype : hvd::DType::int32;  // join's last rank
   };
-  request.allocate = [pending, dtypes](size_t index, const hvd::Shape& shape, void** data) {
+  request.allocate = [pending, dtypes, given = call->allocate](
+                         size_t index, const hvd::Shape& shape, void** data) {
     const size_t bytes = hvd::elements(shape) * hvd::size_of(dtypes(index));
-    auto memory = std::unique_ptr<char[]>(new (std::nothrow) char[bytes]);
-    if (!memory) {
+    auto memory = std::unique_ptr<char[]>(given ? nullptr : new (std::nothrow) char[bytes]);
+    *data = given ? given(static_cast<int>(index), static_cast<int>(shape.size()), shape.data())
+                  : memory.get();
+    if (!*data && bytes > 0) {
       return hvd::Status::error(hvd::Code::internal,
                                 "no memory for a result of " + std::to_string(bytes) + " bytes");
     }
-    *data = memory.get();
     pending->memory.resize(std::max(pending->memory.size(), index + 1));
     pending->shapes.resize(pending->memory.size());
     pending->memory[index] = std::move(memory);
@@ -251,7 +259,8 @@ HVD_EXPORT void* hvd_submit(const CallOfC* call, const TensorOfC* inputs, int co
   return pending;
 }
 
-// Waits for a request. Its code, and hvd_error().
+// Waits for a request, on a device until its work is enqueued, for which the stream then waits. Its
+// code, and hvd_error().
 HVD_EXPORT int hvd_wait(Pending* pending) {
   return result([&](hvd::World&) { return pending->done.get(); });
 }

@@ -81,6 +81,43 @@ for policy in ("float32", "mixed_float16"):
 hvd.shutdown()
 """
 
+PYTORCH = """
+import sys
+import numpy as np, torch, keras, hvd_keras as hvd
+device = sys.argv[1]
+if "cuda" in device and not torch.cuda.is_available():
+    print("PyTorch", torch.__version__, "sees no GPU")
+    sys.exit(3)
+hvd.init()
+n, r = hvd.size(), hvd.rank()
+if r == 0:
+    print("PyTorch", torch.__version__, "Keras", keras.__version__)
+for _ in range(20):
+    x = (torch.arange(1000.0, device=device) + r).requires_grad_()
+    y = hvd.allreduce(x * x, op=hvd.Sum)
+    assert y.device == x.device, (x.device, y.device)
+    want = sum((np.arange(1000, dtype="float32") + k) ** 2 for k in range(n))
+    np.testing.assert_allclose(y.detach().cpu(), want)
+    (y * (r + 1)).sum().backward()
+    np.testing.assert_allclose(x.grad.cpu(), n * (n + 1) * x.detach().cpu())
+rows = hvd.allgather(torch.full((r + 1, 2), 1.0 * r, device=device))
+assert rows[:, 1].tolist() == [k for k in range(n) for _ in range(k + 1)], rows
+print("ok     PyTorch's tensors", flush=True)
+keras.utils.set_random_seed(r)
+layers = [keras.Input((8,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(1)]
+model = keras.Sequential(layers)
+model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", metrics=["mae"])
+x = np.random.default_rng(r).normal(size=(256, 8)).astype("float32")
+start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+losses = model.fit(x, x.sum(1), 32, 3, verbose=0, callbacks=start).history["loss"]
+assert losses[-1] < losses[0], losses
+assert device in model.weights[0].value.device.type
+weights = np.concatenate([keras.ops.convert_to_numpy(w).ravel() for w in model.weights])
+assert (hvd.allgather(weights[None], name="weights").numpy() == weights).all()
+print("ok     Keras fits on PyTorch", flush=True)
+hvd.shutdown()
+"""
+
 
 def folder() -> pathlib.Path:
     """Where to build and write: in the checkout, or elsewhere if that is read-only."""
@@ -334,6 +371,14 @@ def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
         with_nccl(f"TensorFlow, {each}", gpus, *program, limit=120, settings=settings)
         settings += " HVD_GPU_OPERATIONS=MPI"
         by_two(f"TensorFlow, {two}", *program, limit=120, settings=settings)
+    if not all(importlib.util.find_spec(name) for name in ("torch", "hvd_keras")):
+        log.leave_out("PyTorch", "This Python lacks torch or hvd_keras.")
+    else:
+        script = log.build / "with_torch.py"
+        script.write_text(PYTORCH)
+        program = (sys.executable, str(script), "cpu" if fake else "cuda")
+        settings = "HVD_TIMEOUT_SECONDS=60 KERAS_BACKEND=torch"
+        with_nccl(f"PyTorch, {each}", gpus, *program, limit=120, settings=settings)
     places = [f"{folder}/nvidia/*/bin" for folder in sys.path if folder]
     places += [f"{folder}/bin" for folder in CUDA_FOLDERS]
     found = [path for place in places for path in glob.glob(f"{place}/compute-sanitizer")]

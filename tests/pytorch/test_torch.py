@@ -1,5 +1,6 @@
 """Keras on PyTorch: N ranks are one process, and what is not there is refused."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from tests.pytorch.jobs import run
+from tests.unit.test_core import binaries as binaries
+from tests.unit.test_core import fake_cuda as fake_cuda
 
 TRAINING = pathlib.Path(__file__).parent / "training.py"
 # Each rank's batches have statistics and random masks of their own: the ranks agree, and one
@@ -134,7 +137,7 @@ def test_collectives_and_their_gradients(hvdrun) -> None:
         assert "FailedPreconditionError" in text and "[2]" in text and "[3]" in text, text
         bad = torch.zeros(2, device="meta") if r else torch.zeros(2)
         text = error(lambda: hvd.allreduce(bad))
-        assert "FailedPreconditionError" in text and "on CPUs only" in text, text
+        assert "FailedPreconditionError" in text and "got a tensor on meta" in text, text
         text = error(lambda: hvd.allreduce(torch.zeros(2, dtype=torch.complex64)))
         assert "TypeError: hvd.allreduce: got a tensor of dtype complex64" in text, text
         text = error(lambda: hvd.allreduce(torch.zeros(2, dtype=torch.int64)))
@@ -181,6 +184,22 @@ def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
         )
         sums.add(re.search(r"sum [0-9.]+", loaded.stdout)[0])
     assert len(sums) == 1
+
+
+def test_tensors_on_the_fakes_of_gpus(hvdrun, fake_cuda) -> None:
+    torch = pathlib.Path(importlib.util.find_spec("torch").origin)
+    if not re.search(r"^cuda.*'13\.", torch.with_name("version.py").read_text(), re.MULTILINE):
+        pytest.skip("this PyTorch has no CUDA 13")
+    driver = hvdrun.folder / "libcuda.so.1"  # PyTorch opens it by this name
+    driver.symlink_to(fake_cuda["HVD_CUDART_LIBRARY"])
+    hvdrun.environment |= {**fake_cuda, "HVD_BUCKET_BYTES": "4096", "KERAS_BACKEND": "torch"}
+    hvdrun.environment["KERAS_TORCH_DEVICE"] = "cpu"  # of what is computed
+    del hvdrun.environment["CUDA_VISIBLE_DEVICES"]
+    fakes = [f"LD_LIBRARY_PATH={hvdrun.folder}", f"LD_PRELOAD={driver}"]
+    program = [sys.executable, str(TRAINING.with_name("gpu.py"))]
+    job = hvdrun.run("-np", "2", "--oversubscribe", "env", *fakes, *program)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.count("ok  what_differs_is_refused") == 2
 
 
 def test_what_is_not_there_is_refused(hvdrun) -> None:

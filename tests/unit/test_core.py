@@ -258,6 +258,15 @@ def test_xla_on_gpus(fake_cuda: dict[str, str]) -> None:
     assert job.output.count("ok  two_programs_at_once") == 2, job.output
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_c_api_on_gpus(fake_cuda: dict[str, str], size: int) -> None:
+    command = [sys.executable, "-u", "-m", "tests.gpu.c_api"]
+    places = os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])
+    job = ranks.mpirun(size, *command, timeout=120, env={**fake_cuda, "PYTHONPATH": places})
+    assert job.status == 0, job.output
+    assert job.output.count("all is well") == size, job.output
+
+
 def test_a_rank_that_dies_in_a_collective_of_gpus_ends_all(
     binaries: pathlib.Path, fake_cuda: dict[str, str]
 ) -> None:

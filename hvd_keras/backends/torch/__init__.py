@@ -1,10 +1,10 @@
-"""Keras on PyTorch: eager collectives on torch's CPU tensors, by the core's C API."""
+"""Keras on PyTorch: eager collectives on torch's tensors, by the core's C API."""
 
 import sys
 import types
 
 from hvd_keras.backends.torch import errors
-from hvd_keras.runtime import libraries
+from hvd_keras.runtime import gpu, libraries, settings
 
 # The modules here of names whose own module is for TensorFlow.
 _HERE = {
@@ -47,7 +47,15 @@ def load() -> None:
 
 
 def pin(local_rank: int, local_size: int) -> None:
-    """Nothing: tensors on GPUs are refused where they are sent."""
+    """Make the GPU of this process's local rank torch's current one.
+
+    Raises:
+        RuntimeError: the host has fewer GPUs than processes.
+    """
+    import torch
+
+    if gpus := torch.cuda.device_count():
+        torch.cuda.set_device(gpu.choose(gpus, local_rank, local_size, settings.read()))
 
 
 def install() -> None:
@@ -66,3 +74,8 @@ def install() -> None:
         lambda: torch.get_rng_state().tolist(),
         lambda state: torch.set_rng_state(torch.tensor(state, dtype=torch.uint8)),
     )
+    if torch.cuda.is_available():
+        per_rank.generators["torch.cuda"] = (
+            lambda: torch.cuda.get_rng_state().tolist(),
+            lambda state: torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8)),
+        )

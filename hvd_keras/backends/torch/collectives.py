@@ -1,16 +1,16 @@
-"""The collectives on torch's CPU tensors, eager, with gradients.
+"""The collectives on torch's tensors, eager, with gradients.
 
 Every rank of the process set makes the same calls; the k-th calls of one name belong together.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvd_keras.backends.torch.tensors import Exchange, checked
+from hvd_keras.backends.torch.tensors import Exchange, all_checked, checked
 from hvd_keras.runtime import agree, flight
 from hvd_keras.runtime.process_sets import ProcessSet, global_process_set
 from hvd_keras.runtime.reductions import Adasum, Average, Max, Min, ReduceOp, Sum, chosen
@@ -50,7 +50,7 @@ def _gradient(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _exchanged(kind: str, tensors: Sequence[torch.Tensor], **call: Any) -> list[torch.Tensor]:
-    return Exchange(kind, [checked(kind, tensor) for tensor in tensors], **call).results()
+    return Exchange(kind, all_checked(kind, tensors), **call).results()
 
 
 class _Collective(torch.autograd.Function):  # type: ignore[misc]
@@ -60,13 +60,7 @@ class _Collective(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kind: str,
-        call: dict[str, Any],
-        gradient: Callable[..., Iterable[torch.Tensor]],
-        *tensors: torch.Tensor,
-    ) -> Any:
+    def forward(ctx: Any, kind: str, call: dict[str, Any], gradient: Any, *tensors: Any) -> Any:
         ctx.gradient = gradient
         return tuple(Exchange(kind, tensors, **call).results())
 
@@ -85,8 +79,8 @@ class _Alltoall(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor, _: Any) -> Any:
-        sent = [upstream, ctx.counts.to(torch.int64)]
-        return None, _exchanged("alltoall", sent, **_gradient(ctx.call))[0], None
+        sent = [checked("alltoall", upstream), ctx.counts]
+        return None, Exchange("alltoall", sent, **_gradient(ctx.call)).results()[0], None
 
 
 def _reduction(
@@ -107,14 +101,14 @@ def _reduction(
     return {"reduction": op.value, "wire": wire, "prescale": prescale, "postscale": postscale}
 
 
-def _with_rows(kind: str, tensor: Any) -> torch.Tensor:
-    tensor = checked(kind, tensor)
-    if not tensor.dim():
+def _with_rows(kind: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    found = all_checked(kind, tensors)
+    if not all(tensor.dim() for tensor in found):
         raise ValueError(
             f"hvd.{kind}: got a scalar, expected a tensor with at least one dimension. Use "
             "tensor.reshape(1)."
         )
-    return tensor
+    return found
 
 
 def allreduce(tensor: Any, **options: Any) -> torch.Tensor:
@@ -128,7 +122,7 @@ def allreduce(tensor: Any, **options: Any) -> torch.Tensor:
         A new tensor of the same dtype and shape.
 
     Raises:
-        NotImplementedError: the tensor is on a GPU.
+        NotImplementedError: the tensor is neither on the CPU nor on a CUDA GPU.
         TypeError, ValueError: the tensor or an argument is impossible.
         FailedPreconditionError: (on every rank) the ranks' tensors or arguments differ.
         AbortedError: a rank has left the job.
@@ -159,7 +153,7 @@ def grouped_allreduce(
         process_set: the ranks that take part.
     """
     with _on_all_ranks("allreduce", name, process_set) as call:
-        mine = [checked("allreduce", tensor) for tensor in tensors]
+        mine = all_checked("allreduce", tensors)
         how = chosen(average, op), compression, prescale_factor, postscale_factor
         call |= _reduction("allreduce", mine, *how)
 
@@ -189,7 +183,7 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """``allgather`` of several tensors as one request."""
     with _on_all_ranks("allgather", name, process_set) as call:
-        mine = [_with_rows("allgather", tensor) for tensor in tensors]
+        mine = _with_rows("allgather", tensors)
     counts = [len(tensor) for tensor in mine]
 
     def gradient(*upstream: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -222,7 +216,7 @@ def grouped_broadcast(
 ) -> list[torch.Tensor]:
     """``broadcast`` of several tensors as one request."""
     with _on_all_ranks("broadcast", name, process_set, root=process_set.ranks[0]) as call:
-        mine = [checked("broadcast", tensor) for tensor in tensors]
+        mine = all_checked("broadcast", tensors)
         process_set.check_root(root_rank)
     call["root"] = root_rank
     is_root = process_set.ranks[process_set.rank()] == root_rank
@@ -250,9 +244,9 @@ def alltoall(
     """
     size = process_set.size()
     with _on_all_ranks("alltoall", name, process_set, np.zeros(size, np.int64)) as call:
-        mine = _with_rows("alltoall", tensor)
+        (mine,) = _with_rows("alltoall", [tensor])
         rows = torch.full([size], len(mine) // size) if splits is None else checked("x", splits)
-    received, counts = _Alltoall.apply(call, mine, rows.to(torch.int64))
+    received, counts = _Alltoall.apply(call, mine, rows.to("cpu", torch.int64))
     return received if splits is None else (received, counts.to(torch.int32))
 
 
@@ -278,7 +272,7 @@ def grouped_reducescatter(
     with _on_all_ranks("reducescatter", name, process_set) as call:
         if op not in (Average, Sum):
             raise NotImplementedError(f"hvd.reducescatter: op is {op!r}, expected Average or Sum.")
-        mine = [_with_rows("reducescatter", tensor) for tensor in tensors]
+        mine = _with_rows("reducescatter", tensors)
         how = op, compression, prescale_factor, postscale_factor
         call |= _reduction("reducescatter", mine, *how)
     factor = prescale_factor * postscale_factor

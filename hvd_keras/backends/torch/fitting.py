@@ -146,15 +146,16 @@ def pass_first_batch(model: Any, look: Callable[[Any], None]) -> None:
 
     def with_a_look(data: Any) -> Any:
         model.train_function = train_function  # for all later steps
-        look(data[0])
+        look(keras.tree.map_structure(lambda part: getattr(part, "cpu", lambda: part)(), data[0]))
         return train_function(data)
 
     model.train_function = with_a_look
 
 
 def gpu_bytes() -> int | None:
-    """Return None: GPUs are not used."""
-    return None
+    """Return how much memory of its GPU is in use; None without a GPU."""
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_initialized() else (0, 0)
+    return total - free or None
 
 
 def validate_together(everywhere: bool) -> None:

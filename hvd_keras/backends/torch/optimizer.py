@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from hvd_keras.backends.torch.collectives import Compression, check_compression
-from hvd_keras.backends.torch.tensors import Exchange, checked
+from hvd_keras.backends.torch.tensors import Exchange, all_checked
 from hvd_keras.gradients import buckets, compare, missing_calls, specs
 from hvd_keras.gradients.ahead import Ahead
 from hvd_keras.runtime import agree, rank_info, settings
@@ -20,6 +21,7 @@ from hvd_keras.runtime.reductions import Average, Max, ReduceOp, check_of_gradie
 
 # By process set: the ranks of one set create the same optimizers.
 _numbers: collections.defaultdict[int, Iterator[int]] = collections.defaultdict(itertools.count)
+_kind = operator.attrgetter("shape", "dtype", "device")
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -120,10 +122,6 @@ class _Watched:
     @staticmethod
     def state(gradient: torch.Tensor) -> tuple[int, int]:
         return gradient.data_ptr(), gradient._version
-
-
-def _kind(tensor: torch.Tensor) -> tuple[Any, Any]:
-    return tensor.shape, tensor.dtype
 
 
 class Reducer:
@@ -249,7 +247,7 @@ class Reducer:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _send(self, own: list[int], gradients: list[Any]) -> Exchange:
         name = f"{self.name} gradients {own[-1]}-{own[0]}"
-        mine = [checked("DistributedOptimizer", gradient) for gradient in gradients]
+        mine = all_checked("DistributedOptimizer", gradients)
         # Memory that is new in each step costs as much as to add what it holds.
         outputs = self._outputs.get(name)
         if outputs is None or list(map(_kind, outputs)) != list(map(_kind, mine)):

@@ -14,7 +14,7 @@ GAUGES = (
     ("hvd_straggler_score", "Share of time in which the others waited for this rank.", "straggler"),
     ("hvd_loss", "Loss of the running epoch on this rank.", "loss"),
     ("hvd_epoch", "The running epoch.", "epoch"),
-    ("hvd_gpu_memory_bytes", "Memory of its GPU that TensorFlow uses.", "gpu_bytes"),
+    ("hvd_gpu_memory_bytes", "Memory of its GPU in use.", "gpu_bytes"),
 )
 
 # The same for what only grows.

@@ -207,6 +207,19 @@ void CUstream_st::delay(fake_cuda::Random& random, uint64_t kind) {
   }
 }
 
+// The device's default stream, which PyTorch uses, is null; it waits for none of ours.
+static CUstream_st* own(CUstream_st* stream) {
+  if (stream) return stream;
+  std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
+  static CUstream_st* streams[fake_cuda::kDevices];
+  CUstream_st*& found = streams[fake_cuda::current_device];
+  if (!found) {
+    found = new CUstream_st(fake_cuda::current_device);
+    fake_cuda::streams()[found->number] = found;
+  }
+  return found;
+}
+
 EXPORT int cudaRuntimeGetVersion(int* version) {
   RETURN_IF_FAULTY;
   *version = 12080;
@@ -278,6 +291,7 @@ EXPORT int cudaStreamDestroy(CUstream_st* stream) {
 
 EXPORT int cudaStreamSynchronize(CUstream_st* stream) {
   RETURN_IF_FAULTY;
+  stream = own(stream);
   uint64_t place;
   fake_cuda::Clock clock;
   {
@@ -292,6 +306,7 @@ EXPORT int cudaStreamSynchronize(CUstream_st* stream) {
 
 EXPORT int cudaStreamWaitEvent(CUstream_st* stream, CUevent_st* event, unsigned) {
   RETURN_IF_FAULTY;
+  stream = own(stream);
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   if (!event->recorded) return 0;
   fake_cuda::join(stream->clock, event->clock);
@@ -319,6 +334,7 @@ EXPORT int cudaEventDestroy(CUevent_st* event) {
 
 EXPORT int cudaEventRecord(CUevent_st* event, CUstream_st* stream) {
   RETURN_IF_FAULTY;
+  stream = own(stream);
   std::lock_guard<std::recursive_mutex> lock(fake_cuda::mutex());
   if (event->device != stream->device) return 400;  // cudaErrorInvalidResourceHandle
   event->recorded = true;
@@ -339,8 +355,12 @@ EXPORT int cudaEventQuery(CUevent_st* event) {
 EXPORT int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int kind,
                            CUstream_st* stream) {
   RETURN_IF_FAULTY;
+  stream = own(stream);
   ++copies;
-  if (kind != 4) violation("a copy whose direction does not follow from the addresses");
+  // From the host 0 or 1, from a device 2 or 3; odd to a device; 4: it follows from the addresses.
+  const int found =
+      2 * fake_cuda::is_device_memory(source, 1) + fake_cuda::is_device_memory(target, 1);
+  if (kind != 4 && kind != found) violation("a copy in another direction than its addresses have");
   char* const to = fake_cuda::in_work(target);
   const char* const from = fake_cuda::in_work(source);
   stream->give("copy", {{source, bytes, false}, {target, bytes, true}},
@@ -351,6 +371,7 @@ EXPORT int cudaMemcpyAsync(void* target, const void* source, size_t bytes, int k
 
 EXPORT int cudaMemsetAsync(void* target, int value, size_t bytes, CUstream_st* stream) {
   RETURN_IF_FAULTY;
+  stream = own(stream);
   char* const to = fake_cuda::in_work(target);
   stream->give("memset", {{target, bytes, true}}, [=] { std::memset(to, value, bytes); });
   return 0;
@@ -358,6 +379,7 @@ EXPORT int cudaMemsetAsync(void* target, int value, size_t bytes, CUstream_st* s
 
 EXPORT int cudaLaunchHostFunc(CUstream_st* stream, void (*function)(void*), void* data) {
   RETURN_IF_FAULTY;
+  stream = own(stream);
   stream->give("function of the host", {}, [=] { function(data); });
   return 0;
 }

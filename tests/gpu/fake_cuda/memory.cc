@@ -87,6 +87,8 @@ void on_fault(int, siginfo_t* info, void*) {
 }  // namespace
 
 int allocate(void** out, size_t bytes, bool on_device) {
+  *out = nullptr;
+  if (bytes == 0) return 0;
   std::lock_guard<std::recursive_mutex> lock(mutex());
   struct sigaction action = {};
   action.sa_sigaction = on_fault;
