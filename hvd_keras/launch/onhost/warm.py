@@ -74,9 +74,9 @@ def start_server(
         return None
     options = command[1 : len(command) - len(words)]
     changed = {**environment, **told["changes"], JOB: folder.name.rpartition("-")[2]}
-    server = [command[0], *options, *program("launch.onhost.warm")[3:], str(folder)]
+    room = "." * len(b" ".join(map(os.fsencode, command)))  # for `_show`
     process = subprocess.Popen(
-        [*server, *command],
+        [command[0], *options, *program("launch.onhost.warm")[3:], str(folder), room],
         cwd=order["directory"],
         env={name: value for name, value in changed.items() if value is not None},
         stdin=subprocess.PIPE,
@@ -86,7 +86,7 @@ def start_server(
         start_new_session=True,  # it outlives the job's first start
     )
     assert process.stdin is not None
-    print(json.dumps(told["modules"]), file=process.stdin, flush=True)
+    print(json.dumps([command, told["modules"]]), file=process.stdin, flush=True)
     return process
 
 
@@ -312,10 +312,10 @@ def _import(modules: Sequence[str]) -> None:
 
 def main() -> int:
     """Run the server, or a rank in a fork of it; returns the status to exit with."""
-    folder, *command = sys.argv[1:]
-    words = _words(command)
+    folder = sys.argv[1]
     with open(0, closefd=False) as told:  # not `sys.stdin`, which is for the script
-        modules = json.loads(told.readline())
+        command, modules = json.loads(told.readline())
+    words = _words(command)
     time.sleep(SERVER_DELAY)
     here = os.path.dirname(os.path.realpath(words[0])) if words[0] != "-m" else os.getcwd()
     sys.path.insert(0, here)
