@@ -356,7 +356,7 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("way", ["script", "module"])
+@pytest.mark.parametrize("way", ["script", pytest.param("module", marks=pytest.mark.slow)])
 def test_a_restart_needs_no_imports(hvdrun: Launcher, way: str) -> None:
     """A rank that is forked with them is as a new process would be, and ends like one."""
     (hvdrun.folder / "again.py").write_text(AGAIN)
