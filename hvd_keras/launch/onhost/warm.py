@@ -60,9 +60,9 @@ def start_server(
     Args:
         folder: where its socket will be; its name ends with the number by which `sweep` finds it.
         order: what `run_job` describes.
-        environment: that which a rank was started with.
-        told: by this rank: its ``command``, its ``modules``, and the ``changes`` that its script
-            has made in the environment, which libraries may have read when they were imported.
+        environment: that of a rank, with the changes of its script, which libraries may have read
+            when they were imported.
+        told: by this rank: its ``command`` and its ``modules``.
     """
     command: list[str] = order["command"]
     words = _words(command)
@@ -73,12 +73,11 @@ def start_server(
     except FileExistsError:
         return None
     options = command[1 : len(command) - len(words)]
-    changed = {**environment, **told["changes"], JOB: folder.name.rpartition("-")[2]}
     room = "." * len(b" ".join(map(os.fsencode, command)))  # for `_show`
     process = subprocess.Popen(
         [command[0], *options, *program("launch.onhost.warm")[3:], str(folder), room],
         cwd=order["directory"],
-        env={name: value for name, value in changed.items() if value is not None},
+        env={**environment, JOB: folder.name.rpartition("-")[2]},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

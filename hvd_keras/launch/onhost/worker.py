@@ -304,9 +304,10 @@ class Worker:
     def _start_server(self, told: dict[str, Any]) -> None:
         assert self._order is not None
         folder = self._server_folder()
-        # What it holds for a rank is not for those of later starts.
-        shared = {k: v for k, v in self._environment.items() if k not in (TELL, CALL)}
-        shared["TMPDIR"] = str(folder.parent)
+        # What is in this start's folder, as a library's cache may be, is not for later starts.
+        changed, start = self._environment | told["changes"], str(_folder_path())
+        shared = {k: v for k, v in changed.items() if v is not None and start not in v}
+        shared["TMPDIR"] = str(folder)
         with contextlib.suppress(OSError):  # then ranks are started anew
             self._server = self._server or warm.start_server(folder, self._order, shared, told)
 
