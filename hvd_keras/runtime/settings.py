@@ -237,7 +237,11 @@ def tell_imports() -> None:
     now = dict(os.environ)
     changes = {k: now.get(k) for k in {*first, *now} - {""} if now.get(k) != first.get(k)}
     packages = {"tensorflow", "torch", "keras", "tf_keras", "hvd_keras"}
-    modules = [name for name in sys.modules if name in packages or name.startswith("hvd_keras.")]
+    modules = {
+        name: getattr(module, "__file__", None)
+        for name, module in list(sys.modules.items())
+        if name in packages or name.startswith("hvd_keras.")
+    }
     tell_hvdrun(command=sys.orig_argv, changes=changes, modules=modules)
 
 

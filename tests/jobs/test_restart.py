@@ -1,6 +1,7 @@
 """Checkpoints under faults: killed writers, damage, full disks, killed jobs."""
 
 import contextlib
+import importlib.util
 import pathlib
 import random
 import subprocess
@@ -321,21 +322,27 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
 # Prints what a new Python would have, and what must differ between the ranks; ends otherwise in
 # each start.
 AGAIN = """
-import glob, os, resource, sys, time
+import glob, os, resource, sys, time, warnings
 warm = "keras" in sys.modules
+os.environ["PYTHONWARNINGS"] = "ignore"  # for programs that this one may start
 import random
-import keras, numpy as np
+import keras, numpy as np, tensorflow as tf
 import hvd_keras as hvd
 
 hvd.init()
 start = len(glob.glob("start-*"))
 hvd.barrier()
 draws = [np.random.random(), random.random(), float(keras.random.uniform(()))]
+draws.append(float(tf.random.uniform(())))
+if "torch" in sys.argv:
+    import torch
+    draws.append(float(torch.rand(())))
 others = hvd.allgather_object(draws)
 assert all(len(set(column)) == 2 for column in zip(*others)), others
 own = [__name__, __file__, sys.argv, sys.path[0], os.getcwd(), len(os.sched_getaffinity(0))]
 own += [resource.getrlimit(resource.RLIMIT_NOFILE), os.getpgid(0) == os.getpid()]
 own += [os.path.isdir(os.environ["TMPDIR"]), sys.modules["__main__"].own is own, sys.orig_argv]
+own += [("ignore", None, Warning, None, 0) in warnings.filters, type(__builtins__)]
 own.append(open("/proc/self/cmdline").read().rstrip(chr(0)).split(chr(0))[1:])
 print(start, warm, own, flush=True)
 hvd.barrier()
@@ -360,8 +367,10 @@ time.sleep(1000)
 def test_a_restart_needs_no_imports(hvdrun: Launcher, way: str) -> None:
     """A rank that is forked with them is as a new process would be, and ends like one."""
     (hvdrun.folder / "again.py").write_text(AGAIN)
-    words = ["again.py"] if way == "script" else ["-m", "again"]
-    done = hvdrun.run("-np", "2", "--oversubscribe", "--max-restarts", "2", *words, "a b")
+    words = ["again.py", "a b"] if way == "script" else ["-m", "again", "a b"]
+    if importlib.util.find_spec("torch") is not None and way == "script":
+        words.append("torch")
+    done = hvdrun.run("-np", "2", "--oversubscribe", "--max-restarts", "2", *words)
     lines = [line.partition("] ")[2].split(" ", 2) for line in done.stdout.splitlines()]
     assert sorted(line[:2] for line in lines) == [
         *(["0", "False"] for _ in range(2)),
@@ -371,7 +380,55 @@ def test_a_restart_needs_no_imports(hvdrun: Launcher, way: str) -> None:
     assert "hvdrun: rank 1 failed first: killed by SIGKILL" in done.stderr
     assert "hvdrun: rank 0 failed first: exit status 3" in done.stderr
     assert "hvdrun: restart 2 of 2: 2 ranks" in done.stderr
-    first = done.stderr.partition("Traceback (most recent call last):\n")[2].splitlines()[0]
-    assert "again.py" in first if way == "script" else "runpy" in first
+    before, _, after = done.stderr.partition("Traceback (most recent call last):\n")
+    rank = before.splitlines()[-1]  # the other's lines may be between
+    first = next(line for line in after.splitlines() if line.startswith(rank))
+    assert "again.py" in first if way == "script" else "runpy" in first, done.stderr
     assert "ValueError: the last start" in done.stderr
     assert done.returncode == 1
+
+
+STUCK = """
+import glob, os, signal, sys, time
+print("imported" if "keras" in sys.modules else "new", flush=True)
+import hvd_keras as hvd
+
+def servers():
+    found = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = open(f"/proc/{name}/cmdline").read().split(chr(0))
+        except OSError:
+            continue
+        if "launch.onhost.warm" in words and words[3].startswith(temporary):
+            found[int(name)] = len(open(f"/proc/{name}/task/{name}/children").read().split())
+    return found
+
+temporary = os.path.realpath(os.path.join(os.environ["TMPDIR"], "..", ".."))
+hvd.init()
+if hvd.size() == 2 and not os.path.exists("stopped"):
+    while not glob.glob(f"{temporary}/hvdrun-*/server"):
+        time.sleep(0.05)
+    hvd.barrier()
+    if hvd.rank() == 0:
+        open("stopped", "w").close()
+        (server,) = servers()
+        os.kill(server, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000)
+hvd.barrier()
+if hvd.rank() == 0:
+    (server,) = servers()
+    os.kill(server, signal.SIGCONT)
+    time.sleep(1)
+    print("forked too late:", servers()[server], flush=True)
+"""
+
+
+def test_a_restart_does_not_wait_for_a_process_that_is_stuck(hvdrun: Launcher) -> None:
+    (hvdrun.folder / "stuck.py").write_text(STUCK)
+    done = hvdrun.run("-np", "2", "--oversubscribe", "--max-restarts", "1", "stuck.py")
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.partition("] ")[2] for line in done.stdout.splitlines())
+    assert lines == ["forked too late: 0", *["new"] * 4]
+    assert list(hvdrun.temporary.iterdir()) == []

@@ -6,9 +6,11 @@ it for their ranks' processes: forks with the files, cores and environment of a 
 script runs from its first line, as in a new Python.
 """
 
+import builtins
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
 import itertools
@@ -16,6 +18,7 @@ import json
 import os
 import re
 import runpy
+import select
 import selectors
 import shutil
 import signal
@@ -26,7 +29,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -34,13 +37,15 @@ from typing import Any
 
 from . import program
 from .channel import in_folder
-from .limits import SERVER_DELAY, SERVER_IDLE
+from .limits import SERVER_ANSWER, SERVER_DELAY, SERVER_IDLE
 from .process import JOB, prepare
 
 _NICE = 10  # of the imports, beside ranks that train
 _HERE = Path(__file__).parent
 _FILES = 100  # that come with it at most
 _STATUS = struct.Struct("i")  # how a process has ended, as in Popen.returncode
+_PEER = struct.Struct("iII")  # its process, user and group
+_TOLD = "told"  # the file for what a rank has told
 _OPTIONS = re.compile("-[uOB]+")  # those of Python that a server can take
 
 
@@ -52,7 +57,7 @@ def _words(command: Sequence[str]) -> list[str]:
 
 def start_server(
     folder: Path, order: Mapping[str, Any], environment: Mapping[str, str], told: Mapping[str, Any]
-) -> subprocess.Popen[str] | None:
+) -> subprocess.Popen[bytes] | None:
     """Start this host's server, unless it has one or the command starts Python by something else.
 
     The server waits for the next start when the caller has ended.
@@ -60,9 +65,10 @@ def start_server(
     Args:
         folder: where its socket will be; its name ends with the number by which `sweep` finds it.
         order: what `run_job` describes.
-        environment: that of a rank, with the changes of its script, which libraries may have read
-            when they were imported.
-        told: by this rank: its ``command`` and its ``modules``.
+        environment: that of a rank when it was started.
+        told: by this rank: its ``command``; its ``modules`` with their files; and the ``changes``
+            that its script has made in the environment, which libraries may read when they are
+            imported.
     """
     command: list[str] = order["command"]
     words = _words(command)
@@ -73,20 +79,17 @@ def start_server(
     except FileExistsError:
         return None
     options = command[1 : len(command) - len(words)]
-    room = "." * len(b" ".join(map(os.fsencode, command)))  # for `_show`
-    process = subprocess.Popen(
+    (folder / _TOLD).write_text(json.dumps(told))
+    room = "." * len(b" ".join(map(os.fsencode, told["command"])))  # for `_show`
+    return subprocess.Popen(
         [command[0], *options, *program("launch.onhost.warm")[3:], str(folder), room],
         cwd=order["directory"],
         env={**environment, JOB: folder.name.rpartition("-")[2]},
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        text=True,
         start_new_session=True,  # it outlives the job's first start
     )
-    assert process.stdin is not None
-    print(json.dumps([command, told["modules"]]), file=process.stdin, flush=True)
-    return process
 
 
 class Child:
@@ -109,7 +112,7 @@ class Child:
 def fork(
     folder: Path, order: Mapping[str, Any], environment: Mapping[str, str], streams: Sequence[int]
 ) -> Child | None:
-    """Have the server start a rank; None if there is no server, or none that is ready.
+    """Have the server start a rank; None if no server answers.
 
     Args:
         folder: that of `start_server`.
@@ -128,9 +131,13 @@ def fork(
     }
     data = json.dumps(message).encode()
     connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(SERVER_ANSWER)
     try:
         with in_folder(folder) as short:
             connection.connect(f"{short}/server")
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        if _PEER.unpack(peer)[1] != os.geteuid():  # after ours, anybody can make such a folder
+            raise PermissionError
         socket.send_fds(connection, [_STATUS.pack(len(data))], [*streams, *inherited])
         connection.sendall(data)
         process = _STATUS.unpack(connection.recv(_STATUS.size))[0]
@@ -186,14 +193,16 @@ class _Server:
 
     def _accept(self) -> tuple[dict[str, Any], list[int]] | None:
         connection, _ = self._listener.accept()
-        try:
+        given: list[int] = []
+        process = -1
+        # The worker may have died, or there is no room for a process.
+        with contextlib.suppress(OSError, struct.error, ValueError):
             size, given, _, _ = socket.recv_fds(connection, _STATUS.size, _FILES)
             order = json.loads(connection.makefile("rb").read(_STATUS.unpack(size)[0]))
-        except (OSError, struct.error, ValueError):  # the worker has died
-            connection.close()
-            return None
-        order["server"] = os.getpid()
-        if (process := os.fork()) == 0:
+            order["server"] = os.getpid()
+            if not select.select([connection], [], [], 0)[0]:  # else the worker waits no more
+                process = os.fork()
+        if process == 0:
             signal.set_wakeup_fd(-1)
             for own in (connection, self._listener, self._ear, self._wake, *self._processes):
                 own.close()
@@ -201,9 +210,13 @@ class _Server:
             return order, given
         for descriptor in given:
             os.close(descriptor)
+        if process < 0:
+            connection.close()
+            return None
         self._processes[connection] = process
         self._selector.register(connection, selectors.EVENT_READ)
         with contextlib.suppress(OSError):
+            os.setpgid(process, process)  # the worker may send the group a signal at once
             connection.sendall(_STATUS.pack(process))
         return None
 
@@ -224,7 +237,7 @@ class _Server:
         self._selector.unregister(connection)
         connection.close()
         if process not in self._ended:
-            os.kill(process, signal.SIGKILL)  # it may have no group yet
+            os.kill(process, signal.SIGKILL)  # it may have left its group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
         self._ended.discard(process)
@@ -248,8 +261,8 @@ def _take(command: Sequence[str], order: Mapping[str, Any], given: Sequence[int]
     os.environ.update(order["environment"])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     tempfile.tempdir = None  # as an import may have found it
-    if "numpy" in sys.modules:  # Python's own random numbers differ in each fork
-        sys.modules["numpy"].random.seed()
+    for name in {"numpy", "torch"} & sys.modules.keys():  # Python's own differ in each fork
+        sys.modules[name].random.seed()
 
 
 def _show(job: str, command: Sequence[str]) -> None:
@@ -276,69 +289,79 @@ def _run(command: list[str]) -> None:
     """Run a script or a module as Python does."""
     words = _words(command)
     sys.orig_argv = command
-    sys.excepthook = _print_error
+    sys.excepthook = functools.partial(_print_error, sys.excepthook)
     if words[0] == "-m":
         sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        runpy.run_module(words[1], {"__builtins__": builtins}, "__main__", alter_sys=True)
         return
     sys.argv = words
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__file__ = path = os.path.abspath(words[0])
     main.__loader__ = loader = SourceFileLoader("__main__", path)
+    vars(main).update(__builtins__=builtins, __cached__=None)
     exec(loader.source_to_code(loader.get_data(path), path), main.__dict__)
 
 
 def _print_error(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    hook: Callable[..., object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
 ) -> None:
-    """Print an error from where the script begins."""
+    """Call this ``sys.excepthook`` with an error from where the script begins."""
     first = step = traceback
     while step is not None:
         if Path(step.tb_frame.f_code.co_filename).parent == _HERE:
             first = step.tb_next
         step = step.tb_next
-    sys.__excepthook__(kind, error.with_traceback(first), first)
+    hook(kind, error.with_traceback(first), first)
 
 
-def _import(modules: Sequence[str]) -> None:
-    """Import what the ranks have, unless they need the time of the processor."""
+def _import(told: Mapping[str, Any]) -> None:
+    """Import what the rank has that told, unless the ranks need the time of the processor."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
     for name in [name for name in sys.modules if name.partition(".")[0] == "hvd_keras"]:
         del sys.modules[name]  # the package of `__main__.py`
-    for name in modules:
+    for name, value in told["changes"].items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    for name in told["modules"]:
         importlib.import_module(name)
 
 
 def main() -> int:
     """Run the server, or a rank in a fork of it; returns the status to exit with."""
-    folder = sys.argv[1]
-    with open(0, closefd=False) as told:  # not `sys.stdin`, which is for the script
-        command, modules = json.loads(told.readline())
+    folder = Path(sys.argv[1])
+    told = json.loads((folder / _TOLD).read_text())
+    command, modules = told["command"], told["modules"]
     words = _words(command)
     time.sleep(SERVER_DELAY)
     here = os.path.dirname(os.path.realpath(words[0])) if words[0] != "-m" else os.getcwd()
-    sys.path.insert(0, here)
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, here)
     # In a thread, because a process must not become less nice again.
-    imports = threading.Thread(target=_import, args=[modules])
+    imports = threading.Thread(target=_import, args=[told])
     imports.start()
     imports.join()
     files = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
-    is_complete = sys.modules.keys() >= set(modules)
+    # The script may have found others in another way.
+    found = {name: getattr(sys.modules.get(name), "__file__", None) for name in modules}
     # A fork could not use an open GPU, and the clean-up has to find it.
-    if not is_complete or any("/dev/nvidia" in path for path in files) or not all(_memory()):
+    if found != modules or any("/dev/nvidia" in path for path in files) or not all(_memory()):
         return 1
     gc.collect()
     gc.freeze()  # so that collections in the forks leave the pages shared
     with socket.socket(socket.AF_UNIX) as listener:
-        with in_folder(Path(folder)) as short:
+        with in_folder(folder) as short:
             listener.bind(f"{short}/server")
         listener.listen(socket.SOMAXCONN)
         starter = os.dup(0)
-        found = _Server(listener, starter).serve()
+        order = _Server(listener, starter).serve()
         os.close(starter)
-    if found is None:
+    if order is None:
         shutil.rmtree(folder, ignore_errors=True)
         return 0
-    _take(command, *found)
+    _take(command, *order)
     _run(command)
     return 0

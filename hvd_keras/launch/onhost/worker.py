@@ -102,7 +102,7 @@ class Worker:
         self._child: subprocess.Popen[bytes] | warm.Child | None = None
         self._environment: dict[str, str] = {}  # of the command
         self._pipes = (-1, -1, -1)  # our ends of its streams
-        self._server: subprocess.Popen[str] | None = None  # of this host
+        self._server: subprocess.Popen[bytes] | None = None  # of this host
         self._input: asyncio.Queue[bytes] = asyncio.Queue()  # for the command; empty: its end
         self._folder: Path | None = None  # for files that the command reads or writes
         self._function: bytearray | None = None
@@ -305,8 +305,11 @@ class Worker:
         assert self._order is not None
         folder = self._server_folder()
         # What is in this start's folder, as a library's cache may be, is not for later starts.
-        changed, start = self._environment | told["changes"], str(_folder_path())
-        shared = {k: v for k, v in changed.items() if v is not None and start not in v}
+        start = str(_folder_path())
+        shared, told["changes"] = (
+            {k: v for k, v in variables.items() if start not in (v or "")}
+            for variables in (self._environment, told["changes"])
+        )
         shared["TMPDIR"] = str(folder)
         with contextlib.suppress(OSError):  # then ranks are started anew
             self._server = self._server or warm.start_server(folder, self._order, shared, told)
