@@ -51,7 +51,7 @@ MpiTransport::MpiTransport(MPI_Comm communicator, std::vector<int> ranks, int fe
       proposals_(communicator_, few, kTag) {
   HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
   others_ = others(rank_, size());
-  waiter_ = std::make_unique<MpiWaiter>(communicator_, ranks_);
+  waiter_ = std::make_unique<MpiWaiter>(communicator_, ranks_, few);
   hosts_ = gather(host_name(), [](double, const std::vector<int>&) { return std::string(); });
 }
 

@@ -21,8 +21,11 @@ namespace {
 constexpr double kSpinSeconds = 200e-6;
 constexpr double kMaxSleepSeconds = 1e-3;
 
-// By which a notice may be late: a rank that gets on begins again with its first one.
-constexpr double kLateNoticeSeconds = 2.0;
+// By which the answers to a call of the roll may be late.
+constexpr double kLateAnswerSeconds = 2.0;
+
+// After which one of many ranks tells the next one what it knows: longer than a rank sleeps.
+constexpr double kPassOnSeconds = 20e-3;
 
 // How long a rank that aborts lets MPI send the reason.
 constexpr double kSendReasonSeconds = 0.1;
@@ -35,7 +38,7 @@ constexpr double kBriefSeconds = 200e-6;
 // MPI itself yields to other ranks where it knows that they share a core, so this is for others.
 constexpr int kPollsPerYield = 16;
 
-constexpr int kWaits = 1;    // in which step, and for how long
+constexpr int kAnswers = 1;  // to a call of the roll
 constexpr int kAborted = 2;  // the reason
 
 struct ProcessWide {
@@ -119,10 +122,17 @@ std::vector<int> others(int rank, int size) {
   return ranks;
 }
 
-MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks)
-    : ranks_(ranks), waits_in_(ranks.size()) {
+MpiWaiter::MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks, int few)
+    : ranks_(ranks), many_(static_cast<int>(ranks.size()) > few), answers_(ranks.size()) {
   HVD_MPI(MPI_Comm_dup(communicator, &communicator_));
   HVD_MPI(MPI_Comm_rank(communicator_, &rank_));
+  const int size = static_cast<int>(ranks.size());
+  for (int away = 1; away < size && many_; away *= 2) {
+    partners_.push_back((rank_ + away) % size);
+    if (2 * away != size) partners_.push_back((rank_ + size - away) % size);
+  }
+  if (!many_) partners_ = others(rank_, size);
+  told_.resize(partners_.size());
   std::lock_guard<std::mutex> lock(process_wide().mutex);
   process_wide().waiters.push_back(this);
 }
@@ -148,6 +158,7 @@ MpiWaiter::~MpiWaiter() {
 void MpiWaiter::next_step() {
   throw_if_aborted();
   ++step_;
+  calls_.clear();
 }
 
 void MpiWaiter::wait(std::vector<MPI_Request>& requests, const Waiting& waiting) {
@@ -170,7 +181,7 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   const double waited = something_has_come ? 0 : seconds_since(start_);
   if (something_has_come) {
     start_ = Clock::now();
-    next_notice_ = kLongSeconds;
+    next_call_ = kLongSeconds;
   } else if (waited < kSpinSeconds) {
     std::this_thread::yield();
   } else {
@@ -178,14 +189,13 @@ void MpiWaiter::Wait::turn(bool something_has_come) {
   }
   check();  // after the sleep, in which another thread may have aborted
   if (waited < kSpinSeconds) return;
-  if (waited > next_notice_) {
-    told_ = true;
-    const Waits waits = {waiter_.step_, waited, {}};
-    next_notice_ = 2 * waited;
-    waiter_.notify(kWaits, std::string(reinterpret_cast<const char*>(&waits), sizeof waits));
+  if (waited > next_call_) {
+    next_call_ = 2 * waited;
+    waiter_.call_roll(waited);
   }
   waiter_.check_aborted();
-  const std::string why = waiting_(waited, told_ ? waiter_.missing() : std::vector<int>{});
+  if (waited > kLongSeconds / 2) waiter_.pass_on();
+  const std::string why = waiting_(waited, waiter_.missing());
   if (!why.empty()) waiter_.abort(why);
 }
 
@@ -196,19 +206,70 @@ bool MpiWaiter::Notice::complete() {
   return done != 0;
 }
 
-void MpiWaiter::notify(int tag, const std::string& bytes) {
-  sent_.remove_if([](Notice& notice) { return notice.complete(); });
-  post(tag, bytes, &sent_.emplace_back());
+void MpiWaiter::post(int tag, const std::string& bytes, const std::vector<int>& to,
+                     Notice* notice) const {
+  notice->bytes = bytes;
+  for (int r : to) {
+    notice->requests.push_back(MPI_REQUEST_NULL);
+    HVD_MPI(MPI_Isend(notice->bytes.data(), static_cast<int>(notice->bytes.size()), MPI_BYTE, r,
+                      tag, communicator_, &notice->requests.back()));
+  }
 }
 
-void MpiWaiter::post(int tag, const std::string& bytes, Notice* to) const {
-  Notice& notice = *to;
-  notice.bytes = bytes;
-  for (size_t r = 0; r < ranks_.size(); ++r) {
-    if (static_cast<int>(r) == rank_) continue;
-    notice.requests.push_back(MPI_REQUEST_NULL);
-    HVD_MPI(MPI_Isend(notice.bytes.data(), static_cast<int>(notice.bytes.size()), MPI_BYTE,
-                      static_cast<int>(r), tag, communicator_, &notice.requests.back()));
+void MpiWaiter::call_roll(double waited) {
+  if (calls_.empty() || seconds_since(calls_.back().heard) > waited / 2) hear_call(call_ + 1);
+}
+
+void MpiWaiter::hear_call(uint64_t number) {
+  if (number <= call_) return;
+  call_ = number;
+  calls_.push_back({number, Clock::now()});
+  ++news_;
+  next_ = 0;
+}
+
+void MpiWaiter::hear_answers(const Notice& notice) {
+  uint64_t call = 0;
+  std::memcpy(&call, notice.bytes.data(), sizeof call);
+  hear_call(call);
+  bool news = false;
+  for (size_t at = sizeof call; at < notice.bytes.size(); at += sizeof(Answers)) {
+    Answers heard;
+    std::memcpy(&heard, &notice.bytes[at], sizeof heard);
+    for (int r = heard.first; r < heard.end; ++r) {
+      Answer& known = answers_[r];
+      if (known.call > call) continue;
+      news |= known.call < call && r != rank_;
+      known = {call, std::max(known.step, heard.step)};
+    }
+  }
+  if (many_ && news) ++news_;
+}
+
+// Answers, and passes on the others' answers.
+void MpiWaiter::pass_on() {
+  if (many_ && seconds_since(passed_on_) < kPassOnSeconds) return;
+  for (size_t i = 0; i < partners_.size(); ++i) {
+    const size_t k = (next_ + i) % partners_.size();
+    if (told_[k] == news_) continue;
+    answers_[rank_] = {call_, step_};
+    std::vector<Answers> known;
+    for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) {
+      const Answer& answer = answers_[r];
+      if (answer.call != call_ || (!many_ && r != rank_)) continue;
+      if (known.empty() || known.back().end < r || known.back().step != answer.step)
+        known.push_back({r, r, answer.step});
+      ++known.back().end;
+    }
+    std::string bytes(reinterpret_cast<const char*>(&call_), sizeof call_);
+    bytes.append(reinterpret_cast<const char*>(known.data()), known.size() * sizeof(Answers));
+    sent_.remove_if([](Notice& notice) { return notice.complete(); });
+    post(kAnswers, bytes, {partners_[k]}, &sent_.emplace_back());
+    told_[k] = news_;
+    if (!many_) continue;
+    next_ = k + 1;
+    passed_on_ = Clock::now();
+    return;
   }
 }
 
@@ -231,10 +292,7 @@ void MpiWaiter::check_aborted() {
   received_.remove_if([this](Notice& notice) {
     if (!notice.complete()) return false;
     if (notice.tag == kAborted) abort(notice.bytes, this);  // the other sets may not have heard
-    Waits& waits = waits_in_[notice.from];
-    std::memcpy(&waits, notice.bytes.data(), sizeof waits);
-    waits.due = Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                   Seconds(waits.seconds + kLateNoticeSeconds));
+    hear_answers(notice);
     return true;
   });
 }
@@ -248,7 +306,9 @@ void MpiWaiter::abort(const std::string& why, const MpiWaiter* heard_by) {
     throw_if_aborted();
     notices = &all_notices->emplace_back();
     for (const MpiWaiter* waiter : process_wide().waiters)
-      if (waiter != heard_by) waiter->post(kAborted, why, &notices->emplace_back());
+      if (waiter != heard_by)
+        waiter->post(kAborted, why, others(waiter->rank_, static_cast<int>(waiter->ranks_.size())),
+                     &notices->emplace_back());
   }
   const auto start = Clock::now();
   for (Notice& notice : *notices) {
@@ -266,14 +326,19 @@ void MpiWaiter::set_aborted(const std::string& why) {
   throw Aborted(why);
 }
 
-std::vector<int> MpiWaiter::missing() const {
+// None, until they could answer.
+std::vector<int> MpiWaiter::missing() {
+  while (calls_.size() > 1 && seconds_since(calls_[1].heard) > kLateAnswerSeconds)
+    calls_.pop_front();
+  const double time = many_ ? 2 * kPassOnSeconds * static_cast<double>(partners_.size()) : 0;
   std::vector<int> missing, behind;
+  if (calls_.empty() || seconds_since(calls_.front().heard) < time) return missing;
   for (size_t r = 0; r < ranks_.size(); ++r) {
-    const Waits& waits = waits_in_[r];
+    const Answer& answer = answers_[r];
     if (static_cast<int>(r) == rank_) continue;
-    if (waits.due < Clock::now())
+    if (answer.call < calls_.front().number)
       missing.push_back(ranks_[r]);
-    else if (waits.step < step_)
+    else if (answer.step < step_)
       behind.push_back(ranks_[r]);
   }
   // A rank that waits in an earlier step may wait for one of the missing, as this one does.

@@ -5,12 +5,18 @@
 // process, and after one no buffer can be relied on.
 //
 // The ranks of a set make the same sequence of steps. A rank that waits in a step for more than 1,
-// 2, 4, … seconds sends the step's number to the others; ranks whose next one is overdue are
-// missing. A rank that aborts sends its reason to the others, which abort with the same text.
+// 2, 4, … seconds calls the roll, unless another one has just done so. Each rank that has waited
+// for half a second answers with its step; who does not is missing. Few ranks tell each other of
+// themselves. Each of many tells the ranks 1, 2, 4, … after it all answers that it knows, one at a
+// time, for as long as it hears of new ones: about 2 log2 N messages of each rank, whose size does
+// not depend on N, but on how many gaps the missing ranks make.
+//
+// A rank that aborts sends its reason to the others, which abort with the same text.
 #pragma once
 
 #include <mpi.h>
 
+#include <deque>
 #include <functional>
 #include <list>
 #include <string>
@@ -81,11 +87,11 @@ class MpiWaiter {
     MpiWaiter& waiter_;
     const Waiting& waiting_;
     Clock::time_point start_ = Clock::now();
-    bool told_ = false;
-    double next_notice_ = kLongSeconds;  // after so long without progress
+    double next_call_ = kLongSeconds;  // after so long without progress
   };
 
-  MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks);  // duplicates it
+  // Duplicates the communicator. Up to `few` ranks tell each other of themselves.
+  MpiWaiter(MPI_Comm communicator, const std::vector<int>& ranks, int few);
   ~MpiWaiter();
 
   // Throws Aborted if a transport of this process was aborted.
@@ -110,27 +116,43 @@ class MpiWaiter {
 
     bool complete();
   };
+  struct Answer {
+    uint64_t call = 0, step = 0;
+  };
+  // Ranks with one answer.
+  struct Answers {
+    int first, end;
+    uint64_t step;
+  };
+  struct Call {
+    uint64_t number;
+    Clock::time_point heard;
+  };
 
-  void notify(int tag, const std::string& bytes);
-  void post(int tag, const std::string& bytes, Notice* to) const;
+  void post(int tag, const std::string& bytes, const std::vector<int>& to, Notice* notice) const;
+  void call_roll(double waited);
+  void hear_call(uint64_t number);
+  void hear_answers(const Notice& notice);
+  void pass_on();
   [[noreturn]] static void set_aborted(const std::string& why);
-  std::vector<int> missing() const;
+  std::vector<int> missing();
+
+  // Ranks that wait for longer than this call the roll.
+  static constexpr double kLongSeconds = 1.0;
 
   MPI_Comm communicator_;
   const std::vector<int> ranks_;
-  // Ranks that wait for longer than this notify the others.
-  static constexpr double kLongSeconds = 1.0;
-
-  // What it says.
-  struct Waits {
-    uint64_t step = 0;
-    double seconds = 0;       // so far, and until it says so again
-    Clock::time_point due{};  // when the receiver should have heard that
-  };
-
+  const bool many_;
   int rank_;
   uint64_t step_ = 0;
-  std::vector<Waits> waits_in_;  // by rank, the last one
+  uint64_t call_ = 0;            // the newest
+  std::deque<Call> calls_;       // heard in this step; not those before one that all could answer
+  std::vector<Answer> answers_;  // by rank, the last one
+  uint64_t news_ = 0;            // how often there were some for
+  std::vector<int> partners_;    // those whom this rank tells
+  std::vector<uint64_t> told_;   // by partner: news_ then
+  size_t next_ = 0;              // partner
+  Clock::time_point passed_on_;
   std::list<Notice> sent_, received_;
 };
 

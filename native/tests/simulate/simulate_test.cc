@@ -14,11 +14,16 @@ namespace hvd::sim {
 
 Job* Job::current = nullptr;
 
-void logged(const std::string& text) {
-  if (Job::current) Job::current->logged(text);
-}
+// In count.cc.
+bool count_all(int most);
+void counted_warning(const std::string& text);
 
-bool count_all(int most);  // in count.cc
+void logged(const std::string& text) {
+  if (Job::current)
+    Job::current->logged(text);
+  else
+    counted_warning(text);
+}
 
 namespace {
 
