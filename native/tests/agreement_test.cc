@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/agree.h"
 #include "tests/support/check.h"
 
 namespace hvd {
@@ -32,13 +33,15 @@ Report leaving(std::string reason, const std::vector<Call>& calls) {
   return report;
 }
 
+using Decision = test::Decided;
+
 // Each rank knows its number, and its host.
 Decision decide(std::vector<Report> reports) {
   for (size_t r = 0; r < reports.size(); ++r) {
     reports[r].rank = static_cast<int>(r);
     reports[r].host = "host" + std::to_string(r);
   }
-  return hvd::decide(reports);
+  return test::decide(reports);
 }
 
 template <typename Steps>
@@ -48,7 +51,7 @@ std::string identities(const Steps& steps) {
   return text;
 }
 
-std::string joined(const std::vector<Step>& steps) { return identities(steps); }
+std::string joined(const std::vector<Decision::Step>& steps) { return identities(steps); }
 std::string refused(const Decision& decision) { return identities(decision.refuse); }
 
 void equal_requests_run_in_the_order_of_rank_0() {
@@ -158,7 +161,6 @@ void a_problem_of_one_rank_refuses_for_all() {
 void what_belongs_to_a_failed_step_does_not_wait() {
   Report failed = staying({{"a", "1"}, {"b", "1"}});
   for (Pending& pending : failed.queue) pending.failed = true;
-  failed = decode(encode(failed));
   const Decision decision = decide({staying({{"b", "1"}, {"c", "1"}}), failed});
   CHECK_EQ(joined(decision.run), "b");  // all have come
   CHECK_EQ(refused(decision), "a");
@@ -241,88 +243,108 @@ void summary_shows_each_rank_and_cuts_long_queues() {
   std::vector<Report> reports = {staying(seven), staying({{"x", "1"}}), staying({})};
   reports[1].rank = 1;
   reports[2].rank = 5;  // of the job
-  const std::string text = summary(reports);
-  CHECK_CONTAINS(text, "rank 0 has submitted: a, b, c, d, e and 2 more");
-  CHECK_CONTAINS(text, "rank 1 has submitted: x");
-  CHECK_CONTAINS(text, "rank 5 has submitted: ");
+  CHECK_EQ(test::decide(reports).summary, "");
+  reports[0].warns = true;
+  CHECK_EQ(test::decide(reports).summary,
+           "\n  rank 0 has submitted: a, b, c, d, e and 2 more"
+           "\n  rank 1 has submitted: x"
+           "\n  rank 5 has submitted: ");
 }
 
-void reports_survive_the_way_through_bytes() {
-  const std::string odd("\0quote' \n\xff", 10);
-  Report old = staying({{"a", "1"}});
-  old.unchanged = 20.5, old.waited = 30.5;
-  for (const Report& report :
-       {staying({}), old, leaving("", {}), leaving("why", {}), staying({{"", ""}}),
-        leaving(odd, {{odd, "", odd, 7}, {"join", odd}, {"a", std::string(100000, 'x')}})}) {
-    const Report copy = decode(encode(report));
-    CHECK_EQ(copy.rank, report.rank);
-    CHECK_EQ(copy.host, report.host);
-    CHECK_EQ(copy.unchanged, report.unchanged);
-    CHECK_EQ(copy.waited, report.waited);
-    CHECK_EQ(copy.leaving, report.leaving);
-    CHECK_EQ(copy.reason, report.reason);
-    if (!CHECK_EQ(copy.queue.size(), report.queue.size())) continue;
-    for (size_t i = 0; i < report.queue.size(); ++i) {
-      CHECK_EQ(copy.queue[i].identity, report.queue[i].identity);
-      CHECK_EQ(copy.queue[i].signature, report.queue[i].signature);
-      CHECK_EQ(copy.queue[i].problem, report.queue[i].problem);
-      CHECK_EQ(copy.queue[i].header, report.queue[i].header);
-      CHECK_EQ(copy.queue[i].joins, report.queue[i].joins);
-      CHECK_EQ(copy.queue[i].needs, report.queue[i].needs);
-    }
-  }
+// Of each rank, what `call` makes of its number.
+template <typename Call>
+std::string refusal_of(int ranks, const Call& call) {
+  std::vector<Report> reports;
+  for (int r = 0; r < ranks; ++r) reports.push_back(staying({call(r)}));
+  const Decision decision = decide(reports);
+  return decision.refuse.empty() ? "none" : decision.refuse[0].message;
 }
 
-// Without texts, whatever the length of names and signatures.
-void brief_reports_decide_alike() {
+void many_ranks_are_shown_in_groups() {
+  const auto halves = [](int r) { return r < 500 || r == 990 ? "float32[2]" : "float32[3]"; };
+  CHECK_EQ(refusal_of(1000, [&](int r) { return Call{"a", halves(r)}; }),
+           "a differs between ranks:"
+           "\n  ranks 0-499, 990: float32[2]"
+           "\n  ranks 500-989, 991-999: float32[3]"
+           "\nEvery rank must call it with the same dtype, shape, op, root and scale factors.");
+  CHECK_CONTAINS(refusal_of(100, [](int r) { return Call{"a", r % 2 ? "odd" : "even"}; }),
+                 "\n  ranks 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30 and 34 more: "
+                 "even\n  ranks 1, 3,");
+  const std::string all = refusal_of(100, [](int r) { return Call{"a", std::to_string(r % 50)}; });
+  CHECK_CONTAINS(all, "\n  rank 0: 0\n");  // rank 50 is one of the others
+  CHECK_CONTAINS(all, "\n  ranks 15, 65: 15\n  and 82 other ranks\n");
+  const auto one = [](int r) { return Call{"a", "1", r == 77 ? "bad splits" : ""}; };
+  CHECK_EQ(refusal_of(100, one), "a cannot run:\n  rank 77: bad splits");
+  std::vector<Report> reports(100, leaving("done", {}));
+  reports[99] = staying({{"a", "1"}});
+  for (Report& report : reports) report.host = "here";
+  for (int r = 0; r < 100; ++r) reports[r].rank = r;
+  CHECK_EQ(test::decide(reports).left, "ranks 0-98 have left the job: done (on here)");
+}
+
+void what_is_combined_does_not_grow() {
+  std::mt19937 random(1);
   const std::string longer(1000, 'x');
-  const std::vector<std::vector<Report>> cases = {
-      {staying({{"b" + longer, "1"}, {"x", "1"}, {"a", "2"}}),
-       staying({{"a", "2"}, {"b" + longer, "1"}})},
-      {staying({{"join", ""}}), staying({{"a", "1"}, {"b", "1"}}),
-       staying({{"b", "1"}, {"a", "1"}})},
-      {staying({{"a", "1"}}), staying({{"b", longer}})},
-      {staying({{"a", "1"}}), staying({{"a", "2"}})},
-      {staying({{"a", "1", "bad"}}), staying({{"a", "1"}})},
-      {staying({{"a", "1"}}), leaving("done", {})},
-  };
-  std::string texts;
-  for (const std::vector<Report>& full : cases) {
-    std::vector<Report> reports;
-    for (const Report& report : full) {
-      reports.push_back(brief(report));
-      CHECK(encode(reports.back()).size() < 64 * (report.queue.size() + 1));
+  const auto bytes = [&](int ranks, bool own_names) {
+    std::vector<Digest> digests;
+    for (int r = 0; r < ranks; ++r) {
+      const std::string name = own_names ? std::to_string(r) : r % 2 ? "odd" : "even";
+      Report report = staying({{name, "1"}, {"both" + longer, "1"}, {name + " again", longer}});
+      report.number = r;
+      digests.emplace_back(report);
     }
-    const Decision mine = hvd::decide(reports), decision = hvd::decide(full);
-    std::string identities;
-    for (const Step& step : decision.run) identities += brief_identity(step.identity);
-    std::string own;
-    for (const Step& step : mine.run) own += step.identity;
-    CHECK(own == identities);
-    CHECK_EQ(mine.nothing(), decision.nothing());
-    CHECK_EQ(mine.some_joined, decision.some_joined);
-    texts += needs_texts(mine, reports) ? "1" : "0";
-    if (mine.some_joined) CHECK_EQ(mine.run.front().owner, 1);
-    reports.back().warns = true;
-    CHECK(needs_texts(mine, reports));
+    return encode(test::combined(digests, random)).size();
+  };
+  const size_t one = bytes(1, false);
+  CHECK(one < 200);
+  for (bool own_names : {false, true}) {
+    CHECK(bytes(1000, own_names) < one);
+    CHECK_EQ(bytes(1000, own_names), bytes(2, own_names));
   }
-  CHECK_EQ(texts, "000111");
 }
 
-void reports_that_are_cut_short_throw() {
-  const std::string head = encode(leaving("why", {}));
-  const std::string whole = encode(leaving("why", {{"identity", "signature"}}));
-  for (size_t size = 0; size < whole.size(); ++size) {
-    if (size == head.size()) continue;  // this much is a report with an empty queue
-    test::context = std::to_string(size) + " bytes";
-    bool thrown = false;
-    try {
-      decode(whole.substr(0, size));
+// For the rest, hashes are enough.
+void texts_travel_if_they_are_shown() {
+  const auto needed = [](const std::vector<Report>& reports) {
+    Digest all(reports[0]);
+    all.add(Digest(reports[1]));
+    return hvd::decide(all).needs_texts;
+  };
+  const Report a = staying({{"a", "1"}}), both = staying({{"b", "1"}, {"a", "1"}});
+  CHECK(!needed({a, both}));
+  CHECK(!needed({a, staying({{"b", "1"}})}));
+  CHECK(needed({a, staying({{"a", "2"}})}));
+  CHECK(needed({a, staying({{"a", "1", "bad"}})}));
+  CHECK(needed({a, leaving("done", {})}));
+  CHECK(needed({a, staying({{"join", ""}})}));  // a header
+  Report warns = a;
+  warns.warns = true;
+  CHECK(needed({warns, both}));
+}
+
+void what_is_cut_short_throws() {
+  const Report report = leaving("why", {{"identity", "signature"}});
+  Digest digest(report);
+  digest.failed = {1, 2};
+  const std::string bytes = encode(digest);
+  hvd::Decision refuses;
+  refuses.refuse.push_back({hash_of("identity"), Refusal::differs});
+  const std::string texts = encode(Texts(refuses, digest, report));
+  int thrown = 0;
+  for (size_t size = 0; size < bytes.size(); ++size) try {
+      decode(bytes.substr(0, size), &digest);
     } catch (const std::runtime_error&) {
-      thrown = true;
+      ++thrown;
     }
-    CHECK(thrown);
-  }
+  CHECK_EQ(thrown, static_cast<int>(bytes.size()) - 1);  // without rows, it is whole
+  thrown = 0;
+  for (size_t size = 1; size < texts.size(); ++size) try {
+      Texts some;
+      decode(texts.substr(0, size), &some);
+    } catch (const std::runtime_error&) {
+      ++thrown;
+    }
+  CHECK_EQ(thrown, static_cast<int>(texts.size()) - 1 - 4);  // as of five matters
 }
 
 }  // namespace
@@ -354,8 +376,9 @@ int main() {
       {"a mismatch fails what is pending", a_mismatch_fails_what_is_pending},
       {"summary shows each rank and cuts long queues",
        summary_shows_each_rank_and_cuts_long_queues},
-      {"reports survive the way through bytes", reports_survive_the_way_through_bytes},
-      {"brief reports decide alike", brief_reports_decide_alike},
-      {"reports that are cut short throw", reports_that_are_cut_short_throw},
+      {"many ranks are shown in groups", many_ranks_are_shown_in_groups},
+      {"what is combined does not grow", what_is_combined_does_not_grow},
+      {"texts travel if they are shown", texts_travel_if_they_are_shown},
+      {"what is cut short throws", what_is_cut_short_throws},
   });
 }

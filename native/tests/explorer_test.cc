@@ -7,7 +7,9 @@ namespace hvd {
 namespace {
 
 using test::Counts;
+using test::decide;
 using test::Decide;
+using Decision = test::Decided;
 using test::Schedule;
 
 constexpr unsigned kSchedules = 20000;

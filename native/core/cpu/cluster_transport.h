@@ -67,6 +67,11 @@ class ClusterTransport : public KindTransport {
     return mpi_->exchange_numbers(mine, waiting);
   }
 
+  std::string reduce(const std::string& mine, const Combine& combine,
+                     const Waiting& waiting) override {
+    return mpi_->reduce(mine, combine, waiting);
+  }
+
   void reducescatter(const Request& request, size_t i) override;
   void gather_tensor(const void* mine, const std::vector<int64_t>& sizes, void* all) override;
 

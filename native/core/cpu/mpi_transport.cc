@@ -27,6 +27,9 @@ constexpr double kLateSeconds = 10e-3;
 // Of proposals; other messages of this communicator have other tags.
 constexpr int kTag = 2;
 
+// Of what ranks combine: most is shorter.
+constexpr int64_t kFirstBytes = 1024;
+
 constexpr int64_t kPieceBytes = Messages::kPieceBytes;
 
 MPI_Comm duplicate(MPI_Comm communicator) {
@@ -193,6 +196,49 @@ std::vector<int64_t> MpiTransport::exchange_numbers(const std::vector<int64_t>& 
                         communicator_, &exchanged));
   wait(exchanged);
   return numbers;
+}
+
+// Null: nothing. The size goes with the first bytes, and what is longer follows.
+void MpiTransport::exchange_bytes(const std::string* sent, std::string* received, int other) {
+  const int64_t size = sent ? static_cast<int64_t>(sent->size()) : 0;
+  int64_t coming = 0;
+  std::string first(reinterpret_cast<const char*>(&size), sizeof size);
+  if (sent) first.append(*sent, 0, kFirstBytes);
+  std::string theirs(sizeof coming + kFirstBytes, '\0');
+  Messages messages(communicator_);
+  if (received) messages.receive(theirs.data(), static_cast<int64_t>(theirs.size()), other);
+  if (sent) messages.send(first.data(), static_cast<int64_t>(first.size()), other);
+  waiter_->wait(messages, waiting_);
+  std::memcpy(&coming, theirs.data(), sizeof coming);
+  if (received) received->assign(theirs, sizeof coming, std::min(coming, kFirstBytes));
+  if (received) received->resize(coming);
+  if (coming > kFirstBytes)
+    messages.receive(received->data() + kFirstBytes, coming - kFirstBytes, other);
+  if (size > kFirstBytes) messages.send(sent->data() + kFirstBytes, size - kFirstBytes, other);
+  waiter_->wait(messages, waiting_);
+}
+
+// By recursive doubling. Ranks beyond a power of two give theirs to others, and get the result.
+std::string MpiTransport::reduce(const std::string& mine, const Combine& combine,
+                                 const Waiting& waiting) {
+  begin(waiting);
+  const int power = 1 << std::ilogb(size()), beyond = size() - power;
+  std::string some = mine, others;
+  if (rank_ >= power) {
+    exchange_bytes(&some, nullptr, rank_ - power);
+    exchange_bytes(nullptr, &some, rank_ - power);
+    return some;
+  }
+  if (rank_ < beyond) {
+    exchange_bytes(nullptr, &others, rank_ + power);
+    some = combine(some, others);
+  }
+  for (int away = 1; away < power; away *= 2) {
+    exchange_bytes(&some, &others, rank_ ^ away);
+    some = combine(some, others);
+  }
+  if (rank_ < beyond) exchange_bytes(&some, nullptr, rank_ + power);
+  return some;
 }
 
 void MpiTransport::broadcast(Request& request) {

@@ -66,8 +66,11 @@ class MpiTransport : public KindTransport {
   void exchange(const std::vector<Part>& sent, const std::vector<Part>& received) override;
   std::vector<int64_t> exchange_numbers(const std::vector<int64_t>& mine,
                                         const Waiting& waiting) override;
+  std::string reduce(const std::string& mine, const Combine& combine,
+                     const Waiting& waiting) override;
 
  private:
+  void exchange_bytes(const std::string* sent, std::string* received, int other);
   void propose(const Proposal& mine, const Request* next);
 
   void wait(MPI_Request request);

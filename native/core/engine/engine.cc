@@ -51,7 +51,6 @@ Engine::Engine(std::unique_ptr<Transport> transport, const Settings& settings,
       ranks_(transport_->ranks()),
       settings_(settings),
       history_(std::move(recorder), process_set, *transport_),
-      joined_(ranks_.size(), false),
       thread_(new_thread("hvd set " + std::to_string(process_set), [this] { loop(); })) {}
 
 void Engine::submit(Request request) {

@@ -2,7 +2,7 @@
 //
 //   submit ──> queue ──> agree on the head (one 64-bit comparison over all ranks)
 //                          ├─ equal: transport.run(head) ──> done()
-//                          └─ not:   every rank reports its queue, see agreement.h
+//                          └─ not:   the ranks combine what they have queued, see agreement.h
 //
 // If nothing is queued, the thread that submits a small request serves it itself, if the other
 // ranks come within microseconds. Otherwise the engine's thread goes on with it.
@@ -93,15 +93,13 @@ class Engine {
 
   // In negotiation.cc.
   bool negotiate();
-  std::vector<std::string> share_texts(const std::string& mine);
-  std::vector<Report> share(const Report& mine);
-  void share_headers(Decision* decision);
+  template <typename T>
+  T of_all(const T& mine);
   void fail_first(size_t count, const Status& status);
-  std::deque<Entry>::iterator find(const std::string& identity);
-  bool take(const std::string& identity, Entry* entry);
+  bool take(uint64_t identity, Entry* entry);
   Report report(double idle);
-  void note_joined(const std::vector<bool>& joined);
   void end_joining(Request& request);
+  void nobody_has_joined();
   std::string head_waits_for(const std::vector<int>& missing);
   std::string who(const std::vector<int>& missing) const;
   std::string watch(double seconds, const std::function<std::string()>& text);
@@ -133,8 +131,10 @@ class Engine {
   History history_;
   Clock::time_point last_progress_ = Clock::now();
   std::optional<Clock::time_point> idle_since_;  // when a negotiation first found nothing to do
-  std::vector<bool> joined_;                     // in the last negotiation, by rank of the set
-  int last_joined_ = 0;
+  // At the last negotiation: whether this rank had joined, the last rank (of the set) that had not,
+  // and the one (of the job) that did so last.
+  bool has_joined_ = false;
+  int last_absent_ = static_cast<int>(ranks_.size()) - 1, last_joined_ = 0;
   double next_warning_ = settings_.stall_warning_seconds;  // 0: none
 
   std::thread thread_;  // last: it uses all of the above

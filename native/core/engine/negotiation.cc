@@ -9,6 +9,7 @@
 #include "core/base/log.h"
 #include "core/base/watchdog.h"
 #include "core/engine/engine.h"
+#include "core/engine/texts.h"
 #include "core/math/loops.h"
 #include "core/request/collectives.h"
 
@@ -52,20 +53,16 @@ Request neutral_request(const std::string& header) {
 bool Engine::negotiate() {
   const double idle = idle_seconds();
   const Report mine = report(idle);
-  std::vector<Report> reports = share(brief(mine));
-  Decision decision = decide(reports);
-  if (needs_texts(decision, reports)) {
-    reports = share(mine);
-    decision = decide(reports);
-  } else if (decision.some_joined) {
-    share_headers(&decision);
-  }
-  if (logs(LogLevel::debug)) log(LogLevel::debug, "negotiates:" + summary(reports));
+  const Digest all = of_all(Digest(mine));
+  Decision decision = decide(all);
+  if (decision.needs_texts) explain(all, of_all(Texts(decision, all, mine)), &decision);
+  if (logs(LogLevel::debug)) log(LogLevel::debug, "negotiates:" + decision.summary);
   if (!decision.refuse.empty() || !decision.mismatch.empty()) history_.flight().alarm();
   for (const Refusal& refusal : decision.refuse) {
     note_progress();
     Entry entry;
-    if (take(refusal.identity, &entry)) finish(entry, Status::error(refusal.code, refusal.message));
+    if (take(refusal.identity, &entry))
+      finish(entry, Status::error(refusal.code(), refusal.message));
     history_.free();
   }
   for (const Step& step : decision.run) {
@@ -75,60 +72,51 @@ bool Engine::negotiate() {
   }
   if (!decision.mismatch.empty()) {
     note_progress();
-    fail_first(reports[transport_->rank()].queue.size(),
-               Status::error(Code::failed_precondition, decision.mismatch));
-    joined_.assign(joined_.size(), false);
+    fail_first(mine.queue.size(), Status::error(Code::failed_precondition, decision.mismatch));
+    nobody_has_joined();
     return true;
   }
   if (!decision.left.empty()) {
-    const bool leaving = reports[transport_->rank()].leaving;
-    stop(leaving ? LeaveResult::left_early : LeaveResult::peer_left, Code::aborted, decision.left);
+    stop(mine.leaving ? LeaveResult::left_early : LeaveResult::peer_left, Code::aborted,
+         decision.left);
     return false;
   }
   if (!decision.stuck.empty()) {
     stop(LeaveResult::aborted, Code::deadline_exceeded, decision.stuck);
     return false;
   }
-  std::vector<bool> joined;
-  for (const Report& report : reports) joined.push_back(report.joined());
-  note_joined(joined);
+  // Of the ranks that have joined since the last negotiation, the highest counts as the last.
+  if (all.newly_joined >= 0) last_joined_ = ranks()[all.newly_joined];
+  has_joined_ = mine.joined();
+  last_absent_ = all.absent;
   if (!decision.nothing()) return true;
   if (!idle_since_) idle_since_ = Clock::now();
-  watch(idle, [&] { return "the ranks wait for different collectives:" + summary(reports); });
+  watch(idle, [&] { return "the ranks wait for different collectives:" + decision.summary; });
   std::unique_lock<std::mutex> lock(mutex_);
   const size_t known = queue_.size();
-  changed_.wait_for(lock, Seconds(kRetrySeconds), [&] {
-    return queue_.size() != known || (leaving_ && !reports[transport_->rank()].leaving);
-  });
+  changed_.wait_for(lock, Seconds(kRetrySeconds),
+                    [&] { return queue_.size() != known || (leaving_ && !mine.leaving); });
   return true;
 }
 
-// What all ranks send in a negotiation.
-std::vector<std::string> Engine::share_texts(const std::string& mine) {
-  return transport_->gather(
-      mine, [&](double seconds, const std::vector<int>& missing) -> std::string {
+// What all ranks say together, of digests or texts.
+template <typename T>
+T Engine::of_all(const T& mine) {
+  const auto decoded = [](const std::string& bytes) {
+    T part;
+    decode(bytes, &part);
+    return part;
+  };
+  const auto combine = [&](const std::string& some, const std::string& others) {
+    T both = decoded(some);
+    both.add(decoded(others));
+    return encode(both);
+  };
+  return decoded(transport_->reduce(
+      encode(mine), combine, [&](double seconds, const std::vector<int>& missing) -> std::string {
         return watch(seconds,
                      [&] { return who(missing) + " does not take part in a negotiation."; });
-      });
-}
-
-std::vector<Report> Engine::share(const Report& mine) {
-  std::vector<Report> reports;
-  for (const std::string& bytes : share_texts(encode(mine))) reports.push_back(decode(bytes));
-  return reports;
-}
-
-// Gives ranks that have joined the headers of what runs: each from the first rank that has it.
-void Engine::share_headers(Decision* decision) {
-  Writer mine;
-  for (const Step& step : decision->run) {
-    if (step.owner != transport_->rank()) continue;
-    std::lock_guard<std::mutex> lock(mutex_);
-    mine(encode_header(find(step.identity)->request));
-  }
-  const std::vector<std::string> texts = share_texts(mine.take());
-  std::vector<Reader> readers(texts.begin(), texts.end());
-  for (Step& step : decision->run) readers[step.owner](step.header);
+      }));
 }
 
 // Requests that came after the last report are not among them.
@@ -144,17 +132,12 @@ void Engine::fail_first(size_t count, const Status& status) {
   history_.free();
 }
 
-// The first request of this identity, which may be brief.
-std::deque<Engine::Entry>::iterator Engine::find(const std::string& name) {
-  return std::find_if(queue_.begin(), queue_.end(), [&](const Entry& pending) {
-    const std::string own = identity(pending.request);
-    return own == name || brief_identity(own) == name;
-  });
-}
-
-bool Engine::take(const std::string& name, Entry* entry) {
+// The first request of this identity.
+bool Engine::take(uint64_t wanted, Entry* entry) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = find(name);
+  const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const Entry& pending) {
+    return hash_of(identity(pending.request)) == wanted;
+  });
   if (found == queue_.end()) return false;
   *entry = std::move(*found);
   queue_.erase(found);
@@ -164,7 +147,8 @@ bool Engine::take(const std::string& name, Entry* entry) {
 Report Engine::report(double idle) {
   std::lock_guard<std::mutex> lock(mutex_);
   Report report;
-  report.rank = ranks()[transport_->rank()];
+  report.number = transport_->rank();
+  report.rank = ranks()[report.number];
   report.host = transport_->host(transport_->rank());
   for (const Entry& entry : queue_) {
     const Collective& row = collective(entry.request.kind);
@@ -179,6 +163,7 @@ Report Engine::report(double idle) {
     if (row.needs_all) pending.needs = Pending::everybody;
     report.queue.push_back(std::move(pending));
   }
+  report.had_joined = has_joined_;
   report.leaving = leaving_;
   report.reason = reason_;
   const double unchanged = seconds_since(std::max(queue_changed_, last_progress_));
@@ -189,19 +174,16 @@ Report Engine::report(double idle) {
   return report;
 }
 
-// Of the ranks that have joined since the last negotiation, the highest counts as the last.
-void Engine::note_joined(const std::vector<bool>& joined) {
-  for (size_t r = 0; r < joined.size(); ++r) {
-    if (joined[r] && !joined_[r]) last_joined_ = ranks()[r];
-  }
-  joined_ = joined;
-}
-
 // The last request of all ranks is a join.
 void Engine::end_joining(Request& request) {
-  note_joined(std::vector<bool>(joined_.size(), true));
+  if (last_absent_ >= 0) last_joined_ = ranks()[last_absent_];
   request.root = last_joined_;
-  joined_.assign(joined_.size(), false);
+  nobody_has_joined();
+}
+
+void Engine::nobody_has_joined() {
+  has_joined_ = false;
+  last_absent_ = transport_->size() - 1;
 }
 
 std::string Engine::head_waits_for(const std::vector<int>& missing) {
@@ -219,6 +201,12 @@ std::string Engine::head_waits_for(const std::vector<int>& missing) {
 // Names ranks and their hosts.
 std::string Engine::who(const std::vector<int>& missing) const {
   std::string text;
+  if (missing.size() > kShownRanks) {
+    Said::Group all;
+    for (int rank : missing) all.add(rank, rank);
+    return names(all) + " (the first on " +
+           transport_->host(transport_->number_in_set(missing[0])) + ")";
+  }
   for (int rank : missing) {
     text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank) + " (on " +
             transport_->host(transport_->number_in_set(rank)) + ")";

@@ -142,6 +142,11 @@ std::vector<std::string> GpuTransport::gather(const std::string& mine, const Wai
   return noting_aborts([&] { return host_->gather(mine, waiting); });
 }
 
+std::string GpuTransport::reduce(const std::string& mine, const Combine& combine,
+                                 const Waiting& waiting) {
+  return noting_aborts([&] { return host_->reduce(mine, combine, waiting); });
+}
+
 Status GpuTransport::run(Request& request, const Waiting& waiting) {
   return noting_aborts([&] {
     try {

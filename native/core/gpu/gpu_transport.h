@@ -44,6 +44,8 @@ class GpuTransport : public Transport {
   std::optional<Agreement> agree(const Proposal& mine, const Request* next,
                                  const Waiting& waiting) override;
   std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) override;
+  std::string reduce(const std::string& mine, const Combine& combine,
+                     const Waiting& waiting) override;
   Status run(Request& request, const Waiting& waiting) override;
   void abort(const std::string& why) override { fail(why); }
   void check_aborted() override { host_->check_aborted(); }

@@ -126,6 +126,17 @@ class Transport {
   // Every rank's bytes, by rank of the set.
   virtual std::vector<std::string> gather(const std::string& mine, const Waiting& waiting) = 0;
 
+  // Every rank's bytes, combined pairwise, in any order, to the same on all ranks. What is combined
+  // should not grow with the number of ranks.
+  using Combine = std::function<std::string(const std::string&, const std::string&)>;
+  virtual std::string reduce(const std::string& mine, const Combine& combine,
+                             const Waiting& waiting) {
+    const std::vector<std::string> all = gather(mine, waiting);
+    std::string some = all[0];
+    for (int r = 1; r < size(); ++r) some = combine(some, all[r]);
+    return some;
+  }
+
   // Every rank's numbers, one rank's after the other's; equally many from each.
   virtual std::vector<int64_t> gather_numbers(const std::vector<int64_t>& mine,
                                               const Waiting& waiting) {

@@ -11,12 +11,12 @@
 #include <string>
 #include <vector>
 
-#include "core/engine/agreement.h"
+#include "tests/support/agree.h"
 #include "tests/support/check.h"
 
 namespace hvd::test {
 
-using Decide = std::function<Decision(const std::vector<Report>&)>;
+using Decide = std::function<Decided(const std::vector<Report>&)>;
 
 struct Call {
   std::string identity;
@@ -172,7 +172,7 @@ class Schedule {
       return head.problem.empty() ? serve({head.identity}, {}) : serve({}, {head.identity});
     }
     ++counts.negotiated;
-    std::vector<std::string> bytes;
+    std::vector<Report> reports;
     for (size_t r = 0; r < ranks_.size(); ++r) {
       Report report;
       report.rank = static_cast<int>(r);
@@ -184,17 +184,15 @@ class Schedule {
         report.queue.push_back(
             {call.identity, call.signature, call.problem, call.text(), call.joins(), call.needs});
       }
-      bytes.push_back(encode(report));
+      reports.push_back(report);
     }
-    Decision decision;
+    Decided decision;
     std::string first_text;
     for (size_t r = 0; r < ranks_.size(); ++r) {  // each rank decides for itself
-      std::vector<Report> reports;
-      for (const std::string& part : bytes) reports.push_back(decode(part));
       decision = decide_(reports);
       std::string text = "run";
-      for (const Step& step : decision.run) text += " " + step.identity + " as " + step.header;
-      for (const Refusal& refusal : decision.refuse)
+      for (const auto& step : decision.run) text += " " + step.identity + " as " + step.header;
+      for (const auto& refusal : decision.refuse)
         text += " refuse " + refusal.identity + refusal.message;
       text +=
           " left " + decision.left + " mismatch " + decision.mismatch + " stuck " + decision.stuck;
@@ -203,8 +201,8 @@ class Schedule {
         return violate("ranks decide differently: " + first_text + " and " + text);
     }
     std::vector<std::string> run, refused;
-    for (const Step& step : decision.run) run.push_back(step.identity);
-    for (const Refusal& refusal : decision.refuse) refused.push_back(refusal.identity);
+    for (const auto& step : decision.run) run.push_back(step.identity);
+    for (const auto& refusal : decision.refuse) refused.push_back(refusal.identity);
     serve(run, refused);
     if (!decision.left.empty()) return stop(decision.left);
     if (!decision.mismatch.empty()) return abort(&counts.mismatched);
