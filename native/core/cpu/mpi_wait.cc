@@ -21,7 +21,7 @@ namespace {
 constexpr double kSpinSeconds = 200e-6;
 constexpr double kMaxSleepSeconds = 1e-3;
 
-// By which the answers to a call of the roll may be late.
+// By which answers to a call of the roll may be late.
 constexpr double kLateAnswerSeconds = 2.0;
 
 // After which one of many ranks tells the next one what it knows: longer than a rank sleeps.
@@ -232,6 +232,9 @@ void MpiWaiter::hear_answers(const Notice& notice) {
   uint64_t call = 0;
   std::memcpy(&call, notice.bytes.data(), sizeof call);
   hear_call(call);
+  // Who answers so late has kept the others waiting, and may do so until the next call.
+  if (call == call_ && !calls_.empty() && seconds_since(calls_.back().heard) > kLateAnswerSeconds)
+    return;
   bool news = false;
   for (size_t at = sizeof call; at < notice.bytes.size(); at += sizeof(Answers)) {
     Answers heard;
