@@ -322,7 +322,7 @@ def test_killed_job_started_again_ends_as_if_undisturbed(tmp_path: pathlib.Path)
 # Prints what a new Python would have, and what must differ between the ranks; ends otherwise in
 # each start.
 AGAIN = """
-import glob, os, resource, sys, time, warnings
+import glob, os, resource, signal, sys, time, warnings
 warm = "keras" in sys.modules
 os.environ["PYTHONWARNINGS"] = "ignore"  # for programs that this one may start
 import random
@@ -354,6 +354,7 @@ if start == 0 or start == 1 and hvd.rank() == 0:
         time.sleep(0.05)
     os.kill(os.getpid(), 9) if start == 0 and hvd.rank() == 1 else None
     if start == 1:
+        os.kill(os.getppid(), signal.SIGSTOP)
         os.execv(sys.executable, [sys.executable, "-c", "import sys; sys.exit(3)"])
 elif start == 2:
     def fail():

@@ -95,17 +95,21 @@ def start_server(
 class Child:
     """A process that the server has forked, as `subprocess.Popen` shows one."""
 
-    def __init__(self, connection: socket.socket, process: int) -> None:
-        self.connection, self.pid = connection, process
+    def __init__(self, connection: socket.socket, server: int, process: int) -> None:
+        self.connection, self._server, self.pid = connection, server, process
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Return how it has ended; None if it has not."""
-        with contextlib.suppress(BlockingIOError):
-            if self.returncode is None:
+        if self.returncode is None:
+            try:
                 data = self.connection.recv(_STATUS.size)
-                # Without the server, it is killed.
-                self.returncode = _STATUS.unpack(data)[0] if data else -signal.SIGKILL
+            except BlockingIOError:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._server, signal.SIGCONT)  # while it is stopped, it tells nothing
+                return None
+            # Without the server, it is killed.
+            self.returncode = _STATUS.unpack(data)[0] if data else -signal.SIGKILL
         return self.returncode
 
 
@@ -136,7 +140,8 @@ def fork(
         with in_folder(folder) as short:
             connection.connect(f"{short}/server")
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        if _PEER.unpack(peer)[1] != os.geteuid():  # after ours, anybody can make such a folder
+        server, owner, _ = _PEER.unpack(peer)
+        if owner != os.geteuid():  # after ours, anybody can make such a folder
             raise PermissionError
         socket.send_fds(connection, [_STATUS.pack(len(data))], [*streams, *inherited])
         connection.sendall(data)
@@ -145,7 +150,7 @@ def fork(
         connection.close()
         return None
     connection.setblocking(False)
-    return Child(connection, process)
+    return Child(connection, server, process)
 
 
 def _inherits(descriptor: int) -> bool:
