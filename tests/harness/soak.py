@@ -6,10 +6,12 @@ that went into steps which count: ``--minutes 20 --every 60 --only "kill a rank"
 """
 
 import argparse
+import itertools
 import pathlib
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -83,8 +85,14 @@ def steps_done(job: Running) -> int:
     return max((int(epoch) * STEPS + int(batch) + 1 for epoch, batch in found), default=0)
 
 
-def trouble(job: Running, seconds: float, chance: random.Random, options: Any) -> Counter[str]:
-    """Faults until the time is over or the job has ended; returns what has happened."""
+def trouble(
+    job: Running,
+    seconds: float,
+    chance: random.Random,
+    options: Any,
+    look: Callable[[], object] = lambda: None,
+) -> Counter[str]:
+    """Faults until the time is over or the job has ended, and looks; returns what has happened."""
     happened: Counter[str] = Counter()
     limit = time.monotonic() + seconds
     while True:
@@ -92,6 +100,7 @@ def trouble(job: Running, seconds: float, chance: random.Random, options: Any) -
         while wait > 0 and job.process.poll() is None and time.monotonic() < limit:
             time.sleep(min(1.0, wait))
             wait -= 1
+            look()
         if job.process.poll() is not None or time.monotonic() >= limit:
             return happened
         name = options.only or chance.choice(list(FAULTS))
@@ -103,15 +112,15 @@ def trouble(job: Running, seconds: float, chance: random.Random, options: Any) -
 
 def goodput(job: Running, seconds: float, chance: random.Random, options: Any) -> Counter[str]:
     """As ``trouble``; also prints which part of the time went into steps that count."""
+    seen: list[tuple[float, int]] = []
     job.wait_for("batch", 1)
-    begin, before = time.monotonic(), steps_done(job)
-    job.wait_for("batch", 1 + STEPS * 10)
-    step = (time.monotonic() - begin) / (steps_done(job) - before)
-    begin, before = time.monotonic(), steps_done(job)
-    happened = trouble(job, seconds, chance, options)
-    took, done = time.monotonic() - begin, steps_done(job) - before
+    look = lambda: seen.append((time.monotonic(), steps_done(job)))  # noqa: E731
+    happened = trouble(job, seconds, chance, options, look)
+    # In most seconds nothing is wrong, so the median is the rate of an undisturbed training.
+    rate = statistics.median((d - b) / (t - s) for (s, b), (t, d) in itertools.pairwise(seen))
+    took, done = seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]
     print(
-        f"soak: goodput {done * step / took:.3f}: {done} steps of {step:.3f} s in {took:.0f} s",
+        f"soak: goodput {done / rate / took:.3f}: {done} steps of {1 / rate:.3f} s in {took:.0f} s",
         flush=True,
     )
     return happened
