@@ -71,6 +71,18 @@ def test_a_script_may_use_the_statuses_of_ranks_that_follow_others(status: int) 
     assert culprit("arrived", "joined", "leaving", "ended") == 1
 
 
+def test_a_killed_mpirun_is_named_and_not_who_lost_a_connection_by_that() -> None:
+    lost, other = gone(10.0, MPI_LOST), Report(-signal.SIGTERM, 10.1, True, host="server")
+    for mark in ("arrived", "joined"):
+        lost.note(mark)
+    lines = [
+        judge({0: lost, 1: other}, 2, -signal.SIGKILL, was_killed=was_killed).lines[0]
+        for was_killed in (True, False)
+    ]
+    assert lines[0] == "the job did not complete; mpirun ended with killed by SIGKILL"
+    assert lines[1] == "rank 0 lost the connection to another rank"
+
+
 def test_a_rank_that_hangs_inside_mpi_is_named_by_the_waiting_ranks() -> None:
     def report(status: int | None, *marks: str, **more) -> Report:
         made = Report(status, 10.0, False, host="server", **more)

@@ -127,11 +127,17 @@ def _ended(reports: dict[int, Report]) -> list[int]:
 
 
 def judge(
-    reports: dict[int, Report], size: int, mpirun_status: int, lost_hosts: Collection[str] = ()
+    reports: dict[int, Report],
+    size: int,
+    mpirun_status: int,
+    lost_hosts: Collection[str] = (),
+    *,
+    was_killed: bool = False,
 ) -> Verdict:
     """Judge a job of `size` ranks that ended without a request from outside.
 
-    mpirun's status counts only if the reports do not decide. If one of `lost_hosts`, which could
+    mpirun's status counts only if the reports do not decide, or if it `was_killed`, not by hvdrun:
+    ranks may lose their connections because of that. If one of `lost_hosts`, which could
     not be reached at the end, was silent before, failures of other ranks are consequences.
     """
     if len(reports) == size and all(
@@ -187,7 +193,8 @@ def judge(
         known = _describe_absent(reports, waited[0]) or "the error above names that rank"
         cause = f"{names(waited)} timed out waiting for another rank; {known}"
         return verdict(WAITED_IN_VAIN, cause, waiting=waited[0])
-    if lost := [rank for rank, status in followers.items() if status == MPI_LOST]:
+    lost = [rank for rank, status in followers.items() if status == MPI_LOST]
+    if lost and not was_killed:
         cause = f"{names(lost)} lost the connection to another rank"
         return verdict(MPI_LOST, cause, explained=False)
     asked = [rank for rank, report in reports.items() if report.stopped and report.by_signal]

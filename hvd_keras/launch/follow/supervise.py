@@ -213,12 +213,13 @@ class Job:
             cause = f"cannot write the ranks' output: {error.strerror}; the job was ended"
             verdict = Verdict(1, [cause])
         else:
-            if mpirun_status < 0 and not self._stopping:  # its daemons died of that
+            was_killed = mpirun_status < 0 and not self._stopping
+            if was_killed:  # its daemons died of that
                 for report in reports.values():
                     report.orphaned = float("inf")
             size = self.ranks.size
             verdict = dataclasses.replace(
-                judge(reports, size, mpirun_status, lost),
+                judge(reports, size, mpirun_status, lost, was_killed=was_killed),
                 apart=describe_apart(reports, size),
                 asked=any(report.marks for report in reports.values()),
             )
