@@ -320,6 +320,17 @@ def job(size: int, *command: str) -> list[str]:
     return [*start, *command]
 
 
+def written(log: Log, framework: str, text: str, device: str) -> list[str]:
+    """The command of a script of a framework, on this device; empty if this Python lacks it."""
+    package = "torch" if framework == "PyTorch" else framework.lower()
+    if not all(importlib.util.find_spec(name) for name in (package, "hvd_keras")):
+        log.leave_out(framework, f"This Python lacks {package} or hvd_keras.")
+        return []
+    script = log.build / f"with_{package}.py"
+    script.write_text(text)
+    return [sys.executable, str(script), device]
+
+
 def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
     """All that runs on GPUs: what tells most comes first."""
     programs = log.build / "tests"
@@ -361,23 +372,13 @@ def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
     for test in ("engine_test", "exchange_test"):
         by_two(f"{test}, {two}", str(programs / test), "gpu-host")
     by_two("one rank without NCCL", str(programs / "gpu_test"), "gpu", "without")
-    if not all(importlib.util.find_spec(name) for name in ("tensorflow", "hvd_keras")):
-        log.leave_out("TensorFlow", "This Python lacks tensorflow or hvd_keras.")
-    else:
-        script = log.build / "with_tensorflow.py"
-        script.write_text(TENSORFLOW)
-        program = (sys.executable, str(script), "/CPU:0" if fake else "/GPU:0")
-        settings = "HVD_TIMEOUT_SECONDS=60"
+    settings = "HVD_TIMEOUT_SECONDS=60"
+    if program := written(log, "TensorFlow", TENSORFLOW, "/CPU:0" if fake else "/GPU:0"):
         with_nccl(f"TensorFlow, {each}", gpus, *program, limit=120, settings=settings)
-        settings += " HVD_GPU_OPERATIONS=MPI"
-        by_two(f"TensorFlow, {two}", *program, limit=120, settings=settings)
-    if not all(importlib.util.find_spec(name) for name in ("torch", "hvd_keras")):
-        log.leave_out("PyTorch", "This Python lacks torch or hvd_keras.")
-    else:
-        script = log.build / "with_torch.py"
-        script.write_text(PYTORCH)
-        program = (sys.executable, str(script), "cpu" if fake else "cuda")
-        settings = "HVD_TIMEOUT_SECONDS=60 KERAS_BACKEND=torch"
+        by_mpi = f"{settings} HVD_GPU_OPERATIONS=MPI"
+        by_two(f"TensorFlow, {two}", *program, limit=120, settings=by_mpi)
+    if program := written(log, "PyTorch", PYTORCH, "cpu" if fake else "cuda"):
+        settings += " KERAS_BACKEND=torch"
         with_nccl(f"PyTorch, {each}", gpus, *program, limit=120, settings=settings)
     places = [f"{folder}/nvidia/*/bin" for folder in sys.path if folder]
     places += [f"{folder}/bin" for folder in CUDA_FOLDERS]
