@@ -90,7 +90,7 @@ def trouble(
     seconds: float,
     chance: random.Random,
     options: Any,
-    look: Callable[[], object] = lambda: None,
+    look: Callable[[], object],
 ) -> Counter[str]:
     """Faults until the time is over or the job has ended, and looks; returns what has happened."""
     happened: Counter[str] = Counter()
@@ -114,8 +114,9 @@ def goodput(job: Running, seconds: float, chance: random.Random, options: Any) -
     """As ``trouble``; also prints which part of the time went into steps that count."""
     seen: list[tuple[float, int]] = []
     job.wait_for("batch", 1)
-    look = lambda: seen.append((time.monotonic(), steps_done(job)))  # noqa: E731
-    happened = trouble(job, seconds, chance, options, look)
+    happened = trouble(
+        job, seconds, chance, options, lambda: seen.append((time.monotonic(), steps_done(job)))
+    )
     # In most seconds nothing is wrong, so the median is the rate of an undisturbed training.
     rate = statistics.median((d - b) / (t - s) for (s, b), (t, d) in itertools.pairwise(seen))
     took, done = seen[-1][0] - seen[0][0], seen[-1][1] - seen[0][1]
