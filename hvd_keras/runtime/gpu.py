@@ -56,12 +56,12 @@ def choose(gpus: int, local_rank: int, local_size: int, chosen: settings.Setting
         return local_rank
     if gpus == 1 and chosen.some_gpus_hidden:
         return 0  # each process sees its own; otherwise NCCL's first use is an error
-    if chosen.gpus_by_mpi:
+    if chosen.gpus_shared:
         return local_rank % gpus
     raise RuntimeError(
         f"hvd.init: this host has {gpus} GPUs for {local_size} processes. Start one process per "
-        "GPU (hvdrun -np), or set HVD_GPU_OPERATIONS=MPI to share GPUs: collectives then go "
-        "through the host's memory."
+        "GPU (hvdrun -np). To share GPUs, set HVD_GPU_OPERATIONS=MPI, which sends through the host's "
+        "memory, or, with NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1."
     )
 
 

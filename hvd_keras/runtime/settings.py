@@ -42,7 +42,7 @@ class Settings:
     #: of the gradients in one request. Larger buckets need fewer agreements; smaller start earlier.
     bucket_bytes: int = 16 << 20
     log_level: str = "WARNING"  # for the core as well
-    gpus_by_mpi: bool = False  # processes may share a GPU
+    gpus_shared: bool = False  # by processes of a host
     some_gpus_hidden: bool = False  # from CUDA
     strict: bool = False  # warnings that the ranks train separate models become errors
     verbose_all: bool = False  # all ranks show Keras's progress bar by default, not one
@@ -87,7 +87,8 @@ def read() -> Settings:
     return Settings(
         bucket_bytes=int(size),
         log_level=level.upper(),
-        gpus_by_mpi=os.environ.get("HVD_GPU_OPERATIONS") == "MPI",
+        gpus_shared=os.environ.get("HVD_GPU_OPERATIONS") == "MPI"
+        or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         some_gpus_hidden=bool(os.environ.get("CUDA_VISIBLE_DEVICES")),
         strict=_flag("HVD_STRICT"),
         verbose_all=_flag("HVD_VERBOSE_ALL"),

@@ -133,8 +133,9 @@ def folder() -> pathlib.Path:
 class Log:
     """Prints, and writes to a file, at once."""
 
-    def __init__(self, build: pathlib.Path) -> None:
+    def __init__(self, build: pathlib.Path, only: str) -> None:
         self.build = build
+        self.only = only  # a pattern of the parts' names
         self.path = build / "log.txt"
         self.file = self.path.open("w")
         self.failed: list[str] = []
@@ -163,6 +164,8 @@ class Log:
 
         With ``error``, it must fail with this text. ``settings`` are added to the environment.
         """
+        if not re.search(self.only, name):
+            return True
         start = time.monotonic()
         limit = min(limit, self.end - start)
         if limit <= 5:
@@ -272,6 +275,13 @@ def cuda_of(path: str) -> int:
     return 0
 
 
+def nccl_version(path: str) -> int:
+    """As 23007 for 2.30.7."""
+    version = ctypes.c_int()
+    ctypes.CDLL(path).ncclGetVersion(ctypes.byref(version))
+    return version.value
+
+
 def library(log: Log, variable: str, names: tuple[str, ...], newest: int) -> str:
     """The path or name of the first of these that opens and that the driver can run, or ""."""
     if os.environ.get(variable):
@@ -307,7 +317,10 @@ def build(log: Log) -> bool:
     configure += ["-DHVD_TENSORFLOW=OFF", "-DHVD_BUILD_TESTS=ON"]
     targets = [f"tests/{name}" for name in (*PROGRAMS, "libhvd_fake_cuda.so")]
     command = [str(found["ninja"]), "-C", str(log.build), "--quiet", *targets]
-    return log.run("configure", configure) and log.run("build", command, SECONDS / 2)
+    only, log.only = log.only, ""
+    built = log.run("configure", configure) and log.run("build", command, SECONDS / 2)
+    log.only = only
+    return built
 
 
 def job(size: int, *command: str) -> list[str]:
@@ -336,6 +349,11 @@ def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
     programs = log.build / "tests"
     nccl = bool(os.environ["HVD_NCCL_LIBRARY"])
     each, two = "a rank for each GPU", "two ranks through the host's memory"
+    ranks = gpus
+    if nccl and gpus == 1 and shared and not fake:
+        if nccl_version(os.environ["HVD_NCCL_LIBRARY"]) >= 23000:
+            os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+            ranks, each = 2, "two ranks on the GPU"
     limit = 60 + 10 * gpus  # NCCL's beginning takes longer with more
 
     def with_nccl(
@@ -357,29 +375,31 @@ def parts(log: Log, gpus: int, shared: bool, fake: bool) -> None:
         else:
             log.leave_out(name, "This GPU serves one process only (nvidia-smi -c DEFAULT).")
 
-    with_nccl(f"gpu_test, {each}", gpus, str(programs / "gpu_test"), "gpu")
-    with_nccl(f"times, {each}", gpus, str(programs / "gpu_bench"), "gpu", limit=120)
+    for size in sorted({ranks, gpus}):
+        name = f"gpu_test, {size} ranks"
+        with_nccl(name, size, str(programs / "gpu_test"), "gpu")
+    with_nccl("times, a rank for each GPU", gpus, str(programs / "gpu_bench"), "gpu", limit=120)
     for test in ("engine_test", "exchange_test", "leave_test"):
-        with_nccl(f"{test}, {each}", gpus, str(programs / test), "gpu")
+        with_nccl(f"{test}, {each}", ranks, str(programs / test), "gpu")
     faults = (str(programs / "gpu_test"), "gpu")
     stuck = "the GPU waits for work that cannot finish"
     patience = "HVD_TIMEOUT_SECONDS=" + ("2" if fake else "20")
     name = f"a GPU that stops, {each}"
-    with_nccl(name, gpus, *faults, "stuck", error=stuck, settings=patience)
-    if gpus > 1:
-        with_nccl(f"a rank that dies, {each}", gpus, *faults, "dies", error="signal")
+    with_nccl(name, ranks, *faults, "stuck", error=stuck, settings=patience)
+    if ranks > 1:
+        with_nccl(f"a rank that dies, {each}", ranks, *faults, "dies", error="signal")
     by_two("times, two ranks", str(programs / "gpu_bench"), "gpu-host")
     for test in ("engine_test", "exchange_test"):
         by_two(f"{test}, {two}", str(programs / test), "gpu-host")
     by_two("one rank without NCCL", str(programs / "gpu_test"), "gpu", "without")
     settings = "HVD_TIMEOUT_SECONDS=60"
     if program := written(log, "TensorFlow", TENSORFLOW, "/CPU:0" if fake else "/GPU:0"):
-        with_nccl(f"TensorFlow, {each}", gpus, *program, limit=120, settings=settings)
+        with_nccl(f"TensorFlow, {each}", ranks, *program, limit=120, settings=settings)
         by_mpi = f"{settings} HVD_GPU_OPERATIONS=MPI"
         by_two(f"TensorFlow, {two}", *program, limit=120, settings=by_mpi)
     if program := written(log, "PyTorch", PYTORCH, "cpu" if fake else "cuda"):
         settings += " KERAS_BACKEND=torch"
-        with_nccl(f"PyTorch, {each}", gpus, *program, limit=120, settings=settings)
+        with_nccl(f"PyTorch, {each}", ranks, *program, limit=120, settings=settings)
     places = [f"{folder}/nvidia/*/bin" for folder in sys.path if folder]
     places += [f"{folder}/bin" for folder in CUDA_FOLDERS]
     found = [path for place in places for path in glob.glob(f"{place}/compute-sanitizer")]
@@ -440,14 +460,15 @@ def main() -> int:
         metavar="GPUS",
         help="try this script on the fake of CUDA (1)",
     )
-    fake = parser.parse_args().fake
+    parser.add_argument("--only", default="", metavar="PATTERN", help="run parts so named")
+    fake, only = (options := parser.parse_args()).fake, options.only
     driver = Driver()
     if not fake and driver.problem:
         print(f"{driver.problem} So nothing was tested.")
         return NO_GPU
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a lost connection ends nothing
-    log = Log(folder())
+    log = Log(folder(), only)
     try:
         status = test(log, driver, fake)
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ def test_a_process_that_sees_only_its_own_gets_that() -> None:
 def test_fewer_gpus_than_processes() -> None:
     with pytest.raises(RuntimeError, match=r"has 2 GPUs for 3 processes.*HVD_GPU_OPERATIONS=MPI"):
         gpu.choose(2, 0, 3, Settings())
-    shared = Settings(gpus_by_mpi=True)
+    shared = Settings(gpus_shared=True)
     assert [gpu.choose(2, rank, 3, shared) for rank in range(3)] == [0, 1, 0]
 
 

@@ -1,6 +1,7 @@
 #include "core/gpu/gpu_handshake.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <map>
 
@@ -16,7 +17,7 @@ const char* name_of(GpuBackend backend) { return backend == GpuBackend::nccl ? "
 template <typename Bytes, typename Info>
 void fields(Bytes& bytes, Info& info) {
   bytes(info.backends, info.machine, info.bus_id, info.nccl_version, info.problem, info.id,
-        info.mpi_knows_gpus);
+        info.mpi_knows_gpus, info.shares);
 }
 
 }  // namespace
@@ -42,6 +43,11 @@ std::string backends_text(const Settings& settings) {
 }
 
 bool wants_nccl(const std::string& backends) { return backends.find("NCCL") != std::string::npos; }
+
+bool ranks_may_share(int nccl_version) {
+  const char* wanted = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  return nccl_version >= 23000 && wanted && std::string(wanted) == "1";
+}
 
 // The kernel's, so that containers of one machine know each other.
 std::string this_machine() {
@@ -82,12 +88,13 @@ GpuHandshake negotiate(const std::vector<GpuInfo>& all, const std::vector<int>& 
       return result;
     }
     const auto [other, is_new] = seen.emplace(all[r].machine + " " + all[r].bus_id, r);
-    if (is_new) continue;
+    if (is_new || (all[other->second].shares && all[r].shares)) continue;
     result.refusal = rank(other->second) + " and " + rank(r) + " use the same GPU (" +
                      all[r].bus_id +
-                     "), which NCCL cannot. Start as many processes per machine as it has GPUs, "
-                     "each with its own (hvd.init() gives them out), or set "
-                     "HVD_GPU_OPERATIONS=MPI to share them.";
+                     "), which NCCL does not allow. Start as many processes per machine as it has "
+                     "GPUs, each with its own (hvd.init() gives them out). To share them, set "
+                     "HVD_GPU_OPERATIONS=MPI, or, with NCCL 2.30 or later, "
+                     "NCCL_MULTI_RANK_GPU_ENABLE=1, on all ranks.";
     return result;
   }
   result.nccl = true;

@@ -17,6 +17,7 @@ struct GpuInfo {
   std::string problem;  // why there is no NCCL
   std::string id;       // rank 0: NCCL's name for the set
   bool mpi_knows_gpus = false;
+  bool shares = false;  // whether its NCCL lets ranks use the same GPU
 };
 
 struct GpuHandshake {
@@ -36,5 +37,6 @@ GpuBackend backend_of(const Settings& settings, Kind kind);
 std::string backends_text(const Settings& settings);
 bool wants_nccl(const std::string& backends);
 std::string this_machine();
+bool ranks_may_share(int nccl_version);  // a GPU, by NCCL's own setting
 
 }  // namespace hvd
