@@ -15,6 +15,10 @@ class VerifyWeights(Callback):  # type: ignore[misc]
     memory or processor is faulty. Two ranks have no majority that tells which. Put it before
     ``Checkpoint``: then a checkpoint has verified weights, with which a restart goes on.
 
+    On GPUs, TensorFlow adds the rows of sparse gradients, such as those of embeddings, in any
+    order, so their last bits differ by rank. Pass ``sparse_as_dense=True`` to the optimizer, or
+    call ``tf.config.experimental.enable_op_determinism()``.
+
     It compares a checksum of each value that is equal on all ranks, also at the end of each epoch:
     weights, learning rate and counters, but no moving statistics and parts of tables. It does not
     find what is equal on all ranks again by then, such as NaN after a weight became infinite. On
@@ -73,7 +77,8 @@ class VerifyWeights(Callback):  # type: ignore[misc]
                 f"VerifyWeights: after {now} the values of {what} differ, on "
                 f"{odd or 'ranks without a majority that tells which is wrong'}. They were equal "
                 f"after {self._equal}. Either memory or a processor there is faulty, or a "
-                "callback, train_step or layer assigns what depends on the rank. To go on, leave "
+                "callback, train_step or layer assigns what depends on the rank, or a GPU adds the "
+                "rows of sparse gradients in any order (set sparse_as_dense=True). To go on, leave "
                 "out the host and restart from a checkpoint before this."
             )
         self._equal = now

@@ -85,7 +85,8 @@ class Compression:
       gradients become infinite, on all ranks.
     - ``bf16``: sent as bfloat16, with 8 significant bits and float32's range.
 
-    float16, bfloat16 and integers are sent unchanged. Sums are computed in float32.
+    float16, bfloat16 and integers are sent unchanged. Sums are computed in float32; on GPUs, in
+    the dtype that is sent.
 
     Values are rounded twice: before a rank sends them, and in the result. So the error of an
     average is at most 2**-11 (fp16) or 2**-8 (bf16) of the mean magnitude of the ranks' values,

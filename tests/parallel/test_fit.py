@@ -223,7 +223,10 @@ def test_recurrent_text_model() -> None:
             ]
         )
 
-    assert_equal(*both(make, optimizer=lambda: optimizers.Adam(0.01)))
+    def padded(x, *rest):
+        return arrays(-np.sort(-x), *rest)  # on the right: cuDNN takes no other mask
+
+    assert_equal(*both(make, padded, optimizer=lambda: optimizers.Adam(0.01)))
 
 
 def test_mixed_bfloat16_keeps_the_ranks_equal() -> None:

@@ -49,6 +49,7 @@ def test_compression_keeps_to_its_error_bound(compression: str, error: float) ->
         np.testing.assert_array_equal(reduced, got)
 
 
+@pytest.mark.host("NCCL sums in the dtype that is sent")
 @pytest.mark.parametrize("compression", ["fp16", "bf16"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_compression_keeps_to_its_error_bound_over_the_whole_range(
@@ -86,6 +87,7 @@ def test_compression_beyond_the_range_gives_infinity_to_all_ranks() -> None:
     np.testing.assert_array_equal(bf16[3:], [np.inf, np.nan, SIZE])
 
 
+@pytest.mark.host("for NCCL, TensorFlow casts")
 @several
 def test_ranks_that_compress_differently_get_an_error() -> None:
     how = hvd.Compression.fp16 if RANK == 0 else hvd.Compression.none
@@ -93,6 +95,7 @@ def test_ranks_that_compress_differently_get_an_error() -> None:
         hvd.allreduce(tf.ones(3), compression=how, name="differs")
 
 
+@pytest.mark.host("for NCCL, TensorFlow casts")
 def test_compression_adds_no_ops_and_a_compressor_of_a_derived_class_is_called() -> None:
     class Mine(hvd.Compression.fp16):
         pass

@@ -73,6 +73,7 @@ def test_training_goes_on_while_a_file_is_written(directory, monkeypatch, jit_co
     assert_same_state(again, undisturbed)
 
 
+@pytest.mark.host("values of a GPU are copied")
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("make", [adam, lambda: keras.optimizers.Lion(0.01, weight_decay=0.1)])
 def test_large_values_are_not_copied_for_a_file(directory, make) -> None:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 
 import pytest
+import tensorflow as tf
 
 import hvd_keras as hvd
 from hvd_keras.gradients import missing_calls, model_ranks
@@ -51,7 +52,11 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that are for other numbers of ranks."""
+    """Leave out the cases that are for other numbers of ranks, or not for GPUs."""
+    if tf.config.get_visible_devices("GPU"):
+        for item in items:
+            for mark in item.iter_markers("host"):
+                item.add_marker(pytest.mark.skip(reason=f"not on a GPU: {mark.args[0]}"))
     if _FOLDER.is_dir():
         left_out = [i for i in items if hvd.size() not in _sizes(i)]
         items[:] = [item for item in items if item not in left_out]

@@ -20,7 +20,7 @@ class Counter(keras.layers.Layer):
     """Counts its calls."""
 
     def build(self, shape) -> None:
-        self.calls = self.add_weight((2,), "zeros", "int32", trainable=False, name="calls")
+        self.calls = self.add_weight((2,), "zeros", "int64", trainable=False, name="calls")
 
     def call(self, x):
         self.calls.assign_add([1, 1])
@@ -34,7 +34,7 @@ def build() -> keras.Model:
         keras.layers.BatchNormalization(),
         keras.layers.Dropout(0.2),
         keras.layers.Dense(5, dtype="bfloat16", name="bfloat16"),
-        Counter(name="int32"),
+        Counter(name="int64"),
         keras.layers.Dense(1),
     ]
     model = keras.Sequential([keras.Input((6,)), *layers])
@@ -82,7 +82,7 @@ def named(rank: int) -> str:
     return f"rank {rank} on {HOST}" if SIZE > 2 else ""
 
 
-FLIPS = [("float32", 0, 5), ("float32", 30, 6), ("bfloat16", 15, 4), ("int32", 0, 4)]
+FLIPS = [("float32", 0, 5), ("float32", 30, 6), ("bfloat16", 15, 4), ("int64", 0, 4)]
 
 
 @pytest.mark.parametrize(("name", "bit", "batch"), FLIPS)
@@ -99,7 +99,7 @@ def test_every_bit() -> None:
     model = build()
     train(model)
     common = values.Values(variables.in_common(model), hvd.global_process_set)
-    for name, bits in (("float32", 32), ("bfloat16", 16), ("int32", 32)):
+    for name, bits in (("float32", 32), ("bfloat16", 16), ("int64", 64)):
         for bit in range(bits):
             one = weight(model, name)
             before = np.array(one)

@@ -59,6 +59,7 @@ def test_numbers_where_decimals_have_a_comma(
         assert any("ts" in event for event in json.loads(path.read_text()))
 
 
+@pytest.mark.host("CUDA does not work in a forked child")
 @pytest.mark.parametrize("size", [3, 100_000])
 def test_a_forked_child_is_no_rank(size: int) -> None:
     """Its parent shares memory with the other ranks, into which it must not write."""
