@@ -31,51 +31,57 @@ def _held_back() -> Iterator[None]:
 
 
 with _held_back():  # what TensorFlow says at its start about CUDA, oneDNN and the CPU
-    import keras
     import numpy as np
-    import tensorflow as tf
 
     import hvd_keras as hvd
     from hvd_keras.launch.onhost.cores import usable_cores, usable_gpus
-    from hvd_keras.runtime import gpu, libraries
+    from hvd_keras.runtime import gpu, libraries, settings
 
-    _DTYPES = [tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.uint8]
+    _ON_TORCH = settings.keras_backend() == "torch"
+    if _ON_TORCH:
+        import torch
+    else:
+        import tensorflow as tf
+    import keras
+
+    _DTYPES = ["float32", "float16", "bfloat16", "float64", "int32", "uint8"]
     for _dtype in _DTYPES:
-        tf.zeros((), _dtype)
+        keras.ops.zeros((), _dtype)
 
 _SELF_TEST_SECONDS = 2.0
+_KINDS = 6 if _ON_TORCH else 7  # of collectives; PyTorch has no join
 
 
 def facts() -> dict[str, str]:
     """Return what hvd_keras was built with and run on, as text. Works before ``init()``."""
     core = libraries.core()
-    gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
+    if _ON_TORCH:
+        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        backend = {"PyTorch": torch.__version__}
+    else:
+        gpus = [device.name for device in tf.config.list_physical_devices("GPU")]
+        built_for = ", ".join(libraries.tensorflow_folders())
+        backend = {"TensorFlow": f"{tf.__version__}, built for {built_for}"}
     for_gpus = gpu.facts()
     if not gpus and not usable_gpus({}):  # what is found begins with its version
         for_gpus = {k: v if v[0].isdigit() else "not needed: no GPU" for k, v in for_gpus.items()}
     return {
         "hvd_keras": f"{hvd.__version__}, in {os.path.dirname(hvd.__file__)}",
         "Python": f"{platform.python_version()}, {sys.executable}",
-        "TensorFlow": f"{tf.__version__}, built for {', '.join(libraries.tensorflow_folders())}",
+        **backend,
         "Keras": keras.__version__,
         "MPI": libraries.mpi_version().splitlines()[0],
         "MPI library": core.hvd_mpi_file().decode(),
         "Cores": f"{usable_cores()} usable on this host",
         "GPUs": ", ".join(gpus) if gpus else "none",
         **for_gpus,
-        "XLA": _xla_fact(bool(gpus)),
+        **({} if _ON_TORCH else {"XLA": _xla_fact()}),
     }
 
 
-def _xla_fact(on_gpus: bool) -> str:
-    if why := libraries.why_no_xla():
-        return f"not used: {why}"
-    if not on_gpus:
-        return "used where models ask for it"
-    return (
-        "used where models ask for it, as Keras does by default on GPUs. hvd_keras has never run "
-        "with it on a GPU (docs/gpu.md); model.compile(jit_compile=False) does without"
-    )
+def _xla_fact() -> str:
+    why = libraries.why_no_xla()
+    return f"not used: {why}" if why else "used where models ask for it, as by default on GPUs"
 
 
 def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
@@ -89,7 +95,7 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
         dtype = _DTYPES[rounds % len(_DTYPES)]
         # [ranks, 4 · ranks] small integers, exact in all dtypes, different on each rank.
         rows_by_rank = np.arange(4.0 * size).reshape(1, -1) % 5 + np.arange(size).reshape(-1, 1)
-        mine = tf.cast(rows_by_rank[rank], dtype)
+        mine = keras.ops.cast(keras.ops.convert_to_tensor(rows_by_rank[rank]), dtype)
         total = rows_by_rank.sum(0)
         rows = 4 * rank, 4 * rank + 4
         results = {
@@ -100,13 +106,13 @@ def self_test(seconds: float = _SELF_TEST_SECONDS) -> int:
             "reducescatter": (hvd.reducescatter(mine, op=hvd.Sum), total[slice(*rows)]),
         }
         for name, (got, expected) in results.items():
-            if not np.array_equal(tf.cast(got, tf.float64), expected):
-                raise AssertionError(f"{name} of {dtype.name}: got {got}, expected {expected}.")
+            if not np.array_equal(keras.ops.convert_to_numpy(got).astype("float64"), expected):
+                raise AssertionError(f"{name} of {dtype}: got {got}, expected {expected}.")
         hvd.barrier()
-        if int(hvd.join()) not in range(size):
+        if not _ON_TORCH and int(hvd.join()) not in range(size):
             raise AssertionError("join: the last rank does not exist.")
         rounds += 1
-    return rounds * 7
+    return rounds * _KINDS
 
 
 def main(launcher: str = "") -> None:
@@ -118,7 +124,7 @@ def main(launcher: str = "") -> None:
         say(f"{name + ':':<13} {fact}")
     count = self_test()
     ranks = "1 rank" if hvd.size() == 1 else f"{hvd.size()} ranks"
-    say(f"{'Self-test:':<13} {count} collectives of 7 kinds on {ranks}, all correct")
+    say(f"{'Self-test:':<13} {count} collectives of {_KINDS} kinds on {ranks}, all correct")
     say("OK")  # the last barrier was after the last comparison, so this is so on all ranks
 
 

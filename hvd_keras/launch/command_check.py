@@ -70,7 +70,7 @@ def _check_script(script: Path, python: str) -> None:
 
 def _check_packages(python: str) -> None:
     """Raise UsageError if this Python lacks what every rank needs; otherwise each rank would."""
-    names = ("hvd_keras", "tensorflow")
+    names = ("hvd_keras", "tensorflow", "torch")
     own = os.path.realpath(sys.executable), os.path.realpath(Path(sys.executable).parent)
     if (os.path.realpath(python), os.path.realpath(Path(python).parent)) == own:
         missing = [name for name in names if importlib.util.find_spec(name) is None]
@@ -84,5 +84,5 @@ def _check_packages(python: str) -> None:
             f"got the Python {python}, which has no hvd_keras; hvdrun belongs to\n"
             f"{sys.executable}. Omit the Python, as in {EXAMPLE}, or install hvd_keras there"
         )
-    if "tensorflow" in missing:
+    if {"tensorflow", "torch"} <= set(missing):  # with PyTorch alone, the script may choose that
         raise UsageError(hvd_keras.no_tensorflow(python))

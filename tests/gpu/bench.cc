@@ -101,7 +101,8 @@ void allreduces() {
   say("CUDA %d (%s), NCCL %s (%s), %d ranks\n", test::device->cuda().version,
       test::device->cuda().file.c_str(), nccl_version_text(nccl->version).c_str(),
       nccl->file.c_str(), size);
-  say("Allreduce, microseconds a call; GB/s: 2 (N - 1) / N x bytes / time, as nccl-tests' busbw\n");
+  say("%s\n",
+      "Allreduce, microseconds a call; GB/s: 2 (N - 1) / N x bytes / time (busbw of nccl-tests)");
   say("%12s %10s %10s %10s %12s %12s %12s %10s %10s\n", "bytes", "engine", "NCCL", "copy",
       "host,engine", "host,NCCL", "host,added", "GB/s", "GB/s,NCCL");
   for (const int64_t bytes : {4LL << 10, 64LL << 10, 1LL << 20, 16LL << 20, 256LL << 20}) {
@@ -128,7 +129,7 @@ void allreduces() {
         ours.of_host * 1e6, alone.of_host * 1e6, (ours.of_host - alone.of_host) * 1e6,
         bus_gigabytes(bytes, ours.seconds), bus_gigabytes(bytes, alone.seconds));
   }
-  if (size == 1) say("With one GPU NCCL copies and communicates with nobody: no GB/s.\n");
+  if (size == 1) say("%s\n", "With one GPU NCCL copies and communicates with nobody: no GB/s.");
   CHECK_EQ(test::leave(*engine, "", -1), Engine::LeaveResult::all_left);
   plain->close(kPause);
 }

@@ -152,9 +152,18 @@ def test_the_example_and_its_file_are_for_both_backends(hvdrun) -> None:
     hvdrun.environment["KERAS_BACKEND"] = "torch"
     # Else torch leaves an empty folder among the temporary files.
     hvdrun.environment["TORCHINDUCTOR_CACHE_DIR"] = str(hvdrun.folder / "inductor")
-    job = hvdrun.run(
-        *("-np", "2", "--oversubscribe", sys.executable, str(example), "--epochs", "4"),
+    (hvdrun.folder / "hidden").mkdir()
+    (hvdrun.folder / "hidden" / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def hide(name, *more): return None if name == 'tensorflow' else find(name, *more)\n"
+        "PathFinder.find_spec = hide\n"
     )
+    without = {**hvdrun.environment, "PYTHONPATH": str(hvdrun.folder / "hidden")}
+    on_two = ("-np", "2", "--oversubscribe")
+    job = hvdrun.run(*on_two, "--check", env=without)
+    assert re.search("PyTorch: .*collectives of 6 kinds on 2 ranks", job.stdout, re.DOTALL), job
+    job = hvdrun.run(*on_two, sys.executable, str(example), "--epochs", "4", env=without)
     assert job.returncode == 0, job.stdout + job.stderr
     assert float(re.search(r"Test accuracy: ([0-9.]+)", job.stdout)[1]) > 0.6
     rates = [float(rate) for rate in re.findall(r" lr: ([0-9.e-]+)", job.stdout)]
